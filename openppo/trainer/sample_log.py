@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
+from openppo.datasets.templates import text_of
 from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.models.loss import policy_ratio
 from openppo.models.pretrained import eos_token_ids
+from openppo.rollout.rollout import episode_numbers
 from openppo.tracking import json_form
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.self_check import check_samples, token_columns, token_texts
@@ -96,11 +99,12 @@ class StepDiagnostics:
 def choose(trajectories: Sequence[Trajectory]) -> list[int]:
     """Indices of at most ``N_SAMPLES``: one sample, or two of a group, of the prompts with the smallest checksums.
 
-    So the same prompts return in each episode.
+    So the same prompts return in each pass over the data. Of an episode in several parts the last.
     """
     groups: dict[int, list[int]] = {}
-    for i, trajectory in enumerate(trajectories):
-        groups.setdefault(trajectory.group, []).append(i)
+    last_parts = {number: i for i, number in enumerate(episode_numbers(trajectories))}
+    for i in sorted(last_parts.values()):
+        groups.setdefault(trajectories[i].group, []).append(i)
     checksums = {g: zlib.crc32(repr(trajectories[i].prompt.token_ids).encode()) for g, (i, *_) in groups.items()}
     return [i for group in sorted(groups, key=checksums.__getitem__) for i in groups[group][:2]][:N_SAMPLES]
 
@@ -121,6 +125,11 @@ def sample_row(
         "rewards": trajectory.scores,
         "response_length": sum(trajectory.action_mask),
     }
+    if (episode := trajectory.episode) is not None:
+        row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": json_form(episode.messages)}
+        row |= {"error": episode.error, "output": episode.output}
+        asked = takewhile(lambda message: message["role"] != "assistant", episode.messages)
+        row["prompt"] = trajectory.prompt.text or "\n".join(text_of(message.get("content")) for message in asked)
     kl = None if experience is None else token_columns(experience).get("kl")
     return row if kl is None else row | {"kl": float(kl.sum())}
 
@@ -146,6 +155,8 @@ def token_row(
     texts = token_texts(trajectory.token_ids, tokenizer, first)
     row: Row = {"first": first, "n_tokens": n - first, "texts": [texts[t - first] for t in kept]}
     row |= {"ids": [trajectory.token_ids[t] for t in kept], "trained": [int(mask[t]) for t in kept]}
+    if trajectory.episode is not None:
+        row["turns"] = [[start - first, stop - first] for start, stop in trajectory.spans]
     for name, column in columns.items():  # with the six digits that float32 is sure of
         values = column.tolist()
         row[name] = [float(f"{values[t]:.6g}") if mask[t] else None for t in kept]

@@ -63,6 +63,29 @@ def make_run(folder, learned, more=(), evaluations=(0, N_STEPS), **options):
     return folder
 
 
+def make_agent_run(folder, metrics):
+    """A run with an episode of two turns, between which a tool answers, and one that failed before its first."""
+    call = {"function": {"name": "add", "arguments": '{"a": 3}'}}
+    messages = [
+        {"role": "user", "content": "3 + 4?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": HOSTILE},
+        {"role": "assistant", "content": "7"},
+    ]
+    common = {"step": 1, "time": 0.0, "label": None, "finish_reason": "stop", "response": "", "rewards": {}}
+    texts = ["<call>", "add", "</call>", "<tool>", HOSTILE, "7", "<end>"]
+    trained, spans = [1, 1, 1, 0, 0, 1, 1], [[0, 3], [5, 7]]
+    tokens = {"step": 1, "time": 0.0, "sample": 0, "first": 4, "n_tokens": 7, "texts": texts, "ids": list(range(7))}
+    tokens |= {"trained": trained, "turns": spans, "log_prob": [-0.5 if is_action else None for is_action in trained]}
+    played = {"sample": 0, "prompt": "3 + 4?", "reward": 1.0, "response_length": 5, "messages": messages}
+    failed = {"sample": 1, "prompt": "3 + 4?", "reward": 0.0, "response_length": 0, "messages": messages[:1]}
+    samples = [
+        {**common, **played, "ending": "completed", "turns": 2, "error": "", "output": ""},
+        {**common, **failed, "ending": "agent_error", "turns": 0, "error": "RuntimeError: broken", "output": "bye"},
+    ]
+    return write_run(folder, metrics, samples, [tokens], {})
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """Addresses of pages: one run, two, three with two targets, one that was evaluated once and has values below 0."""
@@ -73,7 +96,9 @@ def pages(tmp_path_factory):
         {"step": step, "time": 60.0 * step, "policy_loss": 0.001 * (-1) ** step, "values": -1.0 - step}
         for step in range(N_STEPS + 1, 2 * N_STEPS + 1)
     ]
+    ends = {"agent/completed": 0.75, "agent/agent_error": 0.25, "agent/timeout": 0.0}
     runs = {
+        "agent": [make_agent_run(folder / "agent", [{"step": 1, "time": 0.0, "reward": 1.0, **ends}])],
         "one": [slow],
         "two": [slow, quick],
         "targets": [make_run(folder / f"target{i}", 0.01, kl_target=kl) for i, kl in enumerate((0.1, 0.2, 0.1))],
@@ -331,3 +356,24 @@ def test_search_finds_a_flag_without_a_server(browser, site):
     links = [link.get_attribute("href") for link in browser.find_elements(By.CSS_SELECTOR, results)]
     assert any("/flags/" in link or "/algorithms/kl" in link for link in links), links
     assert complaints(browser) == []
+
+
+def test_an_episode_is_a_conversation_whose_tools_are_not_trained(page):
+    driver = page("agent")
+    assert [row.text for row in all_of(driver, "#endings tbody tr")] == ["completed 75 % 75 %", "agent_error 25 % 25 %"]
+    one(driver, "#sort").send_keys("reward")
+    boxes = [(box.get_attribute("class"), box.text.splitlines()[0]) for box in all_of(driver, ".conversation .turn")]
+    assert boxes == [
+        ("turn other", "user"),
+        ("turn model", "turn 1 of the model \u00b7 3 tokens"),
+        ("turn other", "tool \u00b7 not trained"),
+        ("turn model", "turn 2 of the model \u00b7 2 tokens"),
+    ]
+    by_box = [len(all_of(box, ".token")) for box in all_of(driver, ".conversation .turn")]
+    untrained = [len(all_of(box, ".token.untrained")) for box in all_of(driver, ".conversation .turn")]
+    assert (by_box, untrained) == ([0, 3, 2, 2], [0, 0, 2, 0])
+    hover(driver, all_of(driver, ".turn.model .token")[0])
+    assert tooltip(driver)[0].startswith('"<call>" \u00b7 token 1 of 7')
+    all_of(driver, "#sample-list button")[1].click()
+    said = one(driver, "#sample-detail").text
+    assert "ended by agent_error" in said and "error RuntimeError: broken" in said and "output bye" in said

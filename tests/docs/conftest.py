@@ -74,19 +74,19 @@ TRAIN = """
 import sys
 
 from openppo.cli.options import parse_options
+from openppo.cli.train_ppo import build
 from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
-from openppo.trainer import build_ppo_trainer
 from openppo.trainer.supervised.build import build_supervised_trainer
 
 BUILD = {
-    "train_ppo": (TrainPPOConfig, build_ppo_trainer),
+    "train_ppo": (TrainPPOConfig, build),
     "train_sft": (TrainSFTConfig, build_supervised_trainer),
     "train_rm": (TrainRMConfig, build_supervised_trainer),
 }
 for line in sys.argv[1:]:
     command, *flags = line.split("\\t")
-    config, build = BUILD[command]
-    trainer = build(parse_options(config, flags))
+    config, make = BUILD[command]
+    trainer = make(parse_options(config, flags))
     trainer.fit()
     assert trainer.global_step >= 2
     print("done", flush=True)

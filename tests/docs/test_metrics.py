@@ -21,6 +21,13 @@ def reward_fn(response: str) -> dict[str, float]:
         raise RuntimeError
     return {"correct": float(len(response)), "brief": -1.0}
 """
+AGENT = """
+async def solve(task, session):
+    turn = await session.chat(task.messages)
+    turn = await session.chat([*task.messages, turn.message, {"role": "user", "content": "and"}])
+    session.reward(0.5, turn)
+    return {"won": float(len(turn.text))}
+"""
 RUNS = {
     "critic": f"""{TRAIN_PPO} --reward_pretrain reward --eval_data prompts.jsonl,sft.jsonl --eval_before_training
         --eval_steps 1 --eval_n_samples_per_prompt 2 --eval_temperature 1
@@ -31,6 +38,8 @@ RUNS = {
         --rollout_correction tis""",
     "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
         --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl""",
+    "agent": f"""{TRAIN_PPO} --agent agent.py:solve --episode_max_len 300 --n_samples_per_prompt 2
+        --eval_data prompts.jsonl --check_rendering warn""",
     "sft": f"train_sft {SMALL} --pretrain policy --dataset sft.jsonl --eval_dataset sft.jsonl",
     "rm": f"train_rm {SMALL} --pretrain reward --dataset preference.jsonl --eval_dataset preference.jsonl",
 }
@@ -48,6 +57,7 @@ def documented(heading_pattern: str) -> list[str]:
 def logs(run: Run, workshop: Path) -> Logs:
     """Names in each file of each run."""
     (workshop / "two.py").write_text(REWARD)
+    (workshop / "agent.py").write_text(AGENT)
     train(run, workshop, [line.format(out=f"metrics/{name}").split() for name, line in RUNS.items()])
     found: Logs = {}
     for name in RUNS:
@@ -60,14 +70,15 @@ def logs(run: Run, workshop: Path) -> Logs:
     return found
 
 
-PPO = ("critic", "named", "dynamic", "process")
-SOMETIMES = ("eval_reward_errors", *(() if torch.cuda.is_available() else ("memory/",)))
-"""Beginnings of names that are logged only where there is an error, or a GPU."""
+PPO = ("critic", "named", "dynamic", "process", "agent")
+OF_FORMS = ("agent/unreadable_actions", "agent/sampling_overridden", "agent/retries")
+SOMETIMES = ("eval_reward_errors", *OF_FORMS, *(() if torch.cuda.is_available() else ("memory/",)))
+"""Beginnings of names that are logged only where there is an error, a GPU, or an agent of another form."""
 
 
 @pytest.mark.parametrize(
     ("runs", "sections"),
-    [(PPO, "Rewards|Policy|Critic|Responses|Sampling|Time|Memory|Evaluation"), (("sft", "rm"), "SFT")],
+    [(PPO, "Rewards|Policy|Critic|Responses|Agents|Sampling|Time|Memory|Evaluation"), (("sft", "rm"), "SFT")],
     ids=["PPO", "supervised"],
 )
 def test_every_metric_is_documented_and_every_documented_one_is_logged(

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from openppo.types import Ending
+
 
 class Chart(NamedTuple):
     """``metrics`` in one chart, by name or by a start and *; ``target`` is an option drawn as a line."""
@@ -12,6 +14,9 @@ class Chart(NamedTuple):
     about: str = ""
     target: str | None = None
 
+
+TRAINED_ENDINGS = tuple(ending.value for ending in Ending if ending.is_trained)
+OTHER_ENDINGS = tuple(ending.value for ending in Ending if not ending.is_trained)
 
 GROUPS: dict[str, tuple[Chart, ...]] = {
     "Reward": (
@@ -51,6 +56,17 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Response length", ("response_length", "eval_response_length"), "Tokens."),
         Chart("Truncated", ("truncated_fraction", "eval_truncated_fraction"), "Share cut at --generate_max_len."),
         Chart("Dynamic sampling", ("sampled_batches", "useful_groups")),
+    ),
+    "Agents": (
+        Chart("Endings that are trained on", tuple(f"agent/{name}" for name in TRAINED_ENDINGS), "Share of episodes."),
+        Chart("Endings that are not", tuple(f"agent/{name}" for name in OTHER_ENDINGS), "Share of episodes; near 0."),
+        Chart("Turns", ("agent/turns", "eval_agent/turns"), "Of the model, per episode."),
+        Chart("Tokens per turn", ("agent/tokens_per_turn",)),
+        Chart("Tool calls", ("agent/tool_calls", "agent/tool_errors", "agent/malformed_calls"), "Per episode."),
+        Chart("Prompts of turns", ("agent/bridged_turns", "agent/rerendered_turns"), "Continued, or rendered anew."),
+        Chart("Prefix reuse", ("agent/prefix_reuse",), "Tokens kept between turns, for each one that was read."),
+        Chart("Other counts", ("agent/*",), "Per episode."),
+        Chart("Endings of held-out episodes", ("eval_agent/*",)),
     ),
     "Optimizer": (
         Chart("Gradient norms", ("actor_grad_norm", "critic_grad_norm", "grad_norm"), "Before clipping."),

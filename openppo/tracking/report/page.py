@@ -23,7 +23,7 @@ MAX_NUMBERS = 180_000
 MAX_BYTES = 4_800_000
 """Of the data as JSON; scripts and styles come on top."""
 _PARTS = Path(__file__).with_name("page")
-_SCRIPTS = ("dom.js", "charts.js", "tokens.js", "samples.js", "main.js")
+_SCRIPTS = ("dom.js", "charts.js", "tokens.js", "conversations.js", "samples.js", "main.js")
 
 
 def write_report(folders: Sequence[str | Path], output: Path, running: bool = False) -> Path:

@@ -263,6 +263,28 @@ def sampling_bound(history: History, _: float) -> str | None:
     )
 
 
+@rule("agent/agent_error", "agent/tool_error", "agent/timeout")
+def episodes_fail(history: History, _: float) -> str | None:
+    """A tenth of an agent's episodes ended by an error or a time limit."""
+    share = sum(history.mean(f"agent/{name}", FEW) for name in ("agent_error", "tool_error", "timeout"))
+    said = "are not trained on since step {since}: the log shows the first error; --agent_timeout gives more time."
+    return f"{share:.0%} of the episodes fail and {said}" if share > 0.1 else None
+
+
+@rule("agent/malformed_calls", passes=lambda n, h: n > 0.05 and n > 0.25 * h.mean("agent/tool_calls", FEW))
+def malformed_calls(history: History, calls: float) -> str:
+    """A fifth of the tool calls cannot be read."""
+    return f"{calls:.2g} calls per episode cannot be read since step {{since}}: is --tool_parser the model's format?"
+
+
+@rule("agent/rerendered_turns", passes=lambda n, h: n > h.mean("agent/bridged_turns", FEW))
+def turns_rerendered(history: History, turns: float) -> str | None:
+    """More turns rendered anew than continue the recorded tokens, with --history verbatim."""
+    said = "turns per episode are rendered anew since step {since}: the agent changes earlier messages or the template"
+    remedy = "refuses the bridge, so that episodes fall apart. Append messages only; see --history."
+    return f"{turns:.2g} {said} {remedy}" if history.option("history") != "template" else None
+
+
 @rule("eval_loss", "loss", last=2)
 def overfitting(history: History, _: float) -> str | None:
     """Supervised: the last two evaluations 2 % above the lowest eval_loss."""

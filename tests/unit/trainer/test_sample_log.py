@@ -21,7 +21,7 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.tracking import JSONLTracker
 from openppo.trainer.sample_log import MAX_TOKENS, StepDiagnostics, choose, sample_row, token_row
 from openppo.trainer.self_check import token_texts
-from openppo.types import Experience, FinishReason, Prompt, SingleProcess, Trajectory
+from openppo.types import Ending, Episode, Experience, FinishReason, Prompt, SingleProcess, Trajectory
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -244,3 +244,22 @@ def test_held_out_samples_have_the_engines_log_probs() -> None:
     assert sample["step"] == tokens["step"] == 5
     assert tokens["log_prob"] == [-0.5, -0.5]
     assert {"kl", "value", "entropy", "advantage", "ratio"} & (tokens.keys() | sample.keys()) == set()
+
+
+def test_an_episode_is_logged_as_a_conversation_with_the_places_of_its_turns() -> None:
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "see", "arguments": "{}"}}]},
+        {"role": "tool", "content": [{"type": "text", "text": "a wall"}]},
+        {"role": "assistant", "content": "left"},
+    ]
+    played = Episode(messages, Ending.MAX_TURNS, n_turns=2, output="a wall")
+    t = response_to([1, 2], 0, n_tokens=7, mask=[1, 1, 0, 0, 1, 1, 1])
+    t = dataclasses.replace(t, episode=played, prompt=Prompt("", [1, 2]))
+    row, tokens = sample_row(t, BYTES, {}), token_row(t, BYTES)
+    expected = {"prompt": "look", "ending": "max_turns", "turns": 2, "messages": messages, "output": "a wall"}
+    assert {name: row[name] for name in expected} == expected
+    assert (tokens["turns"], tokens["trained"]) == ([[0, 2], [4, 7]], [1, 1, 0, 0, 1, 1, 1])
+    assert "turns" not in token_row(ONE, BYTES)
+    first = dataclasses.replace(t, action_mask=[False] * 9)
+    assert choose([first, t]) == [1], "of an episode in parts the last"

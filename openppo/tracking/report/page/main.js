@@ -4,7 +4,7 @@
 const HEADLINES = [
   ["Reward", "reward"], ["Held-out reward", "eval_reward"], ["Held-out pass@1", "eval_pass@1"], ["Loss", "loss"], ["Held-out loss", "eval_loss"], ["Accuracy", "accuracy"],
   ["KL per token", "kl"], ["Entropy", "entropy"], ["Clip fraction", "clip_fraction"], ["Explained variance", "explained_variance"],
-  ["Response length", "response_length"], ["Truncated", "truncated_fraction"], ["Seconds a step", "time/step_s"],
+  ["Turns per episode", "agent/turns"], ["Response length", "response_length"], ["Truncated", "truncated_fraction"], ["Seconds a step", "time/step_s"],
 ];
 const shares = new Set(["eval_pass@1", "accuracy", "clip_fraction", "truncated_fraction"]);
 
@@ -87,6 +87,17 @@ function drawEvaluation() {
     el("tbody", {}, names.map((name) => el("tr", {}, el("td", {}, name), RUNS.map((run) => cells(run, name)))))))]);
 }
 
+// Share of each ending of an agent's episodes, at the start and now.
+const ENDINGS = ["completed", "max_turns", "episode_length", "context_full", "env_truncated", "timeout", "agent_error", "tool_error", "cancelled"];
+function drawEndings() {
+  const section = byId("endings"), percent = (value) => `${short(100 * value)} %`;
+  if (!RUNS.some((run) => ends(run, "agent/completed"))) return section.remove();
+  const rows = ENDINGS.map((ending) => [ending, RUNS.map((run) => ends(run, `agent/${ending}`))]).filter(([, of]) => of.some((pair) => pair && (pair[0] || pair[1])));
+  fill(section.querySelector(".body"), {}, [el("div", { class: "card scroll" }, el("table", {},
+    el("thead", {}, el("tr", {}, el("th", {}, "Ended as"), RUNS.map((run, r) => [RUNS.length > 1 ? el("th", { class: "number" }, swatch(color(r)), run.name) : el("th", { class: "number" }, "start"), el("th", { class: "number" }, "now")]))),
+    el("tbody", {}, rows.map(([ending, of]) => el("tr", {}, el("td", {}, ending), of.map((pair) => [0, 1].map((n) => el("td", { class: "number" }, pair ? percent(pair[n]) : "–"))))))))]);
+}
+
 const plain = (value) => (value == null ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));
 
 function drawOptions() {
@@ -137,6 +148,6 @@ byId("theme").addEventListener("click", () => {
   const root = document.documentElement, now = root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   root.dataset.theme = now === "dark" ? "light" : "dark";
 });
-for (const draw of [drawStatus, drawSummary, drawWarnings, drawCurves, drawEvaluation, drawSamples, drawOptions, drawEnvironment]) draw();
+for (const draw of [drawStatus, drawSummary, drawWarnings, drawCurves, drawEvaluation, drawEndings, drawSamples, drawOptions, drawEnvironment]) draw();
 byId("nav").append(...[...document.querySelectorAll("main section[id]:not(#summary)")].map((section) =>
   el("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));

@@ -19,13 +19,15 @@ function chosenSamples() {
     (browse.run === "all" || s.run === Number(browse.run))
     && (browse.kind === "all" || (browse.kind === "evaluation") === Boolean(s.evaluation))
     && (browse.step === "all" || s.step === Number(browse.step))
-    && (browse.finish === "all" || s.finish_reason === browse.finish)
+    && (browse.finish === "all" || endOf(s) === browse.finish)
     && (browse.from === "" || (value(s) != null && value(s) >= Number(browse.from)))
     && (browse.to === "" || (value(s) != null && value(s) <= Number(browse.to)))
     && (!wanted || `${s.prompt}\n${s.response}`.toLowerCase().includes(wanted)),
   ).sort((a, b) => sign * ((by(a) ?? -Infinity) - (by(b) ?? -Infinity)) || a.run - b.run || (a.sample ?? 0) - (b.sample ?? 0));
 }
 
+// How a response ended, or an agent's episode.
+const endOf = (sample) => sample.ending ?? sample.finish_reason;
 const fact = (key, value) => el("span", {}, el("span", { class: "key" }, `${key} `), el("b", {}, value));
 
 function facts(sample) {
@@ -36,7 +38,9 @@ function facts(sample) {
     parts.map(([name, value]) => fact(name, short(value))),
     sample.kl == null ? null : fact("KL", `${short(sample.kl)} nats`),
     sample.response_length == null ? null : fact("length", `${sample.response_length} tokens`),
-    fact("ended by", sample.finish_reason === "length" ? "length (cut)" : sample.finish_reason),
+    fact("ended by", endOf(sample) === "length" ? "length (cut)" : endOf(sample)),
+    sample.turns == null ? null : fact("turns", sample.turns),
+    sample.error ? fact("error", visible(sample.error)) : null, sample.output ? fact("output", visible(sample.output)) : null,
     sample.label == null ? null : fact("label", visible(String(typeof sample.label === "object" ? JSON.stringify(sample.label) : sample.label))));
 }
 
@@ -60,13 +64,13 @@ function drawDetail() {
   const button = el("button", { type: "button", id: "same-prompt", "aria-pressed": browse.sides, disabled: others.length < 2,
     onclick: () => { browse.sides = !browse.sides; drawDetail(); } },
   others.length < 2 ? "This prompt was logged once" : `This prompt, ${others.length} times side by side`);
-  const prompt = [el("span", { class: "note" }, "Prompt"), el("div", { class: "text prompt", tabindex: 0 }, visible(sample.prompt))];
+  const prompt = sample.messages ? [] : [el("span", { class: "note" }, "Prompt"), el("div", { class: "text prompt", tabindex: 0 }, visible(sample.prompt))];
   if (browse.sides && others.length > 1) {
     detail.replaceChildren(el("div", { class: "tools" }, button, missing(sample) ?? ""), ...prompt,
       el("div", { class: "sides" }, others.map((other) => el("div", {}, facts(other), responseNode(other, measureOf(other))))));
   } else {
     detail.replaceChildren(el("div", { class: "tools" }, button, missing(sample) ?? ""), facts(sample), ...prompt,
-      el("span", { class: "note" }, "Response"), responseNode(sample, measureOf(sample)));
+      el("span", { class: "note" }, sample.messages ? "Conversation" : "Response"), responseNode(sample, measureOf(sample)));
   }
 }
 
@@ -120,7 +124,7 @@ function drawSamples() {
       RUNS.length > 1 ? choice("Run", [["all", "all"], ...RUNS.map((run, r) => [r, run.name])], "all", set("run")) : null,
       distinct((s) => Boolean(s.evaluation)).length > 1 ? kind : null,
       choice("Step", [["all", "all"], ...distinct((s) => s.step).sort((a, b) => a - b).map((step) => [step, step])], "all", set("step")),
-      distinct((s) => s.finish_reason).length > 1 ? choice("Ended by", [["all", "all"], ...distinct((s) => s.finish_reason).map((reason) => [reason, reason])], "all", set("finish")) : null,
+      distinct(endOf).length > 1 ? choice("Ended by", [["all", "all"], ...distinct(endOf).map((reason) => [reason, reason])], "all", set("finish")) : null,
       order, direction,
       choice("With", Object.entries(FIELDS).map(([key, [name]]) => [key, name]), browse.field, set("field")), number("from", "from"), number("to", "to"),
       el("input", { type: "search", placeholder: "text", "aria-label": "Text in prompt or response", oninput: (event) => { browse.text = event.target.value; drawList(); } }),

@@ -52,14 +52,18 @@ function tokenNode(tokens, i, measure) {
   return node;
 }
 
-// The response of a sample; arrows move from token to token where it has the focus.
+// The response of a sample, of an agent's its whole conversation.
 function responseNode(sample, measure) {
-  const tokens = sample.tokens;
-  if (!tokens) return el("div", { class: "text response", tabindex: 0 }, visible(sample.response));
-  const nodes = tokens.texts.map((_, i) => tokenNode(tokens, i, measure));
-  const skipped = tokens.n_tokens - nodes.length;
-  const box = el("div", { class: "text response", tabindex: 0, role: "group", "aria-label": "Response. Left and right arrows read single tokens." }, nodes);
-  if (skipped > 0) nodes[nodes.length / 2].before(el("span", { class: "gap" }, `… ${skipped} tokens are not logged …`));
+  if (sample.messages) return conversationNode(sample, measure);
+  if (!sample.tokens) return el("div", { class: "text response", tabindex: 0 }, visible(sample.response));
+  const skipped = sample.tokens.n_tokens - sample.tokens.texts.length, gap = el("span", { class: "gap" }, `… ${skipped} tokens are not logged …`);
+  return tokenBox(sample, measure, (nodes) => (skipped > 0 ? [nodes.slice(0, nodes.length / 2), gap, nodes.slice(nodes.length / 2)] : nodes));
+}
+
+// A box of all logged tokens, as ``arrange`` lays them out; arrows move from token to token where it has the focus.
+function tokenBox(sample, measure, arrange) {
+  const tokens = sample.tokens, nodes = tokens.texts.map((_, i) => tokenNode(tokens, i, measure));
+  const box = el("div", { class: "text response", tabindex: 0, role: "group", "aria-label": "Response. Left and right arrows read single tokens." }, arrange(nodes));
   let active = null;
   const show = (i) => {
     if (active != null) nodes[active].classList.remove("active");

@@ -79,6 +79,9 @@ CASES = {
     "steps_skipped": ({"skipped_steps": lambda s: 0.0 if s < 20 else 1.0}, {}),
     "engine_differs": ({"rollout_kl": flat(0.04)}, {}),
     "sampling_bound": ({"sampled_batches": at(10.0), "useful_groups": at(7.0)}, BOUND_10),
+    "episodes_fail": ({"agent/agent_error": at(0.05), "agent/tool_error": at(0.0), "agent/timeout": at(0.1)}, {}),
+    "malformed_calls": ({"agent/malformed_calls": flat(0.5), "agent/tool_calls": flat(1.5)}, {}),
+    "turns_rerendered": ({"agent/rerendered_turns": flat(2.0), "agent/bridged_turns": flat(1.0)}, {}),
     "overfitting": ({"loss": ramp(2, 0), "eval_loss": every_tenth(lambda s: 1.0 + abs(s - 30) / 50)}, {}),
 }
 WELL = {
@@ -111,6 +114,13 @@ HEALTHY = {
     "rewards of tokens beside a score within its range": ({**OF_TOKENS, "reward/of_tokens": flat(-20.0)}, CLIP),
     "rewards of tokens alone, which are not clipped": (OF_TOKENS, CLIP),
     "eval_loss that falls": ({"loss": ramp(2, 0), "eval_loss": every_tenth(lambda s: 2 - s / 60)}, {}),
+    "few episodes that fail": (dict.fromkeys(("agent/agent_error", "agent/tool_error", "agent/timeout"), at(0.03)), {}),
+    "few malformed calls": ({"agent/malformed_calls": flat(0.2), "agent/tool_calls": flat(1.5)}, {}),
+    "turns that continue": ({"agent/rerendered_turns": flat(1.0), "agent/bridged_turns": flat(2.0)}, {}),
+    "turns as in deployment": (
+        {"agent/rerendered_turns": flat(2.0), "agent/bridged_turns": flat(1.0)},
+        {"history": "template"},
+    ),
     "numbers that are not finite": ({"kl": at(float("nan")), "reward": at(None)}, {}),
 }
 

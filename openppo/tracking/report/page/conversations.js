@@ -1,0 +1,46 @@
+// An episode of an agent: a box for each turn of the model, with its tokens, and one for what was written in between.
+
+const said = (message) => {
+  const content = message.content ?? "", text = typeof content === "string" ? content : content.map((part) => part.text ?? "").join("");
+  const calls = (message.tool_calls || []).map((call) => { const { name, arguments: given } = call.function || call; return `→ ${name}(${typeof given === "string" ? given : JSON.stringify(given)})`; });
+  return [message.reasoning_content && `(thinking) ${message.reasoning_content}`, text, ...calls].filter(Boolean).join("\n");
+};
+
+// Places in the response, of which the middle is not logged where it is long.
+const placeOf = (tokens, i) => i + (i >= tokens.texts.length / 2 ? tokens.n_tokens - tokens.texts.length : 0);
+
+function part(kind, title, ...content) {
+  return el("div", { class: `turn ${kind}` }, el("div", { class: "role" }, title), content);
+}
+
+// [title, whether it is trained on, start, end] of each stretch of tokens after the prompt, from its messages.
+function stretches(sample, asked) {
+  const { turns: spans, n_tokens: total } = sample.tokens, made = [], roles = [[]];
+  for (const message of sample.messages.slice(asked)) {
+    if (message.role === "assistant") roles.push([]);
+    else roles[roles.length - 1].push(message.role);
+  }
+  let end = 0;
+  spans.forEach(([start, stop], n) => {
+    if (start > end) made.push([roles[n].join(", ") || "template", false, end, start]);
+    made.push([`turn ${sample.turns - spans.length + n + 1} of the model`, true, start, stop]);
+    end = stop;
+  });
+  if (end < total) made.push([roles[spans.length]?.join(", ") || "template", false, end, total]);
+  return made;
+}
+
+function conversationNode(sample, measure) {
+  const { messages, tokens } = sample, spans = tokens?.turns || [];
+  // The last turns of the model are those of the tokens: what lies before them was read.
+  const places = messages.flatMap((message, i) => (message.role === "assistant" ? [i] : []));
+  const asked = spans.length ? places[places.length - spans.length] ?? 0 : messages.length;
+  const read = messages.slice(0, asked).map((message) => part(message.role === "assistant" && !spans.length ? "model" : "other", message.role,
+    el("div", { class: "said" }, visible(said(message)))));
+  if (!spans.length) return el("div", { class: "conversation" }, read);
+  return el("div", { class: "conversation" }, read, tokenBox(sample, measure, (nodes) => stretches(sample, asked).map(([title, trained, start, end]) => {
+    const mine = nodes.filter((_, i) => placeOf(tokens, i) >= start && placeOf(tokens, i) < end), lacking = end - start - mine.length;
+    return part(trained ? "model" : "other", [title, el("span", { class: "note" }, trained ? ` · ${end - start} tokens` : " · not trained")],
+      el("div", { class: "said" }, mine, lacking > 0 ? el("span", { class: "gap" }, `… ${lacking} tokens are not logged …`) : null));
+  })));
+}
