@@ -5,11 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo import logger
 from openppo.agents.environment import EnvironmentAgent
 from openppo.agents.episodes import Agent
 from openppo.agents.openrlhf import OpenRLHFAgent, is_openrlhf
-from openppo.agents.parsers import choose_parser
+from openppo.agents.parsers import parser_for
 from openppo.agents.program import ProgramAgent
 from openppo.agents.sampler import AgentSampler
 from openppo.agents.session import Session, Task
@@ -55,14 +54,7 @@ class AgentSource(SamplerMaker):
             if self.options.check_rendering != "off":
                 raise ValueError("--check_rendering: an agent file of OpenRLHF uses no chat template: leave it out.")
             return
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"--{self.options.form or 'pretrain'}: the tokenizer has no chat template, which conversations are "
-                "rendered with. Use a chat model, or set chat_template in its tokenizer_config.json."
-            )
-        if self.parser == "auto":
-            self.parser = choose_parser(str(tokenizer.chat_template))
-            logger.info("--tool_parser auto: tool calls are read as %s, by the chat template", self.parser)
+        self.parser = parser_for(tokenizer, self.parser, f"--{self.options.form or 'pretrain'}")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """``ValueError`` for rows that the agent cannot play."""

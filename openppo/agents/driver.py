@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -16,6 +15,8 @@ T = TypeVar("T")
 
 LONGEST_WAIT = 0.02
 """Seconds that the engine waits for requests before ranks agree again on whether anything runs anywhere."""
+_SECONDS_TO_END = 5.0
+"""For coroutines that are cancelled when the loop ends."""
 
 
 @dataclass(eq=False)
@@ -66,34 +67,52 @@ class EngineDriver:
 
         ``show`` is called between steps. ``Interrupted`` on all ranks upon a signal: the work is cancelled.
         """
-        done = asyncio.run_coroutine_threadsafe(work, self.loop)
-        done.add_done_callback(lambda _: self._inbox.put(_WAKE))
-        while True:
-            self._take_in()
-            if self.stop.requested() and not done.done():
-                done.cancel()
-            if self.any_rank(self.engine.busy):
-                self.engine.step()
-                self.steps += 1
-                self._hand_out()
-            elif self.any_rank(not done.done()):
-                self._take_in(LONGEST_WAIT)
-            else:
-                break
-            show()
-        return self._result(done)
+        task = asyncio.run_coroutine_threadsafe(self._begin(work), self.loop).result()
+        asked_to_end = False
+        try:
+            while True:
+                self._take_in()
+                if task.done():
+                    self._abandon()
+                elif self.stop.requested() and not asked_to_end:
+                    asked_to_end = True
+                    self.loop.call_soon_threadsafe(task.cancel)
+                if self.any_rank(self.engine.busy):
+                    self.engine.step()
+                    self.steps += 1
+                    self._hand_out()
+                elif self.any_rank(not task.done()):
+                    self._take_in(LONGEST_WAIT)
+                else:
+                    break
+                show()
+        finally:
+            if not task.done():  # the engine raised
+                self.loop.call_soon_threadsafe(task.cancel)
+        self.stop()
+        if task.cancelled():
+            raise Interrupted("a signal")
+        return task.result()
 
     def close(self) -> None:
-        """End the loop and its thread."""
+        """Cancel what still runs in the loop; end it and its thread."""
+        asyncio.run_coroutine_threadsafe(_end_tasks(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
-    def _result(self, done: "Future[T]") -> T:
-        self.stop()
-        if done.cancelled():
-            raise Interrupted("a signal")
-        return done.result()
+    async def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start the work; the engine's thread is woken when it ends."""
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda _: self._inbox.put(_WAKE))
+        return task
+
+    def _abandon(self) -> None:
+        """Cancel requests of coroutines that the work has left behind."""
+        for number, request in self._under_way.items():
+            self.engine.cancel(number)
+            self.loop.call_soon_threadsafe(request.answer.cancel)
+        self._under_way = {}
 
     def _take_in(self, wait: float = 0.0) -> None:
         """Submit and cancel what is in the queue; with ``wait`` seconds block for the first."""
@@ -137,3 +156,12 @@ class EngineDriver:
 
 
 _WAKE: Any = object()
+
+
+async def _end_tasks() -> None:
+    """Cancel all other tasks of the loop and give them time to clean up."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest, timeout=_SECONDS_TO_END)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from openppo import logger
 
 
@@ -256,3 +258,17 @@ def choose_parser(template: str) -> str:
     if not name:
         logger.warning("the chat template has no format of tool calls that is known: they are expected as plain JSON")
     return name or "json"
+
+
+def parser_for(tokenizer: PreTrainedTokenizerBase, chosen: str, flag: str) -> str:
+    """The parser that ``--tool_parser`` means; ``ValueError``, naming ``flag``, without a chat template."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{flag}: the tokenizer has no chat template, which conversations are rendered with. Use a chat model, or "
+            "set chat_template in its tokenizer_config.json."
+        )
+    if chosen != "auto":
+        return chosen
+    name = choose_parser(str(tokenizer.chat_template))
+    logger.info("--tool_parser auto: tool calls are read as %s, by the chat template", name)
+    return name

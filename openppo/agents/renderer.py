@@ -3,17 +3,18 @@
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.agents.parsers import PARSERS
-from openppo.datasets.templates import Message, encode_bare, render_conversation, text_of
-from openppo.types import Completion, FinishReason
+from openppo.agents.parsers import PARSERS, ToolCall
+from openppo.datasets.conversation import MARK, render_conversation
+from openppo.datasets.templates import Message, encode_bare, text_of
+from openppo.types import Completion
 
-_MARK = "Zq7markqZ"
-"""Stands for the text of an answer in a rendering; letters and a digit, which no template changes."""
 _THINK, _THOUGHT = "<think>", "</think>"
 
 
@@ -46,6 +47,7 @@ class Renderer:
 
     def bridge(
         self,
+        messages: Sequence[Message],
         answer: Message,
         completion: Completion,
         new: Sequence[Message],
@@ -53,37 +55,36 @@ class Renderer:
     ) -> list[int] | None:
         """Token ids that follow a recorded ``completion`` so that ``new`` messages follow its ``answer``.
 
-        The rendering of a stand-in conversation is cut after the special token that ends the stand-in's answer: what
-        follows a special token is tokenized independently of what precedes it. None if the template has no such place,
-        so that the conversation must be rendered whole.
+        The conversation, ``messages`` that were asked with, is rendered with a stand-in for the answer, and cut after
+        the special token that ends it: what follows one is tokenized independently of what precedes it. None if there
+        is no such token, or another one was sampled, so that the conversation must be rendered whole.
         """
-        last = completion.token_ids[-1] if completion.token_ids else None
-        ended = completion.finish_reason is FinishReason.STOP and last in self.eos_token_ids
-        ends = [self._token_text(last)] if ended and last is not None else self._special_texts()
-        for stand_in in _stand_ins(answer, new):
-            try:
-                text = self.rendered([{"role": "user", "content": "-"}, stand_in, *new], tools)
-            except ValueError:
-                continue
-            if _MARK not in text:
-                continue
-            after = text[text.rindex(_MARK) + len(_MARK) :]
-            places = [(after.index(end), -len(end), end) for end in ends if end in after]
-            if not places:
-                continue
-            start, _, end = min(places)
-            rest = after[start + len(end) :]
-            if not all(_shows(rest, message) for message in new):
-                continue
-            ids = self.encode(end + rest)
-            if self.encode(end) != ids[:1]:
-                continue
-            return ids[1:] if ended else ids
+        for before in (messages, [{"role": "user", "content": "-"}]):  # the template may refuse what came before
+            for stand_in in _stand_ins(answer):
+                with suppress(ValueError):
+                    text = self.rendered([*before, stand_in, *new], tools)
+                    if MARK in text:
+                        return self._continued(text.rpartition(MARK)[2], completion, new, "tool_calls" in stand_in)
         return None
+
+    def _continued(self, after: str, completion: Completion, new: Sequence[Message], calls: bool) -> list[int] | None:
+        """Token ids of ``after``, what follows the stand-in, from where the turn of ``completion`` ended."""
+        last = completion.token_ids[-1] if completion.token_ids else None
+        ended = last in self.eos_token_ids
+        found = self._special.search(after)
+        while found and (ended or calls) and found[0] not in self._ends:  # tokens around texts and calls
+            found = self._special.search(after, found.end())
+        if found is None or not _shows(after[found.end() :], new):
+            return None
+        end, ids = self.encode(found[0]), self.encode(after[found.start() :])
+        between = "" if calls else self._special.sub("", after[: found.start()])
+        if between.strip() or len(end) != 1 or ids[:1] != end or (ended and last != end[0]):
+            return None
+        return ids[1:] if last == end[0] else ids
 
     def parse(self, text: str, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], number: int) -> Answer:
         """Turn ``number``, sampled after ``prompt_ids``, as a message: reasoning apart, calls with ids of their own."""
-        opened = self.decode(prompt_ids[-8:]).rstrip().endswith(_THINK)
+        opened = self.decode(prompt_ids[-16:]).rstrip().endswith(_THINK)
         thoughts, said = split_reasoning(text, opened)
         parsed = PARSERS[self.parser](said, tools) if tools else None
         content = said if parsed is None else parsed.content
@@ -92,14 +93,7 @@ class Renderer:
             message["reasoning_content"] = thoughts
         if parsed is not None and parsed.calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = [
-                {
-                    "id": f"c{number:05d}{i:03d}",  # nine letters and digits, as Mistral's templates demand
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-                }
-                for i, call in enumerate(parsed.calls)
-            ]
+            message["tool_calls"] = [_in_openai_form(call, number, i) for i, call in enumerate(parsed.calls)]
         return Answer(message, None if parsed is None else parsed.error)
 
     def encode(self, text: str) -> list[int]:
@@ -115,44 +109,57 @@ class Renderer:
         ids = completion.token_ids
         return self.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids)
 
-    def _token_text(self, token_id: int) -> str:
-        return str(self.tokenizer.convert_ids_to_tokens(token_id))
+    @cached_property
+    def _ends(self) -> set[str]:
+        """Texts of the tokens that end a turn."""
+        return {str(self.tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.eos_token_ids}
 
-    def _special_texts(self) -> list[str]:
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Matches special tokens, of several the longest."""
         added = self.tokenizer.added_tokens_decoder.values()
-        return sorted({token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens))
+        texts = {token.content for token in added if token.special} | {*self.tokenizer.all_special_tokens} | self._ends
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
     def _plain(self, text: str) -> str:
         """``text`` without special tokens and blanks around it."""
-        specials = "|".join(map(re.escape, self._special_texts()))
-        return re.sub(specials, "", text).strip() if specials else text.strip()
+        return self._special.sub("", text).strip()
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
     """Reasoning (None without) and the rest; ``opened``: the prompt ends inside of it. Unclosed, all is reasoning."""
-    before, mark, after = text.partition(_THINK)
-    if not opened and (not mark or before.strip()):
+    start = text.lstrip()
+    if not opened and not start.startswith(_THINK):
         return None, text
-    thoughts, _, said = (text if opened and not mark else after).partition(_THOUGHT)
+    thoughts, _, said = start.removeprefix(_THINK).partition(_THOUGHT)
     return thoughts.strip(), said.lstrip("\n")
 
 
-def _stand_ins(answer: Message, new: Sequence[Message]) -> list[Message]:
-    """Answers with the mark: one that calls tools where results follow, with the mark as an argument or as text."""
-    plain: Message = {"role": "assistant", "content": _MARK}
-    calls = answer.get("tool_calls")
-    if new[0]["role"] != "tool" or not calls:
-        return [plain]
-    last = calls[-1]
-    marked = {**last, "function": {**last["function"], "arguments": json.dumps({"mark": _MARK})}}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], marked]},
-        plain | {"tool_calls": calls},
-        plain,
-    ]
+def _in_openai_form(call: ToolCall, turn: int, place: int) -> dict[str, Any]:
+    """A call with an id of nine letters and digits, as Mistral's templates demand: the model's own if it is such."""
+    its_id = call.id if re.fullmatch("[A-Za-z0-9]{9}", call.id or "") else f"c{turn:05d}{place:03d}"
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": its_id, "type": "function", "function": function}
 
 
-def _shows(text: str, message: Message) -> bool:
-    """Whether a rendering has all of a message's text, as it is or in JSON."""
-    said = text_of(message.get("content")).strip()
-    return any(form in text for form in (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1]))
+def _stand_ins(answer: Message) -> list[Message]:
+    """Answers with the mark as text and in the arguments of calls; with less where the template refuses that much."""
+    marked = json.dumps({"mark": MARK})
+    calls = [{**call, "function": {**call["function"], "arguments": marked}} for call in answer.get("tool_calls") or []]
+    called = [calls, calls[-1:]] if len(calls) > 1 else [calls] if calls else []
+    texts = [MARK, ""] if answer.get("content") else [""]
+    plain: Message = {"role": "assistant", "content": MARK}
+    return [*(plain | {"content": text, "tool_calls": its} for text in texts for its in called), plain]
+
+
+def _shows(text: str, messages: Sequence[Message]) -> bool:
+    """Whether a rendering has the texts of all messages, in their order, as they are or in JSON."""
+    place = 0
+    for message in messages:
+        said = text_of(message.get("content")).strip()
+        forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
+        ends = [at + len(form) for form in forms if (at := text.find(form, place)) >= 0]
+        if not ends:
+            return False
+        place = min(ends)
+    return True

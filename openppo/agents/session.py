@@ -191,7 +191,7 @@ class Session:
         parent, n_known = self._longest_recorded(messages, tools)
         new = messages[n_known:]
         if parent is not None and all(message["role"] != "assistant" for message in new):
-            bridge = renderer.bridge(parent.message, parent.completion, new, tools)
+            bridge = renderer.bridge(parent.messages, parent.message, parent.completion, new, tools)
             if bridge is not None:
                 return parent.token_ids + bridge, self._counted(parent)
         self._counted(None)

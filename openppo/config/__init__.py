@@ -21,4 +21,4 @@ from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, Condition, DeepSpeedConfig, RunConfig
 from openppo.config.run import TrackingConfig
 from openppo.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, MergeLoRAConfig, PromptsConfig
-from openppo.config.tools import ReportConfig, ServeRMConfig
+from openppo.config.tools import ReportConfig, ServeAgentConfig, ServeRMConfig

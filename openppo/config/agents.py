@@ -15,7 +15,21 @@ ToolParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", 
 
 
 @dataclass(frozen=True)
-class AgentConfig(Options):
+class ConversationConfig(Options):
+    """What a conversation with the model may cost, and how its history is kept."""
+
+    max_turns: int = option(16, at_least(1), measures=True)
+    """Turns of the model in one episode."""
+    episode_max_len: int | None = option(None, at_least(1), measures=True)
+    """Tokens of one episode, prompt and all turns (default: --prompt_max_len + --generate_max_len)."""
+    history: Literal["verbatim", "template"] = option("verbatim", measures=True)
+    """Earlier turns as they were sampled, or as the chat template renders them in deployment (earlier thoughts cut)."""
+    tool_parser: ToolParser = option("auto", measures=True)
+    """Format of the model's tool calls; auto recognizes it in the chat template."""
+
+
+@dataclass(frozen=True)
+class AgentConfig(ConversationConfig):
     """What acts, in four forms; without one of them a prompt gets one response."""
 
     tools: str | None = option(None, place=True, resume="must match", measures=True)
@@ -26,18 +40,10 @@ class AgentConfig(Options):
     """A program that talks to the OpenAI-compatible address in OPENAI_BASE_URL; {column} is the row's value."""
     agent: str | None = option(None, place=True, resume="must match", measures=True)
     """A coroutine solve(task, session), path.py:name, or an agent file of OpenRLHF, path.py."""
-    max_turns: int = option(16, at_least(1), measures=True)
-    """Turns of the model in one episode."""
-    episode_max_len: int | None = option(None, at_least(1), measures=True)
-    """Tokens of one episode, prompt and all turns (default: --prompt_max_len + --generate_max_len)."""
     agent_timeout: float = option(600.0, positive)
     """Seconds for one episode."""
-    history: Literal["verbatim", "template"] = option("verbatim", measures=True)
-    """Earlier turns as they were sampled, or as the chat template renders them in deployment (earlier thoughts cut)."""
     check_rendering: Literal["off", "warn", "strict"] = "off"
     """Render each conversation at its end, compare it with the recorded tokens, and warn or drop the episode."""
-    tool_parser: ToolParser = option("auto", measures=True)
-    """Format of the model's tool calls; auto recognizes it in the chat template."""
     max_tool_response_tokens: int = option(1024, at_least(1), measures=True)
     """Results of tools are cut to this many tokens."""
     tool_timeout: float = option(60.0, positive)

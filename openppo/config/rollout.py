@@ -10,8 +10,8 @@ from openppo.config.fields import Options, at_least, inside, not_empty, not_nega
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig(Options):
-    """How responses are sampled."""
+class ResponseConfig(Options):
+    """How responses are sampled, and where they end."""
 
     generate_max_len: int = option(1024, at_least(1), measures=True)
     """Largest number of sampled tokens per response."""
@@ -27,12 +27,18 @@ class SamplingConfig(Options):
     """End a response at these token ids too, besides EOS."""
     min_new_tokens: int = option(0, not_negative, measures=True)
     """Sample neither EOS nor --stop_token_ids before this many tokens, and end at no --stop."""
-    engine_check: Literal["on", "off"] = "on"
-    """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
 
     def problems(self) -> Iterator[str]:
         if (least := self.min_new_tokens) > (most := self.generate_max_len):
             yield f"--min_new_tokens {least} exceeds --generate_max_len {most}: lower it."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(ResponseConfig):
+    """How responses are sampled, by an engine that is checked first."""
+
+    engine_check: Literal["on", "off"] = "on"
+    """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Options of the commands that do not train: generate, evaluate, serve_rm, merge_lora, export, report."""
+"""Options of the commands that do not train: generate, evaluate, serve_*, merge_lora, export, report."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from openppo.config.agents import AgentConfig
-from openppo.config.data import PromptDataConfig
+from openppo.config.agents import AgentConfig, ConversationConfig
+from openppo.config.data import PromptDataConfig, parse_template_kwargs
 from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive, require
 from openppo.config.models import ModelConfig, refuse_overwriting
 from openppo.config.rewards import NO_REWARD, RewardConfig
-from openppo.config.rollout import SamplingConfig
+from openppo.config.rollout import ResponseConfig, SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,32 @@ class ServeRMConfig(Options):
     def problems(self) -> Iterator[str]:
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.token_file is None:
             yield f"--host {self.host} can be reached by others: give a --token_file."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeAgentConfig(ConversationConfig, ResponseConfig, ModelConfig):
+    """Options of openppo.cli.serve_agent."""
+
+    pretrain: str = option(place=True)
+    """Causal language model with a chat template: a local folder (also a PEFT folder) or a hub name."""
+    port: int = option(8000, inside("[0, 65535]"))
+    """Port to listen on, on 127.0.0.1 (0: a free one)."""
+    episode_max_len: int | None = option(None, at_least(1))
+    """Tokens of one episode, prompt and all turns (default: the model's context)."""
+    chat_template_kwargs: str | None = None
+    """Arguments of the chat template, a JSON object: '{"enable_thinking": false}'."""
+    bf16: bool = False
+    """Load the model in bfloat16."""
+    seed: int = option(42, not_negative)
+    """Seed of sampling."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        parse_template_kwargs(self.chat_template_kwargs)
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate()
+        require(world_size == 1, "serve_agent runs in one process: start it without torchrun.")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ with one EOS, as a sampled response does.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,46 +208,6 @@ def render_chat(
         raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
     text.encode()  # ValueError for half a surrogate pair
     return text
-
-
-def render_conversation(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    for_generation: bool = False,
-    tools: list[dict[str, Any]] | None = None,
-) -> str:
-    """``render_chat``, where arguments of tool calls are objects, or JSON if the template wants that."""
-
-    def render(as_text: bool) -> str:
-        given = [_with_arguments(message, as_text) for message in messages]
-        return render_chat(given, tokenizer, for_generation=for_generation, tools=tools)
-
-    try:
-        return render(as_text=False)
-    except ValueError:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        return render(as_text=True)
-
-
-def _with_arguments(message: Message, as_text: bool) -> Message:
-    """Calls of a message with arguments as JSON text or as an object."""
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_call(call, as_text) for call in calls]} if calls else message
-
-
-def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    try:
-        if not as_text and isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        elif as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        pass  # a text that is no JSON stays one
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def as_text(value: object) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config.rollout import SamplingConfig
+from openppo.config.rollout import ResponseConfig
 from openppo.types import FinishReason, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
@@ -19,7 +19,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
-def sampling_params(options: SamplingConfig, temperature: float | None = None) -> SamplingParams:
+def sampling_params(options: ResponseConfig, temperature: float | None = None) -> SamplingParams:
     """What the options say; ``temperature`` replaces theirs, and 0 leaves top-p and top-k out."""
     temperature = options.temperature if temperature is None else temperature
     top_p, top_k = (options.top_p, options.top_k) if temperature > 0 else (1.0, None)

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "generate": (tools.GenerateConfig, {"pretrain": "m", "prompt_data": "d", "output_path": "o"}),
     "evaluate": (tools.EvaluateConfig, {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}),
     "serve": (tools.ServeRMConfig, {"reward_pretrain": "r"}),
+    "serve_agent": (tools.ServeAgentConfig, {"pretrain": "m"}),
     "merge": (tools.MergeLoRAConfig, {"lora_path": "l", "save_path": "s"}),
     "export": (tools.ExportConfig, {"checkpoint": "c", "folder": "f"}),
     "report": (tools.ReportConfig, {"run_dirs": ("r",)}),

@@ -1,25 +1,48 @@
 """Requests of OpenAI's clients: what both endpoints read alike, and what is refused."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from openppo.datasets.templates import Message, shortened
 from openppo.types import SamplingParams
 
-MOST_TOP_LOG_PROBS = 20
-ADVISORY = (
-    "background include metadata parallel_tool_calls prompt_cache_key prompt_cache_retention reasoning "
-    "reasoning_effort safety_identifier seed service_tier store stream_options text tool_choice truncation user "
-    "verbosity"
-).split()
-"""Fields without an effect on what is sampled, which clients send by themselves."""
+_NOT_HERE = "the run decides how tokens are sampled; leave it out"
+_NO_SCHEMA = "a schema would constrain sampling; describe the format in the prompt"
+_OLD = "this is of an older interface; use tools"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _has_no_schema(form: Any) -> bool:
+    return isinstance(form, dict) and form.get("type") != "json_schema"
+
+
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{name: (lambda value: not value, _NOT_HERE) for name in ("logit_bias", "presence_penalty", "frequency_penalty")},
+    "repetition_penalty": (lambda value: value == 1, _NOT_HERE),
+    "response_format": (_has_no_schema, _NO_SCHEMA),
+    "text": (lambda text: isinstance(text, dict) and _has_no_schema(text.get("format") or {}), _NO_SCHEMA),
+    **{name: (lambda value: not value, _OLD) for name in ("functions", "function_call")},
+    **dict.fromkeys(("max_tokens", "n"), (_is_count, "a positive whole number is needed")),
+    **{f"max_{kind}_tokens": (_is_count, "a positive whole number is needed") for kind in ("completion", "output")},
+    "top_logprobs": (lambda top: type(top) is int and 0 <= top <= 20, "a whole number between 0 and 20 is needed"),
+    "stop": (
+        lambda stop: isinstance(stop, str | list) and all(isinstance(text, str) and text for text in stop),
+        "a text or a list of texts is needed",
+    ),
+    "stream_options": (lambda given: isinstance(given, dict), "an object is needed"),
+}
+"""What a field must be, unless it is null, and what is said of other values."""
 READ = (
-    "frequency_penalty function_call functions input instructions logit_bias logprobs max_completion_tokens "
-    "max_output_tokens max_tokens messages model n presence_penalty previous_response_id repetition_penalty "
-    "response_format stop stream temperature tools top_k top_logprobs top_p"
+    "include input instructions logprobs messages metadata model parallel_tool_calls previous_response_id "
+    "prompt_cache_key reasoning reasoning_effort safety_identifier seed service_tier store stream temperature "
+    "tool_choice tools top_k top_p truncation user verbosity"
 ).split()
+"""Further fields without a message: what is read, and what clients send by themselves."""
 
 
 class Refused(Exception):  # noqa: N818 (the request is at fault)
@@ -27,13 +50,9 @@ class Refused(Exception):  # noqa: N818 (the request is at fault)
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
-
-    @property
-    def error(self) -> dict[str, Any]:
-        """OpenAI's form."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.json = {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 @dataclass(frozen=True)
@@ -51,107 +70,68 @@ class Asked:
     instructed: bool = False
 
     @property
-    def max_tokens(self) -> int | None:
-        """The lowest limit that was given."""
-        names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-        return min((self.body[name] for name in names if self.body.get(name) is not None), default=None)
+    def limits(self) -> dict[str, Any]:
+        """The lowest limit on tokens that was given, and texts at which an answer ends."""
+        names, stop = ("max_tokens", "max_completion_tokens", "max_output_tokens"), self.body.get("stop") or ()
+        lowest = min((self.body[name] for name in names if self.body.get(name) is not None), default=None)
+        return {"max_tokens": lowest, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
 
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Texts at which an answer ends."""
-        given = self.body.get("stop") or ()
-        return (given,) if isinstance(given, str) else tuple(given)
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is a stream of events."""
-        return bool(self.body.get("stream"))
-
-    @property
-    def model(self) -> str:
-        """The name that the client gave the policy."""
-        return str(self.body.get("model") or "openppo")
-
-    def overridden(self, params: SamplingParams) -> list[str]:
+    def without_effect(self, params: SamplingParams) -> list[str]:
         """Options of sampling that the client has otherwise than the run."""
         given = {name: self.body.get(name) for name in ("temperature", "top_p", "top_k")}
         return [name for name, value in given.items() if value not in (None, getattr(params, name))]
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request whose fields of both endpoints are right; ``Refused`` otherwise."""
+    """The JSON object of a request, in which no field is what it must not be; ``Refused`` otherwise."""
     try:
-        body = json.loads(raw)
+        body = json.loads(raw or b"{}")
+        json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is no character
     except (ValueError, RecursionError) as error:
         raise Refused(f"the request is no JSON: {error}") from error
     if not isinstance(body, dict):
-        raise Refused(f"the request is no JSON object but {shortened(body)}")
+        raise Refused(f"the request is no JSON object but {shortened(body)}.")
+    for name, (is_right, message) in RULES.items():
+        if (value := body.get(name)) is not None and not is_right(value):
+            raise Refused(f"{name} {shortened(value)}: {message}.")
     return body
-
-
-def check_fields(body: dict[str, Any]) -> None:
-    """``Refused`` for what would change how tokens are sampled, and for limits and stops of another type."""
-    for name in ("logit_bias", "presence_penalty", "frequency_penalty"):
-        if body.get(name):
-            raise Refused(f"{name}: the run decides how tokens are sampled. Leave it out.")
-    if body.get("repetition_penalty") not in (None, 1):
-        raise Refused("repetition_penalty: the run decides how tokens are sampled. Leave it out.")
-    text = body.get("text")
-    for form in (body.get("response_format"), text.get("format") if isinstance(text, dict) else None):
-        if isinstance(form, dict) and form.get("type") == "json_schema":
-            raise Refused("a format with a schema would constrain sampling: describe the format in the prompt instead.")
-    if body.get("functions") or body.get("function_call"):
-        raise Refused("functions and function_call are of an older interface: use tools.")
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n"):
-        if (value := body.get(name)) is not None and (type(value) is not int or value < 1):
-            raise Refused(f"{name} {shortened(value)} is no positive whole number.")
-    top = body.get("top_logprobs")
-    if top is not None and (type(top) is not int or not 0 <= top <= MOST_TOP_LOG_PROBS):
-        raise Refused(f"top_logprobs {shortened(top)} is not between 0 and {MOST_TOP_LOG_PROBS}.")
-    stop = body.get("stop") or []
-    if not all(isinstance(text, str) and text for text in ([stop] if isinstance(stop, str) else items(stop, "stop"))):
-        raise Refused(f"stop {shortened(stop)} is neither a text nor a list of texts.")
 
 
 def read_tools(given: object) -> list[dict[str, Any]]:
     """Function tools, nested as chat completions have them or flat as responses do, without ``strict``."""
     tools = []
-    for tool in items(given, "tools"):
+    for tool in read_list(given, "tools"):
         function = tool.get("function", tool) if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused(f"tools: {shortened(tool)} is no function with a name, and no other tools are here.")
+            raise Refused(f"tools: {shortened(tool)} is no function with a name, and there are no other tools here.")
         kept = {key: value for key, value in function.items() if key not in ("type", "strict") and value is not None}
         tools.append({"type": "function", "function": kept})
     return tools
 
 
-def items(given: object, name: str) -> Sequence[Any]:
+def read_list(given: object, name: str) -> Sequence[Any]:
     """A list, empty for null."""
     if given is not None and not isinstance(given, list):
         raise Refused(f"{name} {shortened(given)} is no list.")
     return given or []
 
 
-def text_of_parts(content: object, where: str) -> str:
-    """Text of a content: a string, null or text parts; ``Refused`` for images and other parts, and broken text."""
-    parts: Iterable[Any] = content if isinstance(content, list) else [content]
-    texts = []
-    for part in parts:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
+def read_text(content: object, where: str) -> str:
+    """Text of a content: a string, null or a list of text parts; ``Refused`` for images and other parts."""
+    texts: list[Any] = []
+    for part in content if isinstance(content, list) else [{"text": "" if content is None else content}]:
+        kind = part.get("type", "text") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text"):
-            raise Refused(f"{where}: the policy reads text only, and this is a part of type {shortened(kind)}.")
-        if text is not None and not isinstance(text, str):
+            raise Refused(f"{where}: the policy reads text only, and not {shortened(part)}.")
+        texts.append(part.get("refusal" if kind == "refusal" else "text"))
+        if not isinstance(texts[-1], str):
             raise Refused(f"{where}: {shortened(part)} has no text.")
-        texts.append(text or "")
-    joined = "".join(texts)
-    if not joined.isascii() and any("\ud800" <= letter <= "\udfff" for letter in joined):
-        raise Refused(f"{where}: a text has half a surrogate pair, which is no character.")
-    return joined
+    return "".join(texts)
 
 
-def called(name: object, arguments: object, call_id: object) -> dict[str, Any]:
+def read_call(function: object, call_id: object) -> dict[str, Any]:
     """A tool call of an earlier turn in OpenAI's form."""
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        raise Refused(f"a tool call needs a name and arguments as text: {shortened([name, arguments])}.")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    named = {key: function.get(key) for key in ("name", "arguments")} if isinstance(function, dict) else {}
+    if not named or not all(isinstance(value, str) for value in named.values()):
+        raise Refused(f"a tool call needs a name and arguments, both texts: {shortened(function)}.")
+    return {"id": call_id, "type": "function", "function": named}

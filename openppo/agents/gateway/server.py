@@ -3,20 +3,23 @@
 import asyncio
 import json
 import math
+import re
 import resource
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
 from openppo import logger
 from openppo.agents.gateway import chat, responses
-from openppo.agents.gateway.requests import ADVISORY, READ, Asked, Refused, read_body
+from openppo.agents.gateway.requests import READ, RULES, Asked, Refused, read_body
+from openppo.agents.renderer import Renderer
 from openppo.agents.session import EpisodeEnded, Session, Turn
 from openppo.datasets.templates import Message, shortened
 from openppo.rewards.server import listen
@@ -28,19 +31,8 @@ _MOST_BYTES = 64 * 2**20
 _TOO_LONG = (Ending.CONTEXT_FULL, Ending.EPISODE_LENGTH)
 
 
-@dataclass(frozen=True)
-class _Endpoint:
-    """How requests are read, and turns become a whole answer or lines of a stream."""
-
-    read: Callable[[dict[str, Any], Callable[[str], list[Message]]], Asked]
-    whole: Callable[..., dict[str, Any]]
-    lines: Callable[[dict[str, Any], Asked], Iterator[str]]
-
-
-_ENDPOINTS = {
-    "chat/completions": _Endpoint(chat.read_chat, chat.completion, chat.lines),
-    "responses": _Endpoint(responses.read_responses, responses.response, responses.lines),
-}
+_ENDPOINTS = {"chat/completions": chat, "responses": responses}
+"""Modules that ``read`` a request, and make the ``whole`` answer of turns or ``lines`` of a stream."""
 
 
 @dataclass
@@ -55,12 +47,18 @@ class Posted:
 class _Answer:
     """The turns of one request, and of its repetitions by an SDK. Undelivered turns are not trained on."""
 
+    digest: bytes
     asked: Asked
     work: asyncio.Task[list[Turn]]
     number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
     waiting: int = 0
     delivered: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether there will be no turns."""
+        return self.work.cancelled() or (self.work.done() and self.work.exception() is not None)
 
     def turns(self) -> list[Turn]:
         """The turns; ``Refused`` says why there are none."""
@@ -81,12 +79,11 @@ class _Answer:
         """A client has its answer, or has hung up; the last one that hangs up frees the rows."""
         self.waiting -= 1
         self.delivered |= delivered
-        if not self.work.done():
-            if self.waiting == 0:
-                self.work.cancel()
-        elif not self.work.cancelled() and self.work.exception() is None:
+        if self.waiting == 0:
+            self.work.cancel()  # which nothing comes of once it is done
+        if self.delivered:
             for turn in self.work.result():
-                turn.trained = self.delivered
+                turn.trained = True
 
 
 @dataclass(eq=False)
@@ -95,29 +92,24 @@ class _Client:
 
     session: Session
     posted: Posted = field(default_factory=Posted)
-    answers: dict[str, list[_Answer]] = field(default_factory=dict)
-    """By the hash of the request."""
+    answers: dict[str, _Answer] = field(default_factory=dict)
+    """By the numbers in their ids."""
 
-    def repeated(self, digest: str) -> _Answer | None:
-        """The answer to an equal request, those first of which nobody has received one."""
-        usable = [
-            answer
-            for answer in self.answers.get(digest, ())
-            if not answer.work.done() or not (answer.work.cancelled() or answer.work.exception())
-        ]
-        return min(reversed(usable), key=lambda answer: answer.delivered, default=None)
+    def repeated(self, digest: bytes) -> _Answer | None:
+        """The answer to an equal request, if possible one that nobody has received."""
+        equal = [answer for answer in self.answers.values() if answer.digest == digest and not answer.failed]
+        return min(reversed(equal), key=lambda answer: answer.delivered, default=None)
 
-    def answered(self, response_id: object) -> _Answer:
-        """The answer of an id that the gateway gave."""
-        number = str(response_id).rpartition("_")[2].rpartition("-")[2]
-        for answer in (each for several in self.answers.values() for each in several):
-            if answer.number == number and answer.work.done():
-                return answer
-        raise Refused(f"{shortened(response_id)} is no answer of this episode.", 404)
+    def answered(self, number: str) -> _Answer:
+        """The answer of an id."""
+        answer = self.answers.get(re.sub("^.*[-_]", "", number))
+        if answer is None or not answer.work.done():
+            raise Refused(f"{shortened(number)} is no answer of this episode.", 404)
+        return answer
 
-    def conversation(self, response_id: str) -> list[Message]:
+    def conversation(self, number: str) -> list[Message]:
         """Messages up to the end of an answer, without the instructions of its request."""
-        answer = self.answered(response_id)
+        answer = self.answered(number)
         return [*answer.asked.messages[answer.asked.instructed :], answer.turns()[0].message]
 
 
@@ -143,7 +135,7 @@ class Gateway:
         routes = [web.get("/healthz", _health)]
         for base in ("/v1", "/s/{key}/v1"):
             routes += [web.post(f"{base}/{at}", partial(self._answer, each)) for at, each in _ENDPOINTS.items()]
-            routes += [web.get(f"{base}/models", self._models), web.get(f"{base}/models/{{name:.+}}", self._models)]
+            routes += [web.get(f"{base}/models", self._models)]
         for base in ("/v1", "/s/{key}/v1", "/sessions/{key}"):
             routes += [web.post(f"{base}/{end}", self._take_reward) for end in ("reward", "complete")]
         app.add_routes(routes)
@@ -172,7 +164,7 @@ class Gateway:
     def close(self, key: str) -> Posted:
         """Take a key back; what is under way for it is cancelled."""
         client = self._clients.pop(key)
-        for answer in (each for several in client.answers.values() for each in several):
+        for answer in client.answers.values():
             answer.work.cancel()
         return client.posted
 
@@ -187,23 +179,22 @@ class Gateway:
             self.open(self.unknown(key), key)
         return self._clients[key]
 
-    async def _answer(self, endpoint: _Endpoint, request: web.Request) -> web.StreamResponse:
-        """Turns for a request; the answer of an equal one where an SDK repeats it."""
+    async def _answer(self, endpoint: ModuleType, request: web.Request) -> web.StreamResponse:
+        """Turns for a request; those of an equal one where an SDK repeats it."""
         raw = await request.read()
-        client, digest = self._client(request), sha256(request.path.encode() + raw).hexdigest()
-        answer = None
+        client, digest, answer = self._client(request), sha256(request.path.encode() + raw).digest(), None
         if request.headers.get("x-stainless-retry-count", "0") != "0":
             client.session.counts["retries"] += 1
             answer = client.repeated(digest)
         if answer is None:
             asked = endpoint.read(read_body(raw), client.conversation)
             self._say_what_has_no_effect(client.session, asked)
-            answer = _Answer(asked, asyncio.ensure_future(_turns(client.session, asked)))
-            client.answers.setdefault(digest, []).append(answer)
+            answer = _Answer(digest, asked, asyncio.ensure_future(_turns(client.session, asked)))
+            client.answers[answer.number] = answer
         answer.waiting += 1
         delivered, sent = False, web.StreamResponse()
         try:
-            sent = await self._send(endpoint, request, client.session, answer)
+            sent = await _send(endpoint, request, answer, client.session.setup.renderer)
             delivered = True
         except ConnectionResetError:
             pass  # the client has hung up
@@ -211,49 +202,20 @@ class Gateway:
             answer.left_by_client(delivered)
         return sent
 
-    async def _send(
-        self, endpoint: _Endpoint, request: web.Request, session: Session, answer: _Answer
-    ) -> web.StreamResponse:
-        """Wait for the turns and write the answer."""
-        sent: web.StreamResponse | None = None
-        while not answer.work.done():
-            await asyncio.wait([answer.work], timeout=KEEP_ALIVE)
-            if answer.asked.stream and not answer.work.done():
-                sent = sent or await _begin_stream(request)
-                await sent.write(b": keep-alive\n\n")
-        try:
-            given = answer.asked, answer.turns(), session.setup.renderer, answer.number, answer.created
-            whole = endpoint.whole(*given)
-            lines = "".join(endpoint.lines(whole, answer.asked)) if answer.asked.stream else ""
-        except Refused as refused:
-            if sent is None:
-                raise
-            lines = f"event: error\ndata: {json.dumps(refused.error)}\n\n"
-        if answer.asked.stream:
-            sent = sent or await _begin_stream(request)
-            await sent.write(lines.encode())
-        else:
-            sent = web.json_response(whole)
-            await sent.prepare(request)
-        await sent.write_eof()
-        return sent
-
     def _say_what_has_no_effect(self, session: Session, asked: Asked) -> None:
         """Count sampling options of clients, and log each field without effect once."""
-        overridden = asked.overridden(session.setup.params)
+        overridden = asked.without_effect(session.setup.params)
         session.counts["sampling_overridden"] += bool(overridden)
-        for name in sorted({*overridden, *asked.body.keys() - {*READ, *ADVISORY}} - self._said):
+        for name in sorted({*overridden, *asked.body.keys() - {*READ, *RULES}} - self._said):
             self._said.add(name)
             logger.warning("an agent's requests have %s, which has no effect here: the run's options decide", name)
 
     async def _take_reward(self, request: web.Request) -> web.Response:
         """Take a reward, of the episode or of one answer, or the word that the episode is complete."""
-        body, completes = read_body(await request.read() or b"{}"), request.path.endswith("/complete")
+        body, completes = read_body(await request.read()), request.path.endswith("/complete")
         client = self._client(request)
-        given = body.get("reward")
+        given = body.get("reward", {} if completes else None)
         named: dict[str, Any] = given if isinstance(given, dict) else {"reward": given}
-        if completes and given is None:
-            named = {}
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in named.values()):
             raise Refused(f'reward {shortened(given)}: send {{"reward": NUMBER}}, or numbers by name.')
         if (number := body.get("turn")) is not None:
@@ -267,26 +229,48 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._client(request)
-        name = request.match_info.get("name")
-        model = {"id": name or "openppo", "object": "model", "created": 0, "owned_by": "openppo"}
-        return web.json_response(model if name else {"object": "list", "data": [model]})
+        model = {"id": "openppo", "object": "model", "created": 0, "owned_by": "openppo"}
+        return web.json_response({"object": "list", "data": [model]})
 
 
 async def _turns(session: Session, asked: Asked) -> list[Turn]:
-    """The ``n`` turns that are asked for, sampled together."""
-    limits: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop}
-    chats = [asyncio.ensure_future(session.chat(asked.messages, asked.tools, **limits)) for _ in range(asked.n)]
+    """The ``n`` turns that are asked for, sampled together; not trained on until a client has them."""
+
+    async def turn() -> Turn:
+        made = await session.chat(asked.messages, asked.tools, **asked.limits)
+        made.trained = False
+        return made
+
+    tasks = [asyncio.ensure_future(turn()) for _ in range(asked.n)]
     try:
-        return await asyncio.gather(*chats)
+        return await asyncio.gather(*tasks)
     finally:
-        for each in chats:
-            each.cancel()  # where one of them failed
+        for task in tasks:
+            task.cancel()  # where one of them failed
 
 
-async def _begin_stream(request: web.Request) -> web.StreamResponse:
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await stream.prepare(request)
-    return stream
+async def _send(endpoint: ModuleType, request: web.Request, answer: _Answer, renderer: Renderer) -> web.StreamResponse:
+    """Wait for the turns and write the answer."""
+    streams, stream = bool(answer.asked.body.get("stream")), web.StreamResponse()
+    stream.headers.update({"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    while not answer.work.done():
+        await asyncio.wait([answer.work], timeout=KEEP_ALIVE)
+        if streams and not answer.work.done():
+            await stream.prepare(request)
+            await stream.write(b": keep-alive\n\n")
+    try:
+        whole = endpoint.whole(answer.asked, answer.turns(), renderer, answer.number, answer.created)
+        text = "".join(endpoint.lines(whole, answer.asked)) if streams else ""
+    except Refused as refused:
+        if not stream.prepared:
+            raise
+        text = f"event: error\ndata: {json.dumps(refused.json)}\n\n"
+    sent: web.StreamResponse = stream if streams else web.json_response(whole)
+    await sent.prepare(request)
+    if streams:
+        await stream.write(text.encode())
+    await sent.write_eof()
+    return sent
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -303,4 +287,4 @@ async def _errors_as_json(
         refused = error
     except web.HTTPException as error:
         refused = Refused(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
-    return web.json_response(refused.error, status=refused.status, headers={"x-should-retry": "false"})
+    return web.json_response(refused.json, status=refused.status, headers={"x-should-retry": "false"})

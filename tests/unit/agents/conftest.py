@@ -14,8 +14,8 @@ from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.rollout.engine import Engine
 from openppo.rollout.rollout import SamplerParts
-from openppo.rollout.sampling import decoder
-from openppo.types import Completion, FinishReason, SamplingParams, SingleProcess, StopCheck
+from openppo.rollout.sampling import decoder, finish_reason
+from openppo.types import Completion, SamplingParams, SingleProcess, StopCheck
 
 CHATML = """
 {%- if tools %}<|im_start|>system
@@ -64,7 +64,7 @@ class ScriptedEngine(Engine):
         self.decode = decoder(tokenizer)
         self.tokenizer, self.script = tokenizer, script
         self.journal: list[tuple[list[int], list[int]]] = []
-        self.running: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        self.running: dict[int, tuple[list[int], list[int], list[int], SamplingParams]] = {}
 
     @property
     def busy(self) -> bool:
@@ -80,7 +80,7 @@ class ScriptedEngine(Engine):
     ) -> int:
         number, ids = next(self._numbers), list(prompt_ids)
         answer = self.tokenizer(self.script(self.tokenizer.decode(ids)), add_special_tokens=False)["input_ids"]
-        self.running[number] = (ids, [*answer, self.tokenizer.eos_token_id][: params.max_new_tokens], [])
+        self.running[number] = (ids, [*answer, self.tokenizer.eos_token_id], [], params)
         self.read_tokens += len(ids)
         return number
 
@@ -88,11 +88,10 @@ class ScriptedEngine(Engine):
         self.running.pop(number, None)
 
     def step(self) -> None:
-        for number, (prompt, answer, sampled) in list(self.running.items()):
+        for number, (prompt, answer, sampled, params) in list(self.running.items()):
             sampled.append(answer[len(sampled)])
-            if len(sampled) == len(answer):
-                ended = sampled[-1] == self.tokenizer.eos_token_id
-                reason = FinishReason.STOP if ended else FinishReason.LENGTH
+            reason = finish_reason(sampled, params, [self.tokenizer.eos_token_id], self.decode)
+            if reason is not None:
                 self._ended[number] = Completion(sampled, [-0.5] * len(sampled), reason)
                 self.journal.append((prompt, sampled))
                 del self.running[number]

@@ -43,6 +43,7 @@ GOOD = {
     "evaluate": "--pretrain M/actor --prompt_data D/prompts.jsonl --generate_max_len 8 --reward_fn D/reward.py",
     "merge_lora": "--lora_path M/actor --save_path merged",
     "serve_rm": "--reward_pretrain M/reward --port 0",
+    "serve_agent": "--pretrain M/chat --port 0",
 }
 """A command line that works; M/ is the folder of models and D/ the folder of data."""
 
@@ -79,6 +80,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for name in "actor headless broken_weights own_code own_tokenizer no_tokenizer".split():
         save(name, causal)
+    chat = save("chat", causal)
+    chat.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    chat.save_pretrained(root / "chat")
     for file in (root / "no_tokenizer").glob("*token*"):
         file.unlink()
     save("reward", classifier)

@@ -87,6 +87,9 @@ serve_rm --reward_pretrain M/headless | = ... head
 serve_rm --token_file D/none | =
 serve_rm --normalize_reward | = ... --reward_pretrain M/reward ... train_rm
 serve_rm --port TAKEN | --host 127.0.0.1 --port TAKEN ... cannot listen ... Choose another
+serve_agent --pretrain M/actor | = ... no chat template ... set chat_template
+serve_agent --pretrain M/none --port TAKEN | --port TAKEN ... cannot listen ... Choose another
+serve_agent --chat_template_kwargs [] | = ... not a JSON object
 """
 """Command and options, laid over those of ``GOOD`` ("-name" takes one away), and parts of the error.
 
@@ -94,7 +97,7 @@ serve_rm --port TAKEN | --host 127.0.0.1 --port TAKEN ... cannot listen ... Choo
 """
 OWN_CODE = [
     *(("ppo", flag) for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "prm_pretrain")),
-    *((command, "pretrain") for command in ("sft", "rm", "prm", "generate")),
+    *((command, "pretrain") for command in ("sft", "rm", "prm", "generate", "serve_agent")),
     *(("evaluate", flag) for flag in ("pretrain", "reward_pretrain", "prm_pretrain")),
     *(("serve_rm", "reward_pretrain"), ("merge_lora", "lora_path")),
 ]

@@ -1,0 +1,259 @@
+"""Coroutines in an event loop, the engine on the calling thread."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Queue
+from typing import Any
+
+import pytest
+
+from openppo.agents.driver import EngineDriver
+from openppo.types import FinishReason, Interrupted, SamplingParams, StopCheck
+from tests.unit.agents.conftest import ScriptedEngine
+
+PARAMS = SamplingParams(64)
+MakeDriver = Callable[..., EngineDriver]
+
+
+@pytest.fixture
+def make_driver(chat_tokenizer: Any) -> Iterator[MakeDriver]:
+    """A driver of an engine that answers with ``answer``; ``step`` is called at each of its steps."""
+    made: list[EngineDriver] = []
+
+    def make(answer: str = "yes", step: Callable[[], None] = lambda: None, **more: Any) -> EngineDriver:
+        class Engine(ScriptedEngine):
+            def step(self) -> None:
+                step()
+                super().step()
+
+        made.append(EngineDriver(Engine(chat_tokenizer, lambda prompt: answer), **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+async def turns(made: EngineDriver, n: int, pause: float = 0.0) -> int:
+    """Ask so many times; how many tokens were sampled."""
+    n_tokens = 0
+    for i in range(n):
+        n_tokens += len((await made.generate([5, i], PARAMS, i)).token_ids)
+        await asyncio.sleep(pause)
+    return n_tokens
+
+
+def test_the_loop_ticks_at_least_every_100_ms_during_a_step_of_two_seconds(make_driver):
+    """A step that computes in Python all the time holds the interpreter's lock most of all."""
+    ticks, during = [0], []
+
+    def compute() -> None:
+        before, end = ticks[0], time.monotonic() + 2
+        while time.monotonic() < end:
+            sum(range(1000))
+        during.append(ticks[0] - before)
+
+    async def work() -> None:
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(0.01)
+                ticks[0] += 1
+
+        ticking = asyncio.ensure_future(tick())
+        await made.generate([5], SamplingParams(1), 0)
+        ticking.cancel()
+
+    made = make_driver("yes", compute)
+    made.drive(work())
+    assert len(during) == 1 and during[0] >= 2 / 0.1
+
+
+def test_requests_of_many_coroutines_share_steps(make_driver):
+    made = make_driver("yes")
+
+    async def work() -> list[int]:
+        return await asyncio.gather(*(turns(made, 3) for _ in range(20)))
+
+    assert made.drive(work()) == [3 * 4] * 20
+    assert 12 <= made.steps <= 3 * 12, "a turn is of four steps"
+
+
+def test_the_engine_steps_on_the_calling_thread_and_coroutines_elsewhere(make_driver):
+    stepped: list[Any] = []
+
+    async def work() -> Any:
+        await turns(made, 1)
+        return threading.current_thread()
+
+    made = make_driver("a", lambda: stepped.append(threading.current_thread()))
+    assert made.drive(work()) is not threading.current_thread()
+    assert set(stepped) == {threading.current_thread()}
+
+
+def test_a_cancelled_request_frees_its_row_within_a_step(make_driver):
+    cancelled_at: list[int] = []
+    freed_at: list[int] = []
+
+    def note() -> None:
+        if cancelled_at and not freed_at and len(made.engine.running) == 1:
+            freed_at.append(made.steps)
+
+    async def work() -> int:
+        long = asyncio.ensure_future(made.generate([5], PARAMS, 0))
+        other = asyncio.ensure_future(made.generate([6], PARAMS, 1))
+        while made.steps < 3:
+            await asyncio.sleep(0)
+        cancelled_at.append(made.steps)
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        cancelled_at[0] = made.steps  # from here on the engine's thread can know
+        return len((await other).token_ids)
+
+    made: Any = make_driver("x" * 40, lambda: (note(), time.sleep(0.01)))
+    assert made.drive(work()) == 41, "the other goes on"
+    assert len(made.engine.journal) == 1
+    assert freed_at[0] <= cancelled_at[0] + 1
+
+
+def test_what_the_work_leaves_behind_is_cancelled(make_driver):
+    left: list[Any] = []
+
+    async def endless() -> None:
+        while True:
+            await made.generate([5], PARAMS, 0)
+
+    async def work() -> str:
+        left.append(asyncio.ensure_future(endless()))
+        await turns(made, 1)
+        return "done"
+
+    made: Any = make_driver("x" * 10)
+    assert made.drive(work()) == "done"
+    assert not made.engine.busy
+    assert made.drive(turns(made, 1)) == 11, "and the next work is not disturbed"
+
+
+def test_an_exception_of_the_work_is_raised_on_the_calling_thread(make_driver):
+    async def work() -> None:
+        await turns(made, 1)
+        raise KeyError("of the agent")
+
+    made = make_driver("yes")
+    with pytest.raises(KeyError, match="of the agent"):
+        made.drive(work())
+
+
+def test_an_exception_of_the_engine_cancels_the_work(make_driver):
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await turns(made, 1)
+        finally:
+            ended.append("cleaned up")
+
+    def broken() -> None:
+        raise FloatingPointError("not finite")
+
+    made = make_driver("yes", broken)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        made.drive(work())
+    made.drive(asyncio.sleep(0))
+    assert ended == ["cleaned up"]
+
+
+def test_a_prompt_that_the_engine_refuses_is_an_error_of_its_request_alone(make_driver):
+    made: Any = make_driver("yes")
+    submit = made.engine.submit
+
+    def refuse(prompt_ids: Any, *rest: Any) -> int:
+        if not prompt_ids:
+            raise ValueError("at least one token")
+        return submit(prompt_ids, *rest)
+
+    made.engine.submit = refuse
+
+    async def work() -> list[Any]:
+        asked = (made.generate(ids, PARAMS, 0) for ids in ([], [5]))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    refused, answered = made.drive(work())
+    assert isinstance(refused, ValueError) and answered.finish_reason is FinishReason.STOP
+
+
+def test_a_signal_cancels_the_work_which_may_clean_up(make_driver):
+    """However long the tool that it waits for."""
+    ended: list[str] = []
+
+    class Signal(StopCheck):
+        def requested(self) -> bool:
+            return made.steps > 0
+
+        def __call__(self) -> None:
+            raise Interrupted("SIGTERM")
+
+    async def work() -> None:
+        try:
+            await turns(made, 1, pause=3600)
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append("cleaned up")
+
+    made = make_driver("yes", stop=Signal())
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        made.drive(work())
+    assert ended == ["cleaned up"]
+
+
+def test_ranks_that_run_in_lockstep_agree_before_each_step_and_never_spin(make_driver):
+    """Between agreements in which nothing runs lies a wait for a request, as long as asked and no longer."""
+    agreed: list[bool] = []
+    waits: list[float] = []
+
+    def any_rank(flag: bool) -> bool:
+        agreed.append(flag)
+        return flag
+
+    class Inbox(Queue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            if block:
+                assert timeout is not None
+                waits.append(timeout)
+            return super().get(block, timeout)
+
+    made: Any = make_driver("yes", any_rank=any_rank)
+    made._inbox = Inbox()
+    began = time.monotonic()
+    made.drive(turns(made, 4, pause=0.2))
+    took = time.monotonic() - began
+    assert len(agreed) == made.steps + 2 * (len(waits) + 1), "once before a step, twice before a wait and at the end"
+    assert set(waits) == {0.02}
+    assert 4 <= len(waits) <= took / 0.02 + 4 + 2, "each is 20 ms long, or ends with a request"
+
+
+def test_a_rank_without_work_takes_the_steps_of_others(make_driver):
+    """The first has one turn to play, the second five and slow tools: both take equally many steps."""
+    meet = threading.Barrier(2)
+    flags = [False, False]
+
+    def of(rank: int) -> Callable[[bool], bool]:
+        def any_rank(flag: bool) -> bool:
+            flags[rank] = flag
+            meet.wait(timeout=60)
+            result = any(flags)
+            meet.wait(timeout=60)
+            return result
+
+        return any_rank
+
+    quick, slow = (make_driver("yes", any_rank=of(rank)) for rank in (0, 1))
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(quick.drive(turns(quick, 1))))
+    thread.start()
+    results.append(slow.drive(turns(slow, 5, pause=0.05)))
+    thread.join(timeout=60)
+    assert sorted(results) == [4, 20]
+    assert quick.steps == slow.steps >= 20
