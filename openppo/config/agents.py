@@ -59,7 +59,7 @@ class AgentConfig(ConversationConfig):
     agent_env: tuple[str, ...] = option((), not_empty)
     """Environment variables that --agent_command gets besides the usual ones."""
     agent_concurrency: int | None = option(None, at_least(1))
-    """Programs that run at the same time on one rank (default: 4 for each core)."""
+    """Programs that run at the same time on one rank (default: 4 for each core, shared by the ranks of a host)."""
 
     @property
     def form(self) -> str | None:
