@@ -108,14 +108,19 @@ MakeSampler = Callable[..., AgentSampler]
 
 @pytest.fixture
 def make_sampler(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeSampler]:
-    """``make_sampler(agent, script, **options of AgentConfig)``; its engine is ``sampler.parts.engine``."""
+    """``make_sampler(agent, script, **options of AgentConfig)``; its engine is ``sampler.parts.engine``.
+
+    ``engine`` is the class of that.
+    """
     made: list[AgentSampler] = []
 
-    def make(agent: Any, script: Callable[[str], str], longest: int = 4000, **options: Any) -> AgentSampler:
+    def make(
+        agent: Any, script: Callable[[str], str], longest: int = 4000, engine: Any = ScriptedEngine, **options: Any
+    ) -> AgentSampler:
         source = AgentSource(agent, AgentConfig(**options))
         source.check(chat_tokenizer)
         parts = SamplerParts(
-            engine=ScriptedEngine(chat_tokenizer, script),
+            engine=engine(chat_tokenizer, script),
             tokenizer=chat_tokenizer,
             eos_token_ids=[chat_tokenizer.eos_token_id],
             comm=SingleProcess(),
