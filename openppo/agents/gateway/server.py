@@ -50,6 +50,8 @@ class _Answer:
     digest: bytes
     asked: Asked
     work: asyncio.Task[list[Turn]]
+    made: list[Turn]
+    """Turns that are in the session already."""
     number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
     waiting: int = 0
@@ -58,7 +60,7 @@ class _Answer:
     @property
     def failed(self) -> bool:
         """Whether there will be no turns."""
-        return self.work.cancelled() or (self.work.done() and self.work.exception() is not None)
+        return self.work.cancelling() > 0 or (self.work.done() and self.work.exception() is not None)
 
     def turns(self) -> list[Turn]:
         """The turns; ``Refused`` says why there are none."""
@@ -79,7 +81,7 @@ class _Answer:
         """A client has its answer, or has hung up; the last one that hangs up frees the rows."""
         self.waiting -= 1
         self.delivered |= delivered
-        if self.waiting == 0:
+        if self.waiting == 0 and len(self.made) < self.asked.n:
             self.work.cancel()  # which nothing comes of once it is done
         if self.delivered:
             for turn in self.work.result():
@@ -189,7 +191,8 @@ class Gateway:
         if answer is None:
             asked = endpoint.read(read_body(raw), client.conversation)
             self._say_what_has_no_effect(client.session, asked)
-            answer = _Answer(digest, asked, asyncio.ensure_future(_turns(client.session, asked)))
+            made: list[Turn] = []
+            answer = _Answer(digest, asked, asyncio.ensure_future(_turns(client.session, asked, made)), made)
             client.answers[answer.number] = answer
         answer.waiting += 1
         delivered, sent = False, web.StreamResponse()
@@ -233,13 +236,13 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model]})
 
 
-async def _turns(session: Session, asked: Asked) -> list[Turn]:
-    """The ``n`` turns that are asked for, sampled together; not trained on until a client has them."""
+async def _turns(session: Session, asked: Asked, made: list[Turn]) -> list[Turn]:
+    """The ``n`` turns that are asked for, also put into ``made``; not trained on until a client has them."""
 
     async def turn() -> Turn:
-        made = await session.chat(asked.messages, asked.tools, **asked.limits)
-        made.trained = False
-        return made
+        made.append(await session.chat(asked.messages, asked.tools, **asked.limits))
+        made[-1].trained = False
+        return made[-1]
 
     tasks = [asyncio.ensure_future(turn()) for _ in range(asked.n)]
     try:
