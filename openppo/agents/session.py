@@ -1,22 +1,18 @@
 """One episode's conversation with the model: every turn continues the recorded token ids."""
 
-import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from itertools import count
 from typing import Any, Protocol
 
+from openppo.agents.matching import Tools, message_chain
 from openppo.agents.renderer import Renderer
 from openppo.config.agents import AgentConfig
-from openppo.datasets.templates import Message, text_of
+from openppo.datasets.templates import Message
 from openppo.rollout.rollout import sample_seed
 from openppo.rollout.sampling import text_before_stop
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams
-
-Tools = Sequence[Mapping[str, Any]]
-"""Tools in OpenAI's form: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
 
 class Generate(Protocol):
@@ -288,33 +284,3 @@ class Session:
             parent=parent,
             malformed=parsed.error,
         )
-
-
-def message_chain(messages: Sequence[Message], tools: Tools) -> list[str]:
-    """Hashes of the first 0, 1, 2, ... messages: equal for conversations that say the same.
-
-    Ids of calls and reasoning do not count: clients drop them. A text may be one string, a list of parts, or null.
-    """
-    state = sha256(json.dumps(list(tools), sort_keys=True, default=str).encode())
-    chain = [state.hexdigest()]
-    for message in messages:
-        state.update(json.dumps(_said(message), sort_keys=True, default=str).encode())
-        chain.append(state.hexdigest())
-    return chain
-
-
-def _said(message: Message) -> list[Any]:
-    role, text = message.get("role"), text_of(message.get("content"))
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    said = [[call.get("name"), read_arguments(call.get("arguments"))] for call in calls]
-    return ["system" if role == "developer" else role, text.strip() if role == "assistant" else text, said]
-
-
-def read_arguments(arguments: Any) -> Any:
-    """Arguments of a call as a dict where they are one in JSON; else as they are."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments

@@ -12,7 +12,8 @@ from uuid import uuid4
 
 from openppo import logger
 from openppo.agents.episodes import Agent, ToolError
-from openppo.agents.session import EpisodeEnded, Session, Task, Turn, read_arguments
+from openppo.agents.matching import read_arguments
+from openppo.agents.session import EpisodeEnded, Session, Task, Turn
 from openppo.agents.threads import call
 from openppo.agents.tools import BaseTool, ToolResponse
 from openppo.config.agents import AgentConfig
