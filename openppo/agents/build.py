@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.agents.environment import EnvironmentAgent
 from openppo.agents.episodes import Agent
 from openppo.agents.openrlhf import OpenRLHFAgent, is_openrlhf
@@ -15,6 +16,7 @@ from openppo.agents.session import Session, Task
 from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import load_tools
 from openppo.config.agents import AgentConfig
+from openppo.datasets.conversation import left_out
 from openppo.rollout.rollout import SamplerMaker, SamplerParts
 from openppo.types import Prompt
 from openppo.user_code import load_callable
@@ -55,6 +57,12 @@ class AgentSource(SamplerMaker):
                 raise ValueError("--check_rendering: an agent file of OpenRLHF uses no chat template: leave it out.")
             return
         self.parser = parser_for(tokenizer, self.parser, f"--{self.options.form or 'pretrain'}")
+        missing = left_out(tokenizer) if isinstance(self.agent, ToolAgent) else set()
+        if "results" in missing:
+            raise ValueError("--tools: the chat template refuses or leaves out what tools return. Use another model.")
+        if missing:
+            names = " and ".join(sorted(missing))
+            logger.warning("the chat template does not write %s: say in the prompt how tools are called", names)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """``ValueError`` for rows that the agent cannot play."""

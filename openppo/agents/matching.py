@@ -28,8 +28,14 @@ def message_chain(messages: Sequence[Message], tools: Tools) -> list[str]:
 def _said(message: Message) -> list[Any]:
     role, text = message.get("role"), text_of(message.get("content"))
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    said = [[call.get("name"), read_arguments(call.get("arguments") or "{}", parse_float=_number)] for call in calls]
+    said = [[call.get("name"), _same(call.get("arguments"))] for call in calls]
     return ["system" if role == "developer" else role, text.strip() if role == "assistant" else text, said]
+
+
+def _same(arguments: Any) -> Any:
+    """Arguments as one value, however a client writes them."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
+    return read_arguments(text or "{}", parse_float=_number)
 
 
 def read_arguments(arguments: Any, **options: Any) -> Any:

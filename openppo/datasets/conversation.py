@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -27,30 +28,44 @@ def render_conversation(
     Contents are strings or lists of texts, or null; a developer is the system; what is null is left out. Arguments of
     calls are given to the template as objects, or as JSON if that is what it writes well.
     """
-    as_text = any(message.get("tool_calls") for message in messages) and _wants_text(tokenizer, _template(tokenizer))
+    as_text = any(message.get("tool_calls") for message in messages) and _wants_text(
+        tokenizer, str(tokenizer.chat_template)
+    )
     given = [_message(message, as_text) for message in messages]
     return render_chat(given, tokenizer, for_generation=for_generation, tools=tools)
 
 
-def writes_calls(tokenizer: PreTrainedTokenizerBase, as_text: bool = False) -> bool:
-    """Whether the chat template writes a call with its arguments as JSON, or in tags of its own."""
-    call = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {"mark": MARK}}}
-    asked = {"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}
-    tool = {"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}}
-    try:
-        text = render_chat([_message(message, as_text) for message in asked], tokenizer, tools=[tool])
-    except ValueError:
-        return False
-    return MARK in text and not any(sign in text for sign in _SPOILT)
+def left_out(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """What of "tools", "calls" and "results" the chat template does not write; all if it refuses them."""
+    result = {"role": "tool", "content": f"{MARK} result", "tool_call_id": "c00000000"}
+    with suppress(ValueError):
+        text = render_conversation([*_calling(f"{MARK} call"), result], tokenizer, tools=[_tool(f"{MARK} tool")])
+        return {f"{what}s" for what in ("tool", "call", "result") if f"{MARK} {what}" not in text}
+    return {"tools", "calls", "results"}
+
+
+def _calling(argument: str) -> list[Message]:
+    call = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {"mark": argument}}}
+    return [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def _tool(description: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"mark": {"type": "string"}}}
+    return {"type": "function", "function": {"name": "f", "description": description, "parameters": parameters}}
 
 
 @lru_cache(maxsize=8)
 def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    return not writes_calls(tokenizer) and writes_calls(tokenizer, as_text=True)
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.chat_template)
+    """Whether the template writes arguments as JSON, or in tags of its own, only if they are texts."""
+    written = []
+    for as_text in (False, True):
+        with suppress(ValueError):
+            text = render_chat(
+                [_message(message, as_text) for message in _calling(MARK)], tokenizer, tools=[_tool("-")]
+            )
+            if MARK in text and not any(sign in text for sign in _SPOILT):
+                written.append(as_text)
+    return written == [True]
 
 
 def _message(message: Message, as_text: bool) -> Message:
