@@ -5,13 +5,14 @@ Readers are as strict as those of inference servers: a model must not learn call
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
+from openppo.agents.matching import Tools
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class Parsed:
     error: str | None = None
 
 
-Tools = Sequence[Mapping[str, Any]]
 Parser = Callable[[str, Tools], Parsed]
 """``parse(text, tools)``: a model's text, without its reasoning, and the tools that it was offered."""
 _Read = Callable[[str, re.Match[str], Tools], tuple[list[ToolCall], int]]
@@ -89,16 +89,19 @@ def _json(text: str, start: int) -> tuple[Any, int]:
     return value, end
 
 
+def _function(value: object) -> dict[str, Any]:
+    """What has the name and the arguments of a call: flat, or within one in OpenAI's form; empty for no object."""
+    call = value if isinstance(value, dict) else {}
+    return call["function"] if isinstance(call.get("function"), dict) else call
+
+
 def _call(value: object) -> ToolCall:
-    """A call in JSON: flat or in OpenAI's form."""
-    if not isinstance(value, dict):
-        raise _Malformed('A call must be a JSON object with "name" and "arguments".')
-    function = value["function"] if isinstance(value.get("function"), dict) else value
-    name = function.get("name", value.get("function"))
+    function = _function(value)
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         arguments, _ = _json(arguments, 0)
-    return _checked(name, arguments, value.get("id"))
+    its_id = value.get("id") if isinstance(value, dict) else None
+    return _checked(function.get("name", function.get("function")), arguments, its_id)
 
 
 def _checked(name: object, arguments: object, its_id: object = None) -> ToolCall:
@@ -126,16 +129,9 @@ def _bare(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCal
     """JSON without a mark of its own is a call if it has a name and arguments."""
     value, end = _json(text, opening.start("json") if opening["json"] else opening.end())
     values = value if isinstance(value, list) else [value]
-    if opening["json"] and not all(map(_looks_like_call, values)):
+    if opening["json"] and not all({"arguments", "parameters"} & _function(one).keys() for one in values):
         return [], end
     return [_call(one) for one in values], _past(r"\s*(?:```|;)", text, end)
-
-
-def _looks_like_call(value: object) -> bool:
-    function = value.get("function", value) if isinstance(value, dict) else None
-    if isinstance(function, str):
-        function = value
-    return isinstance(function, dict) and ("arguments" in function or "parameters" in function)
 
 
 _NAMED = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]|(?=\{))")
@@ -247,7 +243,7 @@ _SIGNS = {
     "<arg_key>": "",  # GLM's, which puts it into <tool_call>
     "<tool_call>": "hermes",
     "<|python_tag|>": "llama3_json",
-    '"parameters": ': "llama3_json",
+    "<|start_header_id|>": "llama3_json",
 }
 """What only the template of a format has; the first that occurs decides."""
 

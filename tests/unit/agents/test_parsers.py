@@ -255,6 +255,21 @@ def test_values_in_tags_get_the_types_of_their_schema():
     assert call.arguments == {"a": None, "b": 7, "c": "7", "d": 7, "e": True, "unknown": "7"}
 
 
+FORMATS = {
+    "hermes": {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"},
+    "qwen3_coder": {"nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning", "qwen3_6"}
+    | {"qwen3_8", "qwen3_5_nothink", "qwen3_5_think"},
+    "deepseek": {"deepseekv3", "deepseek_r1_distill"},
+    "llama3_json": {"llama3", "llama3_1", "llama3_2"},
+}
+
+
+def test_the_template_tells_the_format():
+    for name, template in trl_templates().items():
+        of = [parser for parser, names in FORMATS.items() if name.removesuffix("_training") in names]
+        assert choose_parser(template) == (of or ["json"])[0], name
+
+
 def test_an_unknown_format_is_said(caplog):
     with caplog.at_level(logging.WARNING, "openppo"):
         assert choose_parser("{{ messages }}") == "json"
