@@ -95,14 +95,18 @@ class VLLMEngine(Engine):
     def step(self) -> None:
         """One forward pass of vLLM: decode one token per row, prefill waiting requests, or both."""
         for output in self._llm.llm_engine.step():
+            if (params := self._under_way.get(output.request_id)) is None:
+                continue  # it was cancelled
             [answer] = output.outputs
-            params, ids = self._under_way[output.request_id], list(answer.token_ids)
+            ids = list(answer.token_ids)
             stopped = completed_stop(ids, params, self.decode) is not None  # vLLM has no tokenizer for it
             if not (stopped or output.finished):
                 continue
             if not output.finished:
                 self._llm.llm_engine.abort_request([output.request_id])
             del self._under_way[output.request_id]
+            self.read_tokens += len(output.prompt_token_ids)
+            self.reused_tokens += output.num_cached_tokens or 0
             reason = FinishReason.LENGTH if answer.finish_reason == "length" and not stopped else FinishReason.STOP
             greedy = params.temperature == 0  # then the choice is certain, as with HFEngine
             chosen = zip(answer.logprobs, ids, strict=True)
@@ -180,6 +184,7 @@ def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool) -> 
         "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
         "enforce_eager": not torch.cuda.is_available(),  # without CUDA graphs compiling gains little
         "enable_sleep_mode": sleeps,
+        "enable_prefix_caching": True,  # the turns of a conversation begin with those before
         "max_num_seqs": config.generation.max_num_seqs,  # None: vLLM's own default
     }
     try:

@@ -104,9 +104,10 @@ def test_all_episodes_are_played_to_the_end_and_trained_on(ranks):
     assert ranks[0]["metrics"]["agent/bridged_turns"] == TURNS - 1
 
 
-def test_turns_resume_in_lockstep(ranks):
+def test_turns_resume_in_lockstep_and_their_log_probs_are_those_of_the_actor(ranks):
     """Of the last turn's tokens most were read before; of the first's none."""
     assert all(0.3 < rank["reuse"] < 1 for rank in ranks)
+    assert ranks[0]["metrics"]["rollout_ratio_max"] == pytest.approx(1, abs=1e-4)
 
 
 def test_ranks_that_wait_for_tools_agree_now_and_then(ranks):

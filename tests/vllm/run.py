@@ -98,6 +98,28 @@ def sampled(engine, weights):
     return found | {"one by one": plain([done[number] for number in numbers])}
 
 
+def cancelled(engine, weights):
+    """Completions of all requests but one, which is cancelled while it is decoded; and which numbers ended."""
+    with engine.with_weights(weights):
+        numbers = [engine.submit(prompt, SAMPLING["plain"], 100 + i) for i, prompt in enumerate(PROMPTS)]
+        engine.step()
+        engine.cancel(numbers[1])
+        done = {}
+        while engine.busy:
+            engine.step()
+            done |= engine.collect()
+    return [numbers.index(number) for number in sorted(done)], plain([done[n] for n in numbers if n in done])
+
+
+def resumed(engine, weights):
+    """Completions of a long prompt and of one that continues it, and how many of its tokens were not read again."""
+    with engine.with_weights(weights):
+        [first] = engine.generate([LONG_PROMPT], GREEDY, [0])
+        before = engine.reused_tokens
+        longer = [*LONG_PROMPT, *first.token_ids, 4, 5]
+        return longer, plain(engine.generate([longer], GREEDY, [0])), engine.reused_tokens - before
+
+
 def greedy(engine, weights):
     """With the weights of now."""
     with engine.with_weights(weights):
@@ -163,6 +185,8 @@ def sample(models, out):
     model = Actor(str(models / "llama")).model
     weights = Weights(model)
     result["sampled"] = sampled(engine, weights)
+    result["cancelled"] = cancelled(engine, weights)
+    result["resumed"] = resumed(engine, weights)
     result["greedy first"] = greedy(engine, weights)
     change(model, 1)
     model.save_pretrained(out / "changed")

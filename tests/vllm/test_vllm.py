@@ -148,6 +148,21 @@ def test_a_response_depends_on_its_seed_and_not_on_its_neighbours(result):
     assert tokens(found["other seeds"]) != tokens(found["plain"])
 
 
+def test_a_cancelled_request_changes_no_other(result):
+    numbers, completions = result["cancelled"]
+    assert numbers == [0, *range(2, len(PROMPTS))]
+    assert tokens(completions) == [tokens(result["sampled"]["plain"])[number] for number in numbers]
+
+
+@torch.no_grad()
+def test_a_prompt_that_continues_an_earlier_request_reuses_its_keys_and_values(llama, result):
+    """A block of them at least; greedily sampled tokens are those of forwards over all."""
+    longer, [completion], n_reused = result["resumed"]
+    assert 0 < n_reused < len(longer)
+    ids = completion["token_ids"]
+    assert logits_of_responses(llama, longer, ids).argmax(-1).tolist() == ids
+
+
 @torch.no_grad()
 def expected_greedy(model):
     """The likeliest tokens by a whole forward for each."""

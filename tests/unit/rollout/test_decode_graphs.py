@@ -70,6 +70,22 @@ def test_a_longer_request_that_comes_later_gets_graphs_of_its_larger_buffers(mod
     assert_same(*results)
 
 
+def test_turns_that_resume_are_decoded_with_the_graphs_of_before(models, monkeypatch):
+    """Buffers and graphs stay while tools run, as long as something is kept."""
+    monkeypatch.setattr(decode_graphs, "COLUMNS_TOGETHER", 64)
+    recorder = RunsAgain()
+    mine = engine(models["llama"], recorder, eos=[])
+    ids, handle = [3, 4, 5], None
+    for turn in range(3):
+        number, done = mine.submit(ids, SamplingParams(6), turn, True, handle), {}
+        while mine.busy:
+            mine.step()
+            done |= mine.collect()
+        assert_same([done[number]], engine(models["llama"], None, eos=[]).generate([ids], SamplingParams(6), [turn]))
+        ids, handle = [*ids, *done[number].token_ids, 7], done[number].parked
+    assert recorder.n_recorded == 1 and recorder.n_replayed >= 14
+
+
 def test_graphs_do_not_outlive_the_weights_they_were_recorded_with(models):
     weights = SimpleNamespace(gathered=lambda in_lockstep: nullcontext())
     recorder = RunsAgain()

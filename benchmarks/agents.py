@@ -1,0 +1,167 @@
+"""What agents cost beside the model: how busy the engine is, and what reusing keys and values saves.
+
+    python benchmarks/agents.py [--sessions 64] [--turns 4] [--rounds 3]
+
+Sessions of a coroutine agent with instantaneous tools over a small random Llama on two CPU cores. The first table has
+the share of the rollout's time in which the engine steps; the second the time that the engine takes for the prompts of
+the last turn, histories of about 1,000 tokens, with the keys and values of the turns before and without.
+"""
+
+import argparse
+import statistics
+import string
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from openppo.agents import AgentSource
+from openppo.agents.sampler import AgentSampler
+from openppo.config.agents import AgentConfig
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.rollout import SamplerParts
+from openppo.rollout.sampling import decoder
+from openppo.tracking import Metrics
+from openppo.types import Completion, Prompt, SamplingParams, SingleProcess, StopCheck
+
+TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TASK, SAMPLED, SAID = 480, 32, 100
+"""Characters of a task, a token each, tokens that are sampled in a turn, and characters of what a tool answers."""
+LIMITS = 90.0, 3.0
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, with a chat template."""
+    special = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
+    core = Tokenizer(WordLevel({t: i for i, t in enumerate([*special, *string.printable])}, unk_token="<unk>"))
+    core.add_special_tokens(special)
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **names)
+
+
+@dataclass
+class Timed:
+    """Seconds of an engine's steps, and how many there were."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    journal: list[tuple[list[int], int | None]] = field(default_factory=list)
+    """Prompts in the order in which they were submitted, and the handle of what each continues."""
+
+
+def timed(engine: Any) -> Timed:
+    """Time the steps of an engine from now on."""
+    found, step, submit = Timed(), engine.step, engine.submit
+
+    def timed_step() -> None:
+        began = time.perf_counter()
+        step()
+        found.seconds += time.perf_counter() - began
+        found.steps += 1
+
+    def recorded(prompt_ids: Sequence[int], *rest: Any) -> int:
+        found.journal.append((list(prompt_ids), rest[3]))
+        return submit(prompt_ids, *rest)
+
+    engine.step, engine.submit = timed_step, recorded
+    return found
+
+
+def agent(turns: int) -> Callable[..., Any]:
+    """An agent that asks so many times; its tools answer at once."""
+
+    async def solve(task: Any, session: Any) -> float:
+        messages = list(task.messages)
+        for turn in range(turns):
+            answer = await session.chat(messages)
+            result = f"{task['number']:03d} {turn} " + "the tool says a lot " * SAID
+            messages += [answer.message, {"role": "user", "content": result[:SAID]}]
+        return 1.0
+
+    return solve
+
+
+def make_sampler(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, turns: int) -> AgentSampler:
+    """A sampler of its own, with an engine that never meets EOS."""
+    engine = HFEngine(model, [], tokenizer.pad_token_id)
+    engine.decode = decoder(tokenizer)
+    source = AgentSource(agent(turns), AgentConfig(check_rendering="off"))
+    parts = SamplerParts(engine, tokenizer, [tokenizer.eos_token_id], SingleProcess(), StopCheck(), longest=4000)
+    return source.make(parts)
+
+
+def rollout(sampler: AgentSampler, sessions: int) -> tuple[float, Timed, float]:
+    """Play all sessions; seconds of the whole and of the engine's steps, and the share of prompt tokens reused."""
+    engine: Any = sampler.parts.engine
+    prompts = [Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i}) for i in range(sessions)]
+    steps, began = timed(engine), time.perf_counter()
+    sampler.sample(prompts, SamplingParams(SAMPLED), 1, 1, 0, Metrics())
+    return time.perf_counter() - began, steps, engine.reused_tokens / engine.read_tokens
+
+
+def read(engine: HFEngine, prompts: Sequence[tuple[list[int], int | None]]) -> tuple[float, list[Completion]]:
+    """Seconds until the first token of each prompt is sampled."""
+    one, began = SamplingParams(1), time.perf_counter()
+    numbers = [engine.submit(ids, one, i, False, handle) for i, (ids, handle) in enumerate(prompts)]
+    done: dict[int, Completion] = {}
+    while engine.busy:
+        engine.step()
+        done |= engine.collect()
+    return time.perf_counter() - began, [done[number] for number in numbers]
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3, help="measured ones, after one to warm up")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SIZES, **HEADS)).eval()
+    shares, seconds, with_reuse, without = [], [], [], []
+    for i in range(arguments.rounds + 1):
+        sampler = make_sampler(model, tokenizer, arguments.turns)
+        whole, steps, reuse = rollout(sampler, arguments.sessions)
+        share, n_steps = 100 * steps.seconds / whole, steps.steps
+        last = steps.journal[-arguments.sessions :]
+        engine: Any = sampler.parts.engine
+        took, sampled = read(engine, last)
+        took_whole, expected = read(HFEngine(model, [], 0), [(ids, None) for ids, _ in last])
+        assert [each.token_ids for each in sampled] == [each.token_ids for each in expected]
+        sampler.close()
+        if i > 0:
+            shares.append(share)
+            seconds.append(whole)
+            with_reuse.append(took)
+            without.append(took_whole)
+    share, ratio = statistics.median(shares), statistics.median(map(float.__truediv__, without, with_reuse))
+    tokens = statistics.mean(len(ids) for ids, _ in last)
+    verdicts = ["yes" if value >= limit else "no" for value, limit in zip((share, ratio), LIMITS, strict=True)]
+    print(
+        f"{arguments.sessions} sessions of {arguments.turns} turns, medians of {arguments.rounds} rounds\n\n"
+        "| rollout, s | engine steps | engine busy, % | prompt tokens reused, % | at least 90 % busy |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        f"| {statistics.median(seconds):.2f} | {n_steps} | {share:.1f} | {100 * reuse:.1f} | {verdicts[0]} |\n\n"
+        f"Prompts of turn {arguments.turns}, of {tokens:.0f} tokens:\n\n"
+        "| read whole, s | resumed, s | times cheaper | at least 3 times |\n"
+        "| --- | --- | --- | --- |\n"
+        f"| {statistics.median(without):.3f} | {statistics.median(with_reuse):.3f} | {ratio:.1f} | {verdicts[1]} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
