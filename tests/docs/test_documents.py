@@ -27,6 +27,7 @@ SMALL = (
 NAMES_OF_TRL = {"scale_rewards", "mask_truncated_completions", "epsilon_high", "whiten_rewards", "vf_coef"}
 MODELS = {
     "heldout.jsonl": "prompts.jsonl",
+    "sums.jsonl": "prompts.jsonl",
     "MODEL": "policy",
     "PRM": "policy",
     "REWARD_MODEL": "reward",
@@ -117,8 +118,9 @@ def test_recipes_of_algorithms_run(run: Run, workshop: Path) -> None:
 
 def test_training_commands_of_the_readme_run(run: Run, workshop: Path) -> None:
     (workshop / "reward.py").write_text(blocks("README", "python")[0])
+    assert write_files("README", workshop) == ["agent.py"]
     words = [shlex.split(block.replace("\\\n", " ")) for block in blocks("README", "bash") if "cli.train" in block]
-    assert [line[line.index("--nproc_per_node") + 1] for line in words] == ["1", "1", "8"]
+    assert [line[line.index("--nproc_per_node") + 1] for line in words] == ["1", "1", "8", "2"]
     for line in words[1:]:  # the first one is run by its flags below, and the others by their launcher
         run(re.sub(r"(nproc_per_node) 8", r"\1 2", shlex.join(tiny_words(line))), workshop)
         assert len((workshop / line[-1] / "logs/metrics.jsonl").read_text().splitlines()) == 2
@@ -171,11 +173,28 @@ def test_python_blocks_of_the_readme_run(run: Run, workshop: Path) -> None:
 def test_commands_of_index_data_trl_and_rewards_run_with_each_reward(run: Run, workshop: Path) -> None:
     assert write_files("data", workshop) == ["rows.py"]
     files, lines = write_files("rewards", workshop), commands("rewards")
-    assert (len(files), len(lines)) == (6, 3)
+    assert (len(files), len(lines)) == (7, 3)
     common = "--pretrain policy --prompt_data prompts.jsonl".split()
     functions = [[*common, "--remote_rm_url" if file.startswith("openrlhf") else "--reward_fn", file] for file in files]
     trl = [[*line, "--max_epochs", "1"] for line in commands("trl")]
     train_tiny(run, workshop, [*commands("index"), *commands("data"), *trl, *functions, *lines])
+
+
+def test_each_form_of_an_agent_runs(run: Run, workshop: Path) -> None:
+    """The program with a client that is not installed here is run by tests/agents_clients."""
+    assert write_files("agents/index", workshop) == ["adder.py", "higher.py", "my_agent.py", "agent.py"]
+    tools, game, _, agent = commands("agents/index")
+    smaller = "--n_envs 4 --max_steps 2 --eval_n_envs 2 --episode_max_len 300".split()
+    seeds = [*(MODELS.get(word, word) for word in game), *SMALL[2:], *smaller]  # without --rollout_batch_size
+    common = [["train_ppo", *tiny_words(line), "--episode_max_len", "300"] for line in (tools, agent)]
+    train(run, workshop, [*common, ["train_ppo", *seeds]])
+    (loop,) = (block for block in blocks("agents/index", "python") if "build_ppo_trainer" in block)
+    loop = loop.replace('pretrain="MODEL"', SIZES).replace(", generate_max_len=256", "")
+    run([sys.executable, "-c", loop.replace("sums.jsonl", "prompts.jsonl")], workshop)
+    (evaluation,) = commands("agents/index", "evaluate")
+    words = [{"256": "4", "ckpt/agent": "policy", "heldout.jsonl": "prompts.jsonl"}.get(w, w) for w in evaluation]
+    assert "agent/completed" in run([*OPENPPO, "evaluate", *words], workshop)
+    assert '"messages"' in (workshop / "episodes.jsonl").read_text()
 
 
 def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
