@@ -25,7 +25,7 @@ class EnvironmentAgent(Agent):
     """Plays an environment of its own in each episode; ``make`` makes it.
 
     An action is the model's whole text, or what ``parse(text)`` of the environment makes of it: None for a text that
-    is no action, which costs the format penalty and is no ``step``.
+    is no action, which costs the format penalty and is no ``step``; the model is told ``unreadable``.
     """
 
     def __init__(self, make: Callable[[], Any], options: AgentConfig) -> None:
@@ -52,7 +52,7 @@ class EnvironmentAgent(Agent):
                 if action is None:
                     session.counts["unreadable_actions"] += 1
                     session.add_turn_reward(-self.options.format_penalty)
-                    said.append({"role": "user", "content": UNREADABLE})
+                    said.append({"role": "user", "content": environment.unreadable})
                     continue
                 seen, reward, terminated, truncated = await environment.step(action)
                 session.output = "\n".join(text_of(message.get("content")) for message in seen)
@@ -60,10 +60,12 @@ class EnvironmentAgent(Agent):
                     session.close(Ending.ENV_TRUNCATED)
                 if (terminated or truncated) and not paid:
                     return reward
-                session.add_turn_reward(reward)
+                if reward != 0:
+                    paid = True
+                    session.add_turn_reward(reward)
                 if terminated or truncated:
                     return 0.0
-                paid, said = paid or reward != 0, said + seen
+                said += seen
         finally:
             await environment.close()
 
@@ -112,6 +114,7 @@ class Environment:
         of_loop = inspect.iscoroutinefunction(getattr(make, "step", None))
         self._made = make() if of_loop else await self._call(make)
         self.parse = getattr(self._made, "parse", None)
+        self.unreadable = str(getattr(self._made, "unreadable", UNREADABLE))
         for name, form in (("reset", RESET), ("step", STEP)):
             if not callable(getattr(self._made, name, None)):
                 raise FormError(f"--environment: {type(self._made).__name__} has no {name}. Write '{form}'.")

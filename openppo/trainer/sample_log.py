@@ -57,8 +57,9 @@ class StepDiagnostics:
         if self._checks_next and len(buffer) > 0:
             self._checks_next, rewards = False, self.config.rewards
             eos = eos_token_ids(self.components.actor.module.model, self.tokenizer)
-            # a function may reward single tokens, and so may steps
+            # a function may reward single tokens, and so may steps and turns
             one_score = rewards.reward_fn is None and rewards.remote_rm_url is None and rewards.prm_pretrain is None
+            one_score = one_score and all(trajectory.episode is None for trajectory in self.trained_on)
             penalty = metrics.get("kl_coef", 0.0)
             check_samples(step, buffer.items, self.tokenizer, eos, self.config.kl, penalty, one_score)
         kept = list(self.trained_on)[len(self.trained_on) - len(buffer) :]  # without those dropped by --buffer_limit
@@ -117,7 +118,7 @@ def sample_row(
 ) -> Row:
     """A line of samples.jsonl; of the ``experience`` (1, L) that was trained on, if any, the KL."""
     row = {
-        "prompt": trajectory.prompt.text,
+        "prompt": trajectory.prompt.text or tokenizer.decode(trajectory.prompt.token_ids),
         "response": tokenizer.decode(trajectory.response_ids),
         "label": json_form(trajectory.prompt.label),  # Parquet has dates and bytes
         "finish_reason": trajectory.finish_reason.value,

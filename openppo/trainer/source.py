@@ -38,14 +38,15 @@ class PromptSource:
         self.sampler = BatchSampler(len(components.data.prompts), config.prompts_per_step, config.deepspeed.seed)
         self.reward_weights = config.rewards.weights()
         self.n_batches = config.ppo.num_episodes * len(self.sampler)
-        if config.agents.environment is not None and not config.data.prompt_data:
-            self.n_batches = config.ppo.max_steps or 0  # seeds have no end
+        self.has_no_end = config.agents.environment is not None and not config.data.prompt_data  # seeds of a game
         self.consumed_batches = 0  # of all episodes
         self.consumed_prompts = 0  # sampled so far; groups and seeds follow from it
 
     @property
     def steps(self) -> int:
         """Global steps, at most: a batch of prompts each, or several with dynamic sampling."""
+        if self.has_no_end:
+            return self.config.ppo.max_steps or 0
         return self.components.state.global_step + self.n_batches - self.consumed_batches
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
@@ -98,7 +99,7 @@ class PromptSource:
         return self.engine.with_weights(self.components.actor)
 
     def _next_prompts(self) -> list[Prompt] | None:
-        if self.consumed_batches >= self.n_batches:
+        if self.consumed_batches >= self.n_batches and not self.has_no_end:
             return None
         episode, start = divmod(self.consumed_batches, len(self.sampler))
         self.consumed_batches += 1

@@ -8,11 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from tests.conftest import save_tokenizer
 
 LETTERS = "abcdefgh"
+CHAT = "{% for m in messages %}{{ m['role'][0] }}<turn>{{ m['content'] }}<eos>{% endfor %}a<turn>"
+GAME = """
+import random, time
+class Game:
+    def reset(self, *, seed=None, options=None):
+        self.dice, self.n = random.Random(seed), 0
+        return self.dice.choice("abcdefgh"), {}
+    def parse(self, text):
+        return text.strip() or None
+    def step(self, action):
+        self.n += 1
+        time.sleep(0.002 * random.SystemRandom().random())  # turns meet in other batches each time
+        done = self.n == 3 or "h" in action
+        return self.dice.choice("abcdefgh"), action.count("a") / 4, done, False, {}
+"""
+"""A deterministic environment whose answers take their time."""
 
 
 def write_rows(file: Path, rows: Sequence[dict[str, object]]) -> None:
@@ -40,6 +62,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(_config(tokenizer)).save_pretrained(folder / "actor")
     save_tokenizer(folder / "reward", LETTERS)
     LlamaForSequenceClassification(_config(tokenizer, num_labels=1)).save_pretrained(folder / "reward")
+
+    save_tokenizer(folder / "chat", LETTERS, ["<turn>"], chat_template=CHAT)
+    LlamaForCausalLM(_config(AutoTokenizer.from_pretrained(folder / "chat"))).save_pretrained(folder / "chat")
+    (folder / "game.py").write_text(GAME)
 
     rng = random.Random(7)
 

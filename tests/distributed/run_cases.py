@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from openppo.agents import agent_source
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.models.padding import pad_right
@@ -37,7 +38,10 @@ from openppo.types import Interrupted, Trajectory
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 HANG_AFTER = timedelta(seconds=100)
 TRAINERS: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "train_ppo": (TrainPPOConfig, build_ppo_trainer),
+    "train_ppo": (
+        TrainPPOConfig,
+        lambda config, strategy: build_ppo_trainer(config, strategy, source=agent_source(config.agents)),
+    ),
     "train_sft": (TrainSFTConfig, build_supervised_trainer),
     "train_rm": (TrainRMConfig, build_supervised_trainer),
     "train_prm": (TrainPRMConfig, build_supervised_trainer),
@@ -111,7 +115,7 @@ def plain(trajectory: Trajectory) -> dict[str, Any]:
 @torch.no_grad()
 def probe(trainer: PPOTrainer) -> dict[str, list[Any]]:
     """What the trained models say of the first three prompts."""
-    ids = [prompt.token_ids for prompt in trainer.components.data.prompts[:3]]
+    ids = [prompt.token_ids or [3, 4, 5] for prompt in trainer.components.data.prompts[:3]]
     sequences, mask = pad_right(ids, 0)
     trainer.components.actor.train(False)
     found = {"ids": ids, "log_probs": trainer.components.actor(sequences, mask, temperature=1.0).tolist()}

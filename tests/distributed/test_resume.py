@@ -17,6 +17,10 @@ from tests.distributed.runs import left_by, outcome
 PPO = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --rollout_batch_size 8 --train_batch_size 4
     --micro_train_batch_size 2 --micro_rollout_batch_size 4 --num_episodes 2 --generate_max_len 6
     --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --save_steps 2 --max_ckpt_num 1 --init_kl_coef 0.1"""
+AGENT = """--pretrain {tiny}/chat --environment {tiny}/game.py:Game --n_envs 4 --n_samples_per_prompt 2 --max_steps 5
+    --train_batch_size 4 --micro_train_batch_size 2 --micro_rollout_batch_size 4 --generate_max_len 4 --max_turns 3
+    --episode_max_len 100 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --save_steps 2 --max_ckpt_num 1
+    --init_kl_coef 0.1 --eval_n_envs 3 --eval_steps 2"""
 AT_ONCE = PPO.replace("--train_batch_size 4", "--train_batch_size 8")  # the critic's first step makes experience
 REWARD = "--reward_pretrain {tiny}/reward"
 PTX = "--pretrain_data {tiny}/documents.jsonl"
@@ -71,6 +75,15 @@ CASES = [
     Case("at-once-zero2", f"{AT_ONCE} {REWARD} {PTX} --zero_stage 2 --max_epochs 2", 0.4, slow=(1,)),
     Case("at-once-bf16-zero3", f"{AT_ONCE} {REWARD} --zero_stage 3 --bf16", 0.55, slow=(1, 2)),
     Case("own-loop", f"{PPO} {REWARD} {PTX} --max_epochs 2", 0.5, slow=(2,), own_loop=True),
+    *(
+        Case(
+            f"environment-{kind}",
+            f"{AGENT} --advantage_estimator {kind}" + (" --enable_ema" if kind == "gae" else " --dynamic_sampling"),
+            share,
+            slow=slow,
+        )
+        for kind, share, slow in (("gae", 0.4, (2,)), ("rloo", 0.6, (1,)))
+    ),
     Case("max-steps", f"{PPO} {REWARD} --max_steps 5", 0.7, slow=(2,)),
     Case("values-first", f"{PPO} {REWARD} --value_pretrain_steps 3", 0.45, slow=(2,)),
     Case(

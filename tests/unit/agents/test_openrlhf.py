@@ -1,0 +1,178 @@
+"""OpenRLHF's agent files run but for the import."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openppo.agents import agent_source
+from openppo.agents.openrlhf import OpenRLHFAgent, is_openrlhf
+from openppo.config.agents import AgentConfig
+from openppo.tracking import Metrics
+from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
+
+HEAD = """
+import torch
+from openppo.agents.openrlhf import AgentInstanceBase, MultiTurnAgentExecutor
+SEEN = []
+"""
+INSTANCE = """
+class AgentInstance(AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        self.n = 0
+
+    async def reset(self, states, **kwargs):
+        SEEN.append(states)
+        return {"observation": states["observation"] + "Assistant:"}
+
+    async def step(self, states, **kwargs):
+        SEEN.append(states)
+        self.n += 1
+        reward = torch.tensor([0.25]) if self.n < 3 else 1
+        return {
+            "rewards": reward,
+            "scores": torch.tensor(0.5),
+            "environment_feedback": f"\\n\\nHuman: no, {self.n}\\n</s>\\n\\nAssistant: ",
+            "done": self.n == 3,
+            "sampling_params": states.get("sampling_params", None),
+            "extra_logs": {"dummy_scores": torch.tensor([self.n])},
+        }
+"""
+EXECUTOR = """
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
+@pytest.fixture
+def agent_file(tmp_path: Path) -> Any:
+    def write(text: str) -> str:
+        (tmp_path / "agent_func.py").write_text(text)
+        return str(tmp_path / "agent_func.py")
+
+    return write
+
+
+def play(sampler: Any, n: int = 1, **limits: Any) -> tuple[list[Any], dict[str, float]]:
+    metrics = Metrics()
+    prompts = [Prompt("Human: hi\n", [5, 6], label="answer") for _ in range(n)]
+    params = SamplingParams(limits.pop("max_new_tokens", 64), **limits)
+    return sampler.sample(prompts, params, 1, 1, 0, metrics), metrics.reduced(SingleProcess())
+
+
+def seen_by(agent: OpenRLHFAgent) -> list[dict[str, Any]]:
+    seen: list[dict[str, Any]] = agent.make.step.__globals__["SEEN"]
+    return seen
+
+
+def test_feedback_is_appended_to_the_recorded_ids(make_sampler, chat_tokenizer, agent_file):
+    agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE + EXECUTOR))
+    sampler = make_sampler(agent, lambda prompt: "yes")
+    [trajectory], metrics = play(sampler)
+    ids = [chat_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("Human: hi\nAssistant:", "yes")]
+    feedback = [
+        chat_tokenizer(f"\n\nHuman: no, {i}\n</s>\n\nAssistant: ", add_special_tokens=False)["input_ids"]
+        for i in (1, 2)
+    ]
+    answer = [*ids[1], chat_tokenizer.eos_token_id]
+    assert trajectory.token_ids == [*ids[0], *answer, *feedback[0], *answer, *feedback[1], *answer]
+    assert sum(trajectory.action_mask) == 3 * len(answer)
+    assert trajectory.scores == {"reward": 1.5} and trajectory.token_rewards is None
+    assert trajectory.episode.ending is Ending.COMPLETED
+    assert metrics["agent/dummy_scores"] == 3 and metrics["agent/scores"] == 0.5
+    assert metrics["agent/rerendered_turns"] == 0
+
+
+def test_an_instance_sees_what_it_sees_in_openrlhf(make_sampler, agent_file):
+    agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE + EXECUTOR))
+    play(make_sampler(agent, lambda prompt: "yes"))
+    first, *steps = seen_by(agent)
+    assert first == {"observation": "Human: hi\n", "prompt": "Human: hi\n", "label": "answer"}
+    assert [step["action_text"] for step in steps] == ["yes"] * 3  # without EOS, as vLLM's text
+    assert steps[1]["observation_text"] == "Human: hi\nAssistant:yes\n\nHuman: no, 1\n</s>\n\nAssistant: "
+    assert {step["label"] for step in steps} == {"answer"}
+    assert steps[0]["sampling_params"].max_tokens == 64
+
+
+def test_each_episode_has_an_instance_of_its_own(make_sampler, agent_file):
+    agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE + EXECUTOR))
+    sampled, metrics = play(make_sampler(agent, lambda prompt: "yes"), 5)
+    assert len(sampled) == 5 and metrics["agent/turns"] == 3
+
+
+def test_a_limit_keeps_the_rewards_so_far(make_sampler, agent_file):
+    agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE))
+    [trajectory], _ = play(make_sampler(agent, lambda prompt: "yes", max_turns=2))
+    assert trajectory.episode.ending is Ending.MAX_TURNS and trajectory.scores == {"reward": 0.5}
+
+
+def test_sampling_params_lower_the_length_and_leave_the_distribution(make_sampler, agent_file):
+    change = """
+        states["sampling_params"].max_tokens = 2
+        states["sampling_params"].temperature = 9.0
+        return {"rewards": 1"""
+    agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE.replace('return {\n            "rewards": reward', change, 1)))
+    sampler = make_sampler(agent, lambda prompt: "yes")
+    [trajectory], metrics = play(sampler)
+    assert [stop - start for start, stop in trajectory.spans] == [4, 2, 2]
+    assert metrics["agent/sampling_overridden"] == 2
+
+
+def test_what_a_step_lacks_is_named(make_sampler, agent_file, caplog):
+    broken = INSTANCE.replace('"rewards": reward,', "")
+    sampled, metrics = play(make_sampler(OpenRLHFAgent(agent_file(HEAD + broken)), lambda prompt: "yes"))
+    assert sampled == [] and metrics["agent/agent_error"] == 1
+    assert "step returned no rewards" in caplog.text
+
+
+OLD = (
+    """
+from openppo.agents.openrlhf import AgentExecutorBase, AgentInstanceBase
+SEEN = []
+"""
+    + INSTANCE.replace("def __init__", "async def __init__")
+    .replace("torch.tensor(0.5)", "0.5")
+    .replace("torch.tensor([self.n])", "self.n")
+    .replace("torch.tensor([0.25])", "0.25")
+    + """
+class AgentExecutor(AgentExecutorBase):
+    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
+        super().__init__(AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)
+
+    async def execute(self, prompt, label, sampling_params):
+        return await super().execute(prompt, label, sampling_params)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [OLD, HEAD + INSTANCE.replace("AgentInstance(", "Game(") + EXECUTOR.replace("(AgentInstance)", "(Game)")],
+    ids=["before 0.9.1", "another name"],
+)
+def test_other_forms_of_the_file_run_too(make_sampler, agent_file, text):
+    [trajectory], _ = play(make_sampler(OpenRLHFAgent(agent_file(text)), lambda prompt: "yes"))
+    assert trajectory.scores == {"reward": 1.5}
+
+
+def test_files_are_recognized_by_their_classes(agent_file, tmp_path):
+    file = agent_file(HEAD + INSTANCE + EXECUTOR)
+    assert is_openrlhf(file) and is_openrlhf(f"{file}:AgentExecutor")
+    assert isinstance(agent_source(AgentConfig(agent=file)).agent, OpenRLHFAgent)
+    assert agent_source(AgentConfig(agent=file)).needs_prompts
+    assert not is_openrlhf(f"{file}:solve") and not is_openrlhf(str(tmp_path / "none.py"))
+    (tmp_path / "own.py").write_text("async def solve(task, session):\n    AgentInstance = 1\n")
+    assert not is_openrlhf(str(tmp_path / "own.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("from openrlhf.utils.agent import AgentInstanceBase" + INSTANCE, "write 'from openppo.agents.openrlhf import"),
+        ("class AgentInstance:\n    pass\n", "is no AgentInstanceBase"),
+    ],
+)
+def test_another_file_is_refused(agent_file, text, message):
+    with pytest.raises(ValueError, match=message):
+        OpenRLHFAgent(agent_file(text))
