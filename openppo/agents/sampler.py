@@ -122,7 +122,6 @@ def measure(played: Sequence[Played], metrics: Metrics) -> None:
             metrics.add(f"agent/{ending.value}", each.episode.ending is ending)
         metrics.add("agent/turns", each.episode.n_turns)
         counts = {**dict.fromkeys(_ALWAYS, 0), **each.counts}
-        counts.pop("rewarded_turns", None)  # says whether there are rewards, no more
         n_tokens = counts.pop("sampled_tokens")
         for name, value in {**counts, **each.session.metrics}.items():
             metrics.add(f"agent/{name}", value)

@@ -118,7 +118,7 @@ def sample_row(
 ) -> Row:
     """A line of samples.jsonl; of the ``experience`` (1, L) that was trained on, if any, the KL."""
     row = {
-        "prompt": trajectory.prompt.text or tokenizer.decode(trajectory.prompt.token_ids),
+        "prompt": trajectory.prompt.text,
         "response": tokenizer.decode(trajectory.response_ids),
         "label": json_form(trajectory.prompt.label),  # Parquet has dates and bytes
         "finish_reason": trajectory.finish_reason.value,

