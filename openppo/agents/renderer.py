@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo.agents.parsers import PARSERS, ToolCall
 from openppo.datasets.conversation import MARK, render_conversation
 from openppo.datasets.templates import Message, encode_bare, text_of
-from openppo.types import Completion
+from openppo.types import Completion, FinishReason
 
 _THINK, _THOUGHT = "<think>", "</think>"
 
@@ -105,9 +105,10 @@ class Renderer:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def text(self, completion: Completion) -> str:
-        """Text of a completion without the token that ended it."""
+        """Text of a completion without the token that ended it: EOS, or a special one that the run stops at."""
         ids = completion.token_ids
-        return self.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids)
+        ended = ids and (ids[-1] in self.eos_token_ids or self._special.fullmatch(self.decode(ids[-1:])))
+        return self.decode(ids[:-1] if ended and completion.finish_reason is FinishReason.STOP else ids)
 
     @cached_property
     def _ends(self) -> set[str]:

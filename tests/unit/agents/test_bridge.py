@@ -1,9 +1,10 @@
 """What follows a recorded answer is what the chat template writes after it, for real templates and tokenizers."""
 
 import json
+import random
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from openppo.agents.renderer import Renderer
+from openppo.datasets.conversation import MARK
 from openppo.types import Completion, FinishReason
 from tests.unit.agents.real_templates import render, trl_templates
 
@@ -198,6 +200,68 @@ def test_bridges_of_real_tokenizers_are_exact(assets: Path, name, n_exact):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     found = Counter(outcomes(tokenizer, str(tokenizer.chat_template)).values())
     assert found == Counter({"exact": n_exact, "not rendered": len(SCENARIOS) - n_exact})
+
+
+PIECES = [
+    "",
+    " ",
+    "42",
+    "4.0",
+    "\n",
+    "a\n\n b ",
+    MARK,
+    "<|im_end|>",
+    "</s>",
+    "<|eot_id|>",
+    "<|user|>",
+    "<|end|>",
+    "<think>",
+]
+PIECES += [
+    "</think>x",
+    '{"a": 1}',
+    "\u00e9\u4e2d\U0001f600",
+    "'\"\\",
+    "&<>",
+    "[INST]",
+    "null",
+    "<|im_start|>assistant\n",
+]
+
+
+def test_nothing_is_wrong_whatever_messages_say():
+    draw = random.Random(0)
+
+    def altered(messages: list[Message]) -> list[Message]:
+        texts = ["".join(draw.choice(PIECES) for _ in range(draw.randint(0, 3))) for _ in messages]
+        roles = ("user", "tool")
+        return [{**m, "content": text} if m["role"] in roles else m for m, text in zip(messages, texts, strict=True)]
+
+    counts: Counter[str] = Counter()
+    for name, template in sorted(trl_templates().items()):
+        if not name.endswith("_training"):
+            tokenizer = with_template(byte_tokenizer(), template)
+            for case in draw.sample(list(SCENARIOS.values()), 12):
+                counts[outcome(tokenizer, replace(case, new=altered(case.new), before=altered(case.before)))] += 1
+    assert counts["wrong"] == 0 and counts["exact"] > 250
+
+
+def test_sampled_tokens_stay_as_they_were_sampled(assets: Path):
+    """Letter by letter, as no tokenizer would have them, over four turns."""
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / "qwen2.5")
+    renderer = Renderer(tokenizer, "hermes", [tokenizer.eos_token_id])
+    messages = [SYSTEM, says("user", "What is it?")]
+    ids = renderer.render(messages, TOOLS)
+    for i in range(4):
+        said = f'Let me look.\n<tool_call>\n{{"name": "find", "arguments": {{"q": "apples {i}"}}}}\n</tool_call>'
+        sampled = [token_id for letter in said for token_id in renderer.encode(letter)] + [tokenizer.eos_token_id]
+        answer = renderer.parse(said, ids, TOOLS, i).message
+        new = [says("tool", f"{i} apples", tool_call_id=answer["tool_calls"][0]["id"])]
+        bridged = renderer.bridge(messages, answer, Completion(sampled, [], FinishReason.STOP), new, TOOLS)
+        assert bridged is not None
+        ids, messages = ids + sampled + bridged, [*messages, answer, *new]
+    assert renderer.decode(ids) == renderer.rendered(messages, TOOLS)
+    assert len(ids) > len(renderer.render(messages, TOOLS)) + 4 * 30
 
 
 def bridge(tokenizer: PreTrainedTokenizerBase, case: Scenario, end: str | None, before: Any = None) -> str | None:

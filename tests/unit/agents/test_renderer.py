@@ -90,6 +90,8 @@ def test_the_text_of_a_completion_ends_before_its_end(renderer, chat_tokenizer):
     ids = renderer.encode("yes<|im_end|>")
     assert renderer.text(Completion(ids, [], FinishReason.STOP)) == "yes"
     assert renderer.text(Completion(ids[:-1], [], FinishReason.LENGTH)) == "yes"
+    assert renderer.text(Completion(renderer.encode("yes<|im_start|>"), [], FinishReason.STOP)) == "yes"
+    assert renderer.text(Completion([], [], FinishReason.LENGTH)) == ""
 
 
 def asked(*forms: Any, **call: Any) -> list[dict[str, Any]]:
