@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -183,12 +184,10 @@ def _qwen3_coder(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[
 
 def _schemas(function: str, tools: Tools) -> Mapping[str, Any]:
     """Schemas of a function's parameters; empty if it is not offered."""
-    for tool in tools:
-        offered = tool.get("function", tool)
-        if offered.get("name") == function:
-            properties = (offered.get("parameters") or {}).get("properties")
-            return properties if isinstance(properties, Mapping) else {}
-    return {}
+    offered = (tool.get("function", tool) for tool in tools)
+    schema = next((one.get("parameters") for one in offered if one.get("name") == function), None)
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 _WRITTEN = {"True": True, "False": False, "None": None}
@@ -218,12 +217,13 @@ def _typed(name: str, text: str, schema: object) -> Any:
 
 
 def _types(schema: object) -> set[str]:
-    """Names of the types that a JSON schema permits; empty if it does not say."""
+    """Names of the types that a JSON schema permits; empty if it says none that JSON has."""
     if not isinstance(schema, Mapping):
         return set()
-    its = schema.get("type") or []
-    parts = [part for key in ("anyOf", "oneOf") for part in schema.get(key) or []]
-    return {its} if isinstance(its, str) else set(map(str, its)).union(*map(_types, parts))
+    lists = [schema.get(key) for key in ("type", "anyOf", "oneOf")]
+    its, *parts = [given if isinstance(given, list) else [] if given is None else [given] for given in lists]
+    known = {*_TYPES.values(), "null"}.intersection(name for name in its if isinstance(name, str))
+    return known.union(*(_types(part) for part in chain(*parts)))
 
 
 _JSON_CALL = r'(?:```(?:json)?\s*)?(?P<json>(?:\[\s*)?\{\s*"(?:name|type|function|id|arguments|parameters)"\s*:)'

@@ -255,6 +255,18 @@ def test_values_in_tags_get_the_types_of_their_schema():
     assert call.arguments == {"a": None, "b": 7, "c": "7", "d": 7, "e": True, "unknown": "7"}
 
 
+ODD: list[Any] = [None, 5, "x", {"properties": 5}, {"properties": {"p0": 5}}, {"properties": {"p0": {"type": 5}}}]
+ODD += [{"properties": {"p0": {"type": kind}}} for kind in (["int"], "int", {}, [5])]
+ODD += [{"properties": {"p0": {"anyOf": kind}}} for kind in (5, [5], {}, [{"type": "str"}])]
+
+
+@pytest.mark.parametrize("schema", ODD, ids=str)
+def test_what_a_schema_does_not_say_is_a_text(schema):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    parsed = PARSERS["qwen3_coder"](write_qwen3_coder(ToolCall("f", {"p0": "7"})), [tool])
+    assert parsed.calls == [ToolCall("f", {"p0": "7"})]
+
+
 FORMATS = {
     "hermes": {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"},
     "qwen3_coder": {"nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning", "qwen3_6"}
