@@ -191,7 +191,10 @@ def first_difference(session: Session) -> str | None:
     renderer = session.setup.renderer
     parents = {id(turn.parent) for turn in session.turns if turn.parent is not None}
     for leaf in (turn for turn in session.turns if id(turn) not in parents):
-        whole = renderer.rendered([*leaf.messages, leaf.message], leaf.tools, for_generation=False)
+        try:
+            whole = renderer.rendered([*leaf.messages, leaf.message], leaf.tools, for_generation=False)
+        except ValueError as error:  # such as two calls where it takes one: the policy's doing
+            return str(error)
         recorded, rendered = leaf.token_ids, renderer.encode(whole)
         if rendered[: len(recorded)] != recorded:
             pairs = enumerate(zip(recorded, rendered, strict=False))

@@ -108,6 +108,26 @@ def test_other_tools_or_an_edited_answer_begin_a_segment(make_sampler):
     assert (metrics["agent/rerendered_turns"], metrics["agent/bridged_turns"], len(trajectories)) == (2, 1, 3)
 
 
+def test_an_answer_that_the_template_refuses_is_continued_and_reported(make_sampler, chat_tokenizer, monkeypatch):
+    """As of Llama 3.1, whose template takes one call in a message."""
+    refusing = (
+        "{% for m in messages if m.tool_calls and m.tool_calls|length > 1 %}{{ raise_exception('one!') }}{% endfor %}"
+    )
+    monkeypatch.setattr(chat_tokenizer, "chat_template", refusing + chat_tokenizer.chat_template)
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+
+    async def act(task: Any, session: Any) -> float:
+        turn = await session.chat(task.messages, TOOLS)
+        results = [{"role": "tool", "tool_call_id": made["id"], "content": "4"} for made in turn.tool_calls]
+        await session.chat([*task.messages, turn.message, *results], TOOLS)
+        return 1.0
+
+    options = {"tool_parser": "hermes", "check_rendering": "warn"}
+    [trajectory], metrics = play(make_sampler(act, lambda prompt: call * 2, **options), max_new_tokens=200)
+    assert metrics["agent/bridged_turns"] == 1 and metrics["agent/rerender_mismatch"] == 1
+    assert "one!" in trajectory.episode.error and ending_of(metrics) == "completed"
+
+
 def test_a_cut_answer_is_closed_as_context(make_sampler, chat_tokenizer):
     sampler = make_sampler(three_turns, lambda prompt: "a long answer")
     [trajectory], metrics = play(sampler, max_new_tokens=4)
