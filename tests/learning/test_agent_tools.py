@@ -63,7 +63,7 @@ def save_model(folder: Path, seed: int) -> None:
 def script(rng: random.Random) -> dict[str, Any]:
     """An episode with little aim: half of them ask, and of these three in ten answer with what they heard."""
     said, secret, answer = rng.choices(LETTERS, k=3)
-    asks, hears = rng.random() < 0.5, rng.random() < 0.3
+    asks, hears = rng.random() < 0.5, rng.random() < 0.35
     call = {"id": "c1", "type": "function", "function": {"name": "ask", "arguments": {}}}
     asked = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": secret}]
     turns, answer = (asked, secret if hears else answer) if asks else ([], answer)
