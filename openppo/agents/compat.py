@@ -1,0 +1,162 @@
+"""verl's Agent/Env interface: agents fill a queue of prompts, and a loop of one's own generates and trains.
+
+Names as in verl's issue 1172 and pull request 808; prompts are token ids, which continue those of earlier turns.
+"""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import count
+from queue import Empty, Queue
+from typing import Any
+
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from openppo import logger
+from openppo.agents.build import AgentSource
+from openppo.agents.episodes import play
+from openppo.agents.renderer import Renderer
+from openppo.agents.session import SessionSetup, Task
+from openppo.config import PPODataConfig
+from openppo.datasets import load_mixed_rows, load_tasks
+from openppo.rollout.rollout import make_trajectory, sample_seed
+from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, Trajectory
+
+NotifyScore = Callable[[str, float | None, int], Any]
+"""Called at an episode's end with its id, its score (None if it failed) and its number of turns."""
+
+
+@dataclass(eq=False)
+class PromptRequest:
+    """A turn that an agent waits for. ``request_id`` is that of its episode, the same for all its turns."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    seed: int
+    group: int
+    answer: Future[Completion] = field(default_factory=Future)
+    taken: bool = False
+
+
+class BufferDataset(Dataset[Any]):
+    """The items of a queue, for a DataLoader with ``collate_fn=list``; taking one waits until it is there."""
+
+    def __init__(self, buffer: Queue[Any] | None = None, length: int = 1_000_000) -> None:
+        self.buffer: Queue[Any] = Queue() if buffer is None else buffer
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        """The next item, whatever the index."""
+        return self.buffer.get()
+
+    def take(self, most: int, timeout: float | None = None) -> list[Any]:
+        """All items up to ``most``; waits for the first, and returns none after ``timeout`` seconds."""
+        taken: list[Any] = []
+        try:
+            while len(taken) < most:
+                taken.append(self.buffer.get(timeout=timeout) if not taken else self.buffer.get_nowait())
+        except Empty:
+            pass
+        return taken
+
+
+class MultiRoundBufferDataset(BufferDataset):
+    """Turns of episodes that have ended, each as a trajectory with its episode's ``score``."""
+
+    def __init__(self, length: int = 1_000_000) -> None:
+        super().__init__(length=length)
+        self._rounds: dict[str, list[tuple[PromptRequest, Completion, int]]] = defaultdict(list)
+
+    def put_batch(self, requests: Sequence[PromptRequest], completions: Sequence[Completion], version: int = 0) -> None:
+        """Answer ``requests``, by a policy of ``version``; those that were given up meanwhile are left out."""
+        for request, completion in zip(requests, completions, strict=True):
+            if request.answer.set_running_or_notify_cancel():
+                self._rounds[request.request_id].append((request, completion, version))
+                request.answer.set_result(completion)
+
+    def notify_score(self, request_id: str, score: float | None, total_round_count: int | None = None) -> None:
+        """Put an episode's turns into the buffer; without a score they are dropped."""
+        rounds = [each for each in self._rounds.pop(request_id, ()) if each[0].taken and each[1].token_ids]
+        rounds = [] if score is None else rounds[:total_round_count]
+        n_tokens = sum(len(completion.token_ids) for _, completion, _ in rounds)
+        episode = Episode([], Ending.COMPLETED, len(rounds))
+        for request, completion, version in rounds:
+            trajectory: Trajectory = make_trajectory(request.prompt, completion, request.group, version)
+            trajectory.scores, trajectory.episode = {"score": float(score or 0.0)}, episode
+            trajectory.weight = len(completion.token_ids) / n_tokens
+            self.buffer.put(trajectory)
+
+
+class TaskPool:
+    """Plays an agent on rows. What it asks the model waits in ``prompt_queue`` until ``put_batch`` answers."""
+
+    def __init__(
+        self, source: AgentSource, tokenizer: PreTrainedTokenizerBase, longest: int, notify_score_fn: NotifyScore | None
+    ) -> None:
+        source.check(tokenizer)
+        self.source, self.tokenizer, self.longest, self.notify = source, tokenizer, longest, notify_score_fn
+        self.renderer = Renderer(tokenizer, source.parser, [tokenizer.eos_token_id])
+        self.prompt_queue: Queue[PromptRequest] = Queue()
+        self.loop = asyncio.new_event_loop()
+        self._groups, self._episodes = count(), count()
+
+    def enqueue_task(self, file: str, n_samples: int = 1, data: PPODataConfig | None = None) -> None:
+        """Play each row of a file, such as a Parquet file, ``n_samples`` times; returns when all have ended."""
+        data = data or PPODataConfig(apply_chat_template=True)
+        rows = load_mixed_rows(data, file, flag="enqueue_task", split=data.prompt_split, seed=0)
+        prompts = load_tasks(rows, self.tokenizer, data)
+        self.source.check_prompts(prompts)
+        groups = [(prompt, next(self._groups)) for prompt in prompts]
+        work = [self._play(prompt, group) for prompt, group in groups for _ in range(n_samples)]
+        for episode in [asyncio.run_coroutine_threadsafe(each, self.loop) for each in work]:
+            episode.result()
+
+    def close(self) -> None:
+        """End the agent and the thread."""
+        asyncio.run_coroutine_threadsafe(self.source.agent.stop(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    async def _play(self, prompt: Prompt, group: int) -> None:
+        number = next(self._episodes)
+
+        async def generate(
+            prompt_ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None = None
+        ) -> Completion:
+            request = PromptRequest(str(number), replace(prompt, token_ids=list(prompt_ids)), params, seed, group)
+            self.prompt_queue.put(request)
+            completion = await asyncio.wrap_future(request.answer)
+            request.taken = True
+            return completion
+
+        setup = SessionSetup(self.renderer, generate, SamplingParams(self.longest), self.source.options, self.longest)
+        task = Task(prompt, sample_seed(0, number))
+        played = await play(self.source.agent, task, setup, group, needs_reward=True)
+        score, ending = None, played.episode.ending
+        if ending.is_trained:
+            score = sum(played.session.rewards.values()) + sum(turn.reward for turn in played.session.turns)
+        else:
+            logger.warning("episode %d: %s: %s", number, ending.value, played.episode.error)
+        if self.notify is not None:
+            self.notify(str(number), score, played.episode.n_turns)
+
+
+def create_and_launch_task_pool(
+    source: AgentSource,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int = 4096,
+    notify_score_fn: NotifyScore | None = None,
+) -> tuple[TaskPool, threading.Thread]:
+    """A pool for ``source``, whose episodes have at most ``longest`` tokens, and the thread in which it plays."""
+    server = TaskPool(source, tokenizer, longest, notify_score_fn)
+    thread = threading.Thread(target=server.loop.run_forever, name="task pool", daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(source.agent.start(), server.loop).result()
+    return server, thread
