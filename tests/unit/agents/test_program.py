@@ -16,6 +16,7 @@ from openppo.agents.program import Command, ProgramAgent, printed_reward
 from openppo.config.agents import AgentConfig
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
+from tests.fork_server import REPO
 
 CLIENT = """
 import json, os, sys, urllib.request
@@ -264,3 +265,14 @@ def test_an_unset_variable_is_no_agent_env():
 )
 def test_a_reward_is_printed_as_json_in_the_last_line(output, reward):
     assert printed_reward(output) == reward
+
+
+@pytest.mark.parametrize(("answers", "reward"), [(["42"], 1.0), (["41", "it is 42 ."], 0.5), (["41", "43"], 0.0)])
+def test_the_example_asks_a_second_time(make_sampler, answers, reward):
+    command = f"{sys.executable} {REPO}/examples/agents/second_chance.py --answer {{answer}}"
+    said = iter(answers)
+    sampler = make_sampler(ProgramAgent(AgentConfig(agent_command=command)), lambda prompt: next(said))
+    prompt, metrics = Prompt("What is 17 + 25?", [5], row={"answer": "42"}), Metrics()
+    [sampled] = sampler.sample([prompt], SamplingParams(64), 1, 1, 0, metrics)
+    assert sampled.scores == {"reward": reward}
+    assert metrics.reduced(SingleProcess())["agent/turns"] == len(answers)
