@@ -1,5 +1,6 @@
 """The experience maker: what each model contributes, and that batching and ranks leave no trace."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from openppo.experience import ExperienceMaker
 from openppo.models import Actor, ScalarHeadModel
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
-from openppo.types import FinishReason, SingleProcess
+from openppo.types import Ending, Episode, FinishReason, SingleProcess
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODEL = LlamaConfig(vocab_size=20, num_labels=1, pad_token_id=None, initializer_range=0.3, **SIZES)
@@ -216,7 +217,9 @@ def test_where_old_log_probs_come_from(n_samples, options, source, trajectory):
     assert bool(calls) == (source == "recompute")
     log_probs = {"rollout": [0.0, -0.625, -0.75], "recompute": [0.0, -2.0, -2.0], "training": None}[source]
     assert [e.log_probs if e.log_probs is None else e.log_probs[0].tolist() for e in made] == [log_probs] * n_samples
-    others = [one.make(rows, Metrics())]
+    episode = Episode([], Ending.COMPLETED, 1)
+    of_agent = [dataclasses.replace(row, episode=episode) for row in rows]  # what the engine batches depends on timing
+    others = [one.make(rows, Metrics()), one.make(Rollout(of_agent, Metrics()), Metrics())]
     if source == "training":
         others.append(one.make(Rollout(rows, Metrics()), Metrics(), version=1))  # stale
     for made in others:
