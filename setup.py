@@ -67,6 +67,7 @@ setup(
     ],
     extras_require={
         "dev": [
+            "gymnasium",
             "math-verify",
             "mypy",
             "pytest",
