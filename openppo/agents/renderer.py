@@ -93,7 +93,7 @@ class Renderer:
             message["reasoning_content"] = thoughts
         if parsed is not None and parsed.calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = [_in_openai_form(call, number, i) for i, call in enumerate(parsed.calls)]
+            message["tool_calls"] = _in_openai_form(parsed.calls, number)
         return Answer(message, None if parsed is None else parsed.error)
 
     def encode(self, text: str) -> list[int]:
@@ -136,11 +136,14 @@ def split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
     return thoughts.strip(), said.lstrip("\n")
 
 
-def _in_openai_form(call: ToolCall, turn: int, place: int) -> dict[str, Any]:
-    """A call with an id of nine letters and digits, as Mistral's templates demand: the model's own if it is such."""
-    its_id = call.id if re.fullmatch("[A-Za-z0-9]{9}", call.id or "") else f"c{turn:05d}{place:03d}"
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": its_id, "type": "function", "function": function}
+def _in_openai_form(calls: Sequence[ToolCall], turn: int) -> list[dict[str, Any]]:
+    """Calls with ids of nine letters and digits, as Mistral's templates demand: the model's own if all are such."""
+    ids = [call.id for call in calls if re.fullmatch("[A-Za-z0-9]{9}", call.id or "")]
+    if len(set(ids)) < len(calls):
+        ids = [f"c{turn:05d}{place:03d}" for place in range(len(calls))]
+    texts = [json.dumps(call.arguments, ensure_ascii=False) for call in calls]
+    functions = [{"name": call.name, "arguments": text} for call, text in zip(calls, texts, strict=True)]
+    return [{"id": i, "type": "function", "function": made} for i, made in zip(ids, functions, strict=True)]
 
 
 def _stand_ins(answer: Message) -> list[Message]:

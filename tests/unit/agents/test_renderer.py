@@ -75,6 +75,8 @@ def test_a_call_keeps_the_id_that_the_model_gave_it(chat_tokenizer):
     text = '[TOOL_CALLS] [{"name": "find", "arguments": {}, "id": "%s"}]'
     assert parsed(renderer, text % "abcdefghi")["tool_calls"][0]["id"] == "abcdefghi"
     assert parsed(renderer, text % "short")["tool_calls"][0]["id"] == "c00003000"
+    twice = parsed(renderer, text % "abcdefghi" + text % "abcdefghi")["tool_calls"]
+    assert [call["id"] for call in twice] == ["c00003000", "c00003001"]
 
 
 def test_without_tools_nothing_is_a_call(renderer):
