@@ -112,20 +112,23 @@ def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrain
     return tokenizer
 
 
-def whole(tokenizer: PreTrainedTokenizerBase, case: Scenario, new: list[Message]) -> str | None:
-    """The library's rendering of the true conversation; None if the template refuses it or leaves the answer out.
+def whole(tokenizer: PreTrainedTokenizerBase, case: Scenario) -> str | None:
+    """The library's rendering of the true conversation; None if the template refuses it.
 
-    Arguments of calls are objects, or texts where the template refuses those or spoils their quotes.
+    Arguments of calls are objects, or texts where the template refuses those or spoils their quotes. Where it leaves
+    calls out, the text of the answer tells its place.
     """
-    messages = [*case.before, case.answer, *new]
-    for as_text in (False, True):
-        given = [with_arguments(message, as_text) for message in messages]
-        try:
-            text = render(tokenizer, str(tokenizer.chat_template), given, tools=case.tools, add_generation_prompt=True)
-        except Exception:
-            continue
-        if LAST in text and "&#34;" not in text:
-            return text
+    told = {**case.answer, "content": f"{case.answer['content']} {LAST}"}
+    for answer in (case.answer, told):
+        for as_text in (False, True):
+            given = [with_arguments(message, as_text) for message in [*case.before, answer, *case.new]]
+            more = {"tools": case.tools, "add_generation_prompt": True}
+            try:
+                text = render(tokenizer, str(tokenizer.chat_template), given, **more)
+            except Exception:
+                continue
+            if LAST in text and "&#34;" not in text:
+                return text
     return None
 
 
@@ -140,7 +143,7 @@ def with_arguments(message: Message, as_text: bool) -> Message:
 
 def outcome(tokenizer: PreTrainedTokenizerBase, case: Scenario) -> str:
     """How the bridge of a scenario compares with the rendering of the whole conversation."""
-    text = whole(tokenizer, case, case.new)
+    text = whole(tokenizer, case)
     if text is None:
         return "not rendered"
     start = text.rindex(LAST) + len(LAST)
@@ -181,7 +184,7 @@ def check_matrix(tokenizer: PreTrainedTokenizerBase) -> None:
     counts = Counter(what for row in table.values() for what in row.values())
     print(counts)
     assert counts["wrong"] == counts["without end"] == 0
-    assert counts["exact"] >= 0.85 * (sum(counts.values()) - counts["not rendered"]) and counts["exact"] >= 700
+    assert counts["exact"] >= 0.85 * (sum(counts.values()) - counts["not rendered"]) and counts["exact"] >= 790
     assert {what for name in UNSEEN for what in table[name].values()} <= {"exact", "not rendered"}
 
 
@@ -195,11 +198,17 @@ def test_bridges_are_exact_in_real_tokens(assets: Path, name):
     check_matrix(AutoTokenizer.from_pretrained(assets / "tokenizers" / name))
 
 
-@pytest.mark.parametrize(("name", "n_exact"), [("qwen2.5", 16), ("mistral-v3", 15), ("phi3-mini", 6)])
-def test_bridges_of_real_tokenizers_are_exact(assets: Path, name, n_exact):
+@pytest.mark.parametrize(
+    ("name", "outcomes_of"),
+    [
+        ("qwen2.5", {"exact": 16}),
+        ("mistral-v3", {"exact": 15, "not rendered": 1}),  # refuses text and call in one answer
+        ("phi3-mini", {"exact": 6, "refused": 10}),  # writes no results of tools
+    ],
+)
+def test_bridges_of_real_tokenizers_are_exact(assets: Path, name, outcomes_of):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
-    found = Counter(outcomes(tokenizer, str(tokenizer.chat_template)).values())
-    assert found == Counter({"exact": n_exact, "not rendered": len(SCENARIOS) - n_exact})
+    assert Counter(outcomes(tokenizer, str(tokenizer.chat_template)).values()) == outcomes_of
 
 
 PIECES = [
