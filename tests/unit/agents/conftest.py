@@ -41,8 +41,7 @@ You may call functions by <tool_call>{"name": ..., "arguments": ...}</tool_call>
 """Like Qwen's: tools in Hermes' format; thoughts of earlier turns are cut."""
 
 
-@pytest.fixture(scope="session")
-def chat_tokenizer() -> PreTrainedTokenizerFast:
+def make_chat_tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character; <pad>, <unk>, <|im_start|> and <|im_end|> (EOS) are special."""
     special = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
     core = Tokenizer(WordLevel({t: i for i, t in enumerate([*special, *string.printable])}, unk_token="<unk>"))
@@ -51,6 +50,12 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     core.decoder = decoders.Fuse()
     names = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
     return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHATML, **names)
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """See ``make_chat_tokenizer``."""
+    return make_chat_tokenizer()
 
 
 class ScriptedEngine(Engine):
