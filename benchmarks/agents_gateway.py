@@ -113,10 +113,8 @@ def measure(n_sessions: int, n_turns: int, step_seconds: float) -> Measured:
         command = [sys.executable, __file__, "--client"]
         run = lambda: subprocess.run(command, input=given, capture_output=True, text=True, check=True)  # noqa: E731
         made.client = json.loads((await loop.run_in_executor(None, run)).stdout)
-        made.cpu_seconds, made.grown_mb = (
-            time.thread_time() - cpu,
-            (psutil.Process().memory_info().rss - memory) / 2**20,
-        )
+        made.cpu_seconds = time.thread_time() - cpu
+        made.grown_mb = (psutil.Process().memory_info().rss - memory.rss) / 2**20
         watcher.cancel()
         for _ in range(1000):  # connections close one by one
             made.after = now()
