@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.fork_server import Launcher
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-COMMANDS = ["cpu_peers", "decode", "gpu", "sweep"]
+COMMANDS = ["agents", "cpu_peers", "decode", "gpu", "sweep"]
 PARTICIPANTS = ["openppo_step", "trl_step", "openrlhf_step", "local_decode", "vllm_decode", "workload"]
 PARTICIPANTS += ["gpu_models", "gpu_step"]
 
