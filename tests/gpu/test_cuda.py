@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from openppo.models import Actor
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.hf_engine import HFEngine
-from openppo.types import SamplingParams
+from openppo.types import Completion, SamplingParams
 
 REPO = Path(__file__).parents[2]
 pytestmark = [
@@ -57,6 +58,29 @@ def test_recorded_decode_steps_give_the_responses_of_those_launched_one_by_one(a
     assert [c.token_ids for c in recorded] == [c.token_ids for c in launched]
     for one, other in zip(recorded, launched, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
+
+
+@pytest.mark.parametrize("recorder", [None, CUDARecorder], ids=["launched", "recorded"])
+def test_turns_that_resume_equal_those_that_read_all_on_the_gpu(actor: Actor, recorder: Any) -> None:
+    """Rows and what is kept are sized by free memory; conversations outgrow the first buffers."""
+    actor.cuda()
+    params = SamplingParams(40)
+    engine = HFEngine(actor.model, [2], 0, new_recorder=recorder)
+    turns: list[tuple[list[int], int | None]] = [([1 + i % 60] * (1 + i % 7), None) for i in range(20)]
+    for turn in range(3):
+        numbers = [engine.submit(ids, params, 20 * turn + i, True, handle) for i, (ids, handle) in enumerate(turns)]
+        done: dict[int, Completion] = {}
+        while engine.busy:
+            engine.step()
+            done |= engine.collect()
+        prompts, seeds = [ids for ids, _ in turns], range(20 * turn, 20 * turn + 20)
+        expected = HFEngine(actor.model, [2], 0).generate(prompts, params, seeds)
+        turns = []
+        for ids, number, whole in zip(prompts, numbers, expected, strict=True):
+            assert done[number].token_ids == whole.token_ids
+            assert done[number].log_probs == pytest.approx(whole.log_probs, abs=1e-3)
+            turns.append(([*ids, *whole.token_ids, 7, 9], done[number].parked))
+    assert engine.reused_tokens > engine.read_tokens / 2
 
 
 @pytest.mark.parametrize("more", [[], ["--cuda_graphs"]], ids=["launched", "recorded"])
