@@ -123,16 +123,20 @@ class TrainPPOConfig(TrainingConfig):
         if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
             yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
         batch, prompts, n = self.batch.train_batch_size, self.prompts_per_step, self.ppo.n_samples_per_prompt
-        flag = "--rollout_batch_size" if self.agents.n_envs is None else "--n_envs"
+        counts = []
         if self.agents.n_envs is not None and self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size:
             yield "--n_envs says how many seeds a step has, and so does --rollout_batch_size: leave one of them out."
         if prompts % ranks != 0:
-            yield f"{flag} {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
+            counts.append(
+                f"--rollout_batch_size {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
+            )
         if prompts * n % batch != 0:
-            yield (
-                f"{flag} {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
+            counts.append(
+                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
                 f"into optimizer steps of --train_batch_size {batch}: make it a divisor of that number."
             )
+        flag = "--rollout_batch_size" if self.agents.n_envs is None else "--n_envs"
+        yield from (text.replace("--rollout_batch_size", flag) for text in counts)
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
             yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
         if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:
