@@ -68,14 +68,12 @@ class EngineDriver:
         ``show`` is called between steps. ``Interrupted`` on all ranks upon a signal: the work is cancelled.
         """
         task = asyncio.run_coroutine_threadsafe(self._begin(work), self.loop).result()
-        asked_to_end = False
         try:
             while True:
                 self._take_in()
                 if task.done():
                     self._abandon()
-                elif self.stop.requested() and not asked_to_end:
-                    asked_to_end = True
+                elif self.stop.requested() and not task.cancelling():
                     self.loop.call_soon_threadsafe(task.cancel)
                 if self.any_rank(self.engine.busy):
                     self.engine.step()
@@ -134,7 +132,7 @@ class EngineDriver:
         try:
             number = self.engine.submit(request.prompt_ids, request.params, request.seed, True, request.resume)
         except ValueError as error:  # a prompt that the engine cannot read
-            self._answer(request, error)
+            self.loop.call_soon_threadsafe(_settle, request.answer.set_exception, error, request.answer)
             return
         request.number = number
         self._under_way[number] = request
@@ -142,20 +140,15 @@ class EngineDriver:
     def _hand_out(self) -> None:
         for number, completion in self.engine.collect().items():
             if request := self._under_way.pop(number, None):
-                self._answer(request, completion)
-
-    def _answer(self, request: _Request, outcome: Completion | ValueError) -> None:
-        def tell() -> None:
-            if not request.answer.done():
-                if isinstance(outcome, Completion):
-                    request.answer.set_result(outcome)
-                else:
-                    request.answer.set_exception(outcome)
-
-        self.loop.call_soon_threadsafe(tell)
+                self.loop.call_soon_threadsafe(_settle, request.answer.set_result, completion, request.answer)
 
 
 _WAKE: Any = object()
+
+
+def _settle(set_outcome: Callable[[Any], None], outcome: Any, answer: asyncio.Future[Completion]) -> None:
+    if not answer.done():
+        set_outcome(outcome)
 
 
 async def _end_tasks() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -41,12 +40,11 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Played:
-    """An episode that has ended: its trajectories, none for one without turns, and what is counted of it."""
+    """An episode that has ended, and its trajectories, none for one without turns."""
 
     episode: Episode
     session: Session
     trajectories: list[Trajectory]
-    counts: Counter[str]
 
 
 async def play(agent: Agent, task: Task, setup: SessionSetup, group: int, needs_reward: bool) -> Played:
@@ -109,10 +107,7 @@ def _played(session: Session, group: int, error: str, needs_reward: bool) -> Pla
             ending, error = Ending.AGENT_ERROR, mismatch
     messages = [*turns[-1].messages, turns[-1].message] if turns else list(session.task.messages)
     episode = Episode(messages, ending, len(turns), error or mismatch or "", session.output)
-    counts = Counter(session.counts)
-    counts["tool_calls"] += sum(len(turn.tool_calls) for turn in turns)
-    counts["sampled_tokens"] = sum(len(turn.completion.token_ids) for turn in turns)
-    return Played(episode, session, segments(session, episode, group), counts)
+    return Played(episode, session, segments(session, episode, group))
 
 
 def segments(session: Session, episode: Episode, group: int) -> list[Trajectory]:

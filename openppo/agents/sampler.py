@@ -121,9 +121,9 @@ def measure(played: Sequence[Played], metrics: Metrics) -> None:
         for ending in Ending:
             metrics.add(f"agent/{ending.value}", each.episode.ending is ending)
         metrics.add("agent/turns", each.episode.n_turns)
-        counts = {**dict.fromkeys(_ALWAYS, 0), **each.counts}
-        n_tokens = counts.pop("sampled_tokens")
+        for turn in each.session.turns:
+            metrics.add("agent/tokens_per_turn", len(turn.completion.token_ids))
+        counts = dict.fromkeys(_ALWAYS, 0) | each.session.counts
+        counts["tool_calls"] += sum(len(turn.tool_calls) for turn in each.session.turns)
         for name, value in {**counts, **each.session.metrics}.items():
             metrics.add(f"agent/{name}", value)
-        if each.episode.n_turns:
-            metrics.add("agent/tokens_per_turn", n_tokens / each.episode.n_turns)
