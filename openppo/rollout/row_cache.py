@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from transformers.cache_utils import Cache, DynamicLayer
 
 from openppo.models.size import cache_elements
-from openppo.rollout.prefixes import Prefixes, States, free_memory
+from openppo.rollout.requests import Prefixes, States, free_memory
 
 SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""

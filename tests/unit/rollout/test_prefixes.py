@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from openppo.rollout import prefixes, row_cache
+from openppo.rollout import requests, row_cache
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import Completion, SamplingParams
 from tests.architectures import tiny_config
@@ -130,7 +130,7 @@ def test_a_prompt_of_the_kept_tokens_alone_reads_its_last(models):
 
 def test_the_least_recently_used_are_evicted_where_memory_is_full(models, monkeypatch):
     """Room for two conversations of eight tokens: 2 layers, keys and values, 2 heads, width 4, float32."""
-    monkeypatch.setattr(prefixes, "PARKED_BYTES_ON_CPU", 2 * 8 * 2 * 2 * 2 * 4 * 4)
+    monkeypatch.setattr(requests, "PARKED_BYTES_ON_CPU", 2 * 8 * 2 * 2 * 2 * 4 * 4)
     engine = HFEngine(models["llama"], [], 0, 8)
     [(first, a)], [(second, b)] = (park(engine, [[start, 4, 5, 6]]) for start in (3, 7))
 
@@ -147,7 +147,7 @@ def test_the_least_recently_used_are_evicted_where_memory_is_full(models, monkey
 
 def test_a_conversation_is_kept_once_however_many_turns_it_has(models, monkeypatch):
     """Room for one of 40 tokens; the sum over its turns would be three times that."""
-    monkeypatch.setattr(prefixes, "PARKED_BYTES_ON_CPU", 40 * 2 * 2 * 2 * 4 * 4)
+    monkeypatch.setattr(requests, "PARKED_BYTES_ON_CPU", 40 * 2 * 2 * 2 * 4 * 4)
     engine = HFEngine(models["llama"], [], 0, 8)
     handles = park(engine, [[3, 4, 5]])
     for turn in range(5):
