@@ -1,7 +1,4 @@
-"""The common formats of data rows: recognized by their columns, and read into the same fields.
-
-The table ``ROW_FORMATS`` says which columns each format has; the first that fits is taken.
-"""
+"""The common formats of data rows, recognized by their columns: of ``ROW_FORMATS`` the first that fits."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +12,6 @@ from openppo.datasets.templates import Message, as_messages, as_text, shortened
 from openppo.datasets.turns import shared_start
 
 T = TypeVar("T")
-
-
 Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
 """Purpose of the rows."""
 
@@ -184,17 +179,14 @@ def _steps(row: Row, chat: bool) -> RowFields:
 
 
 def _is_verl(row: Row) -> bool:
-    """Other rows may have these columns too, with other values."""
-    rewarded = row.get("reward_model")
-    return isinstance(row["prompt"], list) and (rewarded is None or isinstance(rewarded, dict))
+    return isinstance(row["prompt"], list) and isinstance(row.get("reward_model") or {}, dict)
 
 
 def _verl(row: Row, chat: bool) -> RowFields:
     return RowFields(prompt=row["prompt"], label=(row.get("reward_model") or {}).get("ground_truth"))
 
 
-_CHAT: Columns = (("messages",),)
-_TURNS: Columns = (("conversations",),)
+_CHAT, _TURNS = (("messages",),), (("conversations",),)
 _VERL: Columns = (("prompt",), ("reward_model", "extra_info"))
 _PAIR: Columns = (("chosen",), ("rejected",))
 _MARKED: Columns = (("input",), ("label",))

@@ -52,10 +52,7 @@ def build_ppo_trainer(
     callbacks: Sequence[Callback] = (),
     source: RolloutSource | SamplerMaker | None = None,
 ) -> PPOTrainer:
-    """A trainer. ``source`` gives trajectories in place of prompts, or says how prompts become trajectories.
-
-    ``ValueError`` names the flag of whatever cannot work.
-    """
+    """A trainer; ``source`` gives trajectories, or makes them of prompts. ``ValueError`` names the flag to change."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
     strategy, samples = strategy or DeepspeedStrategy(config.deepspeed), source is None
     comm, device, run = strategy.comm, strategy.device, config.run

@@ -22,6 +22,7 @@ OTHER_PROGRAMS = set(
     job-name nodes ntasks-per-node gpus-per-node cpus-per-task time signal output kill-on-bad-exit requeue open-mode
     quiet version clear disable-pip-version-check no-deps upgrade editable index-url extra-index-url no-build-isolation
     update-aliases push slow import-mode durations check strict logdir
+    user map-current-user net pid fork kill-child rm network
     """.split()
 )
 """Flags of torchrun and deepspeed; of Slurm; of pip; of mike, pytest, ruff, mypy and tensorboard."""
@@ -70,7 +71,8 @@ def test_every_flag_in_documents_and_examples_exists():
     for file in [file for entry in TEXTS for file in [REPO / entry, *sorted((REPO / entry).rglob("*"))]]:
         if not file.is_file() or file.suffix not in TEXT_SUFFIXES or "hooks" in file.parts:
             continue
-        for line in re.sub(r"\\\n\s*", " ", file.read_text(encoding="utf-8")).splitlines():
+        text = re.sub(r"\\\n\s*", " ", file.read_text(encoding="utf-8"))
+        for line in re.sub(r"(--agent_command) (\"[^\"]*\"|'[^']*')", r"\1", text).splitlines():
             command = None if "`" in line else OUR_COMMAND.search(line)
             for match in FLAG.finditer(line):
                 of_command = command and command[1] in commands() and match.start() > command.end()
