@@ -18,7 +18,7 @@ from tests.fork_server import REPO
 TEMPLATE = """{% for m in messages -%}
 {% if m.role == 'assistant' %}>{{ m.content }}<eos>{% else %}{{ m.content }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}>{% endif %}"""
-PPO = """train_ppo --init_kl_coef 0 --generate_max_len 1 --micro_rollout_batch_size 128 --micro_train_batch_size 64
+PPO = """train_ppo --generate_max_len 1 --micro_rollout_batch_size 128 --micro_train_batch_size 64
     --train_batch_size 64 --max_num_seqs 256 --save_steps 100000 --gamma 0.95"""
 """One token is an action, so an answer needs no end."""
 Train = Callable[[str], list[dict[str, Any]]]
@@ -77,7 +77,7 @@ def test_a_model_learns_to_use_what_its_environment_says(train: Train, tmp_path:
     lines = train(
         f"""{PPO} --pretrain model --environment game.py:Game --n_envs 32 --n_samples_per_prompt 4 --max_steps 24
         --episode_max_len 40 --max_turns 4 --actor_learning_rate 3e-3 --critic_learning_rate 3e-3 --max_epochs 2
-        --eval_n_envs 32 --num_episodes 2 --advantage_estimator {estimator}"""
+        --init_kl_coef 0 --eval_n_envs 32 --num_episodes 2 --advantage_estimator {estimator}"""
     )
     assert [line["step"] for line in lines if "eval_reward" in line] == [
         12,
@@ -89,8 +89,8 @@ def test_a_model_learns_to_use_what_its_environment_says(train: Train, tmp_path:
     assert lines[-1]["eval_reward_max"] == 1 and lines[-1]["eval_reward_min"] <= lines[-1]["eval_reward"]
 
 
-STEPS = 45
-"""Of 256 episodes each: 11,520 in all."""
+STEPS = 50
+"""Of 256 episodes each: 12,800 in all."""
 LAKE = f"""
 import sys
 sys.path.insert(0, {str(REPO / "examples/agents")!r})
@@ -123,6 +123,8 @@ def write_walks(file: Path) -> None:
     write_rows(file, rows)
 
 
+# The penalty on the KL from the random walk keeps trials going on lakes that no sample has crossed: there all rewards
+# are equal, and without it the policy settles at about 0.8.
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("game", "estimator"), [("Lake", "gae"), ("Lake", "group_norm"), ("Blind", "gae")])
@@ -141,7 +143,7 @@ def test_a_model_learns_to_cross_lakes_that_it_sees(
     *_, last = train(
         f"""{PPO} --pretrain warm --environment lake.py:{game} --prompt_data trained.jsonl --num_episodes {STEPS}
         --eval_data trained.jsonl,heldout.jsonl --rollout_batch_size 32 --n_samples_per_prompt 8 --seed {seed}
-        --episode_max_len 220 --max_turns 10 --max_epochs 2 --entropy_coef 0.02
+        --episode_max_len 220 --max_turns 10 --max_epochs 2 --init_kl_coef 0.03
         --actor_learning_rate 1e-3 --critic_learning_rate 2e-3 --eval_steps {STEPS} --advantage_estimator {estimator}"""
     )
     trained, held_out = (last[f"eval/{name}.jsonl/reward"] for name in ("trained", "heldout"))
