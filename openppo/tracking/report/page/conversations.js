@@ -40,7 +40,7 @@ function conversationNode(sample, measure) {
   if (!spans.length) return el("div", { class: "conversation" }, read);
   return el("div", { class: "conversation" }, read, tokenBox(sample, measure, (nodes) => stretches(sample, asked).map(([title, trained, start, end]) => {
     const mine = nodes.filter((_, i) => placeOf(tokens, i) >= start && placeOf(tokens, i) < end), lacking = end - start - mine.length;
-    return part(trained ? "model" : "other", [title, el("span", { class: "note" }, trained ? ` · ${end - start} tokens` : " · not trained")],
+    return part(trained ? "model" : "other", [title, el("span", { class: "note" }, trained ? ` · ${end - start} token${end - start === 1 ? "" : "s"}` : " · not trained")],
       el("div", { class: "said" }, mine, lacking > 0 ? el("span", { class: "gap" }, `… ${lacking} tokens are not logged …`) : null));
   })));
 }
