@@ -1,18 +1,18 @@
 """Tools that a model may call: classes and functions of a user's file, or verl's YAML."""
 
 import importlib
-import inspect
 import json
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from uuid import uuid4
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from openppo.agents.threads import call
 from openppo.user_code import leaving_no_trace, load_module
@@ -21,40 +21,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 JSONType = Literal["string", "number", "integer", "boolean", "object", "array", "null"]
 
 
-class _Schema(BaseModel):
-    """A part of a JSON schema: keys that are not named here are kept."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class OpenAIFunctionPropertySchema(_Schema):
-    """One parameter."""
+class JSONSchema(BaseModel, extra="allow"):
+    """A JSON schema, of a parameter or of all."""
 
     type: JSONType | list[JSONType] | None = None
-    description: str | None = None
-    enum: list[Any] | None = None
-    properties: "dict[str, OpenAIFunctionPropertySchema] | None" = None
-    items: "OpenAIFunctionPropertySchema | bool | None" = None
+    properties: "dict[str, JSONSchema] | None" = None
+    items: "JSONSchema | bool | None" = None
+    required: list[str] | None = None
 
 
-class OpenAIFunctionParametersSchema(_Schema):
-    """All parameters."""
-
-    type: Literal["object"] = "object"
-    properties: dict[str, OpenAIFunctionPropertySchema] = {}
-    required: list[str] = []
-
-
-class OpenAIFunctionSchema(_Schema):
+class OpenAIFunctionSchema(BaseModel, extra="allow"):
     """A function."""
 
     name: str
     description: str = ""
-    parameters: OpenAIFunctionParametersSchema = OpenAIFunctionParametersSchema()
+    parameters: JSONSchema = JSONSchema(type="object")
 
 
-class OpenAIFunctionToolSchema(_Schema):
-    """A tool in OpenAI's form."""
+class OpenAIFunctionToolSchema(BaseModel, extra="allow"):
+    """A tool in OpenAI's form; keys that are not named here are kept."""
 
     type: Literal["function"] = "function"
     function: OpenAIFunctionSchema
@@ -78,15 +63,16 @@ class BaseTool:
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         self.config = config
-        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        self.tool_schema = OpenAIFunctionToolSchema.model_validate(tool_schema or self.get_openai_tool_schema())
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema of a tool that is made without one."""
-        schema: OpenAIFunctionToolSchema | None = getattr(self, "tool_schema", None)
-        if schema is None:
-            raise ValueError("it has no schema: override get_openai_tool_schema(), or give tool_schema in a YAML file.")
-        return schema
+        if not hasattr(self, "tool_schema"):
+            raise ValueError(
+                f"{type(self).__name__}: no schema. Override get_openai_tool_schema() or give one in YAML."
+            )
+        return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
         """Begin an episode with the row's create_kwargs; an id, or that and a ``ToolResponse`` for the prompt."""
@@ -100,8 +86,8 @@ class BaseTool:
         raise NotImplementedError
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
-        """The reward of the whole episode, asked for once at its end."""
-        return 0.0
+        """The reward of the whole episode, asked for once at its end; None: it has none."""
+        return None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """End an episode, whatever ended it."""
@@ -122,7 +108,9 @@ class FunctionTool(BaseTool):
     """A marked function. What it returns is given in JSON unless it is a text."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__({}, function_schema(function))
+        schema = get_json_schema(function)
+        schema["function"].pop("return", None)
+        super().__init__({}, OpenAIFunctionToolSchema.model_validate(schema))
         self.function = function
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
@@ -131,53 +119,15 @@ class FunctionTool(BaseTool):
         return result if isinstance(result, str | ToolResponse) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def function_schema(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
-    """Schema of a function; ``ValueError`` for what is missing in its signature or docstring."""
-    text = inspect.getdoc(function) or ""
-    about = re.split(r"\n *(?:Args|Arguments|Parameters|Returns?|Yields|Raises|Examples?):|\n *:\w+", text)[0].strip()
-    if not about:
-        raise ValueError("it has no docstring, which tells the model what it does: write one.")
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"its parameter {str(parameter)!r} cannot be given by name: replace it.")
-        if parameter.annotation is parameter.empty:
-            raise ValueError(f"its parameter {parameter.name!r} has no type hint: write one.")
-    try:
-        adapter: TypeAdapter[Any] = TypeAdapter(function)  # type: ignore[arg-type]
-        parameters = adapter.json_schema() | {"type": "object"}
-    except (PydanticUserError, NameError) as error:
-        raise ValueError(f"a type hint has no JSON schema ({str(error).splitlines()[0]}): use another one.") from error
-    described = re.findall(r"^( *)(?::param )?(\w+)(?: \([^)]*\))?: *(.+(?:\n\1 +\S.*)*)", text, flags=re.MULTILINE)
-    for name, schema in parameters.setdefault("properties", {}).items():
-        schema.pop("title", None)
-        schema.update(("description", " ".join(said.split())) for _, named, said in described if named == name)
-    made = {"name": function.__name__, "description": about, "parameters": parameters}
-    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": made})
-
-
-class _Entry(BaseModel):
-    """Of a YAML file."""
-
-    model_config = ConfigDict(extra="forbid")
-    class_name: str
-    config: dict[str, Any] | None = None
-    tool_schema: OpenAIFunctionToolSchema | None = None
-
-
-class _YAML(BaseModel):
-    """A YAML file."""
-
-    tools: list[_Entry] = Field(min_length=1)
-
-
 def load_tools(location: str) -> list[BaseTool]:
     """Tools of a Python file, or of verl's YAML file. ``ValueError`` says what of them cannot be used."""
     file, where = Path(location).expanduser(), f"--tools {location}"
-    if file.suffix not in (".py", ".yaml", ".yml") or not file.is_file():
-        raise ValueError(f"{where}: no such file of Python (.py) or YAML (.yaml). Check the path.")
     with leaving_no_trace(where):
-        found = _of_module(file, where) if file.suffix == ".py" else _of_yaml(file, where)
-        tools = [_made(make, f"{where}: {name}") for name, make in found]
+        makers = _of_module(file, where) if file.suffix == ".py" else _of_yaml(file, where)
+        try:
+            tools = [make() for make in makers]
+        except (ValueError, DocstringParsingException, TypeHintParsingException) as error:
+            raise ValueError(f"{where}: {_first(error)}") from error
     if not tools:
         raise ValueError(f"{where}: it has no tools. Write a subclass of BaseTool, or mark a function with @tool.")
     names = [tool.name for tool in tools]
@@ -186,54 +136,42 @@ def load_tools(location: str) -> list[BaseTool]:
     return tools
 
 
-Makers = list[tuple[str, Callable[[], BaseTool]]]
-
-
-def _of_module(file: Path, where: str) -> Makers:
+def _of_module(file: Path, where: str) -> list[Callable[[], BaseTool]]:
     """Marked functions, and classes that are written in the file; names that begin with _ are no tools."""
     module = load_module(file, where)
-    public = {id(value): value for name, value in vars(module).items() if not name.startswith("_")}.values()
-    classes = [v for v in public if inspect.isclass(v) and issubclass(v, BaseTool) and v.__module__ == module.__name__]
-    functions = [value for value in public if inspect.isfunction(value) and hasattr(value, "is_tool")]
-    makers: Makers = [(own.__name__, partial(own, {}, None)) for own in classes]
-    return makers + [(marked.__name__, partial(FunctionTool, marked)) for marked in functions]
+    public = [value for name, value in vars(module).items() if not name.startswith("_")]
+    classes = [v for v in public if isinstance(v, type) and issubclass(v, BaseTool) and v.__module__ == module.__name__]
+    functions = [value for value in public if hasattr(value, "is_tool")]
+    return [*(partial(own, {}, None) for own in classes), *(partial(FunctionTool, marked) for marked in functions)]
 
 
-def _of_yaml(file: Path, where: str) -> Makers:
+def _imported(class_name: str) -> Any:
+    """What ``module.Class`` names."""
+    module, _, name = class_name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, SyntaxError, AttributeError) as error:
+        raise ValueError(f"{class_name} cannot be imported ({error})") from error
+
+
+class _Entry(BaseModel, extra="forbid"):
+    """A tool of a YAML file."""
+
+    class_name: Annotated[type[BaseTool], BeforeValidator(_imported)]
+    config: dict[str, Any] | None = None
+    tool_schema: OpenAIFunctionToolSchema | None = None
+
+
+def _of_yaml(file: Path, where: str) -> list[Callable[[], BaseTool]]:
     """Classes of ``tools: [{class_name, config, tool_schema}]``; their modules may lie beside the file."""
+    sys.path.append(str(file.resolve().parent))  # at its end, where it hides nothing
+    form = TypeAdapter(dict[Literal["tools"], list[_Entry]])
     try:
-        entries = _YAML.model_validate(yaml.safe_load(file.read_text(encoding="utf-8"))).tools
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(
-            f"{where}: {_first(error)}. Write a list 'tools:' of entries with class_name, config and tool_schema."
-        ) from error
-    if (folder := str(file.resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # at its end, where it hides nothing
-    makers: Makers = []
-    for entry in entries:
-        module, _, name = entry.class_name.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(module), name)
-        except (ImportError, SyntaxError, AttributeError, ValueError) as error:
-            what = f"{where}: {entry.class_name} cannot be imported ({error})"
-            raise ValueError(
-                f"{what}. Write module.Class, of a module that is installed or beside the file."
-            ) from error
-        if not inspect.isclass(found) or not issubclass(found, BaseTool):
-            raise ValueError(f"{where}: {entry.class_name} is no BaseTool; import that from openppo.agents.tools.")
-        makers.append((entry.class_name, partial(found, entry.config or {}, entry.tool_schema)))
-    return makers
-
-
-def _made(make: Callable[[], BaseTool], where: str) -> BaseTool:
-    """A tool with a valid schema."""
-    try:
-        made = make()
-        made.tool_schema = OpenAIFunctionToolSchema.model_validate(made.get_openai_tool_schema())
-    except ValueError as error:
-        raise ValueError(f"{where}: {_first(error)}") from error
-    made.name = made.tool_schema.function.name
-    return made
+        entries = form.validate_python(yaml.safe_load(file.read_text(encoding="utf-8"))).get("tools", [])
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        what = "a list 'tools:' of class_name (of an openppo.agents.tools.BaseTool), config and tool_schema"
+        raise ValueError(f"{where}: {_first(error)}. Write {what}.") from error
+    return [partial(entry.class_name, entry.config or {}, entry.tool_schema) for entry in entries]
 
 
 def _first(error: Exception) -> str:
@@ -241,5 +179,4 @@ def _first(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
     first = error.errors()[0]
-    place = ".".join(map(str, first["loc"])) or "the whole"
-    return f"not a JSON schema of tools, {place}: {first['msg']}, got {first['input']!r:.60}"
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.60}"

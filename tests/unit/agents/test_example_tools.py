@@ -170,10 +170,10 @@ def test_an_mcp_server_says_its_schema_and_answers_calls(mcp):
 
 
 def test_an_unknown_tool_of_an_mcp_server_is_said(mcp):
-    with pytest.raises(ValueError, match="mcp_client.MCPTool: the MCP server has no tool 'triple'; it has: double."):
+    with pytest.raises(ValueError, match="mcp.yaml: the MCP server has no tool 'triple'; it has: double."):
         load_tools(entry(mcp, "triple"))
 
 
 def test_an_mcp_server_that_does_not_start_is_said(mcp):
-    with pytest.raises(ValueError, match="mcp_client.MCPTool: the MCP server .* does not answer"):
+    with pytest.raises(ValueError, match="mcp.yaml: the MCP server .* does not answer"):
         load_tools(entry(mcp, "double", "missing.py"))
