@@ -69,9 +69,7 @@ class BaseTool:
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema of a tool that is made without one."""
         if not hasattr(self, "tool_schema"):
-            raise ValueError(
-                f"{type(self).__name__}: no schema. Override get_openai_tool_schema() or give one in YAML."
-            )
+            raise ValueError(f"{type(self).__name__}: no schema. Override get_openai_tool_schema(), or put it in YAML.")
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
