@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.agents.environment import EnvironmentAgent
 from openppo.agents.episodes import Agent
-from openppo.agents.openrlhf import OpenRLHFAgent, is_openrlhf
+from openppo.agents.openrlhf import OpenRLHFAgent
 from openppo.agents.parsers import parser_for
 from openppo.agents.program import ProgramAgent
 from openppo.agents.sampler import AgentSampler
@@ -82,7 +82,7 @@ def agent_source(options: AgentConfig) -> AgentSource | None:
     if options.agent_command is not None:
         return AgentSource(ProgramAgent(options), options)
     if options.agent is not None:
-        if is_openrlhf(options.agent):
+        if options.agent.endswith(".py"):  # a coroutine would be named: path.py:name
             return AgentSource(OpenRLHFAgent(options.agent), options)
         return AgentSource(FunctionAgent(load_callable(options.agent, "--agent"), f"--agent {options.agent}"), options)
     return None

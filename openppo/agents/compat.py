@@ -6,14 +6,15 @@ Names as in verl's issue 1172 and pull request 808; prompts are token ids, which
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import Empty, Queue
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
@@ -43,56 +44,52 @@ class PromptRequest:
     taken: bool = False
 
 
-class BufferDataset(Dataset[Any]):
-    """The items of a queue, for a DataLoader with ``collate_fn=list``; taking one waits until it is there."""
+class BufferDataset(IterableDataset[Any]):
+    """The items of a queue without end, for a DataLoader with ``collate_fn=list``; waits for each."""
 
-    def __init__(self, buffer: Queue[Any] | None = None, length: int = 1_000_000) -> None:
-        self.buffer: Queue[Any] = Queue() if buffer is None else buffer
-        self.length = length
+    def __init__(self, buffer: "Queue[Any] | None" = None) -> None:
+        self.buffer: Queue[Any] = buffer or Queue()
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        """The next item, whatever the index."""
-        return self.buffer.get()
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.buffer.get()
 
     def take(self, most: int, timeout: float | None = None) -> list[Any]:
         """All items up to ``most``; waits for the first, and returns none after ``timeout`` seconds."""
         taken: list[Any] = []
-        try:
+        with suppress(Empty):
+            taken.append(self.buffer.get(timeout=timeout))
             while len(taken) < most:
-                taken.append(self.buffer.get(timeout=timeout) if not taken else self.buffer.get_nowait())
-        except Empty:
-            pass
+                taken.append(self.buffer.get_nowait())
         return taken
 
 
 class MultiRoundBufferDataset(BufferDataset):
     """Turns of episodes that have ended, each as a trajectory with its episode's ``score``."""
 
-    def __init__(self, length: int = 1_000_000) -> None:
-        super().__init__(length=length)
-        self._rounds: dict[str, list[tuple[PromptRequest, Completion, int]]] = defaultdict(list)
+    def __init__(self) -> None:
+        super().__init__()
+        self._rounds: dict[str, list[tuple[PromptRequest, Trajectory]]] = defaultdict(list)
 
     def put_batch(self, requests: Sequence[PromptRequest], completions: Sequence[Completion], version: int = 0) -> None:
         """Answer ``requests``, by a policy of ``version``; those that were given up meanwhile are left out."""
         for request, completion in zip(requests, completions, strict=True):
             if request.answer.set_running_or_notify_cancel():
-                self._rounds[request.request_id].append((request, completion, version))
+                turn = make_trajectory(request.prompt, completion, request.group, version)
+                self._rounds[request.request_id].append((request, turn))
                 request.answer.set_result(completion)
 
     def notify_score(self, request_id: str, score: float | None, total_round_count: int | None = None) -> None:
         """Put an episode's turns into the buffer; without a score they are dropped."""
-        rounds = [each for each in self._rounds.pop(request_id, ()) if each[0].taken and each[1].token_ids]
-        rounds = [] if score is None else rounds[:total_round_count]
-        n_tokens = sum(len(completion.token_ids) for _, completion, _ in rounds)
-        episode = Episode([], Ending.COMPLETED, len(rounds))
-        for request, completion, version in rounds:
-            trajectory: Trajectory = make_trajectory(request.prompt, completion, request.group, version)
-            trajectory.scores, trajectory.episode = {"score": float(score or 0.0)}, episode
-            trajectory.weight = len(completion.token_ids) / n_tokens
-            self.buffer.put(trajectory)
+        rounds = self._rounds.pop(request_id, [])
+        if score is None:
+            return
+        turns = [turn for request, turn in rounds if request.taken and turn.action_ids][:total_round_count]
+        total = sum(len(turn.action_ids) for turn in turns)
+        episode = Episode([], Ending.COMPLETED, len(turns))
+        for turn in turns:
+            turn.scores, turn.episode, turn.share = {"score": score}, episode, len(turn.action_ids) / total
+            self.buffer.put(turn)
 
 
 class TaskPool:
@@ -114,7 +111,7 @@ class TaskPool:
         rows = load_mixed_rows(data, file, flag="enqueue_task", split=data.prompt_split, seed=0)
         prompts = load_tasks(rows, self.tokenizer, data)
         self.source.check_prompts(prompts)
-        groups = [(prompt, next(self._groups)) for prompt in prompts]
+        groups = zip(prompts, self._groups, strict=False)
         work = [self._play(prompt, group) for prompt, group in groups for _ in range(n_samples)]
         for episode in [asyncio.run_coroutine_threadsafe(each, self.loop) for each in work]:
             episode.result()
