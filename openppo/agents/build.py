@@ -9,7 +9,7 @@ from openppo import logger
 from openppo.agents.environment import EnvironmentAgent
 from openppo.agents.episodes import Agent
 from openppo.agents.openrlhf import OpenRLHFAgent
-from openppo.agents.parsers import parser_for
+from openppo.agents.parsers import choose_parser
 from openppo.agents.program import ProgramAgent
 from openppo.agents.sampler import AgentSampler
 from openppo.agents.session import Session, Task
@@ -56,7 +56,7 @@ class AgentSource(SamplerMaker):
             if self.options.check_rendering != "off":
                 raise ValueError("--check_rendering: an agent file of OpenRLHF uses no chat template: leave it out.")
             return
-        self.parser = parser_for(tokenizer, self.parser, f"--{self.options.form or 'pretrain'}")
+        self.parser = choose_parser(tokenizer.chat_template, self.parser, f"--{self.options.form or 'pretrain'}")
         missing = left_out(tokenizer) if isinstance(self.agent, ToolAgent) else set()
         if "results" in missing:
             raise ValueError("--tools: the chat template refuses or leaves out what tools return. Use another model.")

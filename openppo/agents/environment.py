@@ -60,7 +60,7 @@ class EnvironmentAgent(Agent):
             said = await environment.reset(task)
             while True:
                 turn = await session.chat(said)
-                said = [*turn.messages, turn.message]
+                said = [*turn.messages]
                 action = await environment.action(str(turn.message.get("content") or ""))
                 if action is None:
                     session.counts["unreadable_actions"] += 1

@@ -69,7 +69,6 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, group: int, needs_
         session.close(Ending.COMPLETED)
     elif isinstance(raised, EpisodeEnded):
         session.close(raised.ending)
-        error = str(raised) if str(raised) != raised.ending.value else ""
     else:
         session.close(Ending.AGENT_ERROR)
         if isinstance(raised, ToolError):
@@ -105,7 +104,7 @@ def _played(session: Session, group: int, error: str, needs_reward: bool) -> Pla
         session.counts["rerender_mismatch"] = int(mismatch is not None)
         if mismatch is not None and session.setup.options.check_rendering == "strict":
             ending, error = Ending.AGENT_ERROR, mismatch
-    messages = [*turns[-1].messages, turns[-1].message] if turns else list(session.task.messages)
+    messages = turns[-1].messages if turns else list(session.task.messages)
     episode = Episode(messages, ending, len(turns), error or mismatch or "", session.output)
     return Played(episode, session, segments(session, episode, group))
 
@@ -187,7 +186,7 @@ def first_difference(session: Session) -> str | None:
     parents = {id(turn.parent) for turn in session.turns if turn.parent is not None}
     for leaf in (turn for turn in session.turns if id(turn) not in parents):
         try:
-            whole = renderer.rendered([*leaf.messages, leaf.message], leaf.tools, for_generation=False)
+            whole = renderer.rendered(leaf.messages, leaf.tools, for_generation=False)
         except ValueError as error:  # such as two calls where it takes one: the policy's doing
             return str(error)
         recorded, rendered = leaf.token_ids, renderer.encode(whole)

@@ -59,7 +59,7 @@ class OpenRLHFAgent(Agent):
         prompt, label = task.prompt.text, task.prompt.label
         states = {"observation": prompt, "prompt": prompt, "label": label}
         text, total, sampling = str((await instance.reset(states))["observation"]), 0.0, _of_vllm(session.setup.params)
-        turn = await session.begin(encode(text), [{"role": "user", "content": text}])
+        turn = await session.extend(None, encode(text), {"role": "user", "content": text})
         while True:
             states = {"observation_text": text, "action_text": turn.text, "label": label, "sampling_params": sampling}
             made = await instance.step(states)

@@ -6,11 +6,9 @@ Readers are as strict as those of inference servers: a model must not learn call
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.agents.matching import Tools
@@ -27,7 +25,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Text around the calls, the calls, and why another could not be read, which stays in the text."""
+    """Text around the calls, and the calls; or the whole text, and why a call in it cannot be read."""
 
     content: str
     calls: list[ToolCall]
@@ -37,36 +35,25 @@ class Parsed:
 Parser = Callable[[str, Tools], Parsed]
 """``parse(text, tools)``: a model's text, without its reasoning, and the tools that it was offered."""
 _Read = Callable[[str, re.Match[str], Tools], tuple[list[ToolCall], int]]
-"""Calls that begin at a match, and where they end; none if this is other text; raises ``_Malformed``."""
+"""Calls that begin at a match, none if it is other text, and where they end; ``ValueError`` tells the model why not."""
 
 
-class _Malformed(ValueError):  # noqa: N818 (an outcome)
-    """A call that cannot be read; its message is for the model."""
-
-
-def _parser(opening: str, read: _Read, closing: str | None = None) -> Parser:
-    """A parser that reads calls wherever ``opening`` matches outside of reasoning.
-
-    After a malformed call it goes on behind ``closing``; without one the rest is text.
-    """
+def _parser(opening: str, read: _Read) -> Parser:
+    """A parser that reads calls wherever ``opening`` matches outside of reasoning; all is text if one is malformed."""
     pattern = re.compile(rf"(?P<thought><think>(?:.*?</think>|.*))|(?:{opening})", re.DOTALL)
 
     def parse(text: str, tools: Tools) -> Parsed:
         calls: list[ToolCall] = []
-        content, error, done = "", None, 0
+        content, done = "", 0
         while found := pattern.search(text, done):
-            start, more = found.start(), list[ToolCall]()
-            content, done = content + text[done:start], found.end()
             try:
-                if found["thought"] is None:
-                    more, done = read(text, found, tools)
-            except _Malformed as problem:
-                error = error or str(problem)
-                done = len(text) - len(text[done:].partition(closing)[2] if closing else "")
-            calls += more
-            content += "" if more else text[start:done]
+                more, end = read(text, found, tools) if found["thought"] is None else ([], found.end())
+            except ValueError as problem:
+                return Parsed(text, [], str(problem))
+            content += text[done : found.start() if more else end]
+            calls, done = calls + more, end
         content += text[done:]
-        return Parsed(content.strip() if calls else content, calls, error)
+        return Parsed(content.strip() if calls else content, calls)
 
     return parse
 
@@ -79,37 +66,31 @@ def _past(pattern: str, text: str, start: int) -> int:
 
 def _json(text: str, start: int) -> tuple[Any, int]:
     """The JSON value of ``text`` after blanks at ``start``, and its end."""
-    start = _past(r"\s*", text, start)
     try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
+        value, end = json.JSONDecoder().raw_decode(text, _past(r"\s*", text, start))
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise _Malformed(f"The call is not valid JSON: {error.msg} at character {error.pos - start}.") from error
-    except (ValueError, RecursionError) as error:  # NaN, half a surrogate pair, numbers of many digits, deep nesting
-        raise _Malformed(f"The call has a value that JSON cannot express: {error}.") from error
+    except (ValueError, RecursionError) as error:  # also NaN, half a surrogate pair, numbers of many digits
+        raise ValueError(f"The call is not valid JSON: {error}.") from error
     return value, end
 
 
-def _function(value: object) -> dict[str, Any]:
-    """What has the name and the arguments of a call: flat, or within one in OpenAI's form; empty for no object."""
-    call = value if isinstance(value, dict) else {}
-    return call["function"] if isinstance(call.get("function"), dict) else call
+def _fields(value: object) -> list[dict[str, Any]]:
+    """Name, arguments and id of each call in a JSON value, which is one or a list, flat or in OpenAI's form."""
+    calls = [one if isinstance(one, dict) else {} for one in (value if isinstance(value, list) else [value])]
+    return [call | call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
 
 
-def _call(value: object) -> ToolCall:
-    function = _function(value)
-    arguments = function.get("arguments", function.get("parameters"))
+def _calls(fields: list[dict[str, Any]]) -> list[ToolCall]:
+    return [_call(each.get("name"), each.get("arguments", each.get("parameters")), each.get("id")) for each in fields]
+
+
+def _call(name: object, arguments: object, its_id: object = None) -> ToolCall:
     if isinstance(arguments, str):
         arguments, _ = _json(arguments, 0)
-    its_id = value.get("id") if isinstance(value, dict) else None
-    return _checked(function.get("name", function.get("function")), arguments, its_id)
-
-
-def _checked(name: object, arguments: object, its_id: object = None) -> ToolCall:
     if not isinstance(name, str) or not name.strip():
-        raise _Malformed('The call lacks the name of a function, a text in "name".')
+        raise ValueError('The call lacks the name of a function, a text in "name".')
     if not isinstance(arguments, dict):
-        raise _Malformed(f'The arguments of the call of "{name}" must be a JSON object.')
+        raise ValueError(f'The arguments of the call of "{name}" must be a JSON object.')
     return ToolCall(name.strip(), arguments, its_id if isinstance(its_id, str) else None)
 
 
@@ -117,123 +98,106 @@ def _closed(text: str, end: int, closing: str) -> int:
     """The end of ``closing`` after a call; it may be missing at the end of the text."""
     place = _past(r"\s*", text, end)
     if not text.startswith(closing, place) and place < len(text):
-        raise _Malformed(f"{closing} must follow the JSON object of a call.")
+        raise ValueError(f"{closing} must follow the JSON object of a call.")
     return min(place + len(closing), len(text))
 
 
 def _hermes(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
     value, end = _json(text, opening.end())
-    return [_call(value)], _closed(text, end, "</tool_call>")
+    return _calls(_fields(value)), _closed(text, end, "</tool_call>")
+
+
+_JSON = r'(?:```(?:json)?\s*)?(?P<json>(?:\[\s*)?\{\s*"(?:name|type|function|id|arguments|parameters)"\s*:)'
 
 
 def _bare(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
     """JSON without a mark of its own is a call if it has a name and arguments."""
     value, end = _json(text, opening.start("json") if opening["json"] else opening.end())
-    values = value if isinstance(value, list) else [value]
-    if opening["json"] and not all({"arguments", "parameters"} & _function(one).keys() for one in values):
+    fields = _fields(value)
+    if opening["json"] and not all({"arguments", "parameters"} & each.keys() for each in fields):
         return [], end
-    return [_call(one) for one in values], _past(r"\s*(?:```|;)", text, end)
+    return _calls(fields), _past(r"\s*(?:```|;)", text, end)
 
 
-_NAMED = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]|(?=\{))")
+_MISTRAL = r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\]|(?=\{)))?"
 
 
 def _mistral(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
     """A list of calls in JSON, or, in newer models, name and arguments."""
-    if named := _NAMED.match(text, opening.end()):
-        arguments, end = _json(text, named.end())
-        return [_checked(named[1], arguments, named[2])], end
     value, end = _json(text, opening.end())
-    return [_call(one) for one in (value if isinstance(value, list) else [value])], end
+    return [_call(opening["name"], value, opening["id"])] if opening["name"] else _calls(_fields(value)), end
 
 
-_DEEPSEEK = re.compile(r"(?:\s*\w*<｜tool▁sep｜>([^\n{`]+?)\s*```(?:json)?\s|([^{<]+)<｜tool▁sep｜>)")
+_DEEPSEEK = (
+    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
+    r"(?:\s*\w*<｜tool▁sep｜>(?P<typed>[^\n{`]+?)\s*```(?:json)?\s|(?P<name>[^{<]+)<｜tool▁sep｜>)?"
+)
 
 
 def _deepseek(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
     """Type, name and a block of JSON (V3, R1), or name and JSON (V3.1)."""
-    named = _DEEPSEEK.match(text, opening.end())
-    if named is None:
-        raise _Malformed("The name of a function and <｜tool▁sep｜> must follow <｜tool▁call▁begin｜>.")
-    arguments, end = _json(text, named.end())
-    end = _closed(text, _past(r"\s*```", text, end) if named[1] else end, "<｜tool▁call▁end｜>")
-    return [_checked(named[1] or named[2], arguments)], _past(r"\s*<｜tool▁calls▁end｜>", text, end)
+    if (name := opening["typed"] or opening["name"]) is None:
+        raise ValueError("The name of a function and <｜tool▁sep｜> must follow <｜tool▁call▁begin｜>.")
+    arguments, end = _json(text, opening.end())
+    end = _closed(text, _past(r"\s*```", text, end) if opening["typed"] else end, "<｜tool▁call▁end｜>")
+    return [_call(name, arguments)], _past(r"\s*<｜tool▁calls▁end｜>", text, end)
 
 
-_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>")
+_QWEN = r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]*)>|<tool_call>|<function="
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
 
 
 def _qwen3_coder(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
     """A function in tags, with parameters in tags, whose types are in the tool's schema."""
-    function = _FUNCTION.match(text, opening.start())
-    if function is None:
-        raise _Malformed("<function=NAME> must follow <tool_call>.")
-    arguments, end = {}, function.end()
-    schemas = _schemas(function[1], tools)
+    if (function := opening["name"]) is None:
+        raise ValueError("<function=NAME> must follow <tool_call>.")
+    offered = [tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == function]
+    schemas = (offered[0] or {}).get("properties") or {} if offered else {}
+    arguments, end = {}, opening.end()
     while found := _PARAMETER.match(text, end):
         name, value = found[1], found[2].removeprefix("\n").removesuffix("\n")
         if "<parameter=" in value:
-            raise _Malformed(f'</parameter> of "{name}" is missing.')
-        arguments[name], end = _typed(name, value, schemas.get(name)), found.end()
+            raise ValueError(f'</parameter> of "{name}" is missing.')
+        arguments[name], end = _typed(name, value, _types(schemas.get(name))), found.end()
     closed = _past(r"\s*</function>(?:\s*</tool_call>)?", text, end)
     if closed == end:
-        raise _Malformed(f'In the call of "{function[1]}" a parameter or </function> is missing.')
-    return [_checked(function[1], arguments)], closed
+        raise ValueError(f'In the call of "{function}" a parameter or </function> is missing.')
+    return [_call(function, arguments)], closed
 
 
-def _schemas(function: str, tools: Tools) -> Mapping[str, Any]:
-    """Schemas of a function's parameters; empty if it is not offered."""
-    offered = (tool.get("function", tool) for tool in tools)
-    schema = next((one.get("parameters") for one in offered if one.get("name") == function), None)
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
-
-
-_WRITTEN = {"True": True, "False": False, "None": None}
+_AS_JSON = {"True": "true", "False": "false", "None": "null"}
 """Values as the templates of this format write them."""
-_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+_TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
 
-def _typed(name: str, text: str, schema: object) -> Any:
-    """``text`` as a value of its schema; as it is where that permits only texts or is unknown."""
-    types = _types(schema)
-    if types <= {"string"}:
+def _typed(name: str, text: str, types: set[str]) -> Any:
+    """``text`` as it is where that is permitted, or nothing is known; else as JSON."""
+    text_in_json = _AS_JSON.get(text, text)
+    if "null" in types and text_in_json == "null":
+        return None
+    if "string" in types or not types - {"null"}:
         return text
-    try:
-        value, end = (_WRITTEN[text], len(text)) if text in _WRITTEN else _json(text, 0)
-    except _Malformed:
-        value, end = text, len(text)
-    if text[end:].strip():
-        value = text
-    if "integer" in types and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    its_type = _TYPES.get(type(value))
-    if value is None or its_type in types or (its_type == "integer" and "number" in types):
-        return value
-    if "string" in types:
-        return text
-    raise _Malformed(f'The parameter "{name}" must be of type {" or ".join(sorted(types))}, not {text[:80]!r}.')
+    with suppress(ValueError):
+        value, end = _json(text_in_json, 0)
+        if not text_in_json[end:].strip():
+            return value
+    raise ValueError(f'The parameter "{name}" must be of type {" or ".join(sorted(types))}, not {text[:80]!r}.')
 
 
-def _types(schema: object) -> set[str]:
+def _types(schema: Mapping[str, Any] | None) -> set[str]:
     """Names of the types that a JSON schema permits; empty if it says none that JSON has."""
-    if not isinstance(schema, Mapping):
-        return set()
-    lists = [schema.get(key) for key in ("type", "anyOf", "oneOf")]
-    its, *parts = [given if isinstance(given, list) else [] if given is None else [given] for given in lists]
-    known = {*_TYPES.values(), "null"}.intersection(name for name in its if isinstance(name, str))
-    return known.union(*(_types(part) for part in chain(*parts)))
+    schema = schema or {}
+    own, parts = schema.get("type") or (), [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    return _TYPES.intersection([own] if isinstance(own, str) else own).union(*map(_types, parts))
 
 
-_JSON_CALL = r'(?:```(?:json)?\s*)?(?P<json>(?:\[\s*)?\{\s*"(?:name|type|function|id|arguments|parameters)"\s*:)'
 PARSERS: dict[str, Parser] = {
-    "hermes": _parser("<tool_call>", _hermes, "</tool_call>"),
-    "llama3_json": _parser(rf"<\|python_tag\|>|{_JSON_CALL}", _bare),
-    "mistral": _parser(r"\[TOOL_CALLS\]", _mistral),
-    "qwen3_coder": _parser("<tool_call>|<function=", _qwen3_coder, "</tool_call>"),
-    "deepseek": _parser("(?:<｜tool▁calls▁begin｜>\\s*)?<｜tool▁call▁begin｜>", _deepseek, "<｜tool▁call▁end｜>"),
-    "json": _parser(_JSON_CALL, _bare),
+    "hermes": _parser("<tool_call>", _hermes),
+    "llama3_json": _parser(rf"<\|python_tag\|>|{_JSON}", _bare),
+    "mistral": _parser(_MISTRAL, _mistral),
+    "qwen3_coder": _parser(_QWEN, _qwen3_coder),
+    "deepseek": _parser(_DEEPSEEK, _deepseek),
+    "json": _parser(_JSON, _bare),
 }
 """By the names of ``--tool_parser``."""
 _SIGNS = {
@@ -248,23 +212,20 @@ _SIGNS = {
 """What only the template of a format has; the first that occurs decides."""
 
 
-def choose_parser(template: str) -> str:
-    """The parser whose format a chat template asks for; plain JSON, with a warning, if it is none of them."""
-    name = next((name for sign, name in _SIGNS.items() if sign in template), "")
-    if not name:
-        logger.warning("the chat template has no format of tool calls that is known: they are expected as plain JSON")
-    return name or "json"
+def choose_parser(template: str | None, chosen: str, flag: str) -> str:
+    """The parser that ``--tool_parser`` means; "auto" is the one whose format the chat template asks for.
 
-
-def parser_for(tokenizer: PreTrainedTokenizerBase, chosen: str, flag: str) -> str:
-    """The parser that ``--tool_parser`` means; ``ValueError``, naming ``flag``, without a chat template."""
-    if not tokenizer.chat_template:
+    ``ValueError``, naming ``flag``, without a template; a warning where it has no known format.
+    """
+    if not template:
         raise ValueError(
             f"{flag}: the tokenizer has no chat template, which conversations are rendered with. Use a chat model, or "
             "set chat_template in its tokenizer_config.json."
         )
     if chosen != "auto":
         return chosen
-    name = choose_parser(str(tokenizer.chat_template))
-    logger.info("--tool_parser auto: tool calls are read as %s, by the chat template", name)
-    return name
+    name = next((name for sign, name in _SIGNS.items() if sign in template), "")
+    if not name:
+        logger.warning("the chat template has no format of tool calls that is known: they are expected as plain JSON")
+    logger.info("--tool_parser auto: tool calls are read as %s, by the chat template", name or "json")
+    return name or "json"

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,20 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.agents.parsers import PARSERS, ToolCall
+from openppo.agents.matching import Tools
+from openppo.agents.parsers import PARSERS, Parsed, ToolCall
 from openppo.datasets.conversation import MARK, render_conversation
 from openppo.datasets.templates import Message, encode_bare, text_of
 from openppo.types import Completion, FinishReason
 
 _THINK, _THOUGHT = "<think>", "</think>"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A sampled turn as a message in OpenAI's form; ``error`` says why a tool call could not be read."""
-
-    message: Message
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -34,32 +27,28 @@ class Renderer:
     parser: str
     eos_token_ids: Collection[int]
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Token ids of a conversation up to where the model answers; ``ValueError`` if the template refuses it."""
         return self.encode(self.rendered(messages, tools))
 
-    def rendered(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), for_generation: bool = True
-    ) -> str:
+    def rendered(self, messages: Sequence[Message], tools: Tools = (), for_generation: bool = True) -> str:
         """Text of a conversation; ``ValueError`` if the template refuses it."""
         offered = [dict(tool) for tool in tools] or None
         return render_conversation(messages, self.tokenizer, for_generation=for_generation, tools=offered)
 
     def bridge(
-        self,
-        messages: Sequence[Message],
-        answer: Message,
-        completion: Completion,
-        new: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, recorded: Sequence[Message], completion: Completion, new: Sequence[Message], tools: Tools = ()
     ) -> list[int] | None:
-        """Token ids that follow a recorded ``completion`` so that ``new`` messages follow its ``answer``.
+        """Token ids that follow a ``completion``, the last of ``recorded`` messages, so that ``new`` ones follow it.
 
-        The conversation, ``messages`` that were asked with, is rendered with a stand-in for the answer, and cut after
-        the special token that ends it: what follows one is tokenized independently of what precedes it. None if there
-        is no such token, or another one was sampled, so that the conversation must be rendered whole.
+        The conversation is rendered with a stand-in for that answer, and cut after the special token that ends it: what
+        follows one is tokenized independently of what precedes it. None if there is no such token, or another one was
+        sampled, or ``new`` has other answers, so that the conversation must be rendered whole.
         """
-        for before in (messages, [{"role": "user", "content": "-"}]):  # the template may refuse what came before
+        if any(message["role"] == "assistant" for message in new):
+            return None
+        *asked, answer = recorded
+        for before in (asked, [{"role": "user", "content": "-"}]):  # the template may refuse what came before
             for stand_in in _stand_ins(answer):
                 with suppress(ValueError):
                     text = self.rendered([*before, stand_in, *new], tools)
@@ -82,19 +71,21 @@ class Renderer:
             return None
         return ids[1:] if last == end[0] else ids
 
-    def parse(self, text: str, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], number: int) -> Answer:
-        """Turn ``number``, sampled after ``prompt_ids``, as a message: reasoning apart, calls with ids of their own."""
+    def parse(self, text: str, prompt_ids: Sequence[int], tools: Tools, number: int) -> tuple[Message, str | None]:
+        """Turn ``number``, sampled after ``prompt_ids``, as a message, and why a tool call could not be read.
+
+        The message is in OpenAI's form, with reasoning apart and calls with ids of their own.
+        """
         opened = self.decode(prompt_ids[-16:]).rstrip().endswith(_THINK)
         thoughts, said = split_reasoning(text, opened)
-        parsed = PARSERS[self.parser](said, tools) if tools else None
-        content = said if parsed is None else parsed.content
-        message: Message = {"role": "assistant", "content": self._plain(content)}
+        parsed = PARSERS[self.parser](said, tools) if tools else Parsed(said, [])
+        plain = self._special.sub("", parsed.content).strip()
+        message: Message = {"role": "assistant", "content": plain}
         if thoughts is not None:
             message["reasoning_content"] = thoughts
-        if parsed is not None and parsed.calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = _in_openai_form(parsed.calls, number)
-        return Answer(message, None if parsed is None else parsed.error)
+        if parsed.calls:
+            message |= {"content": plain or None, "tool_calls": _in_openai_form(parsed.calls, number)}
+        return message, parsed.error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered text."""
@@ -122,10 +113,6 @@ class Renderer:
         texts = {token.content for token in added if token.special} | {*self.tokenizer.all_special_tokens} | self._ends
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
-    def _plain(self, text: str) -> str:
-        """``text`` without special tokens and blanks around it."""
-        return self._special.sub("", text).strip()
-
 
 def split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
     """Reasoning (None without) and the rest; ``opened``: the prompt ends inside of it. Unclosed, all is reasoning."""
@@ -150,20 +137,13 @@ def _stand_ins(answer: Message) -> list[Message]:
     """Answers with the mark as text and in the arguments of calls; with less where the template refuses that much."""
     marked = json.dumps({"mark": MARK})
     calls = [{**call, "function": {**call["function"], "arguments": marked}} for call in answer.get("tool_calls") or []]
-    called = [calls, calls[-1:]] if len(calls) > 1 else [calls] if calls else []
-    texts = [MARK, ""] if answer.get("content") else [""]
+    text = MARK if answer.get("content") else ""
+    tried = [(text, calls), ("", calls[-1:])] if calls else []
     plain: Message = {"role": "assistant", "content": MARK}
-    return [*(plain | {"content": text, "tool_calls": its} for text in texts for its in called), plain]
+    return [*(plain | {"content": text, "tool_calls": its} for text, its in tried), plain]
 
 
 def _shows(text: str, messages: Sequence[Message]) -> bool:
-    """Whether a rendering has the texts of all messages, in their order, as they are or in JSON."""
-    place = 0
-    for message in messages:
-        said = text_of(message.get("content")).strip()
-        forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
-        ends = [at + len(form) for form in forms if (at := text.find(form, place)) >= 0]
-        if not ends:
-            return False
-        place = min(ends)
-    return True
+    """Whether a rendering has the texts of all messages, as they are or in JSON."""
+    texts = [text_of(message.get("content")).strip() for message in messages]
+    return all(said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text for said in texts)

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, TypedDict, Unpack
 
-from openppo.agents.matching import Tools, message_chain
+from openppo.agents.matching import Tools, fingerprints
 from openppo.agents.renderer import Renderer
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message
@@ -14,16 +14,11 @@ from openppo.rollout.rollout import sample_seed
 from openppo.rollout.sampling import text_before_stop
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams
 
+Generate = Callable[[Sequence[int], SamplingParams, int, int | None], Awaitable[Completion]]
+"""``generate(prompt_ids, params, seed, resume)`` samples one completion; cancelling the coroutine frees its row.
 
-class Generate(Protocol):
-    """Sample one completion of ``prompt_ids``; cancelling the coroutine frees its row.
-
-    ``resume`` is ``Completion.parked`` of an earlier request, whose prompt and tokens ``prompt_ids`` begin with.
-    """
-
-    def __call__(
-        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None = None
-    ) -> Awaitable[Completion]: ...
+``resume`` is ``Completion.parked`` of an earlier request, whose prompt and tokens ``prompt_ids`` begin with.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,10 +56,11 @@ class SessionSetup:
 
 @dataclass(eq=False)
 class Turn:
-    """One answer of the model, committed: ``message`` in OpenAI's form, and the tokens that were read and sampled.
+    """One answer of the model, committed, with the tokens that were read and sampled.
 
-    ``messages`` and ``tools`` are what was asked with. ``parent`` is the turn whose tokens ``prompt_ids`` begin with;
-    None if the conversation was rendered whole. ``malformed`` says why a tool call could not be read.
+    ``messages`` are the conversation up to the answer, which is the last, and ``said`` the fingerprints of both and
+    ``tools``. ``parent`` is the turn whose tokens ``prompt_ids`` begin with; None if the conversation was rendered
+    whole. ``malformed`` says why a tool call could not be read.
     """
 
     number: int
@@ -72,14 +68,18 @@ class Turn:
     tools: Tools
     prompt_ids: list[int]
     completion: Completion
-    message: Message
     text: str
+    said: list[int]
     version: int
-    finish_reason: FinishReason
     parent: "Turn | None" = None
     malformed: str | None = None
     reward: float = 0.0
     trained: bool = True
+
+    @property
+    def message(self) -> Message:
+        """The answer in OpenAI's form."""
+        return self.messages[-1]
 
     @property
     def token_ids(self) -> list[int]:
@@ -91,12 +91,25 @@ class Turn:
         """Calls in OpenAI's form."""
         return list(self.message.get("tool_calls") or [])
 
+    @property
+    def finish_reason(self) -> FinishReason:
+        """That of the completion; ``TOOL_CALL`` if it stopped after calls."""
+        called = self.tool_calls and self.completion.finish_reason is FinishReason.STOP
+        return FinishReason.TOOL_CALL if called else self.completion.finish_reason
+
+
+class Limits(TypedDict, total=False):
+    """Of one request: the most tokens, and texts that end the answer, besides the run's."""
+
+    max_tokens: int | None
+    stop: Sequence[str]
+
 
 class EpisodeEnded(Exception):  # noqa: N818 (nothing need be wrong)
     """The episode has ended as ``ending`` says: the model answers no more."""
 
-    def __init__(self, ending: Ending, what: str = "") -> None:
-        super().__init__(what or ending.value)
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending.value)
         self.ending = ending
 
 
@@ -119,42 +132,25 @@ class Session:
     """Last lines of a program, or what an environment said last, for people."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that an agent measures, by name."""
-    _begun: int = 0  # turns, those that were cancelled not counted
     _numbers: Iterator[int] = field(default_factory=count)
-    _recorded: dict[str, list[Turn]] = field(default_factory=dict)
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Tools | None = None,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> Turn:
+    async def chat(self, messages: Sequence[Message], tools: Tools | None = None, **limits: Unpack[Limits]) -> Turn:
         """The model's answer to ``messages``; raises ``EpisodeEnded`` where a limit ends the episode.
 
         ``ValueError`` for messages that the chat template refuses.
         """
         asked, offered = [dict(message) for message in messages], list(tools or ())
         prompt_ids, parent = self._prompt(asked, offered)
-        return await self._sample(prompt_ids, parent, asked, offered, max_tokens, tuple(stop))
+        return await self._sample(prompt_ids, parent, asked, offered, limits)
 
     async def extend(
-        self,
-        turn: Turn,
-        token_ids: Sequence[int],
-        message: Message,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        self, turn: Turn | None, token_ids: Sequence[int], message: Message, **limits: Unpack[Limits]
     ) -> Turn:
-        """The model's answer after ``token_ids``, the tokens of ``message``, are appended to a recorded turn."""
-        messages = [*turn.messages, turn.message, message]
-        return await self._sample(turn.token_ids + list(token_ids), turn, messages, turn.tools, max_tokens, tuple(stop))
-
-    async def begin(self, token_ids: Sequence[int], messages: Sequence[Message]) -> Turn:
-        """The model's answer to a prompt that is tokenized already."""
-        return await self._sample(list(token_ids), None, list(messages), [])
+        """The model's answer after ``token_ids``, the tokens of ``message``, behind a recorded turn or as the first."""
+        if turn is None:
+            return await self._sample(list(token_ids), None, [message], [], limits)
+        read = [*turn.token_ids, *token_ids]
+        return await self._sample(read, turn, [*turn.messages, message], turn.tools, limits)
 
     def reward(self, value: float, turn: Turn | None = None, name: str = "reward") -> None:
         """Give ``turn`` a reward, or the whole episode; the last one counts."""
@@ -164,123 +160,68 @@ class Session:
             turn.reward = float(value)
             self.counts["rewarded_turns"] += 1
 
+    def add_turn_reward(self, value: float) -> None:
+        """Add to the reward of the last turn, if there is one."""
+        if self.turns:
+            self.reward(self.turns[-1].reward + value, self.turns[-1])
+
     def close(self, ending: Ending) -> None:
         """End the episode; the first ending stands."""
-        if self.ending is None:
-            self.ending = ending
-
-    def add_turn_reward(self, value: float, turn: Turn | None = None) -> None:
-        """Add to the reward of ``turn``, or of the last one; without a turn to that of the episode."""
-        if self.turns:
-            turn = turn or self.turns[-1]
-            self.reward(turn.reward + value, turn)
-        else:
-            self.rewards["reward"] = self.rewards.get("reward", 0.0) + float(value)
+        self.ending = self.ending or ending
 
     def _prompt(self, messages: list[Message], tools: Tools) -> tuple[list[int], Turn | None]:
         """Token ids of a request, and the turn whose tokens they continue."""
-        renderer = self.setup.renderer
+        renderer, ids = self.setup.renderer, None
         if self.setup.options.history == "template":
             ids = renderer.render(messages, tools)
-            ours = [turn for turn in self.turns if ids[: len(turn.token_ids)] == turn.token_ids]
-            return ids, self._counted(max(ours, key=lambda turn: len(turn.token_ids), default=None))
-        parent, n_known = self._longest_recorded(messages, tools)
-        new = messages[n_known:]
-        if parent is not None and all(message["role"] != "assistant" for message in new):
-            bridge = renderer.bridge(parent.messages, parent.message, parent.completion, new, tools)
-            if bridge is not None:
-                return parent.token_ids + bridge, self._counted(parent)
-        self._counted(None)
-        return renderer.render(messages, tools), None
+            parent = self._longest(ids, lambda turn: turn.token_ids)
+        elif parent := self._longest(fingerprints(messages, tools), lambda turn: turn.said):
+            bridge = renderer.bridge(parent.messages, parent.completion, messages[len(parent.messages) :], tools)
+            ids, parent = (None, None) if bridge is None else (parent.token_ids + bridge, parent)
+        if self.turns:  # the first has nothing to continue
+            self.counts["rerendered_turns" if parent is None else "bridged_turns"] += 1
+        return renderer.render(messages, tools) if ids is None else ids, parent
 
-    def _counted(self, parent: Turn | None) -> Turn | None:
-        """Count how a prompt was made; the first of an episode has nothing to continue."""
-        if parent is not None:
-            self.counts["bridged_turns"] += 1
-        elif self.turns:
-            self.counts["rerendered_turns"] += 1
-        return parent
-
-    def _longest_recorded(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, int]:
-        """The turn that answered the longest beginning of ``messages``, and how many of them that is, with it."""
-        chain = message_chain(messages, tools)
-        for n in range(len(messages) - 1, 0, -1):
-            if found := self._recorded.get(chain[n]):
-                echoed = {call.get("id") for call in messages[n - 1].get("tool_calls") or []}
-                same = [turn for turn in found if {call["id"] for call in turn.tool_calls} == echoed]
-                return (same or found)[-1], n
-        return None, 0
+    def _longest(self, asked: list[int], recorded: Callable[[Turn], list[int]]) -> Turn | None:
+        """The turn with the longest record that ``asked`` begins with."""
+        begun = [turn for turn in self.turns if asked[: len(recorded(turn))] == recorded(turn)]
+        return max(begun, key=lambda turn: len(recorded(turn)), default=None)
 
     async def _sample(
-        self,
-        prompt_ids: list[int],
-        parent: Turn | None,
-        messages: list[Message],
-        tools: Tools,
-        max_tokens: int | None = None,
-        stop: tuple[str, ...] = (),
+        self, prompt_ids: list[int], parent: Turn | None, asked: list[Message], tools: Tools, limits: Limits
     ) -> Turn:
-        setup, params = self.setup, self._limited(len(prompt_ids), max_tokens, stop)
-        number = next(self._numbers)
-        self._begun += 1
+        """The next turn, committed if the episode has not ended meanwhile."""
+        setup, renderer = self.setup, self.setup.renderer
+        self._check_limits(len(prompt_ids))
+        params, number = self._limited(len(prompt_ids), **limits), next(self._numbers)
         resume, seed = None if parent is None else parent.completion.parked, sample_seed(self.task.seed, number)
-        try:
-            completion = await setup.generate(prompt_ids, params, seed, resume)
-        except BaseException:
-            self._begun -= 1  # cancelled: a client that hung up may ask again
-            raise
-        if self.ending is not None:
-            raise EpisodeEnded(self.ending)
-        turn = self._committed(number, prompt_ids, parent, messages, tools, completion, params)
+        completion = await setup.generate(prompt_ids, params, seed, resume)
+        self._check_limits(len(prompt_ids))
+        text = text_before_stop(renderer.text(completion), completion.token_ids, params, renderer.decode)
+        message, malformed = renderer.parse(text, prompt_ids, tools, number)
+        self.counts["malformed_calls"] += malformed is not None
+        messages = [*asked, message]
+        said, version = fingerprints(messages, tools), setup.version()
+        turn = Turn(number, messages, tools, prompt_ids, completion, text, said, version, parent, malformed)
         self.turns.append(turn)
-        chain = message_chain([*messages, turn.message], tools)
-        self._recorded.setdefault(chain[-1], []).append(turn)
         return turn
 
-    def _limited(self, n_prompt: int, max_tokens: int | None, stop: tuple[str, ...]) -> SamplingParams:
-        """Sampling parameters of a turn after ``n_prompt`` tokens; ``EpisodeEnded`` if there is no room for one."""
+    def _check_limits(self, n_prompt: int) -> None:
+        """``EpisodeEnded`` if the episode has ended, or a turn after ``n_prompt`` tokens would exceed a limit."""
         setup = self.setup
-        if self.ending is None and self._begun >= setup.options.max_turns:
+        if len(self.turns) >= setup.options.max_turns:
             self.close(Ending.MAX_TURNS)
-        if self.ending is None and setup.context is not None and n_prompt >= setup.context:
+        elif setup.context is not None and n_prompt >= setup.context:
             self.close(Ending.CONTEXT_FULL)
-        if self.ending is None and n_prompt >= setup.longest:
+        elif n_prompt >= setup.longest:
             self.close(Ending.EPISODE_LENGTH)
         if self.ending is not None:
             raise EpisodeEnded(self.ending)
-        room = min(setup.longest, setup.context or setup.longest) - n_prompt
-        most = min(n for n in (room, setup.params.max_new_tokens, max_tokens) if n is not None)
-        least = min(setup.params.min_new_tokens, most)
-        stops = tuple(dict.fromkeys((*setup.params.stop, *stop)))
-        return replace(setup.params, max_new_tokens=most, min_new_tokens=least, stop=stops)
 
-    def _committed(
-        self,
-        number: int,
-        prompt_ids: list[int],
-        parent: Turn | None,
-        messages: list[Message],
-        tools: Tools,
-        completion: Completion,
-        params: SamplingParams,
-    ) -> Turn:
-        renderer = self.setup.renderer
-        text = text_before_stop(renderer.text(completion), completion.token_ids, params, renderer.decode)
-        parsed = renderer.parse(text, prompt_ids, tools, number)
-        if parsed.error is not None:
-            self.counts["malformed_calls"] += 1
-        calls = bool(parsed.message.get("tool_calls"))
-        called = calls and completion.finish_reason is FinishReason.STOP
-        return Turn(
-            number=number,
-            messages=messages,
-            tools=tools,
-            prompt_ids=prompt_ids,
-            completion=completion,
-            message=parsed.message,
-            text=text,
-            version=self.setup.version(),
-            finish_reason=FinishReason.TOOL_CALL if called else completion.finish_reason,
-            parent=parent,
-            malformed=parsed.error,
-        )
+    def _limited(self, n_prompt: int, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SamplingParams:
+        """Sampling parameters of a turn after ``n_prompt`` tokens."""
+        setup, params = self.setup, self.setup.params
+        room = min(setup.longest, setup.context or setup.longest) - n_prompt
+        most = min(n for n in (room, params.max_new_tokens, max_tokens) if n is not None)
+        stops = tuple(dict.fromkeys((*params.stop, *stop)))
+        return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stops)

@@ -106,10 +106,7 @@ class ToolEpisode:
             self.messages.append({"role": "tool", **whose, "content": text})
         if turn.malformed:
             said = self._error(f"a tool call could not be read: {turn.malformed}")
-            if answers:  # templates want nothing between the results and the next answer
-                self.messages[-1]["content"] += f"\n{said}"
-            else:
-                self.messages.append({"role": "user", "content": said})
+            self.messages.append({"role": "user", "content": said})
 
     async def _call(self, name: str, arguments: str) -> str:
         """What the model reads of a call."""

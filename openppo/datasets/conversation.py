@@ -82,11 +82,16 @@ def _message(message: Message, as_text: bool) -> Message:
 def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     function = call.get("function", call)
     arguments = function.get("arguments")
-    try:
-        if not as_text and isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        elif as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        pass  # a text that is no JSON stays one
+    if not as_text:
+        arguments = read_arguments(arguments)
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def read_arguments(arguments: Any) -> Any:
+    """Arguments of a call as what they are in JSON; a text that is no JSON stays one."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments

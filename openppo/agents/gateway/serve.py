@@ -9,7 +9,7 @@ from typing import Any
 from openppo import logger
 from openppo.agents.driver import EngineDriver
 from openppo.agents.gateway.server import Gateway
-from openppo.agents.parsers import parser_for
+from openppo.agents.parsers import choose_parser
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task, Tools, Turn
 from openppo.config import ServeAgentConfig, parse_template_kwargs
@@ -69,7 +69,7 @@ class AgentServer:
         attention_implementation(options.flash_attn, options.bf16)
         kwargs = parse_template_kwargs(options.chat_template_kwargs)
         tokenizer = load_tokenizer(name, flag, trust_remote_code=trust, template_kwargs=kwargs)
-        parser = parser_for(tokenizer, options.tool_parser, f"{flag} {name}")
+        parser = choose_parser(tokenizer.chat_template, options.tool_parser, f"{flag} {name}")
         with model_error_context(flag, name):
             actor = Actor(name, bf16=options.bf16, flash_attn=options.flash_attn, trust_remote_code=trust)
         policy: Any = self.strategy.prepare_frozen(actor).model

@@ -163,7 +163,9 @@ def outcome(tokenizer: PreTrainedTokenizerBase, case: Scenario) -> str:
     completion = Completion(sampled if case.cut else [*sampled, end_id], [], reason)
     written = [token for token in TURN_ENDS if token in str(tokenizer.chat_template)]
     eos = tokenizer.convert_tokens_to_ids([*written, tokenizer.eos_token])
-    bridge = Renderer(tokenizer, "json", eos).bridge(case.before, case.answer, completion, case.new, case.tools or ())
+    bridge = Renderer(tokenizer, "json", eos).bridge(
+        [*case.before, case.answer], completion, case.new, case.tools or ()
+    )
     if bridge is None:
         return "refused"
     return "exact" if bridge == ids[at if case.cut else at + 1 :] else "wrong"
@@ -264,9 +266,9 @@ def test_sampled_tokens_stay_as_they_were_sampled(assets: Path):
     for i in range(4):
         said = f'Let me look.\n<tool_call>\n{{"name": "find", "arguments": {{"q": "apples {i}"}}}}\n</tool_call>'
         sampled = [token_id for letter in said for token_id in renderer.encode(letter)] + [tokenizer.eos_token_id]
-        answer = renderer.parse(said, ids, TOOLS, i).message
+        answer, _ = renderer.parse(said, ids, TOOLS, i)
         new = [says("tool", f"{i} apples", tool_call_id=answer["tool_calls"][0]["id"])]
-        bridged = renderer.bridge(messages, answer, Completion(sampled, [], FinishReason.STOP), new, TOOLS)
+        bridged = renderer.bridge([*messages, answer], Completion(sampled, [], FinishReason.STOP), new, TOOLS)
         assert bridged is not None
         ids, messages = ids + sampled + bridged, [*messages, answer, *new]
     assert renderer.decode(ids) == renderer.rendered(messages, TOOLS)
@@ -279,7 +281,7 @@ def bridge(tokenizer: PreTrainedTokenizerBase, case: Scenario, end: str | None, 
     sampled = [5] if end is None else [5, tokenizer.convert_tokens_to_ids(end)]
     completion = Completion(sampled, [], FinishReason.STOP)
     renderer = Renderer(tokenizer, "json", [*eos, tokenizer.eos_token_id])
-    ids = renderer.bridge(before or case.before, case.answer, completion, case.new, case.tools or ())
+    ids = renderer.bridge([*(before or case.before), case.answer], completion, case.new, case.tools or ())
     return None if ids is None else renderer.decode(ids)
 
 

@@ -202,7 +202,7 @@ def test_items_of_a_response_continue_its_tokens(world, stateful):
     assert message["content"][0]["text"] == "5" and answered["status"] == "completed"
     assert session.counts["bridged_turns"] == 1 and session.counts["rerendered_turns"] == 0
     assert session.turns[1].prompt_ids[: len(session.turns[0].token_ids)] == session.turns[0].token_ids
-    whole = session.setup.renderer.render(session.turns[1].messages, session.turns[1].tools)
+    whole = session.setup.renderer.render(session.turns[1].messages[:-1], session.turns[1].tools)
     assert whole != session.turns[1].prompt_ids, "rendering anew would have cut the thoughts"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from openppo.agents.matching import message_chain
+from openppo.agents.matching import fingerprints
 from tests.unit.agents.test_sessions import play
 
 PROPERTIES = {"q": {"type": "string"}, "n": {"type": "number"}}
@@ -38,7 +38,6 @@ ECHOES: dict[str, Echo] = {
     "other spaces": lambda message: with_arguments(message, '{"q":"a b","n":2.0}'),
     "other order": lambda message: with_arguments(message, '{"n": 2.0, "q": "a b"}'),
     "escapes": lambda message: with_arguments(message, '{"q": "\\u0061 b", "n": 2.0}'),
-    "JavaScript": lambda message: with_arguments(message, '{"q":"a b","n":2}'),
     "an object": lambda message: with_arguments(message, {"q": "a b", "n": 2.0}),
     "an index": lambda message: {**message, "tool_calls": [{"index": 0, **message["tool_calls"][0]}]},
 }
@@ -73,9 +72,9 @@ def test_an_echo_of_any_client_is_recognized(make_sampler, name):
     assert bridged_turns(make_sampler, ECHOES[name]) == (1, 0)
 
 
-def test_a_developer_is_the_system(make_sampler):
-    developer = {"role": "developer", "content": [{"type": "text", "text": "Be short."}]}
-    assert bridged_turns(make_sampler, ECHOES["openai"], opening=lambda message: developer) == (1, 0)
+def test_parts_are_as_good_as_a_text(make_sampler):
+    parts: Echo = lambda message: {**message, "content": [{"type": "text", "text": "Be short."}]}  # noqa: E731
+    assert bridged_turns(make_sampler, ECHOES["openai"], opening=parts) == (1, 0)
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -106,10 +105,9 @@ def test_ids_tell_equal_answers_apart(make_sampler):
 @pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{"a": NaN}', "{", "[" * 100_000, "", "null", None, 3, ["x"]])
 def test_any_arguments_have_a_hash(arguments):
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    chain = message_chain([{"role": "assistant", "tool_calls": [call]}], [])
-    assert len(set(chain)) == 2 and all(len(link) == 64 for link in chain)
+    assert len(set(fingerprints([{"role": "assistant", "tool_calls": [call]}], []))) == 2
 
 
 def test_the_order_of_a_schemas_keys_does_not_count():
     other = json.loads(json.dumps(TOOLS[0], sort_keys=True))
-    assert message_chain([], TOOLS) == message_chain([], [other]) != message_chain([], [])
+    assert fingerprints([], TOOLS) == fingerprints([], [other]) != fingerprints([], [])

@@ -132,7 +132,7 @@ TRL = {  # template: parser, arguments as text, calls in one message
 def test_calls_are_read_as_templates_write_them(chat_tokenizer, template):
     name, as_text, most = TRL[template]
     text = trl_templates()[template]
-    assert choose_parser(text) == name
+    assert choose_parser(text, "auto", "") == name
     for calls in random_calls(N_CALLS, most):
         check_round_trip(name, render(chat_tokenizer, text, messages_of(calls, as_text)), calls)
 
@@ -140,7 +140,7 @@ def test_calls_are_read_as_templates_write_them(chat_tokenizer, template):
 @pytest.mark.parametrize(("model", "name"), [("qwen2.5", "hermes"), ("mistral-v3", "mistral")])
 def test_calls_are_read_as_tokenizers_write_them(assets: Path, model, name):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / model)
-    assert choose_parser(tokenizer.chat_template) == name
+    assert choose_parser(tokenizer.chat_template, "auto", "") == name
     for calls in random_calls(N_CALLS // 2):
         messages = messages_of(calls, name == "mistral")  # its template writes objects in HTML's escapes
         text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -205,8 +205,8 @@ def test_a_call_in_reasoning_is_no_call(name, text):
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', 'arguments of the call of "f" must be a JSON object'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "lacks the name"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}} now</tool_call>', "</tool_call> must follow"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "JSON cannot express"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "JSON cannot express"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "not valid JSON"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "not valid JSON"),
         ("hermes", "<tool_call>f(1)</tool_call>", "not valid JSON"),
         ("llama3_json", "<|python_tag|>f.call(a=1)", "not valid JSON"),
         ("mistral", "[TOOL_CALLS]f[ARGS](1)", "not valid JSON"),
@@ -224,10 +224,10 @@ def test_a_malformed_call_says_what_is_wrong(name, text, says):
     assert says in str(parsed.error) and parsed.content == text and not parsed.calls
 
 
-def test_calls_after_a_malformed_one_are_read():
-    text = "<tool_call>f(1)</tool_call>" + write_hermes(ToolCall("g", {}))
+def test_beside_a_malformed_call_nothing_is_a_call():
+    text = write_hermes(ToolCall("g", {})) + "<tool_call>f(1)</tool_call>"
     parsed = PARSERS["hermes"](text, [TOOL])
-    assert parsed.calls == [ToolCall("g", {})] and parsed.error and parsed.content == "<tool_call>f(1)</tool_call>"
+    assert parsed.error and (parsed.content, parsed.calls) == (text, [])
 
 
 def test_a_stop_string_may_have_cut_the_closing_tag():
@@ -252,12 +252,11 @@ def test_values_in_tags_get_the_types_of_their_schema():
     written = {"a": "None", "b": "7", "c": "7", "d": "7", "e": "True", "unknown": "7"}
     text = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in written.items())
     [call] = PARSERS["qwen3_coder"](f"<function=g>\n{text}</function>", [tool]).calls
-    assert call.arguments == {"a": None, "b": 7, "c": "7", "d": 7, "e": True, "unknown": "7"}
+    assert call.arguments == {"a": None, "b": "7", "c": "7", "d": 7, "e": True, "unknown": "7"}
 
 
-ODD: list[Any] = [None, 5, "x", {"properties": 5}, {"properties": {"p0": 5}}, {"properties": {"p0": {"type": 5}}}]
-ODD += [{"properties": {"p0": {"type": kind}}} for kind in (["int"], "int", {}, [5])]
-ODD += [{"properties": {"p0": {"anyOf": kind}}} for kind in (5, [5], {}, [{"type": "str"}])]
+ODD: list[Any] = [None, {}, {"properties": {"q": {}}}, {"properties": {"p0": {"anyOf": [{"type": "str"}]}}}]
+ODD += [{"properties": {"p0": {"type": kind}}} for kind in (None, ["int", "null"], "int")]
 
 
 @pytest.mark.parametrize("schema", ODD, ids=str)
@@ -279,11 +278,11 @@ FORMATS = {
 def test_the_template_tells_the_format():
     for name, template in trl_templates().items():
         of = [parser for parser, names in FORMATS.items() if name.removesuffix("_training") in names]
-        assert choose_parser(template) == (of or ["json"])[0], name
+        assert choose_parser(template, "auto", "") == (of or ["json"])[0], name
 
 
 def test_an_unknown_format_is_said(caplog):
     with caplog.at_level(logging.WARNING, "openppo"):
-        assert choose_parser("{{ messages }}") == "json"
-        assert choose_parser("<tool_call>{{ name }}<arg_key>") == "json"
+        assert choose_parser("{{ messages }}", "auto", "") == "json"
+        assert choose_parser("<tool_call>{{ name }}<arg_key>", "auto", "") == "json"
     assert caplog.text.count("plain JSON") == 2

@@ -27,7 +27,7 @@ def renderer(chat_tokenizer: Any) -> Renderer:
 
 
 def parsed(renderer: Renderer, text: str, prompt: str = "", tools: Any = TOOLS) -> dict[str, Any]:
-    return renderer.parse(text, renderer.encode(prompt), tools, 3).message
+    return renderer.parse(text, renderer.encode(prompt), tools, 3)[0]
 
 
 def test_reasoning_is_kept_apart(renderer):
@@ -84,8 +84,8 @@ def test_without_tools_nothing_is_a_call(renderer):
 
 
 def test_a_malformed_call_stays_in_the_text(renderer):
-    answer = renderer.parse("<tool_call>find()</tool_call>", [], TOOLS, 0)
-    assert answer.message["content"] == "<tool_call>find()</tool_call>" and "not valid JSON" in str(answer.error)
+    message, error = renderer.parse("<tool_call>find()</tool_call>", [], TOOLS, 0)
+    assert message["content"] == "<tool_call>find()</tool_call>" and "not valid JSON" in str(error)
 
 
 def test_the_text_of_a_completion_ends_before_its_end(renderer, chat_tokenizer):
@@ -178,7 +178,7 @@ def test_template_arguments_reach_every_rendering(tmp_path, chat_tokenizer):
         tokenizer = load_policy_tokenizer(str(tmp_path), False, given)
         renderer = Renderer(tokenizer, "json", [tokenizer.eos_token_id])
         completion = Completion([tokenizer.eos_token_id], [], FinishReason.STOP)
-        ids = renderer.bridge([USER], {"role": "assistant", "content": "x"}, completion, [USER])
+        ids = renderer.bridge([USER, {"role": "assistant", "content": "x"}], completion, [USER])
         texts[given] = renderer.rendered([USER]), renderer.decode(ids or [])
     assert all(text.endswith("<think></think>") for text in texts[None])
     assert all(text.endswith("assistant\n") for text in texts['{"enable_thinking": true}'])
