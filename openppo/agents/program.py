@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,6 @@ from openppo.types import Prompt
 
 _COLUMN = re.compile(r"(?<!\$)\{([\w.-]+)\}")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
-_FOR_A_SHELL = re.compile(r"[|&;<>()$`*?\[~#\n]|^\s*\w+=")
-_SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
 _USUAL = set(
     "PATH HOME USER LOGNAME SHELL TERM TZ LANG LANGUAGE TMPDIR TEMP TMP VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH "
     "SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY".split()
@@ -34,56 +31,34 @@ _USUAL_STARTS = ("LC_", "PYTHON", "XDG_")
 
 
 class ProgramError(Exception):
-    """A program that could not be started, or ended with an error."""
+    """A program that ended with an error."""
 
 
 class Command:
-    """A command line in which ``{column}`` stands for a row's value.
-
-    It is split into words, and a value stays in its word whatever it is. Only a line with pipes, redirections,
-    variables and the like outside of quotes is run by ``/bin/sh``, with quoted values.
-    """
+    """A command line for ``/bin/sh`` in which ``{column}`` stands for a row's value, one argument whatever it is."""
 
     def __init__(self, text: str) -> None:
-        quoted = _QUOTED.findall(text)
-        expanded = [part for part in quoted if part[0] == '"' and set("$`") & set(part)]
-        self.text = text
-        self.shell = bool(expanded or _FOR_A_SHELL.search(_QUOTED.sub("", text)))
-        self.columns = set(_COLUMN.findall(text))
+        self.columns = list(dict.fromkeys(_COLUMN.findall(text)))
+        # Values are parameters, which a shell does not read as its language.
+        self.script = _COLUMN.sub(lambda found: f'"${{{1 + self.columns.index(found[1])}}}"', text)
+        if inside := _COLUMN.search(" ".join(_QUOTED.findall(text))):
+            raise ValueError(f"--agent_command: leave the quotes around {inside[0]} out; its value gets its own.")
         try:
-            self.words = shlex.split(text)
+            words = [word for word in shlex.split(text) if not re.match(r"\w+=", word)]
         except ValueError as error:
             raise ValueError(f"--agent_command {text}: {error}. Correct the quotes.") from error
-        if self.shell and (inside := _COLUMN.search(" ".join(quoted))):
-            raise ValueError(f"--agent_command: leave the quotes around {inside[0]} out; its value gets its own.")
-        self._check_program()
+        program, file = [*words, "", ""][:2]
+        find = ["/bin/sh", "-c", 'command -v "$1" > /dev/null', "sh", program]
+        if re.fullmatch(r"[\w./-]*", program) and subprocess.call(find) != 0:
+            raise ValueError(f"--agent_command: there is no program {program!r}. Install it, or write its whole path.")
+        if re.fullmatch(r"[\w./-]+\.(py|sh|js|ts)", file) and not Path(file).is_file():
+            raise ValueError(f"--agent_command: there is no file {file} in {Path.cwd()}. Write its whole path.")
 
     def arguments(self, row: Mapping[str, Any]) -> list[str]:
         """What is executed for ``row``: texts as they are, other values as JSON."""
-
-        def value(match: re.Match[str]) -> str:
-            given = row[match[1]]
-            text = given if isinstance(given, str) else json.dumps(given, default=str)
-            return shlex.quote(text) if self.shell else text
-
-        if self.shell:
-            return ["/bin/sh", "-c", _COLUMN.sub(value, self.text)]
-        return [_COLUMN.sub(value, word) for word in self.words]
-
-    def _check_program(self) -> None:
-        words = [word for word in self.words if not (self.shell and re.match(r"\w+=", word))]
-        if not words or _COLUMN.search(words[0]):
-            raise ValueError(f"--agent_command {self.text!r} names no program: write one, then its arguments.")
-        known = shutil.which(words[0]) or (self.shell and not re.fullmatch(r"[\w./-]+", words[0]))
-        if self.shell and not known:
-            known = not subprocess.call(
-                ["/bin/sh", "-c", 'command -v "$1" > /dev/null', "sh", words[0]]
-            )  # cd, for, ...
-        if not known:
-            raise ValueError(f"--agent_command: there is no program {words[0]}. Install it, or write its whole path.")
-        script = words[1] if len(words) > 1 and not self.shell else ""
-        if script.endswith(_SCRIPTS) and not _COLUMN.search(script) and not Path(script).is_file():
-            raise ValueError(f"--agent_command: there is no file {script} in {Path.cwd()}. Write its whole path.")
+        values = [row[column] for column in self.columns]
+        texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
+        return ["/bin/sh", "-c", self.script, "sh", *texts]
 
 
 class ProgramAgent(Agent):
@@ -99,7 +74,7 @@ class ProgramAgent(Agent):
     def check(self, prompts: Sequence[Prompt]) -> None:
         """``ValueError`` for a row without a column that the command names."""
         for prompt in prompts:
-            if missing := sorted(self.command.columns - prompt.row.keys()):
+            if missing := sorted(set(self.command.columns) - prompt.row.keys()):
                 known = ", ".join(prompt.row) or "none"
                 raise ValueError(
                     f"--agent_command: {{{missing[0]}}} is no column of row {prompt.index + 1} of {prompt.source}, "
@@ -131,28 +106,22 @@ class ProgramAgent(Agent):
                     session.reward(value, name=name)
                 session.output = _end_of(errors, 4096)
             if status != 0 and not posted.completed:
-                what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
-                raise ProgramError(f"{what}: {(session.output.splitlines() or ['no output'])[-1]}")
+                raise ProgramError(f"exit status {status}: {(session.output.splitlines() or ['no output'])[-1]}")
             return None if posted.reward else printed_reward(_end_of(output, 65536))
 
     async def _finished(self, task: Task, key: str, output: IO[bytes], errors: IO[bytes]) -> int:
         """Exit status. All that the program started is killed at the end, and if this is cancelled."""
+        texts = [text_of(message.get("content")) for message in task.messages]
+        process = await asyncio.create_subprocess_exec(
+            *self.command.arguments(task.prompt.row),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
+            env=self.environment | self._of_episode(task, key),
+            start_new_session=True,
+        )
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self.command.arguments(task.prompt.row),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=errors,
-                env=self.environment | self._of_episode(task, key),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ProgramError(f"cannot be started: {error.strerror}") from error
-        assert process.stdin is not None
-        try:
-            texts = [text_of(message.get("content")) for message in task.messages]
-            process.stdin.write("\n\n".join(texts).encode())
-            process.stdin.close()
+            await process.communicate("\n\n".join(texts).encode())
             return await process.wait()
         finally:
             with suppress(ProcessLookupError):
@@ -186,10 +155,9 @@ def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:
 
 def printed_reward(output: str) -> float | dict[str, float] | None:
     """``reward`` of the JSON object that is the last line; None without one, ``ValueError`` if it is no number."""
-    lines = output.strip().splitlines()
     try:
-        printed = json.loads(lines[-1]) if lines else None
-    except (ValueError, RecursionError):
+        printed = json.loads(output.strip().rpartition("\n")[2])
+    except ValueError:
         return None
     reward = printed.get("reward") if isinstance(printed, dict) else None
     values = reward.values() if isinstance(reward, dict) else [] if reward is None else [reward]

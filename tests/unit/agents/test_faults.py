@@ -189,8 +189,8 @@ def test_every_episode_ends_once_whatever_its_agent_does(make_sampler, monkeypat
     n_turns = {(agent.kind_of[record.session], len(record.session.turns)) for record in records}
     assert n_turns == {(kind, 1 if kind in FAILS else 2) for kind in set(kinds)}
     killed = [record.episode for record in records if agent.kind_of[record.session] == "killed"]
-    assert {(episode.error, episode.messages[-1]["content"]) for episode in killed} == {
-        ("ProgramError: killed by signal 9: no output", "yes")
+    assert {(episode.error[:25], episode.messages[-1]["content"]) for episode in killed} == {
+        ("ProgramError: exit status", "yes")
     }
     twice = [record for record in records if agent.kind_of[record.session] == "posts_twice"]
     assert {record.session.rewards["reward"] for record in twice} == {0.75}
