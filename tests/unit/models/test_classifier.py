@@ -26,7 +26,6 @@ from openppo.config import LoRAConfig
 from openppo.models import get_llm_for_sequence_regression
 from openppo.models.adapters import add_adapters
 from openppo.models.size import cache_elements, model_size
-from openppo.rollout.row_cache import SLACK_COLUMNS, RowCache
 from openppo.strategy.saving import save_model
 from tests.architectures import NAMES, tiny_config
 
@@ -146,12 +145,10 @@ def test_parameters_and_cache_are_those_of_the_model(config: PreTrainedConfig) -
     assert config.to_dict() == before
     real = AutoModelForCausalLM.from_config(config)
     assert (size.n_parameters, size.vocabulary) == (sum(p.numel() for p in real.parameters()), 96)
-    cache, prompts = RowCache(2), DynamicCache()
-    real(torch.zeros(3, 10, dtype=torch.int64), past_key_values=prompts, use_cache=True)
-    cache.reserve(3, 20)
-    cache.enter(prompts, range(3), [10] * 3)
+    cache = DynamicCache()
+    real(torch.zeros(3, 10, dtype=torch.int64), past_key_values=cache, use_cache=True)
     elements = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
-    assert 3 * (20 + SLACK_COLUMNS) * cache_elements(config) == elements
+    assert 3 * 10 * cache_elements(config) == elements
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
