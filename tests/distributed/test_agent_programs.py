@@ -70,5 +70,5 @@ def test_a_plain_client_trains_a_model_on_two_ranks(chat_model, tmp_path, launch
 def test_a_program_that_does_not_exist_ends_the_run_before_models_load(tmp_path, launch):
     flags = "--pretrain no_model --prompt_data no_data --save_path trained --agent_command no_such_program"
     printed = launch(0, "-m", "openppo.cli.train_ppo", *flags.split(), cwd=tmp_path, status=2)
-    assert "--agent_command: there is no program no_such_program. Install it, or write its whole path." in printed
+    assert "--agent_command: there is no program 'no_such_program'. Install it, or write its whole path." in printed
     assert "Traceback" not in printed
