@@ -19,7 +19,7 @@ from openppo.agents.gateway.server import Gateway
 from openppo.agents.session import Session, Task
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import text_of
-from openppo.types import Prompt
+from openppo.types import Ending, Prompt
 
 _COLUMN = re.compile(r"(?<!\$)\{([\w.-]+)\}")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
@@ -101,13 +101,11 @@ class ProgramAgent(Agent):
             try:
                 status = await self._finished(task, key, output, errors)
             finally:
-                posted = self.gateway.close(key)
-                for name, value in (posted.reward or {}).items():
-                    session.reward(value, name=name)
+                self.gateway.close(key)
                 session.output = _end_of(errors, 4096)
-            if status != 0 and not posted.completed:
+            if status != 0 and session.ending is not Ending.COMPLETED:
                 raise ProgramError(f"exit status {status}: {(session.output.splitlines() or ['no output'])[-1]}")
-            return None if posted.reward else printed_reward(_end_of(output, 65536))
+            return None if session.rewards else printed_reward(_end_of(output, 65536))
 
     async def _finished(self, task: Task, key: str, output: IO[bytes], errors: IO[bytes]) -> int:
         """Exit status. All that the program started is killed at the end, and if this is cancelled."""

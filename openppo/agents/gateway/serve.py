@@ -1,7 +1,6 @@
 """A model behind the gateway, without training: to debug an agent."""
 
 import asyncio
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from openppo.agents.driver import EngineDriver
 from openppo.agents.gateway.server import Gateway
 from openppo.agents.parsers import choose_parser
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task, Tools, Turn
+from openppo.agents.session import Session, SessionSetup, Task, Tools, Turn
 from openppo.config import ServeAgentConfig, parse_template_kwargs
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message
@@ -31,39 +30,23 @@ class _LoggedSession(Session):
 
     async def chat(self, messages: Sequence[Message], tools: Tools | None = None, **limits: Any) -> Turn:
         """The model's answer."""
-        key, first = self.task.prompt.text, not self.turns
-        try:
-            turn = await super().chat(messages, tools, **limits)
-        except (EpisodeEnded, ValueError) as error:
-            logger.warning("%s: refused (%s); another OPENAI_API_KEY is another episode", key, error)
-            raise
-        whole = "rendered" if first else "rendered anew, because these messages do not continue recorded ones"
-        how = whole if turn.parent is None else f"continues turn {turn.parent.number}"
-        read, sampled = len(turn.prompt_ids), len(turn.completion.token_ids)
-        said = (key, turn.number, how, read, sampled, turn.finish_reason.value)
-        logger.info("%s, turn %d: %s; %d tokens read, %d sampled, ends by %s", *said)
-        if turn.malformed is not None:
-            logger.warning("%s, turn %d: a tool call cannot be read: %s", key, turn.number, turn.malformed)
+        turn = await super().chat(messages, tools, **limits)
+        how = "rendered whole" if turn.parent is None else f"continues turn {turn.parent.number}"
+        n_tokens = len(turn.prompt_ids), len(turn.completion.token_ids)
+        error = "" if turn.malformed is None else f"; a tool call cannot be read: {turn.malformed}"
+        said = (self.task.prompt.text, turn.number, how, *n_tokens, turn.finish_reason.value, error)
+        logger.info("%s, turn %d: %s; %d tokens read, %d sampled, ends by %s%s", *said)
         return turn
 
 
-class _OpenGateway(Gateway):
-    """A gateway where a key that nobody has used opens an episode of ``setup``."""
-
-    setup: SessionSetup
-    seed = 0
-
-    def unknown(self, key: str) -> Session:
-        return _LoggedSession(self.setup, Task(Prompt(key or "no key", []), self.seed))
-
-
 class AgentServer:
-    """The command serve_agent."""
+    """The command serve_agent. Each key that a program sends opens an episode."""
 
     def __init__(self, options: ServeAgentConfig) -> None:
         """Open the port and load the model; ``ValueError`` names the flag to change."""
         flag, name, trust = "--pretrain", options.pretrain, options.trust_remote_code
-        self.strategy, self.gateway = InferenceStrategy(options.bf16), _OpenGateway(port=options.port)
+        self.strategy, self.seed = InferenceStrategy(options.bf16), options.seed
+        self.gateway = Gateway(port=options.port, newcomer=self._session)
         model_config = check_model(name, flag, trust)
         check_cache(model_config)
         attention_implementation(options.flash_attn, options.bf16)
@@ -79,23 +62,20 @@ class AgentServer:
         self.driver, limits = EngineDriver(engine), AgentConfig(max_turns=options.max_turns, history=options.history)
         longest = options.episode_max_len or context or sys.maxsize
         sampling = Renderer(tokenizer, parser, eos), self.driver.generate, sampling_params(options)
-        self.gateway.setup, self.gateway.seed = SessionSetup(*sampling, limits, longest, context), options.seed
+        self.setup = SessionSetup(*sampling, limits, longest, context)
 
     def fit(self) -> None:
-        """Serve until SIGTERM or SIGINT; what is under way is given up."""
-        end = asyncio.Event()
-        signal.set_wakeup_fd(-1)  # or the watchdog would end the process at once
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self.driver.loop.call_soon_threadsafe(end.set))
+        """Serve until a signal ends the process."""
+        self.driver.drive(self._serve())
 
-        async def serve() -> None:
-            await self.gateway.start()
-            url = f"OPENAI_BASE_URL={self.gateway.address}/v1 OPENAI_API_KEY=$RANDOM"
-            write_line(f"Each OPENAI_API_KEY is an episode of its own:\n    {url} python my_agent.py", sys.stdout)
-            await end.wait()
-            await self.gateway.stop()
+    async def _serve(self) -> None:
+        await self.gateway.start()
+        url = f"OPENAI_BASE_URL={self.gateway.address}/v1 OPENAI_API_KEY=$RANDOM"
+        write_line(f"Each OPENAI_API_KEY is an episode of its own:\n    {url} python my_agent.py", sys.stdout)
+        await asyncio.Event().wait()
 
-        self.driver.drive(serve())
+    def _session(self, key: str) -> Session:
+        return _LoggedSession(self.setup, Task(Prompt(key or "no key", []), self.seed))
 
     def close(self) -> None:
         """Release the engine's thread and the process group."""

@@ -1,13 +1,11 @@
 """An OpenAI-compatible address for the sessions of unmodified programs, on the event loop of their episodes."""
 
 import asyncio
-import json
 import math
-import re
 import resource
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -15,133 +13,85 @@ from types import ModuleType
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from openppo import logger
 from openppo.agents.gateway import chat, responses
-from openppo.agents.gateway.requests import READ, RULES, Asked, Refused, read_body
+from openppo.agents.gateway.requests import Refused, read_body, read_options
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import EpisodeEnded, Session, Turn
 from openppo.datasets.templates import Message, shortened
 from openppo.rewards.server import listen
 from openppo.types import Ending
 
-KEEP_ALIVE = 10.0
-"""Seconds without a turn after which a stream gets a comment, so that clients and proxies stay."""
-_MOST_BYTES = 64 * 2**20
-_TOO_LONG = (Ending.CONTEXT_FULL, Ending.EPISODE_LENGTH)
-
-
 _ENDPOINTS = {"chat/completions": chat, "responses": responses}
 """Modules that ``read`` a request, and make the ``whole`` answer of turns or ``lines`` of a stream."""
 
 
-@dataclass
-class Posted:
-    """What a program said of its episode: rewards by name, and that it is complete."""
-
-    reward: dict[str, float] | None = None
-    completed: bool = False
-
-
 @dataclass(eq=False)
 class _Answer:
-    """The turns of one request, and of its repetitions by an SDK. Undelivered turns are not trained on."""
+    """The turns of one request, and of its repetitions by an SDK, of which some wait for it."""
 
     digest: bytes
-    asked: Asked
-    work: asyncio.Task[list[Turn]]
-    made: list[Turn]
-    """Turns that are in the session already."""
+    body: dict[str, Any]
+    n: int
+    turns: list[Turn] = field(default_factory=list)
+    work: asyncio.Task[None] = field(init=False)
     number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
     waiting: int = 0
-    delivered: bool = False
-
-    @property
-    def failed(self) -> bool:
-        """Whether there will be no turns."""
-        return self.work.cancelling() > 0 or (self.work.done() and self.work.exception() is not None)
-
-    def turns(self) -> list[Turn]:
-        """The turns; ``Refused`` says why there are none."""
-        if self.work.cancelled():
-            raise Refused("the episode has ended.", code="episode_ended")
-        error = self.work.exception()
-        if isinstance(error, EpisodeEnded):
-            code = "context_length_exceeded" if error.ending in _TOO_LONG else "episode_ended"
-            raise Refused(f"the episode has ended ({error.ending.value}): the model answers no more.", code=code)
-        if isinstance(error, ValueError):
-            raise Refused(str(error))
-        if error is not None:
-            logger.error("a request of an agent failed: %r", error)
-            raise Refused(f"the gateway failed: {error!r}", 500)
-        return self.work.result()
-
-    def left_by_client(self, delivered: bool) -> None:
-        """A client has its answer, or has hung up; the last one that hangs up frees the rows."""
-        self.waiting -= 1
-        self.delivered |= delivered
-        if self.waiting == 0 and len(self.made) < self.asked.n:
-            self.work.cancel()  # which nothing comes of once it is done
-        if self.delivered:
-            for turn in self.work.result():
-                turn.trained = True
 
 
 @dataclass(eq=False)
 class _Client:
-    """What one key stands for."""
+    """What one key stands for; answers by the numbers in their ids."""
 
     session: Session
-    posted: Posted = field(default_factory=Posted)
     answers: dict[str, _Answer] = field(default_factory=dict)
-    """By the numbers in their ids."""
 
     def repeated(self, digest: bytes) -> _Answer | None:
-        """The answer to an equal request, if possible one that nobody has received."""
-        equal = [answer for answer in self.answers.values() if answer.digest == digest and not answer.failed]
-        return min(reversed(equal), key=lambda answer: answer.delivered, default=None)
+        """The answer to an equal request, if possible one that nobody has received: its turns are not trained on."""
+        equal = [answer for answer in self.answers.values() if answer.digest == digest]
+        return min(reversed(equal), key=lambda answer: any(turn.trained for turn in answer.turns), default=None)
 
-    def answered(self, number: str) -> _Answer:
+    def answered(self, answer_id: str) -> _Answer:
         """The answer of an id."""
-        answer = self.answers.get(re.sub("^.*[-_]", "", number))
-        if answer is None or not answer.work.done():
-            raise Refused(f"{shortened(number)} is no answer of this episode.", 404)
+        answer = self.answers.get(answer_id.removeprefix("chatcmpl-").removeprefix("resp_"))
+        if answer is None or not answer.turns:
+            raise Refused(f"{shortened(answer_id)} is no answer of this episode.", 404)
         return answer
 
-    def conversation(self, number: str) -> list[Message]:
+    def conversation(self, answer_id: str) -> list[Message]:
         """Messages up to the end of an answer, without the instructions of its request."""
-        answer = self.answered(number)
-        return [*answer.asked.messages[answer.asked.instructed :], answer.turns()[0].message]
+        answer = self.answered(answer_id)
+        return answer.turns[0].messages[bool(answer.body.get("instructions")) :]
 
 
 class Gateway:
     """Sessions behind keys. All of it takes place in one event loop, that of the sessions.
 
-    A key is the bearer token of a request, or part of its path, as in ``base_url``. ``Session.chat`` does the work:
-    requests become its arguments, its turns become answers, and streams are cut from whole turns.
+    A key is the bearer token of a request, or part of its path, as in ``base_url``; ``newcomer`` makes the session of
+    one that was not given out. ``Session.chat`` does the work: requests become its arguments, its turns become answers.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._listener = listen(host, port)
-        self.address = "http://{}:{}".format(f"[{host}]" if ":" in host else host, self._listener.getsockname()[1])
+    def __init__(self, port: int = 0, newcomer: Callable[[str], Session] | None = None) -> None:
+        self._listener = listen("127.0.0.1", port)
+        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._newcomer = newcomer
         self._clients: dict[str, _Client] = {}
         self._said: set[str] = set()
-        self._runner: web.AppRunner | None = None
+        app = web.Application(client_max_size=64 * 2**20, middlewares=[_errors_as_json])
+        app.add_routes([web.get("/healthz", _health)])
+        for base in ("/v1", "/s/{key}/v1", "/sessions/{key}"):
+            app.add_routes([web.post(f"{base}/{at}", partial(self._answer, each)) for at, each in _ENDPOINTS.items()])
+            app.add_routes([web.post(f"{base}/{end}", self._take_reward) for end in ("reward", "complete")])
+            app.add_routes([web.get(f"{base}/models", self._models)])
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=5)
 
     async def start(self) -> None:
         """Begin to answer."""
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each request of an agent is an open file
-        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_errors_as_json])
-        routes = [web.get("/healthz", _health)]
-        for base in ("/v1", "/s/{key}/v1"):
-            routes += [web.post(f"{base}/{at}", partial(self._answer, each)) for at, each in _ENDPOINTS.items()]
-            routes += [web.get(f"{base}/models", self._models)]
-        for base in ("/v1", "/s/{key}/v1", "/sessions/{key}"):
-            routes += [web.post(f"{base}/{end}", self._take_reward) for end in ("reward", "complete")]
-        app.add_routes(routes)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=5)
         await self._runner.setup()
         await web.SockSite(self._runner, self._listener, backlog=4096).start()
 
@@ -149,13 +99,11 @@ class Gateway:
         """End all requests and close the port."""
         for key in list(self._clients):
             self.close(key)
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._listener.close()
+        await self._runner.cleanup()
 
-    def open(self, session: Session, key: str | None = None) -> str:
+    def open(self, session: Session) -> str:
         """The key of a session."""
-        key = key or f"sk-{secrets.token_hex(16)}"
+        key = f"sk-{secrets.token_hex(16)}"
         self._clients[key] = _Client(session)
         return key
 
@@ -163,22 +111,18 @@ class Gateway:
         """What a program has as OPENAI_BASE_URL; with ``/reward`` or ``/complete`` appended it takes rewards."""
         return f"{self.address}/s/{key}/v1"
 
-    def close(self, key: str) -> Posted:
+    def close(self, key: str) -> None:
         """Take a key back; what is under way for it is cancelled."""
-        client = self._clients.pop(key)
-        for answer in client.answers.values():
+        for answer in self._clients.pop(key).answers.values():
             answer.work.cancel()
-        return client.posted
-
-    def unknown(self, key: str) -> Session:
-        """The session of a key that was not given out; ``Refused``."""
-        raise Refused("this key is not, or no longer, that of an episode: use OPENAI_API_KEY or OPENAI_BASE_URL.", 401)
 
     def _client(self, request: web.Request) -> _Client:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         key = request.match_info.get("key", bearer)
         if key not in self._clients:
-            self.open(self.unknown(key), key)
+            if self._newcomer is None:
+                raise Refused("this key opens no episode: use OPENAI_API_KEY or OPENAI_BASE_URL of an open one.", 401)
+            self._clients[key] = _Client(self._newcomer(key))
         return self._clients[key]
 
     async def _answer(self, endpoint: ModuleType, request: web.Request) -> web.StreamResponse:
@@ -189,46 +133,51 @@ class Gateway:
             client.session.counts["retries"] += 1
             answer = client.repeated(digest)
         if answer is None:
-            asked = endpoint.read(read_body(raw), client.conversation)
-            self._say_what_has_no_effect(client.session, asked)
-            made: list[Turn] = []
-            answer = _Answer(digest, asked, asyncio.ensure_future(_turns(client.session, asked, made)), made)
+            try:
+                body = read_body(raw)
+                messages, options = endpoint.read(body, client.conversation), read_options(body)
+            except (AttributeError, KeyError, TypeError) as error:
+                raise Refused(f"the request does not have OpenAI's form: {error!r}.") from error
+            self._count_overridden(client.session, body)
+            answer = _Answer(digest, body, body.get("n") or 1)
+            answer.work = asyncio.ensure_future(_sample(answer, client.session, messages, options))
             client.answers[answer.number] = answer
         answer.waiting += 1
-        delivered, sent = False, web.StreamResponse()
         try:
-            sent = await _send(endpoint, request, answer, client.session.setup.renderer)
-            delivered = True
-        except ConnectionResetError:
-            pass  # the client has hung up
+            return await _send(endpoint, request, answer, client.session.setup.renderer)
+        except ConnectionResetError:  # the client has hung up
+            return web.StreamResponse()
         finally:
-            answer.left_by_client(delivered)
-        return sent
+            answer.waiting -= 1
+            if answer.waiting == 0 and len(answer.turns) < answer.n:
+                answer.work.cancel()
+                del client.answers[answer.number]
 
-    def _say_what_has_no_effect(self, session: Session, asked: Asked) -> None:
-        """Count sampling options of clients, and log each field without effect once."""
-        overridden = asked.without_effect(session.setup.params)
-        session.counts["sampling_overridden"] += bool(overridden)
-        for name in sorted({*overridden, *asked.body.keys() - {*READ, *RULES}} - self._said):
-            self._said.add(name)
+    def _count_overridden(self, session: Session, body: dict[str, Any]) -> None:
+        """Count a request with other sampling than the run's, and log each such option once."""
+        ours = {name: getattr(session.setup.params, name) for name in ("temperature", "top_p", "top_k")}
+        other = {name for name, value in ours.items() if body.get(name) not in (None, value)}
+        session.counts["sampling_overridden"] += bool(other)
+        for name in sorted(other - self._said):
             logger.warning("an agent's requests have %s, which has no effect here: the run's options decide", name)
+        self._said |= other
 
     async def _take_reward(self, request: web.Request) -> web.Response:
         """Take a reward, of the episode or of one answer, or the word that the episode is complete."""
         body, completes = read_body(await request.read()), request.path.endswith("/complete")
-        client = self._client(request)
+        session = self._client(request).session
         given = body.get("reward", {} if completes else None)
         named: dict[str, Any] = given if isinstance(given, dict) else {"reward": given}
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in named.values()):
             raise Refused(f'reward {shortened(given)}: send {{"reward": NUMBER}}, or numbers by name.')
-        if (number := body.get("turn")) is not None:
-            client.session.reward(sum(named.values()), client.answered(number).turns()[0])
-        elif named:
-            client.posted.reward = (client.posted.reward or {}) | {name: float(named[name]) for name in named}
+        if (answer_id := body.get("turn")) is not None:
+            session.reward(sum(named.values()), self._client(request).answered(str(answer_id)).turns[0])
+        else:
+            for name, value in named.items():
+                session.reward(value, name=name)
         if completes:
-            client.posted.completed = True
-            client.session.close(Ending.COMPLETED)
-        return web.json_response({"reward": client.posted.reward, "completed": client.posted.completed})
+            session.close(Ending.COMPLETED)
+        return web.json_response({"reward": session.rewards})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._client(request)
@@ -236,43 +185,40 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model]})
 
 
-async def _turns(session: Session, asked: Asked, made: list[Turn]) -> list[Turn]:
-    """The ``n`` turns that are asked for, also put into ``made``; not trained on until a client has them."""
+async def _sample(answer: _Answer, session: Session, messages: list[Message], options: dict[str, Any]) -> None:
+    """Sample the turns, not trained on until a client has them; ``Refused`` says why there are none."""
 
-    async def turn() -> Turn:
-        made.append(await session.chat(asked.messages, asked.tools, **asked.limits))
-        made[-1].trained = False
-        return made[-1]
+    async def sample() -> None:
+        answer.turns.append(await session.chat(messages, **options))
+        answer.turns[-1].trained = False
 
-    tasks = [asyncio.ensure_future(turn()) for _ in range(asked.n)]
+    tasks = [asyncio.ensure_future(sample()) for _ in range(answer.n)]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
+    except EpisodeEnded as error:
+        raise Refused(f"the episode has ended ({error.ending.value}): the model answers no more.") from error
+    except ValueError as error:
+        raise Refused(str(error)) from error
     finally:
         for task in tasks:
             task.cancel()  # where one of them failed
 
 
 async def _send(endpoint: ModuleType, request: web.Request, answer: _Answer, renderer: Renderer) -> web.StreamResponse:
-    """Wait for the turns and write the answer."""
-    streams, stream = bool(answer.asked.body.get("stream")), web.StreamResponse()
-    stream.headers.update({"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    while not answer.work.done():
-        await asyncio.wait([answer.work], timeout=KEEP_ALIVE)
-        if streams and not answer.work.done():
-            await stream.prepare(request)
-            await stream.write(b": keep-alive\n\n")
-    try:
-        whole = endpoint.whole(answer.asked, answer.turns(), renderer, answer.number, answer.created)
-        text = "".join(endpoint.lines(whole, answer.asked)) if streams else ""
-    except Refused as refused:
-        if not stream.prepared:
-            raise
-        text = f"event: error\ndata: {json.dumps(refused.json)}\n\n"
-    sent: web.StreamResponse = stream if streams else web.json_response(whole)
+    """Wait for the turns and write the answer; turns that a client has received are trained on."""
+    await asyncio.wait([answer.work])
+    if answer.work.cancelled():
+        raise Refused("the episode has ended.")
+    answer.work.result()
+    whole = endpoint.whole(answer.body, answer.turns, renderer, answer.number, answer.created)
+    if answer.body.get("stream"):
+        sent = web.Response(text="".join(endpoint.lines(whole, answer.body)), content_type="text/event-stream")
+    else:
+        sent = web.json_response(whole)
     await sent.prepare(request)
-    if streams:
-        await stream.write(text.encode())
     await sent.write_eof()
+    for turn in answer.turns:
+        turn.trained = True
     return sent
 
 
@@ -281,9 +227,7 @@ async def _health(request: web.Request) -> web.Response:
 
 
 @web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except Refused as error:

@@ -113,7 +113,7 @@ def test_a_completion_is_the_sampled_turn(world):
     tokens = choice["logprobs"]["content"]
     assert "".join(token["token"] for token in tokens) == f"<think>hm</think>{CALL}<|im_end|>"
     assert {token["logprob"] for token in tokens} == {-0.5}
-    assert all(len(token["top_logprobs"]) == 1 for token in tokens)
+    assert not any(token["top_logprobs"] for token in tokens)
     assert answered["choices"][0]["message"]["content"] == "5" and answered["choices"][0]["finish_reason"] == "stop"
     assert session.counts["bridged_turns"] == 1
     assert [(turn.prompt_ids, turn.completion.token_ids) for turn in session.turns] == here.engine.journal
@@ -135,14 +135,13 @@ def test_a_stream_has_the_completion_in_pieces(world):
     assert all(chunk["usage"] is None for chunk in chunks)
     assert {chunk["id"] for chunk in chunks} == {last["id"]}
     for index in (0, 1):
-        first, *middle, end = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert first["delta"]["role"] == "assistant"
-        assert "".join(each["delta"].get("content") or "" for each in middle) == "I add  1"
-        assert "".join(each["delta"].get("reasoning_content") or "" for each in middle) == "so so"
-        [call] = [call for each in middle for call in each["delta"].get("tool_calls", ())]
+        said, end = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        delta = said["delta"]
+        assert (delta["role"], delta["content"], delta["reasoning_content"]) == ("assistant", "I add  1", "so so")
+        [call] = delta["tool_calls"]
         assert call["index"] == 0 and call["function"]["name"] == "add" and call["id"]
         assert end["delta"] == {} and end["finish_reason"] == "tool_calls" and end["logprobs"]["content"]
-        assert all(each["finish_reason"] is None for each in [first, *middle])
+        assert said["finish_reason"] is None
 
 
 def test_a_stream_has_no_usage_unless_it_is_asked_for(world):
@@ -155,8 +154,7 @@ def test_a_stream_has_no_usage_unless_it_is_asked_for(world):
 RESPONSE_EVENTS = """
 created in_progress
 output_item.added content_part.added reasoning_text.delta reasoning_text.done content_part.done output_item.done
-output_item.added content_part.added output_text.delta output_text.delta output_text.done content_part.done
-output_item.done
+output_item.added content_part.added output_text.delta output_text.done content_part.done output_item.done
 output_item.added function_call_arguments.delta function_call_arguments.done output_item.done
 completed
 """.split()
@@ -242,19 +240,14 @@ def in_parts(kind: str, **more: Any) -> list[Any]:
         ({"text": {"format": {"type": "json_schema"}}}, "schema"),
         ({"logprobs": True, "top_logprobs": 21}, "between 0 and 20"),
         ({"messages": in_parts("image_url", image_url={"url": "x"})}, "text only"),
-        ({"messages": in_parts("text", text=5)}, "no text"),
         ({"messages": [{"role": "user", "content": "half \ud800"}]}, "surrogate"),
-        ({"messages": [{"role": "tool"}, 5]}, "role"),
-        ({"messages": []}, "empty"),
-        ({"messages": {"role": "user"}}, "no list"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]}, "tool call needs a name"),
+        ({"messages": [{"role": "robot"}]}, "robot"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]}, "OpenAI's form"),
         ({"tools": [{"type": "web_search"}]}, "no function"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
         ({"n": 1.5}, "n 1.5"),
         ({"stop": [""]}, "stop"),
-        ({"stop": 5}, "stop"),
-        ({"stream_options": 5, "stream": True}, "stream_options"),
     ],
 )
 def test_what_cannot_be_done_is_refused_without_a_turn(world, body, said):
@@ -273,14 +266,14 @@ def test_what_clients_send_by_themselves_is_accepted(world, caplog):
 
     async def play(client: Client) -> Any:
         for _ in range(2):
-            await client.chat(**advisory, **neutral, tools=[TOOL], temperature=0, top_p=1.0, top_k=None, min_p=0.1)
+            await client.chat(**advisory, **neutral, tools=[TOOL], temperature=0, top_p=1.0, top_k=None)
         await client.chat(temperature=0.7)
         return client.session
 
     session = world().run(play)
     assert session.counts["sampling_overridden"] == 2 and len(session.turns) == 3
     assert "strict" not in json.dumps(session.turns[0].tools)
-    assert [record.message.split(" have ")[1].split(",")[0] for record in caplog.records] == ["min_p", "temperature"]
+    assert [record.message.split(" have ")[1].split(",")[0] for record in caplog.records] == ["temperature"]
 
 
 def test_keys_are_those_of_open_episodes(world):
@@ -342,14 +335,13 @@ def test_rewards_are_posted_beside_the_address(world):
         refused.append(await client.post("reward", {"reward": 1, "turn": "chatcmpl-0"}))
         done = await client.post("complete", {"reward": {"style": 0.25}})
         assert await client.post("complete", {}) == done, "it may be said twice"
-        after = await client.chat()
-        return refused, after, client.gateway.close(client.key), client.session
+        return refused, await client.chat(), client.session
 
-    refused, after, posted, session = world().run(play)
+    refused, after, session = world().run(play)
     assert [status for status, _ in refused] == [400, 400, 400, 404]
     assert after[0] == 400 and "completed" in after[1]
-    assert (posted.reward, posted.completed) == ({"reward": 1.0, "style": 0.25}, True)
-    assert session.ending is Ending.COMPLETED and session.turns[0].reward == -2.0
+    assert session.rewards == {"reward": 1.0, "style": 0.25} and session.ending is Ending.COMPLETED
+    assert session.turns[0].reward == -2.0
 
 
 def endless(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> World:
@@ -447,42 +439,6 @@ def test_of_several_choices_none_is_trained_on_unless_all_are_received(world, mo
 
     [turn] = here.run(play)
     assert not turn.trained
-
-
-def test_a_stream_that_waits_gets_comments(world, monkeypatch):
-    monkeypatch.setattr(server, "KEEP_ALIVE", 0.01)
-    here, gate = world(), threading.Event()
-    step = here.engine.step
-    monkeypatch.setattr(here.engine, "step", lambda: (gate.wait(30), step()))
-
-    async def play(client: Client) -> Any:
-        url, body = f"{client.gateway.base_url(client.key)}/chat/completions", {"messages": HELLO, "stream": True}
-        async with client.http.post(url, json=body) as got:
-            first = await got.content.readuntil(b"\n\n")
-            second = await got.content.readuntil(b"\n\n")
-            gate.set()
-            return first, second, await got.text()
-
-    first, second, rest = here.run(play)
-    assert first == second == b": keep-alive\n\n" and rest.endswith("data: [DONE]\n\n")
-
-
-def test_an_error_after_comments_is_an_event(world, monkeypatch):
-    monkeypatch.setattr(server, "KEEP_ALIVE", 0.01)
-    here, gate = world(), threading.Event()
-    step = here.engine.step
-    monkeypatch.setattr(here.engine, "step", lambda: (gate.wait(30), step()))
-
-    async def play(client: Client) -> Any:
-        url, body = f"{client.gateway.base_url(client.key)}/chat/completions", {"messages": HELLO, "stream": True}
-        async with client.http.post(url, json=body) as got:
-            await got.content.readuntil(b"\n\n")
-            client.session.close(Ending.TIMEOUT)
-            gate.set()
-            return await got.text()
-
-    [line] = [line for line in here.run(play).splitlines() if line.startswith("data: ")]
-    assert "timeout" in json.loads(line.removeprefix("data: "))["error"]["message"]
 
 
 def test_health_is_answered_while_the_engine_steps(world, monkeypatch):
