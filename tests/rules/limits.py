@@ -1,6 +1,6 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 20480
+PACKAGE_LINES = 20300
 PACKAGE_FILES = 158
 TEST_LINES = 25500
 FILES_IN_A_FOLDER = 16  # without __init__.py
