@@ -2,7 +2,7 @@
 
     python benchmarks/agents_gateway.py [--sessions 1024] [--turns 4] [--step 0.05]
 
-Prints turns per second, what a turn costs the gateway's thread, how late its event loop was, and memory. The stub
+Prints how long that took, what a turn costs the gateway's thread, how late its event loop was, and memory. The stub
 samples one token of every request in a step; tests/unit/agents/test_gateway_load.py checks what came of it.
 """
 
@@ -14,6 +14,9 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,17 +37,63 @@ class Measured:
     before: tuple[int, int] = (0, 0)
     after: tuple[int, int] = (0, 0)
     cpu_seconds: float = 0.0
+    turn_seconds: list[float] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
     grown_mb: float = 0.0
 
     def lines(self) -> list[str]:
-        n, lags = self.client["turns"], [1000 * lag for lag in sorted(self.lags)]
+        n, all_cpu = self.client["turns"], 1000 * self.cpu_seconds
+        ours = 100_000 * sum(self.turn_seconds) / all_cpu
         return [
             f"turns               {n} ({self.client['errors']} errors) in {self.client['seconds']:.1f} s",
-            f"gateway's thread    {1000 * self.cpu_seconds / n:.2f} ms of CPU for a turn",
-            f"loop was late       median {lags[len(lags) // 2]:.1f}, 99 % {lags[len(lags) * 99 // 100]:.1f} ms",
+            f"CPU for a turn      {_quantiles(self.turn_seconds)}",
+            f"gateway's thread    {all_cpu / n:.2f} ms of CPU for a turn, {ours:.0f} % of it in the above",
+            f"loop was late       {_quantiles(self.lags)}",
             f"memory              +{self.grown_mb:.0f} MB",
         ]
+
+
+def _quantiles(seconds: list[float]) -> str:
+    at = sorted(1000 * each for each in seconds)
+    return f"median {at[len(at) // 2]:.1f}, 99 % {at[len(at) * 99 // 100]:.1f}, most {at[-1]:.1f} ms"
+
+
+@contextmanager
+def _cpu_of_turns(costs: list[float]) -> Iterator[None]:
+    """Append what each turn costs the thread of the loop, in seconds of CPU.
+
+    A callback of the loop counts for the connection in whose context it runs: reading and parsing its bytes, all steps
+    of its coroutines and their tasks, writing. A turn ends when its answer is written; what its connection does then,
+    until the next answer, counts for the next turn.
+    """
+    from aiohttp.web_protocol import RequestHandler
+
+    from openppo.agents.gateway import server
+
+    spent: ContextVar[list[float]] = ContextVar("spent")
+    run, connect, send = asyncio.Handle._run, RequestHandler.__init__, server._send
+
+    def timed_run(handle: Any) -> None:
+        started = time.thread_time()
+        run(handle)
+        if cell := handle._context.get(spent):
+            cell[0] += time.thread_time() - started
+
+    def marked_connect(*args: Any, **kwargs: Any) -> None:
+        spent.set([0.0])
+        connect(*args, **kwargs)
+
+    async def counted_send(*args: Any) -> Any:
+        sent = await send(*args)
+        costs.append(spent.get()[0])
+        spent.get()[0] = 0.0
+        return sent
+
+    asyncio.Handle._run, RequestHandler.__init__, server._send = timed_run, marked_connect, counted_send
+    try:
+        yield
+    finally:
+        asyncio.Handle._run, RequestHandler.__init__, server._send = run, connect, send
 
 
 async def _client(urls: list[str], n_turns: int) -> dict[str, Any]:
@@ -112,7 +161,8 @@ def measure(n_sessions: int, n_turns: int, step_seconds: float) -> Measured:
         watcher, cpu = loop.create_task(watch()), time.thread_time()
         command = [sys.executable, __file__, "--client"]
         run = lambda: subprocess.run(command, input=given, capture_output=True, text=True, check=True)  # noqa: E731
-        made.client = json.loads((await loop.run_in_executor(None, run)).stdout)
+        with _cpu_of_turns(made.turn_seconds):
+            made.client = json.loads((await loop.run_in_executor(None, run)).stdout)
         made.cpu_seconds = time.thread_time() - cpu
         made.grown_mb = (psutil.Process().memory_info().rss - memory.rss) / 2**20
         watcher.cancel()

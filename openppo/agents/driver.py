@@ -47,8 +47,10 @@ class EngineDriver:
         self.steps = 0
         self._inbox: SimpleQueue[_Request] = SimpleQueue()
         self._under_way: dict[int, _Request] = {}
+        self._ended: asyncio.Queue[tuple[Any, Completion, asyncio.Future[Completion]]] = asyncio.Queue()
         self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
         self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._hand_over(), self.loop)
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None = None
@@ -140,7 +142,14 @@ class EngineDriver:
     def _hand_out(self) -> None:
         for number, completion in self.engine.collect().items():
             if request := self._under_way.pop(number, None):
-                self.loop.call_soon_threadsafe(_settle, request.answer.set_result, completion, request.answer)
+                outcome = request.answer.set_result, completion, request.answer
+                self.loop.call_soon_threadsafe(self._ended.put_nowait, outcome)
+
+    async def _hand_over(self) -> None:
+        """Settle one request in each pass of the loop: what else runs there need not wait for all of a step."""
+        while True:
+            _settle(*await self._ended.get())
+            await asyncio.sleep(0)
 
 
 _WAKE: Any = object()

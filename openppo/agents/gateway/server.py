@@ -80,6 +80,7 @@ class Gateway:
         self._newcomer = newcomer
         self._clients: dict[str, _Client] = {}
         self._said: set[str] = set()
+        self._gate = asyncio.Lock()
         app = web.Application(client_max_size=64 * 2**20, middlewares=[_errors_as_json])
         app.add_routes([web.get("/healthz", _health)])
         for base in ("/v1", "/s/{key}/v1", "/sessions/{key}"):
@@ -93,7 +94,10 @@ class Gateway:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each request of an agent is an open file
         await self._runner.setup()
-        await web.SockSite(self._runner, self._listener, backlog=4096).start()
+        await web.SockSite(
+            self._runner, self._listener, backlog=16
+        ).start()  # so many are accepted in a pass of the loop
+        self._listener.listen(4096)  # so many wait for that
 
     async def stop(self) -> None:
         """End all requests and close the port."""
@@ -128,6 +132,8 @@ class Gateway:
     async def _answer(self, endpoint: ModuleType, request: web.Request) -> web.StreamResponse:
         """Turns for a request; those of an equal one where an SDK repeats it."""
         raw = await request.read()
+        async with self._gate:  # one request at a time, which the loop works off before the next
+            await asyncio.sleep(0)
         client, digest, answer = self._client(request), sha256(request.path.encode() + raw).digest(), None
         if request.headers.get("x-stainless-retry-count", "0") != "0":
             client.session.counts["retries"] += 1

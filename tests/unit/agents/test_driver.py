@@ -45,6 +45,28 @@ async def turns(made: EngineDriver, n: int, pause: float = 0.0) -> int:
     return n_tokens
 
 
+def test_completions_of_one_step_are_spread_over_passes_of_the_loop(make_driver):
+    """Each costs the loop work, such as rendering; that of a thousand at once would keep it from all else."""
+    made, passes, ended = make_driver(), [0], []
+
+    async def work() -> None:
+        async def count() -> None:
+            while True:
+                passes[0] += 1
+                await asyncio.sleep(0)
+
+        async def ask(i: int) -> None:
+            await made.generate([5, i], PARAMS, i)
+            ended.append(passes[0])
+
+        counter = asyncio.ensure_future(count())
+        await asyncio.gather(*map(ask, range(50)))
+        counter.cancel()
+
+    made.drive(work())
+    assert len(set(ended)) == 50, "no two in the same pass"
+
+
 def test_the_loop_ticks_at_least_every_100_ms_during_a_step_of_two_seconds(make_driver):
     """A step that computes in Python all the time holds the interpreter's lock most of all."""
     ticks, during = [0], []

@@ -441,6 +441,28 @@ def test_of_several_choices_none_is_trained_on_unless_all_are_received(world, mo
     assert not turn.trained
 
 
+def test_requests_that_arrive_together_are_read_in_turn(world, monkeypatch):
+    here, passes, begun = world(), [0], []
+
+    async def chat(self: Session, *args: Any, **limits: Any) -> Any:
+        begun.append(passes[0])
+        return await Session.chat(self, *args, **limits)
+
+    async def play(client: Client) -> None:
+        async def count() -> None:
+            while True:
+                passes[0] += 1
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(client.session, "chat", chat.__get__(client.session))
+        counter = asyncio.ensure_future(count())
+        await asyncio.gather(*(client.chat() for _ in range(50)))
+        counter.cancel()
+
+    here.run(play)
+    assert len(set(begun)) == 50, "no two in the same pass of the loop"
+
+
 def test_health_is_answered_while_the_engine_steps(world, monkeypatch):
     here, gate = world(), threading.Event()
     step, inside = here.engine.step, threading.Event()
