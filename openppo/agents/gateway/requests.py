@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from openppo.agents.tools import OpenAIFunctionToolSchema
 from openppo.datasets.templates import shortened
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
@@ -15,12 +16,16 @@ _NO_SCHEMA = "a schema would constrain sampling; describe the format in the prom
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{name: (lambda value: not value, _NOT_HERE) for name in ("logit_bias", "presence_penalty", "frequency_penalty")},
     "repetition_penalty": (lambda value: value == 1, _NOT_HERE),
-    "response_format": (lambda form: form.get("type") != "json_schema", _NO_SCHEMA),
-    "text": (lambda text: (text.get("format") or {}).get("type") != "json_schema", _NO_SCHEMA),
+    **dict.fromkeys(("response_format", "text"), (lambda form: "json_schema" not in json.dumps(form), _NO_SCHEMA)),
     "functions": (lambda value: not value, "this is of an older interface; use tools"),
-    **dict.fromkeys((*_LIMITS, "n"), (lambda n: type(n) is int and n > 0, "a positive whole number is needed")),
+    **dict.fromkeys(_LIMITS, (lambda n: type(n) is int and n > 0, "a positive whole number is needed")),
+    "n": (lambda n: type(n) is int and 0 < n <= 128, "a whole number between 1 and 128 is needed"),
     "top_logprobs": (lambda top: top in range(21), "a whole number between 0 and 20 is needed"),
-    "stop": (all, "a text or a list of texts is needed"),
+    "stop": (lambda stop: type(stop) in (str, list) and {*map(type, stop)} <= {str} and all(stop), "texts are needed"),
+    **dict.fromkeys(("messages", "input"), (bool, "at least one is needed")),
+    **dict.fromkeys(("instructions", "turn"), (lambda value: type(value) is str, "a text is needed")),
+    **dict.fromkeys(("tools", "include"), (lambda value: type(value) is list, "a list is needed")),
+    "stream_options": (lambda value: type(value) is dict, "an object is needed"),
 }
 """What a field must be, unless it is null, and what is said of other values."""
 
@@ -41,6 +46,8 @@ def read_body(raw: bytes) -> dict[str, Any]:
         json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is no character
     except (ValueError, RecursionError) as error:
         raise Refused(f"the request is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(f"the request must be a JSON object, and not {shortened(body)}.")
     for name, (is_right, message) in RULES.items():
         if (value := body.get(name)) is not None and not is_right(value):
             raise Refused(f"{name} {shortened(value)}: {message}.")
@@ -63,18 +70,27 @@ def _tools(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         function = tool.get("function", tool)
         kept = {key: value for key, value in function.items() if key not in ("type", "strict") and value is not None}
         tools.append({"type": "function", "function": kept})
+        OpenAIFunctionToolSchema.model_validate(tools[-1])
     return tools
 
 
 def read_text(content: Any) -> str:
     """Text of a content: a string, null or a list of text parts; ``Refused`` for images and other parts."""
-    parts = [{"type": "text", "text": content or ""}] if not isinstance(content, list) else content
+    parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
     for part in parts:
         if part["type"] not in _TEXTS:
             raise Refused(f"the policy reads text only, and not {shortened(part)}.")
-    return "".join(part["text"] for part in parts)
+    return "".join(as_text(part["text"]) for part in parts)
 
 
 def read_call(function: dict[str, Any], call_id: str) -> dict[str, Any]:
     """A tool call of an earlier turn in OpenAI's form."""
-    return {"id": call_id, "type": "function", "function": {key: function[key] for key in ("name", "arguments")}}
+    called = {key: as_text(function[key]) for key in ("name", "arguments")}
+    return {"id": as_text(call_id), "type": "function", "function": called}
+
+
+def as_text(value: Any) -> str:
+    """``value`` if it is a text; ``Refused`` otherwise."""
+    if not isinstance(value, str):
+        raise Refused(f"{shortened(value)} stands where a text is needed.")
+    return value

@@ -1,7 +1,6 @@
 """An OpenAI-compatible address for the sessions of unmodified programs, on the event loop of their episodes."""
 
 import asyncio
-import math
 import resource
 import secrets
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from pydantic import ValidationError
 
 from openppo import logger
 from openppo.agents.gateway import chat, responses
@@ -139,10 +139,10 @@ class Gateway:
             client.session.counts["retries"] += 1
             answer = client.repeated(digest)
         if answer is None:
+            body = read_body(raw)
             try:
-                body = read_body(raw)
                 messages, options = endpoint.read(body, client.conversation), read_options(body)
-            except (AttributeError, KeyError, TypeError) as error:
+            except (AttributeError, KeyError, TypeError, ValidationError) as error:
                 raise Refused(f"the request does not have OpenAI's form: {error!r}.") from error
             self._count_overridden(client.session, body)
             answer = _Answer(digest, body, body.get("n") or 1)
@@ -171,13 +171,13 @@ class Gateway:
     async def _take_reward(self, request: web.Request) -> web.Response:
         """Take a reward, of the episode or of one answer, or the word that the episode is complete."""
         body, completes = read_body(await request.read()), request.path.endswith("/complete")
-        session = self._client(request).session
-        given = body.get("reward", {} if completes else None)
+        client = self._client(request)
+        session, given = client.session, body.get("reward", {} if completes else None)
         named: dict[str, Any] = given if isinstance(given, dict) else {"reward": given}
-        if not all(isinstance(value, int | float) and math.isfinite(value) for value in named.values()):
+        if not all(isinstance(value, int | float) and abs(value) < 1e38 for value in named.values()):
             raise Refused(f'reward {shortened(given)}: send {{"reward": NUMBER}}, or numbers by name.')
         if (answer_id := body.get("turn")) is not None:
-            session.reward(sum(named.values()), self._client(request).answered(str(answer_id)).turns[0])
+            session.reward(sum(named.values()), client.answered(answer_id).turns[0])
         else:
             for name, value in named.items():
                 session.reward(value, name=name)

@@ -229,6 +229,10 @@ def in_parts(kind: str, **more: Any) -> list[Any]:
     return [{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": kind, **more}]}]
 
 
+def calling(function: Any) -> list[Any]:
+    return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": function}]}]
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -242,7 +246,18 @@ def in_parts(kind: str, **more: Any) -> list[Any]:
         ({"messages": in_parts("image_url", image_url={"url": "x"})}, "text only"),
         ({"messages": [{"role": "user", "content": "half \ud800"}]}, "surrogate"),
         ({"messages": [{"role": "robot"}]}, "robot"),
+        ({"messages": []}, "at least one"),
+        ({"messages": None}, "OpenAI's form"),
+        ({"messages": [{"role": "user", "content": 5}]}, "5 stands where a text is needed"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]}, "OpenAI's form"),
+        ({"messages": calling({"arguments": "{}"})}, "name"),
+        ({"messages": calling({"name": None, "arguments": "{}"})}, "None stands where a text is needed"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}]}, "properties"),
+        ({"tools": 5}, "a list is needed"),
+        ({"stream": True, "stream_options": 5}, "stream_options 5"),
+        ({"n": 129}, "between 1 and 128"),
+        ({"stop": [1]}, "stop [1]"),
+        ({"stop": 1}, "stop 1"),
         ({"tools": [{"type": "web_search"}]}, "no function"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
@@ -258,6 +273,17 @@ def test_what_cannot_be_done_is_refused_without_a_turn(world, body, said):
 
     (status, message), turns = here.run(play)
     assert status == 400 and said in message and not turns and not here.engine.journal
+
+
+def test_a_response_of_another_form_is_refused_without_a_turn(world):
+    here = world()
+    bodies = [{}, {"input": []}, {"input": 5}, {"input": ["x"]}, {"input": "x", "include": 5}, [1], None]
+    bodies += [{"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, {"input": "x", "tools": [5]}]
+
+    async def play(client: Client) -> Any:
+        return [await client.post("responses", body) for body in bodies]
+
+    assert [status for status, _ in here.run(play)] == [400] * len(bodies) and not here.engine.journal
 
 
 def test_what_clients_send_by_themselves_is_accepted(world, caplog):
@@ -331,14 +357,16 @@ def test_rewards_are_posted_beside_the_address(world):
         await client.post("reward", {"reward": 0.5})
         await client.post("reward", {"reward": 1})
         await client.post("reward", {"reward": -2.0, "turn": turn})
-        refused = [await client.post("reward", {"reward": bad}) for bad in (None, "1", {"a": float("nan")})]
+        bad = (None, "1", [1], {"a": float("nan")}, 10**400)
+        refused = [await client.post("reward", {"reward": reward}) for reward in bad]
+        refused += [await client.post("reward", body) for body in ([1], 5, {"reward": 1, "turn": 5})]
         refused.append(await client.post("reward", {"reward": 1, "turn": "chatcmpl-0"}))
         done = await client.post("complete", {"reward": {"style": 0.25}})
         assert await client.post("complete", {}) == done, "it may be said twice"
         return refused, await client.chat(), client.session
 
     refused, after, session = world().run(play)
-    assert [status for status, _ in refused] == [400, 400, 400, 404]
+    assert [status for status, _ in refused] == [400] * 8 + [404]
     assert after[0] == 400 and "completed" in after[1]
     assert session.rewards == {"reward": 1.0, "style": 0.25} and session.ending is Ending.COMPLETED
     assert session.turns[0].reward == -2.0
