@@ -6,7 +6,7 @@ Names as in verl's issue 1172 and pull request 808; prompts are token ids, which
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -102,8 +102,10 @@ class TaskPool:
         self.source, self.tokenizer, self.longest, self.notify = source, tokenizer, longest, notify_score_fn
         self.renderer = Renderer(tokenizer, source.parser, [tokenizer.eos_token_id])
         self.prompt_queue: Queue[PromptRequest] = Queue()
-        self.loop = asyncio.new_event_loop()
-        self._groups, self._episodes = count(), count()
+        self._groups, self._episodes, self._loop = count(), count(), asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._loop.run_forever, name="task pool", daemon=True)
+        self.thread.start()
+        self._finish(source.agent.start())
 
     def enqueue_task(self, file: str, n_samples: int = 1, data: PPODataConfig | None = None) -> None:
         """Play each row of a file, such as a Parquet file, ``n_samples`` times; returns when all have ended."""
@@ -111,23 +113,25 @@ class TaskPool:
         rows = load_mixed_rows(data, file, flag="enqueue_task", split=data.prompt_split, seed=0)
         prompts = load_tasks(rows, self.tokenizer, data)
         self.source.check_prompts(prompts)
-        groups = zip(prompts, self._groups, strict=False)
-        work = [self._play(prompt, group) for prompt, group in groups for _ in range(n_samples)]
-        for episode in [asyncio.run_coroutine_threadsafe(each, self.loop) for each in work]:
-            episode.result()
+        self._finish(self._play_all(prompts, n_samples))
 
     def close(self) -> None:
         """End the agent and the thread."""
-        asyncio.run_coroutine_threadsafe(self.source.agent.stop(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._finish(self.source.agent.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _play_all(self, prompts: Sequence[Prompt], n_samples: int) -> None:
+        groups = list(zip(prompts, self._groups, strict=False))
+        await asyncio.gather(*(self._play(*group) for group in groups for _ in range(n_samples)))
 
     async def _play(self, prompt: Prompt, group: int) -> None:
         number = next(self._episodes)
 
-        async def generate(
-            prompt_ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None = None
-        ) -> Completion:
-            request = PromptRequest(str(number), replace(prompt, token_ids=list(prompt_ids)), params, seed, group)
+        async def generate(ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None) -> Completion:
+            request = PromptRequest(str(number), replace(prompt, token_ids=list(ids)), params, seed, group)
             self.prompt_queue.put(request)
             completion = await asyncio.wrap_future(request.answer)
             request.taken = True
@@ -136,13 +140,13 @@ class TaskPool:
         setup = SessionSetup(self.renderer, generate, SamplingParams(self.longest), self.source.options, self.longest)
         task = Task(prompt, sample_seed(0, number))
         played = await play(self.source.agent, task, setup, group, needs_reward=True)
-        score, ending = None, played.episode.ending
-        if ending.is_trained:
+        score, episode = None, played.episode
+        if episode.ending.is_trained:
             score = sum(played.session.rewards.values()) + sum(turn.reward for turn in played.session.turns)
         else:
-            logger.warning("episode %d: %s: %s", number, ending.value, played.episode.error)
+            logger.warning("episode %d: %s: %s", number, episode.ending.value, episode.error)
         if self.notify is not None:
-            self.notify(str(number), score, played.episode.n_turns)
+            self.notify(str(number), score, episode.n_turns)
 
 
 def create_and_launch_task_pool(
@@ -153,7 +157,4 @@ def create_and_launch_task_pool(
 ) -> tuple[TaskPool, threading.Thread]:
     """A pool for ``source``, whose episodes have at most ``longest`` tokens, and the thread in which it plays."""
     server = TaskPool(source, tokenizer, longest, notify_score_fn)
-    thread = threading.Thread(target=server.loop.run_forever, name="task pool", daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(source.agent.start(), server.loop).result()
-    return server, thread
+    return server, server.thread

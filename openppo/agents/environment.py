@@ -1,18 +1,13 @@
 """An environment with gymnasium's reset, step and close as an agent."""
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from functools import partial
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from openppo.agents.episodes import Agent
 from openppo.agents.session import Session, Task
-from openppo.agents.threads import settle
+from openppo.agents.threads import Worker
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, text_of
 from openppo.types import Ending, Prompt
@@ -43,10 +38,9 @@ class EnvironmentAgent(Agent):
                 if not hasattr(environment.made, "parse"):
                     await environment.step("-")
 
-        async def outcome() -> BaseException | None:
-            return (await asyncio.gather(first_step(), return_exceptions=True))[0]
-
-        if error := asyncio.run(outcome()):
+        try:
+            asyncio.run(first_step())
+        except Exception as error:
             failed = f"{type(error).__name__} when it was made, reset, and stepped with '-': {error}"
             raise ValueError(f"--environment: {failed}. {FORM}") from error
 
@@ -82,33 +76,28 @@ class EnvironmentAgent(Agent):
 
 
 class Environment:
-    """A user's environment: what it returns is checked, and what may block runs on a thread of its own.
+    """A user's environment: what it returns is checked, and its methods run on a thread of its own.
 
-    A method that waits, for a browser or a network, would stop all episodes if it ran in their event loop. Each
-    environment has one thread, as SQLite, Playwright and others are bound to the thread that made them; one that hangs
-    delays no other. Coroutines are awaited in the event loop.
+    One that waits, for a browser or a network, would stop all episodes in their event loop; and SQLite, Playwright and
+    others are bound to the thread that made them.
     """
 
-    def __init__(self) -> None:
-        self.made: Any = None
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._last: Future[Any] = Future()
-        # A daemon: one that hangs does not keep the process alive, as a thread of a pool would.
-        Thread(target=self._run_calls, name="environment", daemon=True).start()
+    def __init__(self, made: Any, worker: Worker) -> None:
+        self.made, self.call = made, worker.call
 
     @classmethod
     @asynccontextmanager
     async def opened(cls, make: Callable[[], Any]) -> AsyncIterator["Environment"]:
         """One that ``make`` makes, closed at the end, without waiting for one that hangs."""
-        environment = cls()
+        made: Any = None
+        worker = Worker()
         try:
-            environment.made = await environment.call(make)
-            yield environment
+            made = await worker.call(make)
+            yield cls(made, worker)
         finally:
-            close = getattr(environment.made, "close", None)
-            if close is not None and not environment._last.running():
-                await environment.call(close)
-            environment._calls.put(None)
+            if hasattr(made, "close") and not worker.last.running():
+                await worker.call(made.close)
+            worker.end()
 
     async def reset(self, task: Task) -> list[Message]:
         """The first observation, as messages; options are the task's row, if there is one."""
@@ -127,17 +116,6 @@ class Environment:
         if not isinstance(made, tuple) or len(made) != 5:
             raise TypeError(f"step returned {made!r:.80}, not five values")
         return messages_of(made[0]), float(made[1]), bool(made[2]), bool(made[3])
-
-    async def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """What a function or coroutine function returns."""
-        self._last = Future()
-        self._calls.put((self._last, partial(function, *values, **named)))
-        made = await asyncio.wrap_future(self._last)
-        return await made if inspect.isawaitable(made) else made
-
-    def _run_calls(self) -> None:
-        while (begun := self._calls.get()) is not None:
-            settle(*begun)
 
 
 def messages_of(observation: Any) -> list[Message]:

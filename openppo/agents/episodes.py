@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task, Turn
 from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
@@ -85,7 +86,7 @@ async def _run(agent: Agent, task: Task, session: Session) -> None:
         raise RuntimeError("the agent called sys.exit()") from error
     named = result if isinstance(result, Mapping) else {} if result is None else {"reward": result}
     for name, value in named.items():
-        session.reward(float(value), name=str(name))
+        session.reward(value, name=str(name))
 
 
 def _played(session: Session, group: int, error: str, needs_reward: bool) -> Played:
@@ -115,32 +116,20 @@ def segments(session: Session, episode: Episode, group: int) -> list[Trajectory]
     A turn of several of them is trained on in the first. Each has its share of the episode's action tokens,
     and all have the episode's rewards; a turn's reward lies on its last action.
     """
-    parents = {id(turn.parent) for turn in session.turns if turn.parent is not None}
-    taken: set[int] = set()
+    taken: set[Turn] = set()
     made = []
-    for leaf in (turn for turn in session.turns if id(turn) not in parents):
-        path = _path(leaf)
-        fresh = [turn for turn in path if id(turn) not in taken and turn.trained and turn.completion.token_ids]
+    for leaf in session.leaves:
+        fresh = [turn for turn in leaf.path if turn not in taken and turn.trained and turn.completion.token_ids]
         if fresh:
-            taken.update(map(id, path))
-            made.append(_trajectory(session, episode, group, path, fresh))
+            taken.update(leaf.path)
+            made.append(_trajectory(session, episode, group, leaf, fresh))
     total = sum(sum(trajectory.action_mask) for trajectory in made)
     for trajectory in made:
         trajectory.share = sum(trajectory.action_mask) / total
     return made
 
 
-def _path(leaf: Turn) -> list[Turn]:
-    path = [leaf]
-    while path[0].parent is not None:
-        path.insert(0, path[0].parent)
-    return path
-
-
-def _trajectory(
-    session: Session, episode: Episode, group: int, path: Sequence[Turn], fresh: Sequence[Turn]
-) -> Trajectory:
-    leaf, first = path[-1], path[0]
+def _trajectory(session: Session, episode: Episode, group: int, leaf: Turn, fresh: Sequence[Turn]) -> Trajectory:
     ids = leaf.token_ids
     mask, versions = [False] * len(ids), [-1] * len(ids)
     log_probs, rewards, ends = [0.0] * len(ids), [0.0] * len(ids), [False] * len(ids)
@@ -150,26 +139,20 @@ def _trajectory(
         mask[span], versions[span], log_probs[span] = [True] * n, [turn.version] * n, turn.completion.log_probs
         rewards[start + n - 1], ends[start + n - 1] = turn.reward, True
     has_rewards = any(turn.reward for turn in session.turns)
+    cut_off = episode.ending in (Ending.EPISODE_LENGTH, Ending.CONTEXT_FULL, Ending.MAX_TURNS)
     return Trajectory(
         token_ids=ids,
         action_mask=mask,
         log_probs=log_probs,
         versions=versions,
-        finish_reason=_finish(episode.ending, leaf),
-        prompt=replace(session.task.prompt, token_ids=first.prompt_ids),
+        finish_reason=FinishReason.LENGTH if cut_off else leaf.finish_reason,
+        prompt=replace(session.task.prompt, token_ids=leaf.path[0].prompt_ids),
         group=group,
         scores=dict(session.rewards),
         token_rewards=rewards if has_rewards else None,
         step_ends=ends if has_rewards else None,
         episode=episode,
     )
-
-
-def _finish(ending: Ending, leaf: Turn) -> FinishReason:
-    """Of a trajectory; an episode that a limit on tokens or turns ended is cut off."""
-    if ending in (Ending.EPISODE_LENGTH, Ending.CONTEXT_FULL, Ending.MAX_TURNS):
-        return FinishReason.LENGTH
-    return leaf.finish_reason
 
 
 def failed(played: Played, group: int) -> Trajectory:
@@ -183,16 +166,14 @@ def failed(played: Played, group: int) -> Trajectory:
 def first_difference(session: Session) -> str | None:
     """Where the recorded tokens of a conversation differ from its rendering as a whole; None where none does."""
     renderer = session.setup.renderer
-    parents = {id(turn.parent) for turn in session.turns if turn.parent is not None}
-    for leaf in (turn for turn in session.turns if id(turn) not in parents):
+    for leaf in session.leaves:
         try:
             whole = renderer.rendered(leaf.messages, leaf.tools, for_generation=False)
         except ValueError as error:  # such as two calls where it takes one: the policy's doing
             return str(error)
         recorded, rendered = leaf.token_ids, renderer.encode(whole)
-        if rendered[: len(recorded)] != recorded:
-            pairs = enumerate(zip(recorded, rendered, strict=False))
-            place = next((i for i, (a, b) in pairs if a != b), min(len(recorded), len(rendered)))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(recorded, rendered, strict=False))
+        if (place := len(list(same))) < len(recorded):
             ours, theirs = (renderer.decode(ids[place : place + 12]) for ids in (recorded, rendered))
             before = renderer.decode(recorded[max(0, place - 12) : place])
             return f"recorded and rendered tokens differ from token {place} on, after {before!r}: {ours!r}, {theirs!r}"

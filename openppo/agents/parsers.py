@@ -5,13 +5,15 @@ Readers are as strict as those of inference servers: a model must not learn call
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from openppo import logger
-from openppo.agents.matching import Tools
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tools in OpenAI's form: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
 
 @dataclass(frozen=True)

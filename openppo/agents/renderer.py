@@ -10,9 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.agents.matching import Tools
-from openppo.agents.parsers import PARSERS, Parsed, ToolCall
-from openppo.datasets.conversation import MARK, render_conversation
+from openppo.agents.parsers import PARSERS, Parsed, ToolCall, Tools
+from openppo.datasets.conversation import MARK, read_arguments, render_conversation
 from openppo.datasets.templates import Message, encode_bare, text_of
 from openppo.types import Completion, FinishReason
 
@@ -147,3 +146,20 @@ def _shows(text: str, messages: Sequence[Message]) -> bool:
     """Whether a rendering has the texts of all messages, as they are or in JSON."""
     texts = [text_of(message.get("content")).strip() for message in messages]
     return all(said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text for said in texts)
+
+
+def fingerprints(messages: Sequence[Message], tools: Tools) -> list[int]:
+    """Hashes of the tools and of each message, equal where they say the same.
+
+    Reasoning and keys of a client's own do not count, nor how arguments are written. A text may be one string, a list
+    of parts, or null.
+    """
+    said = [list(tools), *map(_said, messages)]
+    return [hash(json.dumps(each, sort_keys=True, default=str)) for each in said]
+
+
+def _said(message: Message) -> list[Any]:
+    role, text, calls = message["role"], text_of(message.get("content")), message.get("tool_calls") or []
+    named = [(call.get("id"), call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    said = [[call_id, name, read_arguments(arguments or "{}")] for call_id, name, arguments in named]
+    return [role, text.strip() if role == "assistant" else text, said]

@@ -1,15 +1,16 @@
 """One episode's conversation with the model: every turn continues the recorded token ids."""
 
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, TypedDict, Unpack
+from typing import Any, SupportsFloat, TypedDict, Unpack
 
-from openppo.agents.matching import Tools, fingerprints
-from openppo.agents.renderer import Renderer
+from openppo.agents.parsers import Tools
+from openppo.agents.renderer import Renderer, fingerprints
 from openppo.config.agents import AgentConfig
-from openppo.datasets.templates import Message
+from openppo.datasets.templates import Message, shortened
 from openppo.rollout.rollout import sample_seed
 from openppo.rollout.sampling import text_before_stop
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams
@@ -82,6 +83,11 @@ class Turn:
         return self.messages[-1]
 
     @property
+    def path(self) -> list["Turn"]:
+        """The turns whose tokens this one continues, from the first on, and itself."""
+        return [*(self.parent.path if self.parent else ()), self]
+
+    @property
     def token_ids(self) -> list[int]:
         """All tokens up to the end of this turn."""
         return self.prompt_ids + self.completion.token_ids
@@ -134,6 +140,12 @@ class Session:
     """Numbers that an agent measures, by name."""
     _numbers: Iterator[int] = field(default_factory=count)
 
+    @property
+    def leaves(self) -> list[Turn]:
+        """Turns that no other continues."""
+        continued = {turn.parent for turn in self.turns}
+        return [turn for turn in self.turns if turn not in continued]
+
     async def chat(self, messages: Sequence[Message], tools: Tools | None = None, **limits: Unpack[Limits]) -> Turn:
         """The model's answer to ``messages``; raises ``EpisodeEnded`` where a limit ends the episode.
 
@@ -153,7 +165,9 @@ class Session:
         return await self._sample(read, turn, [*turn.messages, message], turn.tools, limits)
 
     def reward(self, value: float, turn: Turn | None = None, name: str = "reward") -> None:
-        """Give ``turn`` a reward, or the whole episode; the last one counts."""
+        """Give ``turn`` a reward, or the whole episode; the last one counts. ``ValueError`` if it is not finite."""
+        if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+            raise ValueError(f"the reward {shortened(value)} is no finite number")
         if turn is None:
             self.rewards[name] = float(value)
         else:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from openppo.agents.matching import fingerprints
+from openppo.agents.renderer import fingerprints
 from tests.unit.agents.test_sessions import play
 
 PROPERTIES = {"q": {"type": "string"}, "n": {"type": "number"}}

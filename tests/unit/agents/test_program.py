@@ -135,8 +135,8 @@ def test_without_a_reward_of_its_own_others_score_the_episode(make_sampler, tmp_
         ("raise KeyError('lost')", "exit status 1: KeyError: 'lost'"),
         ("sys.exit(3)", "exit status 3: no output"),
         ("os.kill(os.getpid(), 9)", "exit status"),
-        ("reward('much')", "the reward 'much' of the last line of output"),
-        ("reward(float('nan'))", "the reward nan of the last line of output"),
+        ("reward('much')", "the reward 'much' is no finite number"),
+        ("reward(float('nan'))", "the reward nan is no finite number"),
     ],
 )
 def test_what_went_wrong_stays_with_the_episode(play, lines, error):
