@@ -122,11 +122,11 @@ async def _client(urls: list[str], n_turns: int) -> dict[str, Any]:
 def measure(n_sessions: int, n_turns: int, step_seconds: float) -> Measured:
     """Play the conversations."""
     sys.path.insert(0, str(REPOSITORY))
-    from openppo.agents.driver import EngineDriver
     from openppo.agents.gateway.server import Gateway
     from openppo.agents.renderer import Renderer
     from openppo.agents.session import Session, SessionSetup, Task
     from openppo.config.agents import AgentConfig
+    from openppo.rollout.driver import EngineDriver
     from openppo.types import Prompt, SamplingParams
     from tests.unit.agents.conftest import ScriptedEngine, make_chat_tokenizer
 

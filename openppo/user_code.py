@@ -1,12 +1,18 @@
-"""Files of users: loaded without side effects on the run."""
+"""Code of users: loaded without side effects on the run, and called on threads of its own."""
 
+import asyncio
+import inspect
 import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -74,3 +80,43 @@ def leaving_no_trace(source: str) -> Iterator[None]:
             torch.set_default_device(None if device.type == "cpu" else device)
         random.setstate(state)
         np.random.set_state(numpy_state)
+
+
+class Worker:
+    """One thread for calls in their order: a daemon, so that one that hangs does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self.last: Future[Any] = Future()
+        Thread(target=self._run, name="code of users", daemon=True).start()
+
+    async def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Result of a function; a coroutine is awaited in the event loop."""
+        self.last = Future()
+        self._calls.put((self.last, partial(function, *arguments, **named)))
+        made = await asyncio.wrap_future(self.last)
+        return await made if inspect.isawaitable(made) else made
+
+    def end(self) -> None:
+        """End the thread after its last call."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (begun := self._calls.get()) is not None:
+            future, work = begun
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again where it is awaited)
+                    future.set_exception(error)
+
+
+async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Result of a coroutine function, or of a plain one, which runs on a thread of its own."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    worker = Worker()
+    try:
+        return await worker.call(function, *arguments, **named)
+    finally:
+        worker.end()

@@ -138,8 +138,8 @@ class TaskPool:
             return completion
 
         setup = SessionSetup(self.renderer, generate, SamplingParams(self.longest), self.source.options, self.longest)
-        task = Task(prompt, sample_seed(0, number))
-        played = await play(self.source.agent, task, setup, group, needs_reward=True)
+        task = Task(prompt, sample_seed(0, number), group=group)
+        played = await play(self.source.agent, task, setup, needs_reward=True)
         score, episode = None, played.episode
         if episode.ending.is_trained:
             score = sum(played.session.rewards.values()) + sum(turn.reward for turn in played.session.turns)

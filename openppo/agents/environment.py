@@ -7,10 +7,10 @@ from typing import Any
 
 from openppo.agents.episodes import Agent
 from openppo.agents.session import Session, Task
-from openppo.agents.threads import Worker
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, text_of
 from openppo.types import Ending, Prompt
+from openppo.user_code import Worker
 
 UNREADABLE = "Your answer could not be read as an action. Answer again."
 FORM = """Write

@@ -48,7 +48,7 @@ class Played:
     trajectories: list[Trajectory]
 
 
-async def play(agent: Agent, task: Task, setup: SessionSetup, group: int, needs_reward: bool) -> Played:
+async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool) -> Played:
     """Play ``task`` to one of its ends. With ``needs_reward`` an episode that nothing rewards is an error."""
     session = Session(setup, task)
     async with agent.slot():
@@ -75,7 +75,7 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, group: int, needs_
         if isinstance(raised, ToolError):
             session.ending = Ending.TOOL_ERROR  # also after a limit, which tools rewarded
         error = f"{type(raised).__name__}: {raised}"
-    return _played(session, group, error, needs_reward)
+    return _played(session, error, needs_reward)
 
 
 async def _run(agent: Agent, task: Task, session: Session) -> None:
@@ -89,7 +89,7 @@ async def _run(agent: Agent, task: Task, session: Session) -> None:
         session.reward(value, name=str(name))
 
 
-def _played(session: Session, group: int, error: str, needs_reward: bool) -> Played:
+def _played(session: Session, error: str, needs_reward: bool) -> Played:
     assert session.ending is not None
     ending, turns = session.ending, session.turns
     rewarded = bool(session.rewards) or session.counts["rewarded_turns"] > 0
@@ -107,10 +107,10 @@ def _played(session: Session, group: int, error: str, needs_reward: bool) -> Pla
             ending, error = Ending.AGENT_ERROR, mismatch
     messages = turns[-1].messages if turns else list(session.task.messages)
     episode = Episode(messages, ending, len(turns), error or mismatch or "", session.output)
-    return Played(episode, session, segments(session, episode, group))
+    return Played(episode, session, segments(session, episode))
 
 
-def segments(session: Session, episode: Episode, group: int) -> list[Trajectory]:
+def segments(session: Session, episode: Episode) -> list[Trajectory]:
     """Trajectories of an episode: one for each turn that nothing continues, with the turns that lead to it.
 
     A turn of several of them is trained on in the first. Each has its share of the episode's action tokens,
@@ -122,14 +122,14 @@ def segments(session: Session, episode: Episode, group: int) -> list[Trajectory]
         fresh = [turn for turn in leaf.path if turn not in taken and turn.trained and turn.completion.token_ids]
         if fresh:
             taken.update(leaf.path)
-            made.append(_trajectory(session, episode, group, leaf, fresh))
+            made.append(_trajectory(session, episode, leaf, fresh))
     total = sum(sum(trajectory.action_mask) for trajectory in made)
     for trajectory in made:
         trajectory.share = sum(trajectory.action_mask) / total
     return made
 
 
-def _trajectory(session: Session, episode: Episode, group: int, leaf: Turn, fresh: Sequence[Turn]) -> Trajectory:
+def _trajectory(session: Session, episode: Episode, leaf: Turn, fresh: Sequence[Turn]) -> Trajectory:
     ids = leaf.token_ids
     mask, versions = [False] * len(ids), [-1] * len(ids)
     log_probs, rewards, ends = [0.0] * len(ids), [0.0] * len(ids), [False] * len(ids)
@@ -147,7 +147,7 @@ def _trajectory(session: Session, episode: Episode, group: int, leaf: Turn, fres
         versions=versions,
         finish_reason=FinishReason.LENGTH if cut_off else leaf.finish_reason,
         prompt=replace(session.task.prompt, token_ids=leaf.path[0].prompt_ids),
-        group=group,
+        group=session.task.group,
         scores=dict(session.rewards),
         token_rewards=rewards if has_rewards else None,
         step_ends=ends if has_rewards else None,
@@ -155,12 +155,12 @@ def _trajectory(session: Session, episode: Episode, group: int, leaf: Turn, fres
     )
 
 
-def failed(played: Played, group: int) -> Trajectory:
+def failed(played: Played) -> Trajectory:
     """A trajectory without actions, of reward 0, that stands for an episode that failed in an evaluation."""
-    prompt: Prompt = played.session.task.prompt
-    ids = list(prompt.token_ids) or [0]
-    empty = [False] * len(ids), [0.0] * len(ids), [-1] * len(ids)
-    return Trajectory(ids, *empty, FinishReason.ABORT, prompt, group, scores={"reward": 0.0}, episode=played.episode)
+    task = played.session.task
+    ids = list(task.prompt.token_ids) or [0]
+    what = ids, [False] * len(ids), [0.0] * len(ids), [-1] * len(ids), FinishReason.ABORT, task.prompt, task.group
+    return Trajectory(*what, scores={"reward": 0.0}, episode=played.episode)
 
 
 def first_difference(session: Session) -> str | None:

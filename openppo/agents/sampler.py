@@ -1,15 +1,16 @@
 """Episodes of agents in place of single responses: what ``build_ppo_trainer(config, source=...)`` samples with."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain
 
 from openppo import logger
-from openppo.agents.driver import EngineDriver
 from openppo.agents.episodes import Agent, Played, failed, play
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
+from openppo.rollout.driver import EngineDriver
 from openppo.rollout.rollout import SamplerParts, rank_share, sample_seed
 from openppo.tracking import Metrics, progress_bar
 from openppo.types import Ending, Prompt, SamplingParams, Trajectory
@@ -40,26 +41,27 @@ class AgentSampler:
         all, with reward 0. ``Interrupted`` on all ranks upon a signal.
         """
         mine, first_group = rank_share(prompts, first_group, self.parts.comm)
-        tasks = [
-            (self._task(prompt, seed, first_group + i, sample, n_samples, evaluation), first_group + i)
-            for i, prompt in enumerate(mine)
-            for sample in range(n_samples)
-        ]
-        read, reused = self.parts.engine.read_tokens, self.parts.engine.reused_tokens
-        ended: list[Task] = []
+        tasks = []
+        for group, prompt in enumerate(mine, first_group):
+            env_seed = self.options.eval_seed + group if evaluation else sample_seed(seed, group) % 2**31
+            seeds = [sample_seed(seed, group * n_samples + sample) for sample in range(n_samples)]
+            tasks += [Task(prompt, each, env_seed, group) for each in seeds]
+        engine, ended = self.parts.engine, list[Task]()
+        read, reused = engine.read_tokens, engine.reused_tokens
         with progress_bar(len(tasks), "episodes", enabled=self.parts.comm.rank == 0) as bar:
             # Each step is a sign of progress: episodes have a time limit of their own.
             played = self.driver.drive(self._play(tasks, params, ended), lambda: bar.update(len(ended) - bar.done))
         measure(played, metrics)
-        if (read := self.parts.engine.read_tokens - read) > 0:
-            metrics.add("agent/prefix_reuse", (self.parts.engine.reused_tokens - reused) / read)
+        if (read := engine.read_tokens - read) > 0:
+            metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused) / read)
         self._warn(played)
-        groups = [group for _, group in tasks]
-        return self._kept(list(zip(played, groups, strict=True)), n_samples, evaluation)
-
-    def _task(self, prompt: Prompt, seed: int, group: int, sample: int, n_samples: int, evaluation: bool) -> Task:
-        env_seed = self.options.eval_seed + group if evaluation else sample_seed(seed, group) % 2**31
-        return Task(prompt, sample_seed(seed, group * n_samples + sample), env_seed)
+        if evaluation:
+            kept = [each.trajectories if each.episode.ending.is_trained else [failed(each)] for each in played]
+        else:
+            good = [each for each in played if each.episode.ending.is_trained]
+            sizes = Counter(each.session.task.group for each in good)
+            kept = [each.trajectories for each in good if sizes[each.session.task.group] >= min(2, n_samples)]
+        return list(chain.from_iterable(kept))
 
     def close(self) -> None:
         """End the agent and its thread."""
@@ -67,40 +69,21 @@ class AgentSampler:
             asyncio.run_coroutine_threadsafe(self.agent.stop(), self.driver.loop).result()
         self.driver.close()
 
-    async def _play(self, tasks: Sequence[tuple[Task, int]], params: SamplingParams, ended: list[Task]) -> list[Played]:
+    async def _play(self, tasks: Sequence[Task], params: SamplingParams, ended: list[Task]) -> list[Played]:
         """Play all tasks; those that have come to an end are put into ``ended``."""
         if not self._started:
             self._started = True
             await self.agent.start()
-        parts = self.parts
-        setup = SessionSetup(
-            self.renderer,
-            self.driver.generate,
-            params,
-            self.options,
-            self.options.episode_max_len or parts.longest,
-            parts.context,
-            lambda: parts.engine.version,
-        )
+        parts, sampling = self.parts, (self.renderer, self.driver.generate, params)
+        limits = self.options, self.options.episode_max_len or parts.longest, parts.context
+        setup = SessionSetup(*sampling, *limits, lambda: parts.engine.version)
 
-        async def one(task: Task, group: int) -> Played:
-            played = await play(self.agent, task, setup, group, needs_reward=not parts.has_rewards)
+        async def one(task: Task) -> Played:
+            played = await play(self.agent, task, setup, needs_reward=not parts.has_rewards)
             ended.append(task)
             return played
 
-        return await asyncio.gather(*(one(task, group) for task, group in tasks))
-
-    def _kept(self, played: Sequence[tuple[Played, int]], n_samples: int, evaluation: bool) -> list[Trajectory]:
-        kept: list[Trajectory] = []
-        for group, pairs in groupby(played, key=lambda pair: pair[1]):
-            episodes = [each for each, _ in pairs]
-            good = [each for each in episodes if each.episode.ending.is_trained]
-            if evaluation:
-                for each in episodes:
-                    kept += each.trajectories if each in good else [failed(each, group)]
-            elif len(good) >= min(2, n_samples):
-                kept += [trajectory for each in good for trajectory in each.trajectories]
-        return kept
+        return await asyncio.gather(*map(one, tasks))
 
     def _warn(self, played: Sequence[Played]) -> None:
         lost = [each.episode for each in played if not each.episode.ending.is_trained]

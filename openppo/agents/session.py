@@ -26,12 +26,13 @@ Generate = Callable[[Sequence[int], SamplingParams, int, int | None], Awaitable[
 class Task:
     """What an agent is given: a row, and the seed of this sample of it. ``task["column"]`` is the row's value.
 
-    ``env_seed`` is that of an environment, the same for all samples of a row.
+    ``env_seed`` is that of an environment, the same for all samples of a row, which are a ``group``.
     """
 
     prompt: Prompt
     seed: int
     env_seed: int = 0
+    group: int = 0
 
     def __getitem__(self, column: str) -> Any:
         return self.prompt.row[column]
@@ -177,7 +178,9 @@ class Session:
     def add_turn_reward(self, value: float) -> None:
         """Add to the reward of the last turn, if there is one."""
         if self.turns:
-            self.reward(self.turns[-1].reward + value, self.turns[-1])
+            before = self.turns[-1].reward
+            self.reward(value, self.turns[-1])
+            self.turns[-1].reward += before
 
     def close(self, ending: Ending) -> None:
         """End the episode; the first ending stands."""

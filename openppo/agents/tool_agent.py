@@ -2,22 +2,21 @@
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from enum import Enum
 from inspect import signature
-from typing import Any, SupportsFloat
+from typing import Any
 from uuid import uuid4
 
 from openppo import logger
 from openppo.agents.episodes import Agent, ToolError
 from openppo.agents.session import EpisodeEnded, Session, Task
-from openppo.agents.threads import call
 from openppo.agents.tools import BaseTool, ToolResponse
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import shortened
 from openppo.types import Prompt
+from openppo.user_code import call
 
 
 class State(Enum):
@@ -124,7 +123,8 @@ class ToolEpisode:
                 self.agent.failing.add(name)
                 logger.warning("the tool %s; the model reads that, agent/tool_errors counts it", error)
             return self._cut(self._error(str(error)))
-        numbers = {key: value for key, value in (metrics or {}).items() if isinstance(value, int | float)}
+        measured = metrics.items() if isinstance(metrics, Mapping) else ()
+        numbers = {key: value for key, value in measured if isinstance(value, int | float)}
         self.session.metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
         return text
 
@@ -144,11 +144,11 @@ class ToolEpisode:
 
     def _reward(self, name: str, reward: Any) -> None:
         """Add a tool's reward to that of the last turn; None is none."""
-        if reward is None:
-            return
-        if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
-            raise ToolError(f"{name}: the reward {shortened(reward)} is no finite number")
-        self.session.add_turn_reward(float(reward))
+        try:
+            if reward is not None:
+                self.session.add_turn_reward(reward)
+        except ValueError as error:
+            raise ToolError(f"{name}: {error}") from error
 
     def _read(self, name: str, response: Any) -> str:
         """Text of what a tool returned, of which the model reads the beginning."""

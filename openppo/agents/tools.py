@@ -14,8 +14,7 @@ from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from openppo.agents.threads import call
-from openppo.user_code import leaving_no_trace, load_module
+from openppo.user_code import call, leaving_no_trace, load_module
 
 F = TypeVar("F", bound=Callable[..., Any])
 JSONType = Literal["string", "number", "integer", "boolean", "object", "array", "null"]

@@ -19,9 +19,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from openppo.agents import AgentSource
-from openppo.agents.driver import LONGEST_WAIT
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
+from openppo.rollout.driver import LONGEST_WAIT
 from openppo.strategy import DeepspeedStrategy
 from openppo.trainer.build import build_ppo_trainer
 from tests.conftest import save_tokenizer

@@ -15,13 +15,12 @@ import torch
 from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
-from openppo.models.actor import Actor
-from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.padding import MicroBatchSize
-from openppo.models.pretrained import check_model, check_token_ids, context_length, eos_token_ids, pad_token_id
+from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
 from openppo.rewards.scoring import answer_text
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.rollout import (
     EngineSampler,
     Sampler,
@@ -31,15 +30,13 @@ from openppo.rollout.rollout import (
     episode_reward,
     sample_trajectories,
 )
-from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
-from openppo.strategy.comm import InferenceStrategy
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engine_check import REQUESTS, check_sampling
 from openppo.trainer.evaluation.evaluator import Grading, begin_scoring
-from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
+from openppo.trainer.startup import check_context, tokenizing
 from openppo.types import Comm, Prompt, StopCheck, Trajectory
 
 
@@ -47,25 +44,19 @@ class _Job:
     """Tokenizer, prompts and process group of a command; ``_load_policy`` adds model and engine."""
 
     def __init__(self, options: PromptsConfig, output_path: str | None, maker: SamplerMaker | None = None) -> None:
-        self.options, trust = options, options.trust_remote_code
-        self.loading = {"bf16": options.bf16, "flash_attn": options.flash_attn, "trust_remote_code": trust}
+        self.options, model = options, f"--pretrain {options.pretrain}"
         self.output = None if output_path is None else check_output(output_path)
-        self.strategy = InferenceStrategy(options.bf16)
-        self.comm = self.strategy.comm
-        model, seed = f"--pretrain {options.pretrain}", options.seed
-        model_config = check_model(options.pretrain, "--pretrain", trust)
-        check_cache(model_config)
-        attention_implementation(options.flash_attn, options.bf16)
-        self.tokenizer = tokenizer = load_policy_tokenizer(options.pretrain, trust, options.chat_template_kwargs)
-        self.context = context_length(model_config)
+        self.policy = FrozenPolicy(options)
+        self.strategy, self.tokenizer = self.policy.strategy, self.policy.tokenizer
+        self.comm, tokenizer = self.strategy.comm, self.tokenizer
         if maker is not None:
             maker.check(tokenizer)
         self.prompts = self._load_prompts(maker)
         ids = [prompt.token_ids for prompt in self.prompts]
         longest = max(map(len, ids)) if maker is None else options.prompt_max_len
-        check_context(model_config, model, longest, options.generate_max_len)
-        check_token_ids(model_config, model, tokenizer, ids)
-        self.sampling = self.prompts, sampling_params(options), options.n_samples_per_prompt, seed
+        check_context(self.policy.config, model, longest, options.generate_max_len)
+        check_token_ids(self.policy.config, model, tokenizer, ids)
+        self.sampling = self.prompts, sampling_params(options), options.n_samples_per_prompt, options.seed
 
     def _load_prompts(self, maker: SamplerMaker | None) -> list[Prompt]:
         """Rows of ``--prompt_data`` as prompts, or as tasks of what ``maker`` plays."""
@@ -82,17 +73,12 @@ class _Job:
 
     def _load_policy(self) -> None:
         """Load the model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
-        options = self.options
-        with model_error_context("--pretrain", options.pretrain):
-            self.actor = Actor(options.pretrain, **self.loading)
-        self.strategy.prepare_frozen(self.actor)
-        policy: Any = self.actor.model
+        options, policy = self.options, self.policy
+        policy.load(options.micro_batch_size, self.strategy.is_main)
         if options.engine_check == "on":
-            kind, checked = ("hf", not options.bf16), {"": HFEngine(policy, (), 0, len(REQUESTS))}
-            check_sampling(options.pretrain, self.actor, checked, None, self.strategy.device, kind)
-        self.eos, pad = eos_token_ids(policy, self.tokenizer), pad_token_id(self.tokenizer)
-        self.engine = HFEngine(policy, self.eos, pad, options.micro_batch_size, show_progress=self.strategy.is_main)
-        self.engine.decode = decoder(self.tokenizer)
+            model: Any = policy.actor.model
+            kind, checked = ("hf", not options.bf16), {"": HFEngine(model, (), 0, len(REQUESTS))}
+            check_sampling(options.pretrain, policy.actor, checked, None, self.strategy.device, kind)
 
     def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
         """What is written of the response of that number on this rank; its text ends before a stop string."""
@@ -123,7 +109,7 @@ class GenerateJob(_Job):
 
     def fit(self) -> None:
         """Generate and write."""
-        responses = sample_trajectories(self.engine, *self.sampling, comm=self.comm)
+        responses = sample_trajectories(self.policy.engine, *self.sampling, comm=self.comm)
         shown = progress_bar(responses, "log-probs", enabled=self.strategy.is_main)
         rows = [self._row(t, i) | {"mean_log_prob": self._mean_log_prob(t)} for i, t in enumerate(shown)]
         write_rows(self.output, rows, self.comm)
@@ -133,7 +119,7 @@ class GenerateJob(_Job):
         """Of the response's tokens under the model itself: at temperature 1, however they were sampled."""
         ids = torch.tensor([response.token_ids], device=self.strategy.device)
         mask = torch.tensor([response.action_mask], device=self.strategy.device)
-        log_probs = self.actor(ids, torch.ones_like(mask), mask)  # (1, L); in a batch the logits might not fit
+        log_probs = self.policy.actor(ids, torch.ones_like(mask), mask)  # (1, L); in a batch the logits might not fit
         return float(log_probs.sum() / mask.sum())
 
 
@@ -155,14 +141,14 @@ class EvaluateJob(_Job):
             self.prompts,
             config.pretrain,
             MicroBatchSize(config.micro_batch_size),
-            self.loading,
+            self.policy.loading,
             config.value_head_prefix,
             input_template=config.input_template,
             episodes=source is not None,
         )
         self.scorer = setup.build() if config.rewards.names() else None
         self._load_policy()
-        self.sampler: Sampler = EngineSampler(self.engine, self.comm)
+        self.sampler: Sampler = EngineSampler(self.policy.engine, self.comm)
         if source is not None:
             self.sampler = source.make(self._parts())
         rewards = config.rewards
@@ -198,11 +184,9 @@ class EvaluateJob(_Job):
     def _parts(self) -> SamplerParts:
         """What an agent's sampler works with: its episodes end where the model's context does."""
         longest = self.agents.episode_max_len or self.options.prompt_max_len + self.options.generate_max_len
-        longest, has_rewards = min(longest, self.context or longest), self.scorer is not None
-        engine, tokenizer, comm = self.engine, self.tokenizer, self.comm
-        return SamplerParts(
-            *(engine, tokenizer, self.eos, comm, StopCheck(), longest, self.context), has_rewards=has_rewards
-        )
+        policy, has_rewards = self.policy, self.scorer is not None
+        sampling = policy.engine, policy.tokenizer, policy.eos_token_ids, self.comm, StopCheck()
+        return SamplerParts(*sampling, longest, policy.context, has_rewards=has_rewards)
 
     def _episode_row(self, parts: Sequence[Trajectory], number: int) -> dict[str, Any]:
         """What is written of a response, or of an episode of that number on this rank."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from openppo.agents.driver import EngineDriver
+from openppo.rollout.driver import EngineDriver
 from openppo.types import FinishReason, Interrupted, SamplingParams, StopCheck
 from tests.unit.agents.conftest import ScriptedEngine
 

@@ -10,12 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from openppo.agents.driver import EngineDriver
 from openppo.agents.gateway import server
 from openppo.agents.gateway.server import Gateway
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import Session, SessionSetup, Task
 from openppo.config.agents import AgentConfig
+from openppo.rollout.driver import EngineDriver
 from openppo.types import Ending, Prompt, SamplingParams
 from tests.unit.agents.conftest import ScriptedEngine
 

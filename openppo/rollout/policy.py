@@ -1,0 +1,38 @@
+"""The model of a command that samples without training."""
+
+from typing import Any
+
+from openppo.config import PromptsConfig, ServeAgentConfig, parse_template_kwargs
+from openppo.models.actor import Actor
+from openppo.models.loading import attention_implementation, model_error_context
+from openppo.models.pretrained import check_model, context_length, eos_token_ids, load_tokenizer, pad_token_id
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.row_cache import check_cache
+from openppo.rollout.sampling import decoder
+from openppo.strategy.comm import InferenceStrategy
+
+
+class FrozenPolicy:
+    """Tokenizer and process group of ``--pretrain``; ``load`` adds the model and an engine that samples from it."""
+
+    def __init__(self, options: PromptsConfig | ServeAgentConfig) -> None:
+        """Check what can be checked without weights; ``ValueError`` names the flag to change."""
+        self.pretrain, trust = options.pretrain, options.trust_remote_code
+        self.loading = {"bf16": options.bf16, "flash_attn": options.flash_attn, "trust_remote_code": trust}
+        self.strategy = InferenceStrategy(options.bf16)
+        self.config = check_model(self.pretrain, "--pretrain", trust)
+        self.context = context_length(self.config)
+        check_cache(self.config)
+        attention_implementation(options.flash_attn, options.bf16)
+        kwargs = parse_template_kwargs(options.chat_template_kwargs)
+        self.tokenizer = load_tokenizer(self.pretrain, "--pretrain", trust_remote_code=trust, template_kwargs=kwargs)
+
+    def load(self, max_batch_size: int | None = None, show_progress: bool = False) -> None:
+        """Load the weights on this rank's device."""
+        with model_error_context("--pretrain", self.pretrain):
+            self.actor = Actor(self.pretrain, **self.loading)
+        self.strategy.prepare_frozen(self.actor)
+        model: Any = self.actor.model
+        self.eos_token_ids, pad = eos_token_ids(model, self.tokenizer), pad_token_id(self.tokenizer)
+        self.engine = HFEngine(model, self.eos_token_ids, pad, max_batch_size, show_progress=show_progress)
+        self.engine.decode = decoder(self.tokenizer)
