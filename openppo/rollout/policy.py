@@ -1,5 +1,6 @@
 """The model of a command that samples without training."""
 
+from collections.abc import Callable
 from typing import Any
 
 from openppo.config import PromptsConfig, ServeAgentConfig, parse_template_kwargs
@@ -9,17 +10,15 @@ from openppo.models.pretrained import check_model, context_length, eos_token_ids
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import decoder
-from openppo.strategy.comm import InferenceStrategy
 
 
 class FrozenPolicy:
-    """Tokenizer and process group of ``--pretrain``; ``load`` adds the model and an engine that samples from it."""
+    """The model of ``--pretrain``, of which ``load`` makes an engine, and its tokenizer."""
 
     def __init__(self, options: PromptsConfig | ServeAgentConfig) -> None:
         """Check what can be checked without weights; ``ValueError`` names the flag to change."""
         self.pretrain, trust = options.pretrain, options.trust_remote_code
         self.loading = {"bf16": options.bf16, "flash_attn": options.flash_attn, "trust_remote_code": trust}
-        self.strategy = InferenceStrategy(options.bf16)
         self.config = check_model(self.pretrain, "--pretrain", trust)
         self.context = context_length(self.config)
         check_cache(self.config)
@@ -27,11 +26,13 @@ class FrozenPolicy:
         kwargs = parse_template_kwargs(options.chat_template_kwargs)
         self.tokenizer = load_tokenizer(self.pretrain, "--pretrain", trust_remote_code=trust, template_kwargs=kwargs)
 
-    def load(self, max_batch_size: int | None = None, show_progress: bool = False) -> None:
-        """Load the weights on this rank's device."""
+    def load(
+        self, prepare: Callable[[Actor], object], max_batch_size: int | None = None, show_progress: bool = False
+    ) -> None:
+        """Load the weights; ``prepare`` moves them to this rank's device."""
         with model_error_context("--pretrain", self.pretrain):
             self.actor = Actor(self.pretrain, **self.loading)
-        self.strategy.prepare_frozen(self.actor)
+        prepare(self.actor)
         model: Any = self.actor.model
         self.eos_token_ids, pad = eos_token_ids(model, self.tokenizer), pad_token_id(self.tokenizer)
         self.engine = HFEngine(model, self.eos_token_ids, pad, max_batch_size, show_progress=show_progress)

@@ -16,6 +16,7 @@ from openppo.datasets.templates import Message
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.sampling import sampling_params
+from openppo.strategy.comm import InferenceStrategy
 from openppo.tracking.console import write_line
 from openppo.types import Prompt
 
@@ -40,10 +41,10 @@ class AgentServer:
     def __init__(self, options: ServeAgentConfig) -> None:
         """Open the port and load the model; ``ValueError`` names the flag to change."""
         self.gateway, self.seed = Gateway(port=options.port, newcomer=self._session), options.seed
-        self.policy = policy = FrozenPolicy(options)
+        self.strategy, policy = InferenceStrategy(options.bf16), FrozenPolicy(options)
         name = f"--pretrain {options.pretrain}"
         parser = choose_parser(policy.tokenizer.chat_template, options.tool_parser, name)
-        policy.load()
+        policy.load(self.strategy.prepare_frozen)
         limits = AgentConfig(max_turns=options.max_turns, history=options.history)
         self.driver = EngineDriver(policy.engine)
         sampling = self.driver.generate, sampling_params(options), limits
@@ -67,4 +68,4 @@ class AgentServer:
     def close(self) -> None:
         """Release the engine's thread and the process group."""
         self.driver.close()
-        self.policy.strategy.close()
+        self.strategy.close()

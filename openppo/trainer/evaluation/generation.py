@@ -31,6 +31,7 @@ from openppo.rollout.rollout import (
     sample_trajectories,
 )
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
+from openppo.strategy.comm import InferenceStrategy
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
@@ -46,9 +47,9 @@ class _Job:
     def __init__(self, options: PromptsConfig, output_path: str | None, maker: SamplerMaker | None = None) -> None:
         self.options, model = options, f"--pretrain {options.pretrain}"
         self.output = None if output_path is None else check_output(output_path)
-        self.policy = FrozenPolicy(options)
-        self.strategy, self.tokenizer = self.policy.strategy, self.policy.tokenizer
-        self.comm, tokenizer = self.strategy.comm, self.tokenizer
+        self.strategy = InferenceStrategy(options.bf16)
+        self.comm, self.policy = self.strategy.comm, FrozenPolicy(options)
+        self.tokenizer = tokenizer = self.policy.tokenizer
         if maker is not None:
             maker.check(tokenizer)
         self.prompts = self._load_prompts(maker)
@@ -74,7 +75,7 @@ class _Job:
     def _load_policy(self) -> None:
         """Load the model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
         options, policy = self.options, self.policy
-        policy.load(options.micro_batch_size, self.strategy.is_main)
+        policy.load(self.strategy.prepare_frozen, options.micro_batch_size, self.strategy.is_main)
         if options.engine_check == "on":
             model: Any = policy.actor.model
             kind, checked = ("hf", not options.bf16), {"": HFEngine(model, (), 0, len(REQUESTS))}
