@@ -157,15 +157,15 @@ def build_server(options: ServeRMConfig) -> RewardServer:
     return RewardServer(score=score, encode=encode, listener=listener, config=options, token=token)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; ``ValueError`` naming ``--host`` and ``--port`` if that is not possible."""
+def listen(host: str, port: int, flags: str = "--host {} --port {}") -> socket.socket:
+    """A socket bound to the address; ``ValueError`` naming ``flags`` of a command if that is not possible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: cannot listen there ({error}). Choose another.") from error
+        raise ValueError(f"{flags.format(host, port)}: cannot listen there ({error}). Choose another.") from error
     return listener
 
 

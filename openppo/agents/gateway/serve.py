@@ -1,6 +1,7 @@
 """A model behind the gateway, without training: to debug an agent."""
 
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,7 @@ class AgentServer:
     def __init__(self, options: ServeAgentConfig) -> None:
         """Open the port and load the model; ``ValueError`` names the flag to change."""
         self.gateway, self.seed = Gateway(port=options.port, newcomer=self._session), options.seed
+        self.ended = asyncio.Event()
         self.strategy, policy = InferenceStrategy(options.bf16), FrozenPolicy(options)
         name = f"--pretrain {options.pretrain}"
         parser = choose_parser(policy.tokenizer.chat_template, options.tool_parser, name)
@@ -53,14 +55,18 @@ class AgentServer:
         self.setup = SessionSetup(renderer, *sampling, longest, policy.context)
 
     def fit(self) -> None:
-        """Serve until a signal ends the process."""
+        """Serve until SIGTERM or SIGINT; requests under way are cancelled."""
+        signal.set_wakeup_fd(-1)  # else the watchdog ends the process, with the status of a failure
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.driver.loop.call_soon_threadsafe(self.ended.set))
         self.driver.drive(self._serve())
 
     async def _serve(self) -> None:
         await self.gateway.start()
         url = f"OPENAI_BASE_URL={self.gateway.address}/v1 OPENAI_API_KEY=$RANDOM"
         write_line(f"Each OPENAI_API_KEY is an episode of its own:\n    {url} python my_agent.py", sys.stdout)
-        await asyncio.Event().wait()
+        await self.ended.wait()
+        await self.gateway.stop()
 
     def _session(self, key: str) -> Session:
         return _LoggedSession(self.setup, Task(Prompt(key or "no key", []), self.seed))

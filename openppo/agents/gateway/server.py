@@ -75,7 +75,7 @@ class Gateway:
     """
 
     def __init__(self, port: int = 0, newcomer: Callable[[str], Session] | None = None) -> None:
-        self._listener = listen("127.0.0.1", port)
+        self._listener = listen("127.0.0.1", port, "--port {1}")
         self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._newcomer = newcomer
         self._clients: dict[str, _Client] = {}

@@ -549,7 +549,7 @@ def test_a_port_in_use_is_said_with_the_remedy():
     async def play() -> None:
         taken = Gateway()
         await taken.start()
-        with pytest.raises(ValueError, match=r"--port \d+: cannot listen there .* Choose another"):
+        with pytest.raises(ValueError, match=r"^--port \d+: cannot listen there .* Choose another"):
             Gateway(port=int(taken.address.rpartition(":")[2]))
         await taken.stop()
 
