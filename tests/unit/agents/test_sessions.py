@@ -43,8 +43,10 @@ async def three_turns(task: Any, session: Any) -> float:
 
 def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes")
+    sampler.parts.engine.version = 7
     [trajectory], metrics = play(sampler)
     journal = sampler.parts.engine.journal
+    assert trajectory.versions == [7 if sampled else -1 for sampled in trajectory.action_mask]
     assert [trajectory.token_ids[start:stop] for start, stop in trajectory.spans] == [ids for _, ids in journal]
     assert trajectory.token_ids == journal[-1][0] + journal[-1][1]
     assert (metrics["agent/bridged_turns"], metrics["agent/rerendered_turns"]) == (2, 0)
@@ -73,10 +75,18 @@ def test_branches_share_their_episode(make_sampler, n_branches):
     sampler = make_sampler(branch_out, lambda prompt: "yes" if "branch" in prompt else "well")
     trajectories, _ = play(sampler)
     assert len(trajectories) == n_branches
-    assert sum(t.share for t in trajectories) == pytest.approx(1)
+    n_actions = [sum(t.action_mask) for t in trajectories]
+    assert [t.share for t in trajectories] == pytest.approx([n / sum(n_actions) for n in n_actions])
     assert [len(t.spans) for t in trajectories] == [2] + [1] * (n_branches - 1)  # the shared turn is trained on once
     journal = sampler.parts.engine.journal
-    assert sum(sum(t.action_mask) for t in trajectories) == sum(len(ids) for _, ids in journal)
+    assert sum(n_actions) == sum(len(ids) for _, ids in journal)
+
+
+def test_what_a_limit_ends_before_its_reward_has_reward_0(make_sampler):
+    sampler = make_sampler(three_turns, lambda prompt: "yes", max_turns=2)
+    [trajectory], metrics = play(sampler)
+    assert ending_of(metrics) == "max_turns"
+    assert (trajectory.scores, len(trajectory.spans)) == ({"reward": 0.0}, 2)
 
 
 def test_a_turn_reward_lies_on_its_last_action(make_sampler):
