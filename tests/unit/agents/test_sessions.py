@@ -54,6 +54,46 @@ def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
     assert (rendered.count("<think>"), chat_tokenizer.decode(trajectory.token_ids).count("<think>")) == (0, 3)
 
 
+def test_a_turn_resumes_what_is_kept_of_the_one_before(make_sampler):
+    sampler = make_sampler(three_turns, lambda prompt: "yes")
+    play(sampler)
+    assert [resume for *_, resume in sampler.parts.engine.asked] == [None, 0, 1]
+
+
+def test_each_turn_of_each_sample_has_a_seed_of_its_own_and_always_the_same(make_sampler):
+    samplers = [make_sampler(three_turns, lambda prompt: "yes") for _ in range(2)]
+    for sampler in samplers:
+        play(sampler, 2, 2)
+    first, second = ([seed for _, seed, _ in sampler.parts.engine.asked] for sampler in samplers)
+    assert first == second and len(set(first)) == 12
+
+
+def test_an_answer_after_the_end_is_no_turn(make_sampler):
+    async def end(task: Any, session: Any) -> float:
+        answer = asyncio.ensure_future(session.chat(task.messages))
+        await asyncio.sleep(0)
+        session.close(Ending.COMPLETED)
+        with pytest.raises(EpisodeEnded):
+            await answer
+        ended.append(len(session.turns))
+        return 1.0
+
+    ended: list[int] = []
+    sampler = make_sampler(end, lambda prompt: "yes")
+    assert (play(sampler)[0], ended, len(sampler.parts.engine.journal)) == ([], [0], 1)
+
+
+def test_a_lower_limit_of_a_request_bounds_its_least_tokens_too(make_sampler):
+    async def short(task: Any, session: Any) -> float:
+        await session.chat(task.messages, max_tokens=2, stop=["!"])
+        return 1.0
+
+    sampler, metrics = make_sampler(short, lambda prompt: "yes"), Metrics()
+    sampler.sample([Prompt("task", [5])], SamplingParams(9, min_new_tokens=4, stop=("?",)), 1, 1, 0, metrics)
+    [(params, *_)] = sampler.parts.engine.asked
+    assert params == SamplingParams(2, min_new_tokens=2, stop=("?", "!"))
+
+
 def test_history_as_the_template_has_it_makes_segments(make_sampler):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes", history="template")
     trajectories, metrics = play(sampler)
