@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,13 +29,13 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_model(folder: Path, characters: str, seed: int, width: int) -> None:
+def make_model(folder: Path, characters: str, seed: int, width: int, **sizes: Any) -> None:
     """A random Llama of two layers whose tokens are ``characters``."""
     tokenizer = save_tokenizer(folder, characters, ["<sep>"], chat_template=TEMPLATE)
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ends)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **small | sizes, **ends)).save_pretrained(folder)
 
 
 @pytest.fixture
@@ -89,8 +90,8 @@ def test_a_model_learns_to_use_what_its_environment_says(train: Train, tmp_path:
     assert lines[-1]["eval_reward_max"] == 1 and lines[-1]["eval_reward_min"] <= lines[-1]["eval_reward"]
 
 
-STEPS = 50
-"""Of 256 episodes each: 12,800 in all."""
+STEPS = 24
+"""Of 256 episodes each: 6,144 in all."""
 LAKE = f"""
 import sys
 sys.path.insert(0, {str(REPO / "examples/agents")!r})
@@ -104,48 +105,70 @@ class Blind(Lake):
         return "F" * 16
 """
 TRAINED, HELD_OUT, OF_WALKS = 200, 10_000, 20_000
-"""First of the 32 maps that are trained on, of 32 others, and of the 3,000 of the walks. No fixed sequence of moves
-solves more than 0.375 of the first (beam search over sequences of 12)."""
+"""First of the 32 maps that are trained on, of 32 others, and of the 2,000 of the walks. No fixed sequence of moves
+solves more than 0.375 of the first (beam search over sequences of 20)."""
 
 
 def write_walks(file: Path) -> None:
-    """A random move that stays on the map, from a random place on each: what an answer looks like, not where to go."""
+    """Up to eight random moves over ice, from a random place on each map: how to move, not where to go."""
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
     rng, rows = random.Random(0), []
-    for number in range(3000):
-        tiles = [*"".join(generate_random_map(size=4, seed=OF_WALKS + number))]
-        place = rng.choice([i for i, tile in enumerate(tiles) if tile in "SF"])
-        tiles[place], (row, column) = "P", divmod(place, 4)
-        stays = {"L": column > 0, "D": row < 3, "R": column < 3, "U": row > 0}
-        move = rng.choice([letter for letter, is_inside in stays.items() if is_inside])
-        rows.append({"messages": [{"role": "user", "content": "".join(tiles)}, {"role": "assistant", "content": move}]})
+    for number in range(2000):
+        tiles = "".join(generate_random_map(size=4, seed=OF_WALKS + number))
+        place, messages = rng.choice([i for i, tile in enumerate(tiles) if tile in "SF"]), []
+        while len(messages) < 16 and tiles[place] != "G":
+            row, column = divmod(place, 4)
+            inside = {"L": (column > 0, -1), "D": (row < 3, 4), "R": (column < 3, 1), "U": (row > 0, -4)}
+            moves = [(move, by) for move, (is_inside, by) in inside.items() if is_inside and tiles[place + by] != "H"]
+            if not moves:  # holes all around
+                break
+            move, by = rng.choice(moves)
+            messages.append({"role": "user", "content": tiles[:place] + "P" + tiles[place + 1 :]})
+            messages.append({"role": "assistant", "content": move})
+            place += by
+        if messages:
+            rows.append({"messages": messages})
     write_rows(file, rows)
 
 
-# The penalty on the KL from the random walk keeps trials going on lakes that no sample has crossed: there all rewards
-# are equal, and without it the policy settles at about 0.8.
+@pytest.fixture(scope="module")
+def walker(run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """``walker(seed)``: a model that has learned the random walks, made once for all tests of a seed."""
+
+    @cache
+    def trained(seed: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"walker{seed}")
+        sizes = {"initializer_range": 0.1, "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}
+        make_model(folder / "model", "SFHGPLDRU>?", seed, width=64, **sizes)
+        write_walks(folder / "walks.jsonl")
+        command = """train_sft --pretrain model --dataset walks.jsonl --apply_chat_template --train_batch_size 16
+            --micro_train_batch_size 16 --max_epochs 4 --learning_rate 3e-3 --save_path warm"""
+        run([sys.executable, "-m", *f"openppo.cli.{command}".split()], folder)
+        return folder / "warm"
+
+    return trained
+
+
+# What the walker sees decides. One that stays on the map but does not see holes crosses as many lakes at first, but has
+# to learn of holes by falling in: with GRPO it stood at 0.78 after 50 steps.
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("game", "estimator"), [("Lake", "gae"), ("Lake", "group_norm"), ("Blind", "gae")])
 def test_a_model_learns_to_cross_lakes_that_it_sees(
-    train: Train, tmp_path: Path, game: str, estimator: str, seed: int
+    train: Train, walker: Callable[[int], Path], tmp_path: Path, game: str, estimator: str, seed: int
 ) -> None:
-    make_model(tmp_path / "model", "SFHGPLDRU>?", seed, width=48)
     (tmp_path / "lake.py").write_text(LAKE)
-    write_walks(tmp_path / "walks.jsonl")
     for name, first in (("trained", TRAINED), ("heldout", HELD_OUT)):
         write_rows(tmp_path / f"{name}.jsonl", [{"map": first + i} for i in range(32)])
-    train(
-        """train_sft --pretrain model --dataset walks.jsonl --apply_chat_template --train_batch_size 64
-        --micro_train_batch_size 64 --max_epochs 4 --learning_rate 3e-3 --save_path warm"""
-    )
-    *_, last = train(
-        f"""{PPO} --pretrain warm --environment lake.py:{game} --prompt_data trained.jsonl --num_episodes {STEPS}
+    lines = train(
+        f"""{PPO} --pretrain {walker(seed)} --environment lake.py:{game} --prompt_data trained.jsonl
         --eval_data trained.jsonl,heldout.jsonl --rollout_batch_size 32 --n_samples_per_prompt 8 --seed {seed}
-        --episode_max_len 220 --max_turns 10 --max_epochs 2 --init_kl_coef 0.03
+        --episode_max_len 260 --max_turns 12 --max_epochs 2 --init_kl_coef 0.03 --num_episodes {STEPS}
         --actor_learning_rate 1e-3 --critic_learning_rate 2e-3 --eval_steps {STEPS} --advantage_estimator {estimator}"""
     )
+    first, last = lines[0]["reward"], lines[-1]
     trained, held_out = (last[f"eval/{name}.jsonl/reward"] for name in ("trained", "heldout"))
-    print(f"{game} {estimator} seed {seed}: trained {trained:.2f}, held out {held_out:.2f}")
+    print(f"{game} {estimator} seed {seed}: {first:.2f} at first, trained {trained:.2f}, held out {held_out:.2f}")
+    assert first < 0.1
     assert trained >= 0.9 if game == "Lake" else trained < 0.5

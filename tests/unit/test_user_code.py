@@ -1,6 +1,8 @@
 """Files of users, reward functions and data loaders alike: what they may not do to the run."""
 
+import asyncio
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from openppo.config import RowsConfig
 from openppo.datasets import load_mixed_rows
-from openppo.user_code import load_callable
+from openppo.user_code import call, load_callable
 
 MEDDLES = """
     import random, numpy, torch
@@ -66,3 +68,19 @@ def test_sys_exit_at_import_or_in_a_data_loader_is_an_error(load, text, file):
     file.write_text(text)
     with pytest.raises(ValueError, match=EXITS):
         load(file)
+
+
+def test_a_call_on_a_thread_leaves_none_behind():
+    def work():
+        seen.append(threading.current_thread())
+        if len(seen) == 2:
+            raise LookupError("lost")
+        return 5
+
+    seen: list[threading.Thread] = []
+    assert asyncio.run(call(work)) == 5
+    with pytest.raises(LookupError, match="lost"):
+        asyncio.run(call(work))
+    for thread in seen:
+        thread.join(60)
+    assert [thread.is_alive() for thread in seen] == [False, False] and threading.current_thread() not in seen
