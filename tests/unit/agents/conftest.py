@@ -61,7 +61,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 class ScriptedEngine(Engine):
     """Answers each request with the ids of ``script(text of the prompt)`` and EOS, one token a step.
 
-    ``journal`` holds prompt and sampled ids of every request that ended, ``asked`` what each was submitted with.
+    ``journal`` holds prompt and sampled ids of every request that ended, ``submitted`` what each was submitted with.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, script: Callable[[str], str]) -> None:
@@ -69,7 +69,7 @@ class ScriptedEngine(Engine):
         self.decode = decoder(tokenizer)
         self.tokenizer, self.script = tokenizer, script
         self.journal: list[tuple[list[int], list[int]]] = []
-        self.asked: list[tuple[SamplingParams, int, int | None]] = []
+        self.submitted: list[tuple[SamplingParams, int, int | None]] = []
         self.running: dict[int, tuple[list[int], list[int], list[int], SamplingParams]] = {}
 
     @property
@@ -85,7 +85,7 @@ class ScriptedEngine(Engine):
         resume: int | None = None,
     ) -> int:
         number, ids = next(self._numbers), list(prompt_ids)
-        self.asked.append((params, seed, resume))
+        self.submitted.append((params, seed, resume))
         answer = self.tokenizer(self.script(self.tokenizer.decode(ids)), add_special_tokens=False)["input_ids"]
         self.running[number] = (ids, [*answer, self.tokenizer.eos_token_id], [], params)
         self.read_tokens += len(ids)

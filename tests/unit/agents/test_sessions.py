@@ -57,14 +57,14 @@ def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
 def test_a_turn_resumes_what_is_kept_of_the_one_before(make_sampler):
     sampler = make_sampler(three_turns, lambda prompt: "yes")
     play(sampler)
-    assert [resume for *_, resume in sampler.parts.engine.asked] == [None, 0, 1]
+    assert [resume for *_, resume in sampler.parts.engine.submitted] == [None, 0, 1]
 
 
 def test_each_turn_of_each_sample_has_a_seed_of_its_own_and_always_the_same(make_sampler):
     samplers = [make_sampler(three_turns, lambda prompt: "yes") for _ in range(2)]
     for sampler in samplers:
         play(sampler, 2, 2)
-    first, second = ([seed for _, seed, _ in sampler.parts.engine.asked] for sampler in samplers)
+    first, second = ([seed for _, seed, _ in sampler.parts.engine.submitted] for sampler in samplers)
     assert first == second and len(set(first)) == 12
 
 
@@ -90,7 +90,7 @@ def test_a_lower_limit_of_a_request_bounds_its_least_tokens_too(make_sampler):
 
     sampler, metrics = make_sampler(short, lambda prompt: "yes"), Metrics()
     sampler.sample([Prompt("task", [5])], SamplingParams(9, min_new_tokens=4, stop=("?",)), 1, 1, 0, metrics)
-    [(params, *_)] = sampler.parts.engine.asked
+    [(params, *_)] = sampler.parts.engine.submitted
     assert params == SamplingParams(2, min_new_tokens=2, stop=("?", "!"))
 
 
