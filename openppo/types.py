@@ -45,7 +45,7 @@ class Ending(str, Enum):
     TIMEOUT = "timeout"  # it took too long
     AGENT_ERROR = "agent_error"  # the agent raised, left with an error, or nothing gave a reward
     TOOL_ERROR = "tool_error"  # a tool raised when it was created, released or asked for its reward
-    CANCELLED = "cancelled"  # the run gave it up
+    CANCELLED = "cancelled"  # its own code cancelled it
 
     @property
     def is_trained(self) -> bool:

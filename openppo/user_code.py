@@ -83,7 +83,7 @@ def leaving_no_trace(source: str) -> Iterator[None]:
 
 
 class Worker:
-    """One thread for calls in their order: a daemon, so that one that hangs does not keep the process alive."""
+    """One daemon thread for calls in order: a call that hangs does not keep the process alive."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -92,10 +92,15 @@ class Worker:
 
     async def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Result of a function; a coroutine is awaited in the event loop."""
-        self.last = Future()
-        self._calls.put((self.last, partial(function, *arguments, **named)))
+        self.last = self.begin(function, *arguments, **named)
         made = await asyncio.wrap_future(self.last)
         return await made if inspect.isawaitable(made) else made
+
+    def begin(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> "Future[Any]":
+        """Queue a call."""
+        future: Future[Any] = Future()
+        self._calls.put((future, partial(function, *arguments, **named)))
+        return future
 
     def end(self) -> None:
         """End the thread after its last call."""
@@ -107,8 +112,10 @@ class Worker:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
-                except (Exception, SystemExit) as error:  # noqa: BLE001 (raised again where it is awaited)
-                    future.set_exception(error)
+                except BaseException as error:  # noqa: BLE001 (raised again where it is awaited)
+                    # A coroutine cannot raise StopIteration, and what is no Exception would end the event loop.
+                    is_one = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                    future.set_exception(error if is_one else RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

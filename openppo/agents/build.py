@@ -1,4 +1,4 @@
-"""From options, or an agent of one's own, to what ``build_ppo_trainer(config, source=...)`` samples with."""
+"""Make the ``source`` of ``build_ppo_trainer`` from options or an agent of one's own."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ class FunctionAgent(Agent):
 
     def __init__(self, solve: Solve, source: str) -> None:
         if not inspect.iscoroutinefunction(solve):
-            raise ValueError(f"{source} is no coroutine: write 'async def solve(task, session)'.")
+            raise ValueError(f"{source} is not async: write 'async def solve(task, session)'.")
         n = len(inspect.signature(solve).parameters)
         if n != 2:
             raise ValueError(f"{source} takes {n} arguments: write 'async def solve(task, session)'.")

@@ -24,6 +24,7 @@ from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config import PPODataConfig
 from openppo.datasets import load_mixed_rows, load_tasks
+from openppo.rollout.driver import end_tasks
 from openppo.rollout.rollout import make_trajectory, sample_seed
 from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, Trajectory
 
@@ -118,6 +119,7 @@ class TaskPool:
     def close(self) -> None:
         """End the agent and the thread."""
         self._finish(self.source.agent.stop())
+        self._finish(end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _finish(self, work: Coroutine[Any, Any, None]) -> None:
@@ -138,7 +140,7 @@ class TaskPool:
             return completion
 
         setup = SessionSetup(self.renderer, generate, SamplingParams(self.longest), self.source.options, self.longest)
-        task = Task(prompt, sample_seed(0, number), group=group)
+        task = Task(prompt, sample_seed(0, number), sample_seed(0, group) % 2**31, group)
         played = await play(self.source.agent, task, setup, needs_reward=True)
         score, episode = None, played.episode
         if episode.ending.is_trained:

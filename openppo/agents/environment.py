@@ -41,7 +41,7 @@ class EnvironmentAgent(Agent):
         try:
             asyncio.run(first_step())
         except Exception as error:
-            failed = f"{type(error).__name__} when it was made, reset, and stepped with '-': {error}"
+            failed = f"{type(error).__name__} when tried (reset; without parse step('-')): {error}"
             raise ValueError(f"--environment: {failed}. {FORM}") from error
 
     async def run(self, task: Task, session: Session) -> float:
@@ -95,8 +95,8 @@ class Environment:
             made = await worker.call(make)
             yield cls(made, worker)
         finally:
-            if hasattr(made, "close") and not worker.last.running():
-                await worker.call(made.close)
+            if hasattr(made, "close"):
+                await worker.call(made.close) if not worker.last.running() else worker.begin(made.close)
             worker.end()
 
     async def reset(self, task: Task) -> list[Message]:

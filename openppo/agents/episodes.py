@@ -36,7 +36,7 @@ class Agent(ABC):
 
 
 class ToolError(Exception):
-    """A tool raised outside of a call."""
+    """A method of a tool failed."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def _played(session: Session, error: str, needs_reward: bool) -> Played:
     assert session.ending is not None
     ending, turns = session.ending, session.turns
     rewarded = bool(session.rewards) or session.counts["rewarded_turns"] > 0
-    if ending.is_trained and not turns:
-        ending, error = Ending.AGENT_ERROR, error or "the agent never asked the model"
+    if ending.is_trained and not any(turn.trained for turn in turns):
+        ending, error = Ending.AGENT_ERROR, error or "the agent requested no turn, or received none"
     elif ending is Ending.COMPLETED and needs_reward and not rewarded:
         ending, error = Ending.AGENT_ERROR, "nothing gave a reward"
     elif ending.is_trained and needs_reward and not rewarded:

@@ -228,6 +228,6 @@ def choose_parser(template: str | None, chosen: str, flag: str) -> str:
         return chosen
     name = next((name for sign, name in _SIGNS.items() if sign in template), "")
     if not name:
-        logger.warning("the chat template has no format of tool calls that is known: they are expected as plain JSON")
+        logger.warning("the chat template has no known format of tool calls: plain JSON is expected")
     logger.info("--tool_parser auto: tool calls are read as %s, by the chat template", name or "json")
     return name or "json"

@@ -61,7 +61,7 @@ class Command:
 
 
 class ProgramAgent(Agent):
-    """Runs a command for each episode, in a session of its own, with the model at ``OPENAI_BASE_URL``."""
+    """A command for each episode, in its own process group, with the model at ``OPENAI_BASE_URL``."""
 
     def __init__(self, options: AgentConfig) -> None:
         assert options.agent_command is not None
@@ -140,7 +140,7 @@ class ProgramAgent(Agent):
 
 
 def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:
-    """What a program needs of this one's environment, and the variables ``more``: no rank, no device, no token."""
+    """Variables of this process that a program gets, and ``more``: no rank, device or token."""
     if unset := sorted(set(more) - os.environ.keys()):
         raise ValueError(f"--agent_env {unset[0]} is not set: export it before the run, or leave it out.")
     return {

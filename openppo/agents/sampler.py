@@ -1,4 +1,4 @@
-"""Episodes of agents in place of single responses: what ``build_ppo_trainer(config, source=...)`` samples with."""
+"""Sampling of an agent's episodes in place of single responses."""
 
 import asyncio
 from collections import Counter
@@ -37,8 +37,8 @@ class AgentSampler:
     ) -> list[Trajectory]:
         """Unscored trajectories of this rank's share of ``prompts``, those of one prompt beside each other.
 
-        Episodes that failed are left out, and with them groups of which fewer than two are left; an ``evaluation`` has
-        all, with reward 0. ``Interrupted`` on all ranks upon a signal.
+        Episodes that failed are left out, and with them groups of which fewer than two are left; an ``evaluation``
+        keeps them, at reward 0. ``Interrupted`` on all ranks upon a signal.
         """
         mine, first_group = rank_share(prompts, first_group, self.parts.comm)
         tasks = []
@@ -72,8 +72,8 @@ class AgentSampler:
     async def _play(self, tasks: Sequence[Task], params: SamplingParams, ended: list[Task]) -> list[Played]:
         """Play all tasks; those that have come to an end are put into ``ended``."""
         if not self._started:
-            self._started = True
             await self.agent.start()
+            self._started = True
         parts, sampling = self.parts, (self.renderer, self.driver.generate, params)
         limits = self.options, self.options.episode_max_len or parts.longest, parts.context
         setup = SessionSetup(*sampling, *limits, lambda: parts.engine.version)
@@ -86,6 +86,9 @@ class AgentSampler:
         return await asyncio.gather(*map(one, tasks))
 
     def _warn(self, played: Sequence[Played]) -> None:
+        if differ := [each.episode.error for each in played if each.session.counts["rerender_mismatch"]]:
+            how = "are rendered otherwise than they were recorded; the first"
+            logger.warning("%d of %d conversations %s: %s", len(differ), len(played), how, differ[0])
         lost = [each.episode for each in played if not each.episode.ending.is_trained]
         if lost:
             how = f"{lost[0].ending.value}: {lost[0].error or lost[0].output or 'no message'}"
@@ -95,7 +98,7 @@ class AgentSampler:
 
 
 _ALWAYS = ("tool_calls", "tool_errors", "malformed_calls", "bridged_turns", "rerendered_turns")
-"""Counts that are logged where they are 0 too."""
+"""Counts that are logged even if 0."""
 
 
 def measure(played: Sequence[Played], metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""One episode's conversation with the model: every turn continues the recorded token ids."""
+"""One episode's conversation with the model, over recorded token ids."""
 
 import math
 from collections import Counter
@@ -76,6 +76,7 @@ class Turn:
     parent: "Turn | None" = None
     malformed: str | None = None
     reward: float = 0.0
+    rewarded: bool = False
     trained: bool = True
 
     @property
@@ -86,7 +87,11 @@ class Turn:
     @property
     def path(self) -> list["Turn"]:
         """The turns whose tokens this one continues, from the first on, and itself."""
-        return [*(self.parent.path if self.parent else ()), self]
+        path, turn = [self], self.parent
+        while turn is not None:
+            path.append(turn)
+            turn = turn.parent
+        return path[::-1]
 
     @property
     def token_ids(self) -> list[int]:
@@ -106,10 +111,10 @@ class Turn:
 
 
 class Limits(TypedDict, total=False):
-    """Of one request: the most tokens, and texts that end the answer, besides the run's."""
+    """Limits of one request beside the run's: tokens, and texts that end the answer."""
 
     max_tokens: int | None
-    stop: Sequence[str]
+    stop: str | Sequence[str]
 
 
 class EpisodeEnded(Exception):  # noqa: N818 (nothing need be wrong)
@@ -124,8 +129,8 @@ class EpisodeEnded(Exception):  # noqa: N818 (nothing need be wrong)
 class Session:
     """What an agent talks to. Several branches may be open at a time: any recorded conversation can be continued.
 
-    Sampled tokens are never tokenized again. A request whose messages begin with a recorded conversation continues its
-    tokens; what cannot be bridged is rendered whole and begins a new segment.
+    Only sampled tokens are trained on. A request whose messages begin with a recorded conversation continues its
+    tokens; what cannot be bridged is rendered whole and begins a new part.
     """
 
     setup: SessionSetup
@@ -172,8 +177,8 @@ class Session:
         if turn is None:
             self.rewards[name] = float(value)
         else:
-            turn.reward = float(value)
-            self.counts["rewarded_turns"] += 1
+            self.counts["rewarded_turns"] += not turn.rewarded
+            turn.reward, turn.rewarded = float(value), True
 
     def add_turn_reward(self, value: float) -> None:
         """Add to the reward of the last turn, if there is one."""
@@ -235,10 +240,13 @@ class Session:
         if self.ending is not None:
             raise EpisodeEnded(self.ending)
 
-    def _limited(self, n_prompt: int, max_tokens: int | None = None, stop: Sequence[str] = ()) -> SamplingParams:
+    def _limited(self, n_prompt: int, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> SamplingParams:
         """Sampling parameters of a turn after ``n_prompt`` tokens."""
         setup, params = self.setup, self.setup.params
         room = min(setup.longest, setup.context or setup.longest) - n_prompt
         most = min(n for n in (room, params.max_new_tokens, max_tokens) if n is not None)
-        stops = tuple(dict.fromkeys((*params.stop, *stop)))
+        if type(most) is not int or most < 1:
+            raise ValueError(f"max_tokens {max_tokens}: a positive whole number is needed")
+        texts = (stop,) if isinstance(stop, str) else stop
+        stops = tuple(dict.fromkeys((*params.stop, *filter(None, texts))))
         return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stops)

@@ -14,13 +14,13 @@ from openppo.agents.episodes import Agent, ToolError
 from openppo.agents.session import EpisodeEnded, Session, Task
 from openppo.agents.tools import BaseTool, ToolResponse
 from openppo.config.agents import AgentConfig
-from openppo.datasets.templates import shortened
+from openppo.datasets.templates import shortened, text_of
 from openppo.types import Prompt
 from openppo.user_code import call
 
 
 class State(Enum):
-    """Of an episode with tools."""
+    """An episode's states."""
 
     PENDING = "its tools have no instances yet"
     RUNNING = "the model answers"
@@ -81,7 +81,7 @@ class ToolEpisode:
 
     async def _create(self) -> None:
         """Make an instance of each tool. What tools say at the beginning is put behind the prompt."""
-        said = [self.messages[-1]["content"]]
+        said = [text_of(self.messages[-1].get("content"))]
         for name in self.tools:
             made = await self._use(name, "create")
             self.instances[name], response = made if isinstance(made, tuple) else (made, "")
@@ -124,8 +124,7 @@ class ToolEpisode:
                 logger.warning("the tool %s; the model reads that, agent/tool_errors counts it", error)
             return self._cut(self._error(str(error)))
         measured = metrics.items() if isinstance(metrics, Mapping) else ()
-        numbers = {key: value for key, value in measured if isinstance(value, int | float)}
-        self.session.metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
+        self.session.metrics |= {f"{name}/{key}": n for key, n in measured if isinstance(n, int | float)}
         return text
 
     async def _use(self, name: str, method: str, *arguments: Any) -> Any:
@@ -184,7 +183,7 @@ def arguments_of(row: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]
 
 
 def create_arguments(create: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` one by one, and where it is taken an id and, as verl's loop has it, all of it as ``create_kwargs``."""
+    """``given``, with an id and all of it as ``create_kwargs`` (verl's loop) where ``create`` takes these."""
     parameters = signature(create).parameters.values()
     taken = {parameter.kind is parameter.VAR_KEYWORD or parameter.name for parameter in parameters}
     more = {"instance_id": uuid4().hex, "create_kwargs": given}

@@ -1,4 +1,4 @@
-"""Options of agents: what acts over many turns, what its turns and episodes may cost, how its history is kept."""
+"""Options of agents: form, limits and history."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ConversationConfig(Options):
 
 @dataclass(frozen=True)
 class AgentConfig(ConversationConfig):
-    """What acts, in four forms; without one of them a prompt gets one response."""
+    """The agent, in one of four forms; without any, a prompt gets one response."""
 
     tools: str | None = option(None, place=True, resume="must match", measures=True)
     """Tools that the model may call: a Python file (BaseTool classes, @tool functions) or verl's YAML."""
@@ -43,19 +43,19 @@ class AgentConfig(ConversationConfig):
     agent_timeout: float = option(600.0, positive)
     """Seconds for one episode."""
     check_rendering: Literal["off", "warn", "strict"] = "off"
-    """Render each conversation at its end, compare it with the recorded tokens, and warn or drop the episode."""
+    """Compare each conversation, rendered at its end, with the recorded tokens; strict drops what differs."""
     max_tool_response_tokens: int = option(1024, at_least(1), measures=True)
     """Results of tools are cut to this many tokens."""
     tool_timeout: float = option(60.0, positive)
     """Seconds for one call of a tool."""
     n_envs: int | None = option(None, at_least(1), resume="must match")
-    """Seeds of the environment in one global step, each played --n_samples_per_prompt times (default: its rows)."""
+    """Seeds of one global step, each played --n_samples_per_prompt times (default: --rollout_batch_size rows)."""
     format_penalty: float = option(0.1, not_negative)
     """Subtracted when an environment's action cannot be parsed."""
     eval_n_envs: int = option(0, not_negative, measures=True)
     """Seeds of the environment that are played in an evaluation."""
     eval_seed: int = option(1_000_003, not_negative, measures=True)
-    """First of these seeds."""
+    """First evaluated seed."""
     agent_env: tuple[str, ...] = option((), not_empty)
     """Environment variables that --agent_command gets besides the usual ones."""
     agent_concurrency: int | None = option(None, at_least(1))
@@ -71,6 +71,6 @@ class AgentConfig(ConversationConfig):
         if len(given) > 1:
             yield f"{' and '.join(given)} each say what acts: leave all but one out."
         if self.environment is None and (self.n_envs is not None or self.eval_n_envs > 0):
-            yield "--n_envs and --eval_n_envs are about an --environment: give one, or leave them out."
+            yield "--n_envs and --eval_n_envs need an --environment: give one, or leave them out."
         if self.agent_env and self.agent_command is None:
             yield "--agent_env has no effect without --agent_command: leave it out."

@@ -11,7 +11,7 @@ from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, 
 from openppo.config.fields import Options, Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
 from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig
-from openppo.config.rewards import NO_REWARD, RewardConfig, RewardShapingConfig
+from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig, TrackingConfig
 
@@ -103,6 +103,8 @@ class TrainPPOConfig(TrainingConfig):
             yield "No prompts are given: pass --prompt_data FILE."
         if self.data.prompt_data == "" and plays and (self.agents.n_envs is None or self.ppo.max_steps is None):
             yield "--environment without --prompt_data has no rows to count: give --n_envs and --max_steps."
+        if plays and self.rewards.names():
+            yield ENVIRONMENT_REWARDS
         if own_rewards is None:
             own_rewards = self.agents.form is not None
         if not (self.rewards.names() or own_rewards):

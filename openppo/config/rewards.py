@@ -10,6 +10,7 @@ from typing import Literal
 from openppo.config.fields import NUMBER, Options, at_least, not_empty, not_negative, option, positive, require
 
 Verifier = Literal["exact_match", "regex", "math", "length"]
+ENVIRONMENT_REWARDS = "--environment gives the rewards: leave out all other sources of rewards."
 NO_REWARD = (
     "No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name], --remote_rm_url URL, "
     "--verifiable_reward NAME or --prm_pretrain MODEL."

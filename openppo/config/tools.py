@@ -10,7 +10,7 @@ from openppo.config.agents import AgentConfig, ConversationConfig
 from openppo.config.data import PromptDataConfig, parse_template_kwargs
 from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive, require
 from openppo.config.models import ModelConfig, refuse_overwriting
-from openppo.config.rewards import NO_REWARD, RewardConfig
+from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig
 from openppo.config.rollout import ResponseConfig, SamplingConfig
 
 
@@ -70,6 +70,8 @@ class EvaluateConfig(PromptsConfig):
             yield "--environment without --prompt_data has no rows to count: give --eval_n_envs."
         if self.agents.n_envs is not None:
             yield "--n_envs counts the seeds of a training step: give --eval_n_envs instead."
+        if self.agents.environment is not None and self.rewards.names():
+            yield ENVIRONMENT_REWARDS
         if not (self.rewards.names() or self.agents.form):
             yield NO_REWARD
 

@@ -1,4 +1,4 @@
-"""An engine for coroutines: they wait in an event loop on a thread of its own, the engine steps on the caller's."""
+"""Drive an engine on the caller's thread for coroutines in an event loop on another."""
 
 import asyncio
 import threading
@@ -45,6 +45,7 @@ class EngineDriver:
         self.stop = stop or StopCheck()
         self.loop = asyncio.new_event_loop()
         self.steps = 0
+        self._loop_runs = True
         self._inbox: SimpleQueue[_Request] = SimpleQueue()
         self._under_way: dict[int, _Request] = {}
         self._ended: asyncio.Queue[tuple[Any, Completion, asyncio.Future[Completion]]] = asyncio.Queue()
@@ -55,7 +56,7 @@ class EngineDriver:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None = None
     ) -> Completion:
-        """Sample one completion; of a coroutine of ``loop``. Cancelling it frees the row within one step."""
+        """Sample one completion, awaited in ``loop``; cancelling it frees the row within one step."""
         request = _Request(prompt_ids, params, seed, resume, self.loop.create_future())
         self._inbox.put(request)
         try:
@@ -67,7 +68,8 @@ class EngineDriver:
     def drive(self, work: Coroutine[Any, Any, T], show: Callable[[], None] = current.progress) -> T:
         """The result of ``work``, which runs in the loop, while this thread steps the engine; all ranks together.
 
-        ``show`` is called between steps. ``Interrupted`` on all ranks upon a signal: the work is cancelled.
+        ``show`` is called between steps, as long as the loop runs.
+        ``Interrupted`` on all ranks upon a signal: the work is cancelled.
         """
         task = asyncio.run_coroutine_threadsafe(self._begin(work), self.loop).result()
         try:
@@ -85,7 +87,10 @@ class EngineDriver:
                     self._take_in(LONGEST_WAIT)
                 else:
                     break
-                show()
+                if self._loop_runs:  # user code that blocks the loop is no progress
+                    self._loop_runs = False
+                    self.loop.call_soon_threadsafe(self._tick)
+                    show()
         finally:
             if not task.done():  # the engine raised
                 self.loop.call_soon_threadsafe(task.cancel)
@@ -96,10 +101,13 @@ class EngineDriver:
 
     def close(self) -> None:
         """Cancel what still runs in the loop; end it and its thread."""
-        asyncio.run_coroutine_threadsafe(_end_tasks(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(end_tasks(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+    def _tick(self) -> None:
+        self._loop_runs = True
 
     async def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start the work; the engine's thread is woken when it ends."""
@@ -160,7 +168,7 @@ def _settle(set_outcome: Callable[[Any], None], outcome: Any, answer: asyncio.Fu
         set_outcome(outcome)
 
 
-async def _end_tasks() -> None:
+async def end_tasks() -> None:
     """Cancel all other tasks of the loop and give them time to clean up."""
     rest = asyncio.all_tasks() - {asyncio.current_task()}
     for task in rest:

@@ -13,7 +13,7 @@ from openppo.rollout.sampling import decoder
 
 
 class FrozenPolicy:
-    """The model of ``--pretrain``, of which ``load`` makes an engine, and its tokenizer."""
+    """The model of ``--pretrain`` with its tokenizer; ``load`` makes its engine."""
 
     def __init__(self, options: PromptsConfig | ServeAgentConfig) -> None:
         """Check what can be checked without weights; ``ValueError`` names the flag to change."""

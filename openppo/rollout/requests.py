@@ -1,4 +1,4 @@
-"""Requests to an engine over a module of its own process: those that wait, and what is kept of those that ended."""
+"""Requests of an in-process engine: the queue, and the states kept of ended ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Queue(list[Request]):
     def take(self, running: int, rows: int, n_kept: Callable[[Request], int]) -> list[Request]:
         """Take out the first, as many as one forward should read; none if too few rows are free to interrupt others.
 
-        So many of the ``rows`` are ``running``. ``n_kept`` tells how many of a prompt's tokens need not be read; equal
+        ``running`` counts the taken ``rows``. ``n_kept`` tells how many of a prompt's tokens need not be read; equal
         prompts are read once.
         """
         free = rows - running
@@ -89,7 +89,7 @@ class _Kept:
 
 
 class Prefixes:
-    """What is kept, all of weights of one ``version``; where memory is full, the least recently used go.
+    """States kept of one weight ``version``; the least recently used are dropped when memory is full.
 
     The number of the request that ended is the handle. A request that continued another has its states too, so these
     are kept once.

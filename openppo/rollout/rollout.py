@@ -180,6 +180,14 @@ def episode_reward(parts: Sequence[Trajectory], weights: Mapping[str, float]) ->
     return parts[-1].total_score(weights) + sum(sum(part.token_rewards or []) for part in parts)
 
 
+def with_all_rewards(parts: Sequence[Trajectory]) -> Trajectory:
+    """The last of an episode's ``parts``, to whose last action the token rewards of the others are added."""
+    *earlier, last = parts
+    if last.token_rewards is not None:
+        last.token_rewards[last.spans[-1][1] - 1] += sum(sum(part.token_rewards or []) for part in earlier)
+    return last
+
+
 def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:
     """Raise ``ValueError`` if ``weights`` names a reward that none of the scored ``trajectories`` has.
 

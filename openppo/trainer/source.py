@@ -14,7 +14,15 @@ from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import one_reward_groups
-from openppo.rollout.rollout import EngineSampler, Rollout, Sampler, by_episode, episode_reward, wait_for_scores
+from openppo.rollout.rollout import (
+    EngineSampler,
+    Rollout,
+    Sampler,
+    by_episode,
+    episode_reward,
+    wait_for_scores,
+    with_all_rewards,
+)
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
@@ -115,7 +123,7 @@ class PromptSource:
             if self.estimator.needs_greedy:
                 params = dataclasses.replace(params, temperature=0.0)
                 greedy = self.sampled_by.sample(ready, params, 1, seed, first, Metrics())
-                of_group = {trajectory.group: trajectory for trajectory in greedy}
+                of_group = {parts[-1].group: with_all_rewards(parts) for parts in by_episode(greedy)}
                 sampled = [trajectory for trajectory in sampled if trajectory.group in of_group]
                 for trajectory in sampled:
                     trajectory.greedy = of_group[trajectory.group]

@@ -84,3 +84,12 @@ def test_a_call_on_a_thread_leaves_none_behind():
     for thread in seen:
         thread.join(60)
     assert [thread.is_alive() for thread in seen] == [False, False] and threading.current_thread() not in seen
+
+
+@pytest.mark.parametrize("error", [StopIteration(), GeneratorExit("panic")])
+def test_what_a_coroutine_cannot_raise_is_an_error_of_its_call(error):
+    def work():
+        raise error
+
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        asyncio.run(call(work))

@@ -17,7 +17,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{name: (lambda value: not value, _NOT_HERE) for name in ("logit_bias", "presence_penalty", "frequency_penalty")},
     "repetition_penalty": (lambda value: value == 1, _NOT_HERE),
     **dict.fromkeys(("response_format", "text"), (lambda form: "json_schema" not in json.dumps(form), _NO_SCHEMA)),
-    "functions": (lambda value: not value, "this is of an older interface; use tools"),
+    "functions": (lambda value: not value, "it is obsolete; use tools"),
     **dict.fromkeys(_LIMITS, (lambda n: type(n) is int and n > 0, "a positive whole number is needed")),
     "n": (lambda n: type(n) is int and 0 < n <= 128, "a whole number between 1 and 128 is needed"),
     "top_logprobs": (lambda top: top in range(21), "a whole number between 0 and 20 is needed"),

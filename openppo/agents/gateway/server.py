@@ -94,10 +94,8 @@ class Gateway:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each request of an agent is an open file
         await self._runner.setup()
-        await web.SockSite(
-            self._runner, self._listener, backlog=16
-        ).start()  # so many are accepted in a pass of the loop
-        self._listener.listen(4096)  # so many wait for that
+        await web.SockSite(self._runner, self._listener, backlog=16).start()  # accepted per pass of the loop
+        self._listener.listen(4096)  # that wait for it
 
     async def stop(self) -> None:
         """End all requests and close the port."""
@@ -125,7 +123,7 @@ class Gateway:
         key = request.match_info.get("key", bearer)
         if key not in self._clients:
             if self._newcomer is None:
-                raise Refused("this key opens no episode: use OPENAI_API_KEY or OPENAI_BASE_URL of an open one.", 401)
+                raise Refused("unknown key: use OPENAI_API_KEY or OPENAI_BASE_URL of an open episode.", 401)
             self._clients[key] = _Client(self._newcomer(key))
         return self._clients[key]
 

@@ -85,12 +85,13 @@ def test_a_loop_of_ones_own_generates_and_takes_ppo_steps(chat_tokenizer, parque
 
 def test_an_episode_that_fails_leaves_no_turns(chat_tokenizer, parquet):
     async def solve(task, session):
+        seeds.add(task.env_seed)
         await session.chat(task.messages)
         if task["n"] % 2:
             raise RuntimeError("broken")
         return 1.0
 
-    dataset, notified = MultiRoundBufferDataset(), []
+    dataset, notified, seeds = MultiRoundBufferDataset(), [], set()
 
     def notify(*score):
         notified.append(score)
@@ -105,4 +106,5 @@ def test_an_episode_that_fails_leaves_no_turns(chat_tokenizer, parquet):
         dataset.put_batch(requests, engine.generate([r.prompt.token_ids for r in requests], SamplingParams(8), [0] * 6))
     assert sorted(notified) == [(str(i), None if i % 2 else 1.0, 1) for i in range(6)]
     assert sorted(turn.prompt.row["n"] for turn in dataset.take(6)) == [0, 2, 4]
+    assert len(seeds) == 6
     server.close()

@@ -204,6 +204,23 @@ def test_many_environments_run_at_the_same_time(make_sampler):
     assert metrics["agent/completed"] == 1
 
 
+def test_an_environment_in_a_step_when_its_time_is_up_is_closed_after_it(make_sampler):
+    goes_on, closed = threading.Event(), threading.Event()
+
+    class Slow(Count):
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+            goes_on.wait(60)
+            return super().step(action)
+
+        def close(self) -> None:
+            closed.set()
+
+    sampled, metrics = play(sampler_of(make_sampler, Slow, lambda prompt: "1", agent_timeout=0.2))
+    assert (sampled, metrics["agent/timeout"], closed.is_set()) == ([], 1, False)
+    goes_on.set()
+    assert closed.wait(60)
+
+
 class FourValues(Count):
     def step(self, action: Any) -> Any:
         return "", 0.0, False, {}
@@ -237,10 +254,10 @@ class NoStep:
         (NoSeed, "unexpected keyword argument 'seed'"),
         (Numbers, "a model cannot read the observation 3: return a text"),
         (NoStep, "has no attribute 'step'"),
-        (Count, "(?s)ValueError when it was made, reset, and stepped with '-'.*add 'def parse"),
+        (Count, "(?s)ValueError when tried .*add 'def parse"),
     ],
 )
-def test_what_has_not_gymnasiums_form_is_refused_before_a_model_is_loaded(kind, message):
+def test_an_object_without_gymnasiums_form_is_refused_before_loading(kind, message):
     with pytest.raises(ValueError, match=message):
         EnvironmentAgent(kind, AgentConfig()).check([Prompt("", [])])
     assert [environment.closed for environment in Count.made] == [1] * len(Count.made)

@@ -52,7 +52,7 @@ def play(make_sampler, tmp_path):
     return run
 
 
-def test_the_prompt_is_on_stdin_and_the_reward_in_the_last_line(play):
+def test_stdin_has_the_prompt_and_the_last_line_the_reward(play):
     sampled, metrics = play("answer = ask(sys.stdin.read())\nprint('said', answer)\nreward({'a': 1, 'b': 0.5})\n")
     assert sampled.episode.messages == [
         {"role": "user", "content": "say yes"},

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from openppo.agents import EpisodeEnded
+from openppo.agents import EpisodeEnded, Turn
 from openppo.tracking import Metrics
-from openppo.types import Ending, FinishReason, Prompt, SamplingParams, SingleProcess
+from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams, SingleProcess
 
 ENDINGS = {ending.value for ending in Ending}
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
@@ -60,7 +60,7 @@ def test_a_turn_resumes_what_is_kept_of_the_one_before(make_sampler):
     assert [resume for *_, resume in sampler.parts.engine.submitted] == [None, 0, 1]
 
 
-def test_each_turn_of_each_sample_has_a_seed_of_its_own_and_always_the_same(make_sampler):
+def test_each_turn_has_its_own_repeatable_seed(make_sampler):
     samplers = [make_sampler(three_turns, lambda prompt: "yes") for _ in range(2)]
     for sampler in samplers:
         play(sampler, 2, 2)
@@ -92,6 +92,37 @@ def test_a_lower_limit_of_a_request_bounds_its_least_tokens_too(make_sampler):
     sampler.sample([Prompt("task", [5])], SamplingParams(9, min_new_tokens=4, stop=("?",)), 1, 1, 0, metrics)
     [(params, *_)] = sampler.parts.engine.submitted
     assert params == SamplingParams(2, min_new_tokens=2, stop=("?", "!"))
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.5])
+def test_a_request_of_no_whole_number_of_tokens_ends_its_episode_alone(make_sampler, n):
+    async def ask(task: Any, session: Any) -> float:
+        await session.chat(task.messages, max_tokens=n if task["number"] else 4, stop="yes")
+        return 1.0
+
+    sampler = make_sampler(ask, lambda prompt: "yes")
+    sampled, metrics = play(sampler, 2)
+    assert metrics["agent/agent_error"] == metrics["agent/completed"] == 0.5
+    assert [params.stop for params, *_ in sampler.parts.engine.submitted] == [("yes",)] and len(sampled) == 1
+
+
+def test_an_episode_whose_turns_nobody_received_is_an_error(make_sampler):
+    async def ask(task: Any, session: Any) -> float:
+        (await session.chat(task.messages)).trained = False
+        return 1.0
+
+    sampler = make_sampler(ask, lambda prompt: "yes")
+    assert play(sampler)[0] == []
+    [failed], metrics = play(sampler, evaluation=True)
+    assert (ending_of(metrics), failed.scores) == ("agent_error", {"reward": 0.0})
+
+
+def test_an_episode_may_have_thousands_of_turns():
+    turns: list[Turn] = []
+    for number in range(3000):
+        parent = turns[-1] if turns else None
+        turns.append(Turn(number, [], [], [], Completion([1], [0.0], FinishReason.STOP), "", [], 0, parent))
+    assert turns[-1].path == turns
 
 
 def test_history_as_the_template_has_it_makes_segments(make_sampler):
@@ -188,13 +219,13 @@ def test_a_cut_answer_is_closed_as_context(make_sampler, chat_tokenizer):
 
 
 @pytest.mark.parametrize(("mode", "ending"), [("off", "completed"), ("warn", "completed"), ("strict", "agent_error")])
-def test_rendering_is_checked_at_the_end(make_sampler, mode, ending):
+def test_rendering_is_checked_at_the_end(make_sampler, caplog, mode, ending):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes", check_rendering=mode)
     trajectories, metrics = play(sampler)
     assert ending_of(metrics) == ending
     assert metrics.get("agent/rerender_mismatch") == (None if mode == "off" else 1)
     if mode == "warn":
-        assert "<think>" in trajectories[0].episode.error
+        assert "<think>" in trajectories[0].episode.error and trajectories[0].episode.error in caplog.text
 
 
 async def ask_forever(task: Any, session: Any) -> None:
@@ -281,7 +312,7 @@ def test_a_cancelled_request_frees_its_row_and_leaves_no_turn(make_sampler):
     assert len(sampler.parts.engine.journal) == 1 and not sampler.parts.engine.busy
 
 
-def test_samples_of_a_row_have_one_environment_seed_and_seeds_of_their_own(make_sampler):
+def test_samples_of_a_row_share_only_the_environment_seed(make_sampler):
     async def tell(task: Any, session: Any) -> float:
         seeds.append((task["number"], task.env_seed, task.seed))
         await session.chat(task.messages)

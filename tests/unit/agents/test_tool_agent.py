@@ -245,7 +245,7 @@ def test_a_malformed_call_is_answered_and_none_beside_it_is_made(play):
     assert metrics["agent/tool_errors"] == metrics["agent/malformed_calls"] == 2
 
 
-def test_calls_of_a_turn_run_at_the_same_time_in_plain_functions_too(play):
+def test_plain_functions_of_a_turn_run_at_the_same_time(play):
     both = threading.Barrier(3)
 
     def wait(instance_id: str, parameters: dict[str, Any]) -> str:

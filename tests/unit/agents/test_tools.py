@@ -182,7 +182,7 @@ def test_responses_hold_text_and_lists_of_images_and_videos():
     assert ToolResponse(text="a").text == "a"
 
 
-def test_a_base_tool_gives_an_id_of_its_own_or_the_given_one():
+def test_a_base_tool_keeps_a_given_id_or_makes_one():
     tool = BaseTool({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
     assert asyncio.run(tool.create("a")) == "a"
     assert asyncio.run(tool.create()) != asyncio.run(tool.create())

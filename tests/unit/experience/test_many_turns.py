@@ -14,7 +14,7 @@ from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.measure import measure_staleness
 from openppo.experience.replay_buffer import collate, join_rows
 from openppo.models.loss import PolicyLoss, token_weights
-from openppo.rollout.rollout import write_scores
+from openppo.rollout.rollout import with_all_rewards, write_scores
 from openppo.tracking import Metrics
 from openppo.types import Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
 
@@ -155,6 +155,14 @@ def forked(t, n_parts):
         part.greedy, part.episode = t.greedy, played
         parts.append(part)
     return parts
+
+
+@pytest.mark.parametrize("n_parts", [1, 2, 3])
+def test_the_last_part_of_an_episode_can_stand_for_all_its_rewards(n_parts):
+    for whole in episodes_at_random(random.Random(n_parts)):
+        parts = forked(whole, n_parts)
+        assert with_all_rewards(parts) is parts[-1]
+        assert parts[-1].total_reward({}) == pytest.approx(whole.total_reward({}))
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
