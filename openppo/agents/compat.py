@@ -121,6 +121,8 @@ class TaskPool:
         self._finish(self.source.agent.stop())
         self._finish(end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self.thread.join()
+        self._loop.close()
 
     def _finish(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()

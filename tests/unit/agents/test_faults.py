@@ -206,4 +206,5 @@ def test_every_episode_ends_once_whatever_its_agent_does(make_sampler, monkeypat
 
     sampler.close()
     monkeypatch.setattr(sampler, "close", lambda: None)
-    assert (len(os.listdir("/proc/self/fd")), children()) == (files, before)
+    # What earlier tests left open may be closed meanwhile.
+    assert len(os.listdir("/proc/self/fd")) <= files and children() <= before
