@@ -54,7 +54,7 @@ class EnvironmentAgent(Agent):
             said = await environment.reset(task)
             while True:
                 turn = await session.chat(said)
-                said = [*turn.messages]
+                said = list(turn.messages)
                 action = await environment.action(str(turn.message.get("content") or ""))
                 if action is None:
                     session.counts["unreadable_actions"] += 1
@@ -95,8 +95,10 @@ class Environment:
             made = await worker.call(make)
             yield cls(made, worker)
         finally:
-            if hasattr(made, "close"):
-                await worker.call(made.close) if not worker.last.running() else worker.begin(made.close)
+            if hasattr(made, "close") and worker.last.running():
+                worker.begin(made.close)  # behind a call that may hang
+            elif hasattr(made, "close"):
+                await worker.call(made.close)
             worker.end()
 
     async def reset(self, task: Task) -> list[Message]:
