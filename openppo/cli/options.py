@@ -63,7 +63,7 @@ def read_command(config_type: type[Config], *markers: Any) -> Config:
         sys.exit()
     try:
         config = parse_options(config_type, arguments, *markers)
-        config.validate(_world_size())
+        config.validate(config.training_ranks(_world_size()) if isinstance(config, TrainingConfig) else _world_size())
     except ValueError as error:
         leave(str(error))
     except SystemExit as ended:  # tyro has printed the error on the first rank of each host
