@@ -172,7 +172,6 @@ class TrainPPOConfig(TrainingConfig):
         if verified and self.data.label_key is None and self.data.input_key is not None:
             yield f"--verifiable_reward {verified} compares with a label: name its column with --label_key."
 
-
     def _async_problems(self) -> Iterator[str]:
         asynchronous, rewards = self.orchestrator, self.rewards
         nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0

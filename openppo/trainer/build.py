@@ -1,6 +1,9 @@
 """From options to a PPO trainer: check everything cheap first, then load, wrap and put together."""
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,13 +18,19 @@ from openppo.models.loading import model_error_context
 from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
+from openppo.orchestrator.rollout_rank import RolloutRank
+from openppo.orchestrator.source import Engines
 from openppo.rewards.build import ScorerSetup
 from openppo.rollout.decode_graphs import CUDARecorder
+from openppo.rollout.driver import Leave
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.responses import ResponseSampler
 from openppo.rollout.rollout import SamplerMaker, SamplerParts
 from openppo.rollout.sampling import decoder
 from openppo.rollout.vllm_engine import VLLMEngine
+from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
@@ -54,7 +63,8 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """A trainer; ``source`` gives trajectories, or makes them of prompts. ``ValueError`` names the flag to change."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
-    strategy, samples = strategy or DeepspeedStrategy(config.deepspeed), source is None
+    sampling_ranks = config.orchestrator.rollout_ranks
+    strategy, samples = strategy or DeepspeedStrategy(config.deepspeed, rollout_ranks=sampling_ranks), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
     tokenizer, actor_config, data = _checked(config, strategy, samples, maker)
     setup = _scorer_setup(config, tokenizer, strategy, data, maker is not None)
@@ -62,6 +72,8 @@ def build_ppo_trainer(
         setup.check()
     estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
     plan = batch_plan(config, comm.world_size, len(data.prompts), source)
+    if samples and config.orchestrator.is_async:
+        plan = replace(plan, steps=[config.prompts_per_step] * async_steps(config, len(data.prompts)), episodes=1)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
     scorer = setup.build() if samples and config.rewards.names() else None  # before the large models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
@@ -97,8 +109,8 @@ def build_ppo_trainer(
         estimate=estimate,
     )
     callbacks = [*callbacks, StopWhen(run.stop_conditions)] if run.stop_when else callbacks
-    sampler = None if maker is None else maker.make(_parts(components, actor_config))
-    trainer = PPOTrainer(config, components, source or PromptSource(config, components, sampler), callbacks)
+    source = source or _source(config, components, maker, actor_config)
+    trainer = PPOTrainer(config, components, source, callbacks)
     checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, plan)
     return trainer
@@ -118,7 +130,55 @@ def _checked(
     return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, samples, maker)
 
 
-def _parts(components: PPOComponents, actor_config: PreTrainedConfig) -> SamplerParts:
+def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPOTrainer | RolloutRank:
+    """What this rank of a launch runs: a trainer or, on the last ``--rollout_ranks``, what samples for trainers."""
+    n_sampling = config.orchestrator.rollout_ranks
+    if int(os.environ.get("RANK", "0")) < int(os.environ.get("WORLD_SIZE", "1")) - n_sampling:
+        return build_ppo_trainer(config, source=maker)
+    if config.run.dry_run:  # estimates what trainers need
+        sys.exit()
+    strategy = InferenceStrategy(config.deepspeed.bf16, rollout_ranks=n_sampling)
+    tokenizer, actor_config = check_models(config, strategy)
+    if maker is not None:
+        maker.check(tokenizer)
+    data = load_ppo_data(config, tokenizer, actor_config, strategy.comm, agent=maker)
+    here = bool(config.rewards.names()) and not scored_by_trainers(config)
+    scorer = _scorer_setup(config, tokenizer, strategy, data, maker is not None).build() if here else None
+    with model_error_context("--pretrain", config.model.pretrain):
+        actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **_loading(config))
+    strategy.prepare_frozen(actor)
+    policy: Any = actor.model
+    engine = _new_engine(config, policy, tokenizer, StopCheck(), actor_config)
+    engine.decode = decoder(tokenizer)
+    eos, context, rewarded = (
+        eos_token_ids(policy, tokenizer),
+        context_length(actor_config),
+        bool(config.rewards.names()),
+    )
+    run = engine, tokenizer, eos, strategy.comm, StopCheck(), data.longest, context
+    parts = SamplerParts(*run, has_rewards=rewarded, leave=config.orchestrator.running_requests)
+    sampler = ResponseSampler(parts) if maker is None else maker.make(parts)
+    return rollout_rank(config, strategy, engine, policy, sampler, scorer, data.prompts)
+
+
+def _source(
+    config: TrainPPOConfig, components: PPOComponents, maker: SamplerMaker | None, actor_config: PreTrainedConfig
+) -> RolloutSource:
+    """Samples responses, or what ``maker`` plays, in turn with training or beside it."""
+    asynchronous = config.orchestrator
+    leave: Leave = asynchronous.running_requests if asynchronous.is_async else "abandon"
+    parts = _parts(components, actor_config, leave)
+    sampler = None if maker is None else maker.make(parts)
+    if not asynchronous.is_async:
+        return PromptSource(config, components, sampler)
+    sampler = sampler or ResponseSampler(parts)
+    held_out = PromptSource(config, components, sampler)
+    engines = Engines(held_out, sampler, held_out.with_weights)
+    run = components.strategy, components.actor, components.maker.hooks, engines
+    return async_source(config, *run, components.scorer, components.data.prompts)
+
+
+def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Leave) -> SamplerParts:
     """What a sampler of a kind of its own works with."""
     engine, strategy = components.engine, components.strategy
     assert engine is not None
@@ -132,13 +192,14 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig) -> Sampler
         context_length(actor_config),
         strategy.any_rank if engine.in_lockstep else None,
         components.scorer is not None,
+        leave,
     )
 
 
 def _scorer_setup(
     config: TrainPPOConfig,
     tokenizer: PreTrainedTokenizerBase,
-    strategy: DeepspeedStrategy,
+    strategy: InferenceStrategy,
     data: PPOData,
     episodes: bool,
 ) -> ScorerSetup:
@@ -217,28 +278,41 @@ def _engine(
     actor_config: PreTrainedConfig,
 ) -> Engine:
     """Samples with the actor's own module, or a copy of it in vLLM; checked with ``--engine_check on``."""
+    if config.orchestrator.rollout_ranks > 0:  # it only evaluates: what a vLLM takes is on the ranks that sample
+        config = replace(config, generation=replace(config.generation, rollout_engine="hf"))
     policy: Any = actor.module.model
+    together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank
+    engine = _new_engine(config, policy, tokenizer, stop, actor_config, together, strategy.is_main)
+    checked: dict[str, Engine] = {"": engine}
+    if isinstance(engine, HFEngine):
+        checked = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
+        if engine.new_recorder is not None:
+            checked[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=engine.new_recorder)
+    if config.generation.engine_check == "on":
+        check_engines(config, strategy, actor, checked)
+    engine.decode = decoder(tokenizer)
+    return engine
+
+
+def _new_engine(
+    config: TrainPPOConfig,
+    policy: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: StopCheck,
+    actor_config: PreTrainedConfig,
+    together: Callable[[bool], bool] | None = None,
+    show_progress: bool = False,
+) -> Engine:
+    """An engine that samples from ``policy``, in lockstep with ``together``."""
     eos, generation = eos_token_ids(policy, tokenizer), config.generation
-    common: dict[str, Any] = {"show_progress": strategy.is_main, "stop": stop}
-    engine: VLLMEngine | HFEngine
-    checked: dict[str, Engine]
+    common: dict[str, Any] = {"show_progress": show_progress, "stop": stop}
     if generation.rollout_engine == "vllm":
         episode = config.agents.episode_max_len or 0
         longest = max(config.data.prompt_max_len + generation.generate_max_len, episode, LONGEST)
         max_tokens = min(longest, context_length(actor_config) or longest)
-        engine = VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
-        checked = {"": engine}
-    else:
-        together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank
-        recorder = CUDARecorder if generation.cuda_graphs and together is None else None
-        if generation.cuda_graphs and recorder is None:
-            logger.warning("--cuda_graphs: ranks in lockstep cannot replay steps; they are launched as usual")
-        common |= {"any_rank_busy": together, "new_recorder": recorder}
-        engine = HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
-        checked = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
-        if recorder is not None:
-            checked[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=recorder)
-    if generation.engine_check == "on":
-        check_engines(config, strategy, actor, checked)
-    engine.decode = decoder(tokenizer)
-    return engine
+        return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
+    recorder = CUDARecorder if generation.cuda_graphs and together is None else None
+    if generation.cuda_graphs and recorder is None:
+        logger.warning("--cuda_graphs: ranks in lockstep cannot replay steps; they are launched as usual")
+    common |= {"any_rank_busy": together, "new_recorder": recorder}
+    return HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)

@@ -1,0 +1,184 @@
+"""On the trainers' first rank: hands groups out to the ranks that sample, and cuts batches from what comes back."""
+
+import secrets
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from openppo import logger
+from openppo.orchestrator.groups import Outcome
+from openppo.orchestrator.saved import as_json, from_json
+from openppo.orchestrator.work_buffer import WorkBuffer
+from openppo.orchestrator.worker import Pause, Play
+from openppo.tracking import Metrics
+from openppo.types import Prompt, StopCheck, Trajectory
+
+FAILURES_IN_A_ROW = 10
+"""Groups; then the run ends."""
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+def connect(address: str) -> Connection:
+    """A worker's connection to the coordinator of this ``address``."""
+    host, port, key = address.split()
+    return Client((host, int(port)), authkey=bytes.fromhex(key))
+
+
+class Coordinator:
+    """Its methods run on the training thread, ``_read`` on a thread for each worker; one lock guards all state.
+
+    Groups are handed out as soon as the buffer has room, to the worker that plays fewest. ``most`` bounds the groups
+    that the whole run needs. With ``pauses`` workers train too: a complete batch tells them to leave their engines.
+    ``prompt`` gives the prompt of a group.
+    """
+
+    def __init__(
+        self, buffer: WorkBuffer, prompt: Callable[[int], Prompt], most: int, n_workers: int, pauses: bool
+    ) -> None:
+        self.buffer, self.prompt, self.most, self.n_workers, self.pauses = buffer, prompt, most, n_workers, pauses
+        key = secrets.token_bytes(32)
+        self._listener = Listener(("127.0.0.1", 0), authkey=key, backlog=n_workers)
+        host, port, *_ = self._listener.address
+        self.address = f"{host} {port} {key.hex()}"
+        """Where it listens, and the key that it asks for."""
+        self._changed = threading.Condition()
+        self._links: dict[int, Connection] = {}  # by launch rank
+        self._load: Counter[int] = Counter()  # groups under way, by launch rank
+        self._next = 0
+        self._again: list[int] = []  # groups under way when the checkpoint was written
+        self._metrics: dict[int, Metrics] = {}  # of complete groups
+        self._begun = self._wanted = self._is_closed = False
+        self._batch: list[list[Trajectory]] | None = None
+        self._failures, self._fault = 0, ""
+        threading.Thread(target=self._accept, name="coordinator", daemon=True).start()
+
+    def advance(self, version: int, synced: bool) -> None:
+        """The policy of ``version`` is trained; ``synced``: what is sampled from now on is sampled with it."""
+        with self._changed:
+            self.buffer.advance(version)
+            if synced:
+                self.buffer.sync(version)
+            self._hand_out()
+
+    def pause(self, reason: Any, version: int = -1) -> None:
+        """Tell all workers to leave their engines."""
+        with self._changed:
+            for link in self._links.values():
+                with suppress(OSError):  # its end is noticed where it is read
+                    link.send(Pause(reason, version))
+
+    def want_batch(self) -> None:
+        """Cut a batch as soon as there is one; workers begin with the first call."""
+        with self._changed:
+            self._begun = self._wanted = True
+            self._hand_out()
+            self._cut()
+
+    def wait_for_batch(self, stop: StopCheck) -> tuple[list[list[Trajectory]], Metrics] | None:
+        """The batch that was wanted, its groups in order, and their metrics; None if a signal comes first.
+
+        ``RuntimeError`` if a worker is gone or nothing but failures come back.
+        """
+        with self._changed:
+            while self._batch is None and not self._fault and not stop.requested():
+                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+            if self._fault:
+                raise RuntimeError(self._fault)
+            if self._batch is None:
+                return None
+            batch, metrics = self._batch, Metrics()
+            self._batch, self._wanted = None, False
+            for group in batch:
+                metrics.merge(self._metrics.pop(group[0].group, Metrics()))
+            self.buffer.measure(metrics)
+            self._hand_out()
+            return batch, metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the buffer holds, as JSON."""
+        with self._changed:
+            state = self.buffer.state_dict()
+            groups = {str(number): as_json(group) for number, group in state.pop("groups").items()}
+            return {**state, "groups": groups, "next": self._next, "again": [*self._again, *self.buffer.running]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state; groups that were under way then are played anew once a batch is wanted."""
+        with self._changed:
+            saved = {int(number): group for number, group in state["groups"].items()}
+            groups = {number: from_json(group, self.prompt(number)) for number, group in saved.items()}
+            self.buffer.load_state_dict({**state, "groups": groups})
+            self._again, self._next = sorted(state["again"]), state["next"]
+            self._batch, self._metrics, self._load = None, {}, Counter()
+            self._begun = self._wanted = False
+
+    def close(self) -> None:
+        """End all workers."""
+        self.pause("end")
+        self._is_closed = True
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            for _ in range(self.n_workers):
+                link = self._listener.accept()
+                threading.Thread(target=self._read, args=(link,), name="coordinator", daemon=True).start()
+
+    def _read(self, link: Connection) -> None:
+        rank = -1
+        with suppress(EOFError, OSError):
+            rank = link.recv()
+            with self._changed:
+                self._links[rank] = link
+                self._hand_out()
+            while True:
+                outcome = link.recv()
+                with self._changed:
+                    self._take(outcome)
+                    self._cut()
+                    self._hand_out()
+                    self._changed.notify_all()
+        with self._changed:
+            if not self._is_closed:
+                self._fault = self._fault or f"the rank of the launch's number {rank} has left while groups were played"
+            self._changed.notify_all()
+
+    def _take(self, outcome: Outcome) -> None:
+        number, trajectories = outcome.number, outcome.trajectories
+        self._load[outcome.worker] -= 1
+        if trajectories is None:
+            self._failures += self.buffer.fail(number)
+            logger.warning("group %d failed and is not trained on: %s", number, outcome.error)
+            if self._failures >= FAILURES_IN_A_ROW:
+                what = f"{self._failures} groups in a row failed"
+                self._fault = f"{what}; the last: {outcome.error}"
+            return
+        self._failures = 0
+        if not trajectories:
+            self.buffer.filter(number)
+        elif self.buffer.complete(number, trajectories):
+            self._metrics[number] = outcome.metrics
+
+    def _cut(self) -> None:
+        if self._wanted and self._batch is None and (batch := self.buffer.cut()) is not None:
+            self._batch = batch
+            if self.pauses:
+                self.pause("batch")
+
+    def _hand_out(self) -> None:
+        """Give each free place of the buffer to a group, and the group to the worker that plays fewest."""
+        if not self._begun or len(self._links) < self.n_workers:
+            return
+        shares: dict[int, list[int]] = defaultdict(list)
+        for _ in range(min(self.buffer.room(), self.most - self.buffer.accepted - self.buffer.n_running)):
+            number = self._again.pop(0) if self._again else self._next
+            self._next = max(self._next, number + 1)
+            worker = min(self._links, key=lambda rank: (self._load[rank], rank))
+            self.buffer.submit(number)
+            self._load[worker] += 1
+            shares[worker].append(number)
+        for worker, numbers in shares.items():
+            with suppress(OSError):
+                self._links[worker].send(Play(numbers))

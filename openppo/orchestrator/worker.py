@@ -1,0 +1,95 @@
+"""A rank that samples: it plays the groups that the coordinator hands out."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Literal
+
+from openppo.orchestrator.groups import GroupPlayer, Outcome
+from openppo.rollout.driver import Leave
+
+
+@dataclass(frozen=True)
+class Play:
+    """Play the groups of these numbers."""
+
+    numbers: list[int]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Leave the engine: for ``weights`` of ``version``, for a ``batch`` that is complete, or at the ``end``."""
+
+    reason: Literal["weights", "batch", "end"]
+    version: int = -1
+
+
+class Worker:
+    """Groups are played in the loop of the sampler's driver, at any time; their requests run inside ``drive``.
+
+    A thread receives messages; the loop takes them one by one and sends outcomes.
+    """
+
+    def __init__(self, player: GroupPlayer, link: Connection, rank: int, leave: Leave) -> None:
+        self.player, self.link, self.rank, self.leave = player, link, rank, leave
+        self.driver = player.sampler.driver
+        self._inbox: asyncio.Queue[Play | Pause] = asyncio.Queue()
+        self._pauses: asyncio.Queue[Pause | BaseException] = asyncio.Queue()
+        self._playing: set[asyncio.Future[Outcome]] = set()
+        self._is_closed = False
+        link.send(rank)
+        asyncio.run_coroutine_threadsafe(self._serve(), self.driver.loop).add_done_callback(self._raise_in_drive)
+        threading.Thread(target=self._receive, name="messages", daemon=True).start()
+
+    def drive(self) -> Pause:
+        """Sample until the coordinator says to pause; raises what ended the playing of a group."""
+        pause = self.driver.drive(self._pauses.get(), leave=self.leave)
+        if isinstance(pause, BaseException):
+            raise pause
+        return pause
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._is_closed = True
+        self.link.close()
+
+    def _receive(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                message = self.link.recv()
+                self.driver.loop.call_soon_threadsafe(self._inbox.put_nowait, message)
+        if not self._is_closed:
+            gone = ConnectionError("trainer rank 0 has closed its connection: it ended before this rollout rank")
+            self.driver.loop.call_soon_threadsafe(self._pauses.put_nowait, gone)
+
+    async def _serve(self) -> None:
+        await self.player.sampler.start()
+        while True:
+            message = await self._inbox.get()
+            if isinstance(message, Pause):
+                self._pauses.put_nowait(message)
+                continue
+            with self.driver.hold():  # requests that come together enter the engine together, as in one batch
+                for number in message.numbers:
+                    group = asyncio.ensure_future(self.player.play(number))
+                    self._playing.add(group)
+                    group.add_done_callback(self._send)
+                for _ in range(3):  # group, sample, request
+                    await asyncio.sleep(0)
+
+    def _raise_in_drive(self, ended: Future[None]) -> None:
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            self._pauses.put_nowait(error)
+
+    def _send(self, group: asyncio.Future[Outcome]) -> None:
+        self._playing.discard(group)
+        if self._is_closed or group.cancelled():
+            return
+        if (error := group.exception()) is not None:
+            self._pauses.put_nowait(error)
+        else:
+            with suppress(BrokenPipeError):  # the coordinator is gone, which the receiving thread says
+                self.link.send(replace(group.result(), worker=self.rank))
