@@ -26,7 +26,7 @@ class FinishReason(str, Enum):
     STOP = "stop"  # the policy sampled EOS or a stop, which ends the action tokens
     LENGTH = "length"  # the limit on new tokens was reached; no EOS was forced in
     TOOL_CALL = "tool_call"  # the policy ended its turn with a call of a tool
-    ABORT = "abort"  # generation was given up: by its caller, or for new weights
+    ABORT = "abort"  # generation was given up
 
     @property
     def is_complete(self) -> bool:
@@ -89,10 +89,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """Equally long lists of what an engine sampled for one prompt."""
+    """Equally long lists of what an engine sampled for one prompt, and the policy's version at each token."""
 
     token_ids: list[int]
     log_probs: list[float]
+    versions: list[int]
     finish_reason: FinishReason
     parked: int | None = None  # handle of the keys and values that the engine keeps of both, if it was asked to
 

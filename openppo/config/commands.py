@@ -40,7 +40,9 @@ class TrainingConfig(Options):
         return {"--save_path": self.run.save_path}
 
     def validate(self, world_size: int = 1, own_source: bool = False, own_rewards: bool | None = None) -> None:
-        """As of ``Options``, on so many ranks that train; with ``own_source`` the caller's source gives prompts and rewards and evaluates.
+        """As of ``Options``, for so many ranks that train.
+
+        With ``own_source`` the caller's source gives prompts and rewards and evaluates.
 
         ``own_rewards`` tells whether the agent gives rewards; None: nothing but the options is known yet.
         """

@@ -149,7 +149,7 @@ class Coordinator:
         number, trajectories = outcome.number, outcome.trajectories
         self._load[outcome.worker] -= 1
         if trajectories is None:
-            self._failures += self.buffer.fail(number)
+            self._failures += self.buffer.drop(number, "failed")
             logger.warning("group %d failed and is not trained on: %s", number, outcome.error)
             if self._failures >= FAILURES_IN_A_ROW:
                 what = f"{self._failures} groups in a row failed"
@@ -157,7 +157,7 @@ class Coordinator:
             return
         self._failures = 0
         if not trajectories:
-            self.buffer.filter(number)
+            self.buffer.drop(number, "filtered")
         elif self.buffer.complete(number, trajectories):
             self._metrics[number] = outcome.metrics
 
@@ -172,7 +172,7 @@ class Coordinator:
         if not self._begun or len(self._links) < self.n_workers:
             return
         shares: dict[int, list[int]] = defaultdict(list)
-        for _ in range(min(self.buffer.room(), self.most - self.buffer.accepted - self.buffer.n_running)):
+        for _ in range(min(self.buffer.room(), self.most - self.buffer.accepted - len(self.buffer.running))):
             number = self._again.pop(0) if self._again else self._next
             self._next = max(self._next, number + 1)
             worker = min(self._links, key=lambda rank: (self._load[rank], rank))

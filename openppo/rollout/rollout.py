@@ -154,17 +154,17 @@ def sample_trajectories(
     seeds = [sample_seed(seed, first_group * n_samples + i) for i in range(len(repeated))]
     completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds)
     sampled = zip(repeated, completions, strict=True)
-    return [make_trajectory(prompt, made, group, engine.version) for (prompt, group), made in sampled]
+    return [make_trajectory(prompt, made, group) for (prompt, group), made in sampled]
 
 
-def make_trajectory(prompt: Prompt, completion: Completion, group: int, version: int) -> Trajectory:
-    """A trajectory of one turn: prompt, then a completion whose every token is an action, of the policy's version."""
+def make_trajectory(prompt: Prompt, completion: Completion, group: int) -> Trajectory:
+    """A trajectory of one turn: prompt, then a completion whose every token is an action."""
     n_prompt, n_response = len(prompt.token_ids), len(completion.token_ids)
     return Trajectory(
         token_ids=prompt.token_ids + completion.token_ids,
         action_mask=[False] * n_prompt + [True] * n_response,
         log_probs=[0.0] * n_prompt + completion.log_probs,
-        versions=[-1] * n_prompt + [version] * n_response,
+        versions=[-1] * n_prompt + completion.versions,
         finish_reason=completion.finish_reason,
         prompt=prompt,
         group=group,

@@ -60,7 +60,7 @@ def at_random(_, prompt, seed, params):
     """Tokens that depend on the seed and the prompt only."""
     rng = random.Random(seed)
     tokens = [rng.randrange(10) + prompt[0] for _ in range(rng.randint(1, params.max_new_tokens))]
-    return Completion(tokens, [-1.0] * len(tokens), rng.choice(list(FinishReason)))
+    return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), rng.choice(list(FinishReason)))
 
 
 def two_rewards(t):

@@ -24,7 +24,8 @@ from tests.unit.trainer.conftest import OneOf, StopIn, Strategy, prompts, traine
 def ppo(n_batches, evaluates=False, **options):
     """A trainer of so many batches of two prompts, of which the one is answered with 1, which it earns, one with 2."""
     given, held_out = prompts(*map(str, range(2 * n_batches))), prompts("held out") if evaluates else []
-    trainer = trainer_of(lambda i, *_: Completion([1 + i % 2], [-1.0], FinishReason.STOP), given, held_out, **options)
+    answers = [Completion([token], [-1.0], [0], FinishReason.STOP) for token in (1, 2)]
+    trainer = trainer_of(lambda i, *_: answers[i % 2], given, held_out, **options)
     return trainer, trainer.components.checkpointer
 
 
@@ -193,7 +194,7 @@ PROMPTS = [Prompt(text=str(i), token_ids=[10 + i]) for i in range(5)]
 def echo(_, prompt, seed, params):
     """The greedy response is the prompt and 0; a sampled one the prompt and a number made of its seed."""
     end = 0 if params.temperature == 0 else 1 + seed % 1000
-    return Completion([*prompt, end], [-1.0] * (len(prompt) + 1), FinishReason.STOP)
+    return Completion([*prompt, end], [-1.0] * (len(prompt) + 1), [0] * (len(prompt) + 1), FinishReason.STOP)
 
 
 def source_of(comm=None, estimator="gae", first_group=0, **options):
