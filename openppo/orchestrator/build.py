@@ -1,9 +1,12 @@
 """Put the parts of an asynchronous run together, on the ranks that train and on those that only sample."""
 
+from torch import nn
+
 from openppo.config import TrainPPOConfig
 from openppo.experience.maker import Hooks
-from openppo.orchestrator.coordinator import Coordinator, connect
+from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.groups import GroupPlan, GroupPlayer
+from openppo.orchestrator.link import connect
 from openppo.orchestrator.rollout_rank import RolloutRank, WholeWeights
 from openppo.orchestrator.source import AsyncSource, Engines
 from openppo.orchestrator.work_buffer import WorkBuffer
@@ -55,10 +58,10 @@ def async_source(
         most = min(n_steps, config.ppo.max_steps or n_steps) * config.prompts_per_step
         n_workers = comm.world_size if overlaps else asynchronous.rollout_ranks
         source.coordinator = Coordinator(buffer, plan.prompt, most, n_workers, pauses=overlaps)
-        launch.post(_COORDINATOR, source.coordinator.address.encode())
+        launch.post(_COORDINATOR, source.coordinator.address)
     if overlaps:
         player = GroupPlayer(plan, engines.sampler, None if scored_by_trainers(config) else scorer)
-        address = launch.wait_for(_COORDINATOR).decode()
+        address = launch.wait_for(_COORDINATOR)
         source.worker = Worker(player, connect(address), launch.rank, asynchronous.running_requests)
     else:
         source.sender = WeightSender(launch)
@@ -70,7 +73,7 @@ def rollout_rank(
     config: TrainPPOConfig,
     strategy: InferenceStrategy,
     engine: Engine,
-    policy: object,
+    policy: nn.Module,
     sampler: SingleSampler,
     scorer: Scorer | None,
     prompts: list[Prompt],
@@ -78,6 +81,6 @@ def rollout_rank(
     """What a rank that only samples runs; ``policy`` is the Hugging Face model that ``engine`` samples from."""
     launch = strategy.launch
     player = GroupPlayer(GroupPlan.of(config, prompts), sampler, scorer)
-    link = connect(launch.wait_for(_COORDINATOR).decode())
+    link = connect(launch.wait_for(_COORDINATOR))
     worker = Worker(player, link, launch.rank, config.orchestrator.running_requests)
     return RolloutRank(strategy, engine, WholeWeights(policy), WeightReceiver(launch, policy), worker)

@@ -1,30 +1,23 @@
 """On the trainers' first rank: hands groups out to the ranks that sample, and cuts batches from what comes back."""
 
-import secrets
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from openppo import logger
 from openppo.orchestrator.groups import Outcome
+from openppo.orchestrator.link import Entrance, Link, Pause, Play
 from openppo.orchestrator.saved import as_json, from_json
 from openppo.orchestrator.work_buffer import WorkBuffer
-from openppo.orchestrator.worker import Pause, Play
 from openppo.tracking import Metrics
+from openppo.tracking.phase import current
 from openppo.types import Prompt, StopCheck, Trajectory
 
 FAILURES_IN_A_ROW = 10
 """Groups; then the run ends."""
 _SECONDS_BETWEEN_LOOKS = 0.1
-
-
-def connect(address: str) -> Connection:
-    """A worker's connection to the coordinator of this ``address``."""
-    host, port, key = address.split()
-    return Client((host, int(port)), authkey=bytes.fromhex(key))
 
 
 class Coordinator:
@@ -39,13 +32,11 @@ class Coordinator:
         self, buffer: WorkBuffer, prompt: Callable[[int], Prompt], most: int, n_workers: int, pauses: bool
     ) -> None:
         self.buffer, self.prompt, self.most, self.n_workers, self.pauses = buffer, prompt, most, n_workers, pauses
-        key = secrets.token_bytes(32)
-        self._listener = Listener(("127.0.0.1", 0), authkey=key, backlog=n_workers)
-        host, port, *_ = self._listener.address
-        self.address = f"{host} {port} {key.hex()}"
-        """Where it listens, and the key that it asks for."""
+        self._entrance = Entrance(n_workers)
+        self.address = self._entrance.address
+        """Where workers connect."""
         self._changed = threading.Condition()
-        self._links: dict[int, Connection] = {}  # by launch rank
+        self._links: dict[int, Link] = {}  # by launch rank
         self._load: Counter[int] = Counter()  # groups under way, by launch rank
         self._next = 0
         self._again: list[int] = []  # groups under way when the checkpoint was written
@@ -85,6 +76,7 @@ class Coordinator:
         with self._changed:
             while self._batch is None and not self._fault and not stop.requested():
                 self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+                current.progress()  # each sample has a time limit, and the watchdog looks after the ranks
             if self._fault:
                 raise RuntimeError(self._fault)
             if self._batch is None:
@@ -118,32 +110,34 @@ class Coordinator:
         """End all workers."""
         self.pause("end")
         self._is_closed = True
-        self._listener.close()
+        self._entrance.close()
 
     def _accept(self) -> None:
         with suppress(OSError):  # closed
             for _ in range(self.n_workers):
-                link = self._listener.accept()
+                link = self._entrance.accept()
                 threading.Thread(target=self._read, args=(link,), name="coordinator", daemon=True).start()
 
-    def _read(self, link: Connection) -> None:
+    def _read(self, link: Link) -> None:
         rank = -1
-        with suppress(EOFError, OSError):
-            rank = link.recv()
-            with self._changed:
-                self._links[rank] = link
-                self._hand_out()
-            while True:
-                outcome = link.recv()
+        try:
+            with suppress(EOFError, OSError):
+                rank = link.receive()
                 with self._changed:
-                    self._take(outcome)
-                    self._cut()
+                    self._links[rank] = link
                     self._hand_out()
-                    self._changed.notify_all()
-        with self._changed:
-            if not self._is_closed:
-                self._fault = self._fault or f"the rank of the launch's number {rank} has left while groups were played"
-            self._changed.notify_all()
+                while True:
+                    outcome = link.receive()
+                    with self._changed:
+                        self._take(outcome)
+                        self._cut()
+                        self._hand_out()
+                        self._changed.notify_all()
+        finally:  # also after an error, whose traceback is on stderr
+            with self._changed:
+                if not self._is_closed:
+                    self._fault = self._fault or f"nothing more comes from rank {rank} of the launch, which samples"
+                self._changed.notify_all()
 
     def _take(self, outcome: Outcome) -> None:
         number, trajectories = outcome.number, outcome.trajectories

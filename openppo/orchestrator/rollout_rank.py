@@ -11,7 +11,7 @@ from openppo.rollout.engine import Engine
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.trainable_model import merged_weights
 from openppo.strategy.weights import WeightReceiver
-from openppo.tracking.phase import phase, waiting
+from openppo.tracking.phase import phase
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RolloutRank:
                 pause = self.worker.drive()
             if pause.reason == "end":
                 return
-            with phase("sync"), waiting():
+            with phase("sync"):
                 self.receiver.receive()
             self.engine.version = pause.version
 

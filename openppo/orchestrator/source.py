@@ -18,7 +18,7 @@ from openppo.rollout.rollout import Rollout, SingleSampler
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.strategy.weights import WeightSender
 from openppo.tracking import Metrics
-from openppo.tracking.phase import waiting
+from openppo.tracking.phase import phase
 from openppo.types import Comm, RolloutSource, Trajectory
 
 
@@ -125,10 +125,9 @@ class AsyncSource:
             with self.engines.with_weights():
                 self.worker.drive()
         batch, start = None, time.monotonic()
-        with waiting():
-            if self.coordinator is not None:
-                batch = self.coordinator.wait_for_batch(self.hooks.stop)
-            batch = self.comm.all_gather_object(batch)[0]
+        if self.coordinator is not None:
+            batch = self.coordinator.wait_for_batch(self.hooks.stop)
+        batch = self.comm.all_gather_object(batch)[0]
         self.hooks.stop()
         assert batch is not None, "no signal, and no batch"
         groups, metrics = batch
@@ -140,8 +139,9 @@ class AsyncSource:
         assert self.sender is not None
         if self.coordinator is not None:
             self.coordinator.pause("weights", version)
-        with waiting(), self.hooks.timer.phase("sync"):
+        with phase("sync"):
             sent = self.sender.send(self.actor.merged())
         self._measured = Metrics()
         self._measured.add("async/sync_s", sent.seconds)
+        self._measured.add("async/wait_for_samplers_s", sent.waited)
         self._measured.add("async/sync_gib", sent.n_bytes / 2**30)

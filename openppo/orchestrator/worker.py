@@ -4,27 +4,11 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from typing import Literal
+from dataclasses import replace
 
 from openppo.orchestrator.groups import GroupPlayer, Outcome
+from openppo.orchestrator.link import Link, Pause, Play
 from openppo.rollout.driver import Leave
-
-
-@dataclass(frozen=True)
-class Play:
-    """Play the groups of these numbers."""
-
-    numbers: list[int]
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Leave the engine: for ``weights`` of ``version``, for a ``batch`` that is complete, or at the ``end``."""
-
-    reason: Literal["weights", "batch", "end"]
-    version: int = -1
 
 
 class Worker:
@@ -33,7 +17,7 @@ class Worker:
     A thread receives messages; the loop takes them one by one and sends outcomes.
     """
 
-    def __init__(self, player: GroupPlayer, link: Connection, rank: int, leave: Leave) -> None:
+    def __init__(self, player: GroupPlayer, link: Link, rank: int, leave: Leave) -> None:
         self.player, self.link, self.rank, self.leave = player, link, rank, leave
         self.driver = player.sampler.driver
         self._inbox: asyncio.Queue[Play | Pause] = asyncio.Queue()
@@ -57,13 +41,15 @@ class Worker:
         self.link.close()
 
     def _receive(self) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                message = self.link.recv()
-                self.driver.loop.call_soon_threadsafe(self._inbox.put_nowait, message)
-        if not self._is_closed:
-            gone = ConnectionError("trainer rank 0 has closed its connection: it ended before this rollout rank")
-            self.driver.loop.call_soon_threadsafe(self._pauses.put_nowait, gone)
+        try:
+            with suppress(EOFError, OSError):
+                while True:
+                    message = self.link.receive()
+                    self.driver.loop.call_soon_threadsafe(self._inbox.put_nowait, message)
+        finally:  # also after an error, whose traceback is on stderr
+            if not self._is_closed:
+                gone = ConnectionError("trainer rank 0 ended before this rank, which samples for it")
+                self.driver.loop.call_soon_threadsafe(self._pauses.put_nowait, gone)
 
     async def _serve(self) -> None:
         await self.player.sampler.start()
@@ -91,5 +77,5 @@ class Worker:
         if (error := group.exception()) is not None:
             self._pauses.put_nowait(error)
         else:
-            with suppress(BrokenPipeError):  # the coordinator is gone, which the receiving thread says
+            with suppress(OSError):  # the coordinator is gone, which the receiving thread says
                 self.link.send(replace(group.result(), worker=self.rank))

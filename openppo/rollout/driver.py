@@ -86,7 +86,8 @@ class EngineDriver:
 
         So they are sampled as that samples them, to the bit.
         """
-        self._held = held = []
+        held: list[_Request] = []
+        self._held = held
         try:
             yield
         finally:

@@ -27,7 +27,9 @@ _OUT_OF_MEMORY = re.compile(
     "Cuda failure (2 )?'out of memory'"  # of NCCL, which allocates its own buffers
 )
 _WAITS = re.compile(
-    r'torch/distributed/distributed_c10d\.py"|deepspeed/runtime/zero/.* in wait$|torch/cuda/.* in synchronize$', re.M
+    r'torch/distributed/distributed_c10d\.py"|deepspeed/runtime/zero/.* in wait$|torch/cuda/.* in synchronize$'
+    r'|openppo/strategy/weights\.py", line \d+ in _broadcast$',
+    re.M,
 )
 _EXIT_CODES = (
     "the exit code in the launcher's summary below. -9: killed, usually by the kernel's OOM killer (check dmesg); "

@@ -77,6 +77,15 @@ class TrainableModel:
             if state[name] is self._host.get(key):
                 state[name] = state[name].to(self.deepspeed.device, non_blocking=True, copy=True)
 
+    def reset_adam(self) -> None:
+        """Zero Adam's moments and its count of steps, as if it were made anew; the schedule stays."""
+        for state in self.deepspeed.basic_optimizer.state.values():
+            for name in MOMENTS:
+                if name in state:
+                    state[name].zero_()
+            if "step" in state:
+                state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
+
     def _adam_moments(self) -> list[tuple[tuple[int, str], dict[str, Tensor], str]]:
         """Key, owner and name of each moment that Adam has made."""
         adam: Any = self.deepspeed.basic_optimizer

@@ -146,8 +146,7 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
     scorer = _scorer_setup(config, tokenizer, strategy, data, maker is not None).build() if here else None
     with model_error_context("--pretrain", config.model.pretrain):
         actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **_loading(config))
-    strategy.prepare_frozen(actor)
-    policy: Any = actor.model
+    policy: Any = actor.eval().to(strategy.device).model  # not frozen: torch rounds otherwise with frozen weights
     engine = _new_engine(config, policy, tokenizer, StopCheck(), actor_config)
     engine.decode = decoder(tokenizer)
     eos, context, rewarded = (
