@@ -193,7 +193,7 @@ class Experience:
 
     ``sequences`` int64, right-padded; ``attention_mask`` bool: a real token; ``action_mask`` bool: sampled and trained
     on. All others are float32 and 0 outside of it. All are (B, L) but ``truncated`` bool, ``scores``, all that was
-    earned before shaping, ``weight`` and ``share`` (None: 1), which are (B,).
+    earned before shaping, ``weight`` and ``share`` (None: 1), which are (B,). ``staleness`` counts versions (None: 0).
     """
 
     sequences: Tensor
@@ -211,6 +211,7 @@ class Experience:
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    staleness: Tensor | None = None
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -285,7 +286,7 @@ class RolloutSource(Protocol):
     def __iter__(self) -> Iterator[list[Trajectory]]: ...
 
     def publish(self, version: int) -> None:
-        """Take note that the policy has new weights, of this version."""
+        """Take note that the policy has new weights, those after ``version`` global steps."""
 
     def evaluate(self) -> list[Trajectory]:
         """Scored responses to held-out tasks, grouped by task; empty on all ranks without such tasks."""

@@ -221,7 +221,7 @@ def test_where_old_log_probs_come_from(n_samples, options, source, trajectory):
     of_agent = [dataclasses.replace(row, episode=episode) for row in rows]  # what the engine batches depends on timing
     others = [one.make(rows, Metrics()), one.make(Rollout(of_agent, Metrics()), Metrics())]
     if source == "training":
-        others.append(one.make(Rollout(rows, Metrics()), Metrics(), version=1))  # stale
+        others.append(one.make(Rollout(rows, Metrics()), Metrics(), n_done=1))  # stale
     for made in others:
         assert [e.log_probs[0].tolist() for e in made] == [[0.0, -2.0, -2.0]] * n_samples, "recomputed"
 
