@@ -117,8 +117,7 @@ class Trajectory:
     -1 outside. ``group`` identifies the prompt. ``weight`` scales the losses, and only that. ``share`` is a part's
     share of its episode's actions: rewards and groups count an episode once, losses of sequences by shares, all else
     each part. ``scores`` are rewards of the whole by name, ``token_rewards`` of single tokens (None: there are none),
-    ``step_ends`` the tokens that have one because a step ends there (None: every action). ``greedy`` is the greedy
-    response to the same prompt, for estimators whose baseline is its reward.
+    ``step_ends`` tokens that have one as a step ends there (None: every action). ``greedy``: the greedy response.
     """
 
     token_ids: list[int]
