@@ -29,6 +29,8 @@ WHERE = ["device", "host while idle", "--adam_offload"]
 def module_of(lora: bool) -> nn.Module:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.3))
+    for parameter in model.parameters():
+        parameter.data *= 0.5  # all below 1, where float32 is finer than 1e-7
     return add_adapters(model, LoRAConfig(lora_rank=2), "CAUSAL_LM") if lora else model
 
 
@@ -75,16 +77,15 @@ def differences(model: TrainableModel, plain: nn.Module) -> list[float]:
         fresh.step()
         update(model, number)
         pairs = [(weight, parameters[name]) for name, weight in weights_of(model).items()]
-        found.append(max(float((one - other).abs().max()) for one, other in pairs))
+        found.append(max((one - other).abs().max().item() for one, other in pairs))
     return found
 
 
-@pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(
     ("stage", "where"), [(s, where) for where in WHERE for s in (0, 1, 2, 3) if s > 0 or where != "--adam_offload"]
 )
-def test_updates_after_a_reset_are_those_of_a_fresh_adam(stage, where, lora, resumes, tmp_path):
+def test_updates_after_a_reset_are_those_of_a_fresh_adam(stage, where, lora, tmp_path):
     plain, model = copy.deepcopy(module_of(lora)), prepared(stage, lora, where)
     for number in range(3):
         update(model, number)
@@ -92,11 +93,10 @@ def test_updates_after_a_reset_are_those_of_a_fresh_adam(stage, where, lora, res
     if where == "host while idle":
         model.offload_adam_moments()
     model.reset_adam()
-    if resumes:
-        model = resumed(model, tmp_path, stage, lora, where)
-    model.load_adam_moments()
-    assert (model.learning_rate, model.scheduler.last_epoch) == schedule
-    assert max(differences(model, plain)) <= 1e-7
+    for one in (resumed(model, tmp_path, stage, lora, where), model):
+        one.load_adam_moments()
+        assert (one.learning_rate, one.scheduler.last_epoch) == schedule
+        assert max(differences(one, plain)) <= 1e-7
 
 
 def test_without_a_reset_they_are_others_and_before_any_step_it_changes_nothing():
