@@ -118,8 +118,7 @@ class Trajectory:
     -1 outside. ``group`` identifies the prompt. ``weight`` scales the losses, and only that. ``share`` is a part's
     share of its episode's actions: rewards and groups count an episode once, losses of sequences by shares, all else
     each part. ``scores`` are rewards of the whole by name, ``token_rewards`` of single tokens (None: there are none),
-    ``step_ends`` the tokens that have one because a step ends there (None: every action). ``greedy`` is the greedy
-    response to the same prompt, for estimators whose baseline is its reward.
+    ``step_ends`` tokens that have one as a step ends there (None: every action). ``greedy``: the greedy response.
     """
 
     token_ids: list[int]
@@ -194,7 +193,7 @@ class Experience:
 
     ``sequences`` int64, right-padded; ``attention_mask`` bool: a real token; ``action_mask`` bool: sampled and trained
     on. All others are float32 and 0 outside of it. All are (B, L) but ``truncated`` bool, ``scores``, all that was
-    earned before shaping, ``weight`` and ``share`` (None: 1), which are (B,).
+    earned before shaping, ``weight`` and ``share`` (None: 1), which are (B,). ``staleness`` counts versions (None: 0).
     """
 
     sequences: Tensor
@@ -212,6 +211,7 @@ class Experience:
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    staleness: Tensor | None = None
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -286,7 +286,7 @@ class RolloutSource(Protocol):
     def __iter__(self) -> Iterator[list[Trajectory]]: ...
 
     def publish(self, version: int) -> None:
-        """Take note that the policy has new weights, of this version."""
+        """Take note that the policy has new weights, those after ``version`` global steps."""
 
     def evaluate(self) -> list[Trajectory]:
         """Scored responses to held-out tasks, grouped by task; empty on all ranks without such tasks."""

@@ -28,9 +28,9 @@ class Engine(ABC):
 
     Requests enter one by one with ``submit``; each ``step`` advances what is under way by one forward pass;
     ``collect`` hands out what has ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise
-    ``Interrupted``. ``version`` is the policy's, which the owner of the weights sets; requests under way go on with new
-    weights, and each token is recorded with its version. Stop strings are looked for in the text that ``decode`` makes
-    of ids; its owner sets it. All of it takes place inside ``with_weights``.
+    ``Interrupted``. ``version`` counts the policy's global steps, and the owner of the weights sets it; requests under
+    way go on with new weights, and each token is recorded with its version. Stop strings are looked for in the text
+    that ``decode`` makes of ids; its owner sets it. All of it takes place inside ``with_weights``.
 
     ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those of which keys and values were
     kept.

@@ -102,7 +102,7 @@ class PromptSource:
 
     def with_weights(self) -> AbstractContextManager[None]:
         """Inside, the engine may decode, with the actor's weights of now."""
-        self.engine.version = self.components.state.policy_version
+        self.engine.version = self.components.state.global_step
         return self.engine.with_weights(self.components.actor)
 
     def _next_prompts(self) -> list[Prompt] | None:

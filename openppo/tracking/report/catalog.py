@@ -75,11 +75,13 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Skipped steps", ("skipped_steps",), "So far, because a loss or gradient was not finite."),
     ),
     "Sampling against training": (
-        Chart("KL of engine and actor", ("rollout_kl", "rollout_kl_k1"), "Of the same weights; near 0."),
+        Chart("KL of engine and actor", ("rollout_kl", "rollout_kl_k1"), "Near 0 where both have the same weights."),
+        Chart("KL by staleness", ("rollout_kl/*",), "Of tokens that are so many versions behind."),
         Chart("Log-prob gap", ("rollout_log_prob_gap", "rollout_log_prob_gap_max")),
         Chart("Largest ratio of both", ("rollout_ratio_max",)),
         Chart("Correction", ("rollout_weight", "rollout_masked_fraction")),
-        Chart("Staleness", ("staleness", "staleness_max"), "Policy versions between sampling and training."),
+        Chart("Tokens left out", ("masked_low_fraction", "masked_high_fraction"), "Their ratio is too low, too high."),
+        Chart("Staleness", ("staleness", "staleness_max"), "Global steps between sampling and training."),
     ),
     "Speed": (
         Chart("Seconds per phase", ("time/*",), "Of the slowest rank."),

@@ -200,7 +200,7 @@ def echo(_, prompt, seed, params):
 def source_of(comm=None, estimator="gae", first_group=0, **options):
     options |= {"advantage_estimator": estimator, "n_samples_per_prompt": 2}
     trainer = trainer_of(echo, PROMPTS, PROMPTS[:3], lambda t: Score({"last": float(t.token_ids[-1])}), comm, **options)
-    trainer.state.policy_version, trainer.source.consumed_prompts = 7, first_group
+    trainer.state.global_step, trainer.source.consumed_prompts = 7, first_group
     return trainer.source
 
 
