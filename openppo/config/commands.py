@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from openppo.config.agents import AgentConfig
 from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.fields import Options, Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
 from openppo.config.orchestrator import OrchestratorConfig
-from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig
+from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PolicyLossType, PPOConfig
 from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig, TrackingConfig
@@ -91,6 +91,11 @@ class TrainPPOConfig(TrainingConfig):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     agents: AgentConfig = field(default_factory=AgentConfig)
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+
+    def __post_init__(self) -> None:
+        if self.loss.policy_loss_type is None:  # the resolved one is shown, saved and compared on resume
+            kind: PolicyLossType = "decoupled" if self.orchestrator.max_staleness > 0 else "ppo"
+            object.__setattr__(self, "loss", replace(self.loss, policy_loss_type=kind))
 
     def training_ranks(self, world_size: int) -> int:
         """Ranks that train; ``ValueError`` if those that only sample leave none."""

@@ -111,10 +111,11 @@ class KLConfig(Options):
 class LossConfig(Options):
     """Policy and value losses."""
 
-    policy_loss_type: PolicyLossType = option("ppo", resume="must match")
+    policy_loss_type: PolicyLossType | None = option(None, resume="must match")
     """Clipped ratios of tokens (ppo) or of sequences (gspo), or log-probs with truncated weights (cispo). For samples
     of older weights: ratios to the engine's log-probs inside the clip range (double_sided), or ppo with recomputed old
-    log-probs, weighted by p_actor / p_rollout where that is at most 5 (decoupled)."""
+    log-probs, weighted by p_actor / p_rollout where that is at most 5 (decoupled). Default: ppo; with --max_staleness
+    above 0 decoupled."""
     eps_clip: float = option(0.2, positive)
     """Clip range of the policy ratio (gspo: 3e-4, and 4e-4 for --eps_clip_high)."""
     eps_clip_high: float | None = option(None, positive)
@@ -145,13 +146,18 @@ class LossConfig(Options):
     """Clip range of the value around its old value; 'None' switches it off."""
 
     @property
+    def loss_type(self) -> PolicyLossType:
+        """``policy_loss_type``; of a group alone, which knows no staleness, ppo by default."""
+        return self.policy_loss_type or "ppo"
+
+    @property
     def wanted_old_log_probs(self) -> OldLogProbs:
         """``old_log_probs``; for auto the only source that the loss works with, if there is just one."""
         of_loss: dict[str, OldLogProbs] = {"double_sided": "rollout", "decoupled": "recompute"}
-        return of_loss.get(self.policy_loss_type, "auto") if self.old_log_probs == "auto" else self.old_log_probs
+        return of_loss.get(self.loss_type, "auto") if self.old_log_probs == "auto" else self.old_log_probs
 
     def problems(self) -> Iterator[str]:
-        loss, correction = self.policy_loss_type, self.rollout_correction
+        loss, correction = self.loss_type, self.rollout_correction
         if self.dual_clip is not None and loss in ("cispo", "double_sided"):
             yield f"--dual_clip bounds a clipped loss, and {loss} has none: leave --dual_clip out."
         if loss == "double_sided" and self.old_log_probs == "recompute":

@@ -292,4 +292,4 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
 
 def policy_loss(config: LossConfig) -> Any:
     """The loss that ``--policy_loss_type`` names: called as ``PolicyLoss`` is, with its ``clipped``."""
-    return POLICY_LOSSES[config.policy_loss_type].make(config)
+    return POLICY_LOSSES[config.loss_type].make(config)

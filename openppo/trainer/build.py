@@ -2,34 +2,30 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker, Hooks, forward_size
 from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import model_error_context
+from openppo.models.merge_lora import to_bf16
 from openppo.models.padding import pack_where_exact
-from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, pad_token_id
+from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
 from openppo.orchestrator.rollout_rank import RolloutRank
 from openppo.orchestrator.source import Engines
 from openppo.rewards.build import ScorerSetup
-from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.driver import Leave
-from openppo.rollout.engine import Engine
-from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.responses import ResponseSampler
 from openppo.rollout.rollout import SamplerMaker, SamplerParts
 from openppo.rollout.sampling import decoder
-from openppo.rollout.vllm_engine import VLLMEngine
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
@@ -41,7 +37,7 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import PPOData, check_models, critic_lora, critic_start, load_ppo_data
-from openppo.trainer.engine_check import LONGEST, REQUESTS, check_engines
+from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
@@ -82,7 +78,7 @@ def build_ppo_trainer(
     traced = StepProfiler(run.save_path, config.tracking, comm.rank).phase
     timer = PhaseTimer(traced, estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled)
-    engine = _engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
+    engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
@@ -147,15 +143,13 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
     with model_error_context("--pretrain", config.model.pretrain):
         actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **_loading(config))
     policy: Any = actor.eval().to(strategy.device).model  # not frozen: torch rounds otherwise with frozen weights
-    engine = _new_engine(config, policy, tokenizer, StopCheck(), actor_config)
+    if config.deepspeed.bf16:
+        to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
+    engine = new_engine(config, policy, tokenizer, StopCheck(), actor_config)
     engine.decode = decoder(tokenizer)
-    eos, context, rewarded = (
-        eos_token_ids(policy, tokenizer),
-        context_length(actor_config),
-        bool(config.rewards.names()),
-    )
-    run = engine, tokenizer, eos, strategy.comm, StopCheck(), data.longest, context
-    parts = SamplerParts(*run, has_rewards=rewarded, leave=config.orchestrator.running_requests)
+    what = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest
+    rewarded, leave = bool(config.rewards.names()), config.orchestrator.running_requests
+    parts = SamplerParts(*what, context_length(actor_config), has_rewards=rewarded, leave=leave)
     sampler = ResponseSampler(parts) if maker is None else maker.make(parts)
     return rollout_rank(config, strategy, engine, policy, sampler, scorer, data.prompts)
 
@@ -266,52 +260,3 @@ def _reference(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: Train
         return None
     shares_weights = config.lora.lora_rank > 0 and config.model.ref_pretrain is None
     return AdapterOffReference(actor) if shares_weights else _prepared(config, strategy, "reference")
-
-
-def _engine(
-    config: TrainPPOConfig,
-    strategy: DeepspeedStrategy,
-    actor: TrainableModel,
-    tokenizer: PreTrainedTokenizerBase,
-    stop: StopCheck,
-    actor_config: PreTrainedConfig,
-) -> Engine:
-    """Samples with the actor's own module, or a copy of it in vLLM; checked with ``--engine_check on``."""
-    if config.orchestrator.rollout_ranks > 0:  # it only evaluates: what a vLLM takes is on the ranks that sample
-        config = replace(config, generation=replace(config.generation, rollout_engine="hf"))
-    policy: Any = actor.module.model
-    together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank
-    engine = _new_engine(config, policy, tokenizer, stop, actor_config, together, strategy.is_main)
-    checked: dict[str, Engine] = {"": engine}
-    if isinstance(engine, HFEngine):
-        checked = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
-        if engine.new_recorder is not None:
-            checked[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=engine.new_recorder)
-    if config.generation.engine_check == "on":
-        check_engines(config, strategy, actor, checked)
-    engine.decode = decoder(tokenizer)
-    return engine
-
-
-def _new_engine(
-    config: TrainPPOConfig,
-    policy: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    stop: StopCheck,
-    actor_config: PreTrainedConfig,
-    together: Callable[[bool], bool] | None = None,
-    show_progress: bool = False,
-) -> Engine:
-    """An engine that samples from ``policy``, in lockstep with ``together``."""
-    eos, generation = eos_token_ids(policy, tokenizer), config.generation
-    common: dict[str, Any] = {"show_progress": show_progress, "stop": stop}
-    if generation.rollout_engine == "vllm":
-        episode = config.agents.episode_max_len or 0
-        longest = max(config.data.prompt_max_len + generation.generate_max_len, episode, LONGEST)
-        max_tokens = min(longest, context_length(actor_config) or longest)
-        return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
-    recorder = CUDARecorder if generation.cuda_graphs and together is None else None
-    if generation.cuda_graphs and recorder is None:
-        logger.warning("--cuda_graphs: ranks in lockstep cannot replay steps; they are launched as usual")
-    common |= {"any_rank_busy": together, "new_recorder": recorder}
-    return HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
