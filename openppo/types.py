@@ -57,8 +57,8 @@ class Ending(str, Enum):
 class SamplingParams:
     """How to sample a response. ``temperature`` 0 takes the likeliest token.
 
-    Besides EOS, a token of ``stop_token_ids`` ends a response, and so does one that completes a text of ``stop``; both
-    belong to it. Until there are ``min_new_tokens`` nothing ends it: EOS and those ids are not sampled.
+    EOS, a token of ``stop_token_ids`` and one that completes a text of ``stop`` end it and belong to it, once there are
+    ``min_new_tokens``: before, EOS and those ids are not sampled.
     """
 
     max_new_tokens: int
@@ -89,11 +89,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """Equally long lists of what an engine sampled for one prompt, and the policy's version at each token."""
+    """Equally long lists of what an engine sampled for one prompt."""
 
     token_ids: list[int]
     log_probs: list[float]
-    versions: list[int]
+    versions: list[int]  # of the policy
     finish_reason: FinishReason
     parked: int | None = None  # handle of the keys and values that the engine keeps of both, if it was asked to
 
@@ -176,15 +176,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward source gives one trajectory.
-
-    Names as in ``Trajectory``; only actions have rewards. ``failed``: not scored, a reward chosen beforehand stands in.
-    """
+    """What a reward source gives one trajectory; only actions have rewards."""
 
     rewards: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
-    failed: bool = False
+    failed: bool = False  # a reward chosen beforehand stands in
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def async_source(
         most = min(n_steps, config.ppo.max_steps or n_steps) * config.prompts_per_step
         n_workers = comm.world_size if overlaps else asynchronous.rollout_ranks
         source.coordinator = Coordinator(buffer, plan.prompt, most, n_workers, pauses=overlaps)
-        launch.post(_COORDINATOR, source.coordinator.address)
+        launch.post(_COORDINATOR, source.coordinator.workers.address)
     if overlaps:
         player = GroupPlayer(plan, engines.sampler, None if scored_by_trainers(config) else scorer)
         address = launch.wait_for(_COORDINATOR)

@@ -1,19 +1,18 @@
 """On the trainers' first rank: hands groups out to the ranks that sample, and cuts batches from what comes back."""
 
 import threading
-from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from openppo import logger
 from openppo.orchestrator.groups import Outcome
-from openppo.orchestrator.link import Entrance, Link, Pause, Play
+from openppo.orchestrator.link import Pause
 from openppo.orchestrator.saved import as_json, from_json
-from openppo.orchestrator.work_buffer import WorkBuffer
+from openppo.orchestrator.work_buffer import Group, WorkBuffer
+from openppo.orchestrator.workers import Workers
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
-from openppo.types import Prompt, StopCheck, Trajectory
+from openppo.types import Prompt, StopCheck
 
 FAILURES_IN_A_ROW = 10
 """Groups; then the run ends."""
@@ -21,30 +20,25 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Coordinator:
-    """Its methods run on the training thread, ``_read`` on a thread for each worker; one lock guards all state.
+    """Public methods run on the training thread, ``_come`` and ``_gone`` on a thread of each worker; one lock for all.
 
-    Groups are handed out as soon as the buffer has room, to the worker that plays fewest. ``most`` bounds the groups
-    that the whole run needs. With ``pauses`` workers train too: a complete batch tells them to leave their engines.
-    ``prompt`` gives the prompt of a group.
+    Groups are handed out as soon as the buffer has room. ``most`` bounds those that the whole run needs. With
+    ``pauses`` workers train too: a complete batch tells them to leave their engines. ``prompt`` gives the prompt of a
+    group.
     """
 
     def __init__(
         self, buffer: WorkBuffer, prompt: Callable[[int], Prompt], most: int, n_workers: int, pauses: bool
     ) -> None:
-        self.buffer, self.prompt, self.most, self.n_workers, self.pauses = buffer, prompt, most, n_workers, pauses
-        self._entrance = Entrance(n_workers)
-        self.address = self._entrance.address
-        """Where workers connect."""
+        self.buffer, self.prompt, self.most, self.pauses = buffer, prompt, most, pauses
         self._changed = threading.Condition()
-        self._links: dict[int, Link] = {}  # by launch rank
-        self._load: Counter[int] = Counter()  # groups under way, by launch rank
         self._next = 0
         self._again: list[int] = []  # groups under way when the checkpoint was written
         self._metrics: dict[int, Metrics] = {}  # of complete groups
-        self._begun = self._wanted = self._is_closed = False
-        self._batch: list[list[Trajectory]] | None = None
+        self._begun = self._wanted = False
+        self._batch: list[Group] | None = None
         self._failures, self._fault = 0, ""
-        threading.Thread(target=self._accept, name="coordinator", daemon=True).start()
+        self.workers = Workers(n_workers, self._changed, self._come, self._gone)
 
     def advance(self, version: int, synced: bool) -> None:
         """The policy of ``version`` is trained; ``synced``: what is sampled from now on is sampled with it."""
@@ -54,12 +48,10 @@ class Coordinator:
                 self.buffer.sync(version)
             self._hand_out()
 
-    def pause(self, reason: Any, version: int = -1) -> None:
-        """Tell all workers to leave their engines."""
+    def pause_for(self, version: int) -> None:
+        """Tell workers to leave their engines for the weights of ``version``."""
         with self._changed:
-            for link in self._links.values():
-                with suppress(OSError):  # its end is noticed where it is read
-                    link.send(Pause(reason, version))
+            self.workers.tell(Pause("weights", version))
 
     def want_batch(self) -> None:
         """Cut a batch as soon as there is one; workers begin with the first call."""
@@ -68,7 +60,7 @@ class Coordinator:
             self._hand_out()
             self._cut()
 
-    def wait_for_batch(self, stop: StopCheck) -> tuple[list[list[Trajectory]], Metrics] | None:
+    def wait_for_batch(self, stop: StopCheck) -> tuple[list[Group], Metrics] | None:
         """The batch that was wanted, its groups in order, and their metrics; None if a signal comes first.
 
         ``RuntimeError`` if a worker is gone or nothing but failures come back.
@@ -90,7 +82,7 @@ class Coordinator:
             return batch, metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What the buffer holds, as JSON."""
+        """What the buffer holds, as JSON, and the groups to be played anew."""
         with self._changed:
             state = self.buffer.state_dict()
             groups = {str(number): as_json(group) for number, group in state.pop("groups").items()}
@@ -103,51 +95,33 @@ class Coordinator:
             groups = {number: from_json(group, self.prompt(number)) for number, group in saved.items()}
             self.buffer.load_state_dict({**state, "groups": groups})
             self._again, self._next = sorted(state["again"]), state["next"]
-            self._batch, self._metrics, self._load = None, {}, Counter()
+            self._batch, self._metrics = None, {}
             self._begun = self._wanted = False
 
     def close(self) -> None:
         """End all workers."""
-        self.pause("end")
-        self._is_closed = True
-        self._entrance.close()
+        with self._changed:
+            self.workers.close()
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            for _ in range(self.n_workers):
-                link = self._entrance.accept()
-                threading.Thread(target=self._read, args=(link,), name="coordinator", daemon=True).start()
+    def _come(self, outcome: Outcome | None) -> None:
+        """A worker is there, or one of its groups has ended."""
+        if outcome is not None:
+            self._take(outcome)
+            self._cut()
+        self._hand_out()
+        self._changed.notify_all()
 
-    def _read(self, link: Link) -> None:
-        rank = -1
-        try:
-            with suppress(EOFError, OSError):
-                rank = link.receive()
-                with self._changed:
-                    self._links[rank] = link
-                    self._hand_out()
-                while True:
-                    outcome = link.receive()
-                    with self._changed:
-                        self._take(outcome)
-                        self._cut()
-                        self._hand_out()
-                        self._changed.notify_all()
-        finally:  # also after an error, whose traceback is on stderr
-            with self._changed:
-                if not self._is_closed:
-                    self._fault = self._fault or f"nothing more comes from rank {rank} of the launch, which samples"
-                self._changed.notify_all()
+    def _gone(self, rank: int) -> None:
+        self._fault = self._fault or f"nothing more comes from rank {rank} of the launch, which samples"
+        self._changed.notify_all()
 
     def _take(self, outcome: Outcome) -> None:
         number, trajectories = outcome.number, outcome.trajectories
-        self._load[outcome.worker] -= 1
         if trajectories is None:
             self._failures += self.buffer.drop(number, "failed")
             logger.warning("group %d failed and is not trained on: %s", number, outcome.error)
             if self._failures >= FAILURES_IN_A_ROW:
-                what = f"{self._failures} groups in a row failed"
-                self._fault = f"{what}; the last: {outcome.error}"
+                self._fault = f"{self._failures} groups in a row failed; the last: {outcome.error}"
             return
         self._failures = 0
         if not trajectories:
@@ -159,20 +133,15 @@ class Coordinator:
         if self._wanted and self._batch is None and (batch := self.buffer.cut()) is not None:
             self._batch = batch
             if self.pauses:
-                self.pause("batch")
+                self.workers.tell(Pause("batch"))
 
     def _hand_out(self) -> None:
-        """Give each free place of the buffer to a group, and the group to the worker that plays fewest."""
-        if not self._begun or len(self._links) < self.n_workers:
+        """Begin a group for each free place of the buffer."""
+        if not self._begun or not self.workers.are_here:
             return
-        shares: dict[int, list[int]] = defaultdict(list)
+        numbers = []
         for _ in range(min(self.buffer.room(), self.most - self.buffer.accepted - len(self.buffer.running))):
-            number = self._again.pop(0) if self._again else self._next
-            self._next = max(self._next, number + 1)
-            worker = min(self._links, key=lambda rank: (self._load[rank], rank))
-            self.buffer.submit(number)
-            self._load[worker] += 1
-            shares[worker].append(number)
-        for worker, numbers in shares.items():
-            with suppress(OSError):
-                self._links[worker].send(Play(numbers))
+            numbers.append(self._again.pop(0) if self._again else self._next)
+            self._next = max(self._next, numbers[-1] + 1)
+            self.buffer.submit(numbers[-1])
+        self.workers.play(numbers)

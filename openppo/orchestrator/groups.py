@@ -58,8 +58,6 @@ class Outcome:
     trajectories: list[Trajectory] | None
     metrics: Metrics
     error: str = ""
-    worker: int = -1
-    """Launch rank that played it."""
 
 
 @dataclass(eq=False)

@@ -138,7 +138,7 @@ class AsyncSource:
     def _send(self, version: int) -> None:
         assert self.sender is not None
         if self.coordinator is not None:
-            self.coordinator.pause("weights", version)
+            self.coordinator.pause_for(version)
         with phase("sync"):
             sent = self.sender.send(self.actor.merged())
         self._measured = Metrics()

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 
 from openppo.orchestrator.groups import GroupPlayer, Outcome
 from openppo.orchestrator.link import Link, Pause, Play
@@ -18,7 +17,7 @@ class Worker:
     """
 
     def __init__(self, player: GroupPlayer, link: Link, rank: int, leave: Leave) -> None:
-        self.player, self.link, self.rank, self.leave = player, link, rank, leave
+        self.player, self.link, self.leave = player, link, leave
         self.driver = player.sampler.driver
         self._inbox: asyncio.Queue[Play | Pause] = asyncio.Queue()
         self._pauses: asyncio.Queue[Pause | BaseException] = asyncio.Queue()
@@ -78,4 +77,4 @@ class Worker:
             self._pauses.put_nowait(error)
         else:
             with suppress(OSError):  # the coordinator is gone, which the receiving thread says
-                self.link.send(replace(group.result(), worker=self.rank))
+                self.link.send(group.result())

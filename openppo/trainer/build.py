@@ -59,8 +59,7 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """A trainer; ``source`` gives trajectories, or makes them of prompts. ``ValueError`` names the flag to change."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
-    sampling_ranks = config.orchestrator.rollout_ranks
-    strategy, samples = strategy or DeepspeedStrategy(config.deepspeed, rollout_ranks=sampling_ranks), source is None
+    strategy, samples = strategy or _strategy(config), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
     tokenizer, actor_config, data = _checked(config, strategy, samples, maker)
     setup = _scorer_setup(config, tokenizer, strategy, data, maker is not None)
@@ -86,13 +85,14 @@ def build_ppo_trainer(
         pack_documents_to = packed_row_length(actor, data.documents, data.longest, device)
     critic_step = None if critic is None else CriticStep(critic, config, comm, device)
     one_pass: Any = partial(OnePassCritic, critic_step) if critic_step and OnePassCritic.is_exact(config) else None
-    make = one_pass or ExperienceMaker
     components = PPOComponents(
         strategy=strategy,
         tokenizer=tokenizer,
         actor=actor,
         critic_step=critic_step,
-        maker=make(actor, critic, reference, config, comm, device, pad_token_id(tokenizer), hooks),
+        maker=(one_pass or ExperienceMaker)(
+            actor, critic, reference, config, comm, device, pad_token_id(tokenizer), hooks
+        ),
         engine=engine,
         scorer=scorer,
         data=data,
@@ -105,8 +105,7 @@ def build_ppo_trainer(
         estimate=estimate,
     )
     callbacks = [*callbacks, StopWhen(run.stop_conditions)] if run.stop_when else callbacks
-    source = source or _source(config, components, maker, actor_config)
-    trainer = PPOTrainer(config, components, source, callbacks)
+    trainer = PPOTrainer(config, components, source or _source(config, components, maker, actor_config), callbacks)
     checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, plan)
     return trainer
@@ -124,6 +123,10 @@ def _checked(
     if maker is not None:
         maker.check(tokenizer)
     return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, samples, maker)
+
+
+def _strategy(config: TrainPPOConfig) -> DeepspeedStrategy:
+    return DeepspeedStrategy(config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks)
 
 
 def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPOTrainer | RolloutRank:

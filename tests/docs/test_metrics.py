@@ -35,7 +35,7 @@ RUNS = {
     "named": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss
         --kl_estimator k3 --eval_data prompts.jsonl --reward_clip_range -1 1""",
     "dynamic": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_sampling
-        --rollout_correction tis""",
+        --rollout_correction mis""",
     "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
         --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl""",
     "agent": f"""{TRAIN_PPO} --agent agent.py:solve --episode_max_len 300 --n_samples_per_prompt 2

@@ -36,7 +36,7 @@ from openppo.strategy.comm import InferenceStrategy
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
-from openppo.trainer.engine_check import REQUESTS, check_sampling
+from openppo.trainer.engines import REQUESTS, check_sampling
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.startup import check_context, tokenizing
 from openppo.types import Comm, Prompt, StopCheck, Trajectory
