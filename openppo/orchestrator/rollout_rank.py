@@ -52,6 +52,5 @@ class RolloutRank:
 
     def close(self) -> None:
         """End the agents, and leave the process group."""
-        self.worker.close()
         self.worker.player.sampler.close()
         self.strategy.close()

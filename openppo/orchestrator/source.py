@@ -95,8 +95,6 @@ class AsyncSource:
         """End workers, and what evaluates."""
         if self.coordinator is not None:
             self.coordinator.close()
-        if self.worker is not None:
-            self.worker.close()
         self.engines.held_out.close()
 
     def _next(self) -> Rollout:

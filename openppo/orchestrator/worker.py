@@ -22,7 +22,7 @@ class Worker:
         self._inbox: asyncio.Queue[Play | Pause] = asyncio.Queue()
         self._pauses: asyncio.Queue[Pause | BaseException] = asyncio.Queue()
         self._playing: set[asyncio.Future[Outcome]] = set()
-        self._is_closed = False
+        self._is_ending = False
         link.send(rank)
         asyncio.run_coroutine_threadsafe(self._serve(), self.driver.loop).add_done_callback(self._raise_in_drive)
         threading.Thread(target=self._receive, name="messages", daemon=True).start()
@@ -34,21 +34,20 @@ class Worker:
             raise pause
         return pause
 
-    def close(self) -> None:
-        """Send nothing more."""
-        self._is_closed = True
-        self.link.close()
-
     def _receive(self) -> None:
+        is_end = False
         try:
             with suppress(EOFError, OSError):
-                while True:
+                while not is_end:
                     message = self.link.receive()
+                    is_end = isinstance(message, Pause) and message.reason == "end"
+                    self._is_ending = is_end
                     self.driver.loop.call_soon_threadsafe(self._inbox.put_nowait, message)
         finally:  # also after an error, whose traceback is on stderr
-            if not self._is_closed:
+            if not is_end:
                 gone = ConnectionError("trainer rank 0 ended before this rank, which samples for it")
                 self.driver.loop.call_soon_threadsafe(self._pauses.put_nowait, gone)
+            self.link.close()  # on the thread that reads it
 
     async def _serve(self) -> None:
         await self.player.sampler.start()
@@ -71,7 +70,7 @@ class Worker:
 
     def _send(self, group: asyncio.Future[Outcome]) -> None:
         self._playing.discard(group)
-        if self._is_closed or group.cancelled():
+        if self._is_ending or group.cancelled():
             return
         if (error := group.exception()) is not None:
             self._pauses.put_nowait(error)

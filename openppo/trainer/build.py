@@ -43,7 +43,7 @@ from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, start_trackers
-from openppo.trainer.summary import batch_plan, log_ppo_start
+from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
 from openppo.types import RolloutSource, StopCheck
 
@@ -66,9 +66,7 @@ def build_ppo_trainer(
     if run.dry_run and samples:
         setup.check()
     estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
-    plan = batch_plan(config, comm.world_size, len(data.prompts), source)
-    if samples and config.orchestrator.is_async:
-        plan = replace(plan, steps=[config.prompts_per_step] * async_steps(config, len(data.prompts)), episodes=1)
+    plan = _plan(config, comm.world_size, len(data.prompts), source)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
     scorer = setup.build() if samples and config.rewards.names() else None  # before the large models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
@@ -84,15 +82,14 @@ def build_ppo_trainer(
     with strategy.uncompiled():
         pack_documents_to = packed_row_length(actor, data.documents, data.longest, device)
     critic_step = None if critic is None else CriticStep(critic, config, comm, device)
-    one_pass: Any = partial(OnePassCritic, critic_step) if critic_step and OnePassCritic.is_exact(config) else None
+    one_pass = partial(OnePassCritic, critic_step) if critic_step and OnePassCritic.is_exact(config) else None
+    make: Any = one_pass or ExperienceMaker
     components = PPOComponents(
         strategy=strategy,
         tokenizer=tokenizer,
         actor=actor,
         critic_step=critic_step,
-        maker=(one_pass or ExperienceMaker)(
-            actor, critic, reference, config, comm, device, pad_token_id(tokenizer), hooks
-        ),
+        maker=make(actor, critic, reference, config, comm, device, pad_token_id(tokenizer), hooks),
         engine=engine,
         scorer=scorer,
         data=data,
@@ -123,6 +120,13 @@ def _checked(
     if maker is not None:
         maker.check(tokenizer)
     return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, samples, maker)
+
+
+def _plan(config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None) -> BatchPlan:
+    plan = batch_plan(config, n_ranks, n_prompts, source)
+    if source is not None or not config.orchestrator.is_async:
+        return plan
+    return replace(plan, steps=[config.prompts_per_step] * async_steps(config, n_prompts), episodes=1)
 
 
 def _strategy(config: TrainPPOConfig) -> DeepspeedStrategy:
