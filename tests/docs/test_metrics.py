@@ -72,8 +72,8 @@ def logs(run: Run, workshop: Path) -> Logs:
 
 PPO = ("critic", "named", "dynamic", "process", "agent")
 OF_FORMS = ("agent/unreadable_actions", "agent/sampling_overridden", "agent/retries")
-SOMETIMES = ("eval_reward_errors", *OF_FORMS, *(() if torch.cuda.is_available() else ("memory/",)))
-"""Beginnings of names that are logged only where there is an error, a GPU, or an agent of another form."""
+SOMETIMES = ("eval_reward_errors", "rollout_kl/lag_", *OF_FORMS, *(() if torch.cuda.is_available() else ("memory/",)))
+"""Beginnings of names that are logged only where there is an error, a GPU, older samples, or an agent of another form."""
 
 
 @pytest.mark.parametrize(
