@@ -35,11 +35,12 @@ RUNS = {
     "named": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss
         --kl_estimator k3 --eval_data prompts.jsonl --reward_clip_range -1 1""",
     "dynamic": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_sampling
-        --rollout_correction mis""",
+        --rollout_correction mis --rollout_correction_level sequence --rollout_correction_veto 1e-4""",
     "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
-        --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl""",
+        --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl
+        --policy_loss_type double_sided""",
     "agent": f"""{TRAIN_PPO} --agent agent.py:solve --episode_max_len 300 --n_samples_per_prompt 2
-        --eval_data prompts.jsonl --check_rendering warn""",
+        --eval_data prompts.jsonl --check_rendering warn --policy_loss_type decoupled""",
     "sft": f"train_sft {SMALL} --pretrain policy --dataset sft.jsonl --eval_dataset sft.jsonl",
     "rm": f"train_rm {SMALL} --pretrain reward --dataset preference.jsonl --eval_dataset preference.jsonl",
 }
@@ -72,8 +73,8 @@ def logs(run: Run, workshop: Path) -> Logs:
 
 PPO = ("critic", "named", "dynamic", "process", "agent")
 OF_FORMS = ("agent/unreadable_actions", "agent/sampling_overridden", "agent/retries")
-SOMETIMES = ("eval_reward_errors", *OF_FORMS, *(() if torch.cuda.is_available() else ("memory/",)))
-"""Beginnings of names that are logged only where there is an error, a GPU, or an agent of another form."""
+SOMETIMES = ("eval_reward_errors", "rollout_kl/lag_", *OF_FORMS, *(() if torch.cuda.is_available() else ("memory/",)))
+"""Beginnings of names that are logged only where there is an error, a GPU, older samples, or another form of agent."""
 
 
 @pytest.mark.parametrize(
