@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed import DistNetworkError
+
 from openppo import logger
 from openppo.orchestrator.groups import Outcome
 from openppo.orchestrator.link import Pause
@@ -37,7 +39,8 @@ class Coordinator:
         self._metrics: dict[int, Metrics] = {}  # of complete groups
         self._begun = self._wanted = False
         self._batch: list[Group] | None = None
-        self._failures, self._fault = 0, ""
+        self._failures = 0
+        self._fault: Exception | None = None
         self.workers = Workers(n_workers, self._changed, self._come, self._gone)
 
     def advance(self, version: int, synced: bool) -> None:
@@ -63,14 +66,14 @@ class Coordinator:
     def wait_for_batch(self, stop: StopCheck) -> tuple[list[Group], Metrics] | None:
         """The batch that was wanted, its groups in order, and their metrics; None if a signal comes first.
 
-        ``RuntimeError`` if a worker is gone or nothing but failures come back.
+        ``RuntimeError`` if only failures come back, ``DistNetworkError`` if a worker is gone.
         """
         with self._changed:
             while self._batch is None and not self._fault and not stop.requested():
                 self._changed.wait(_SECONDS_BETWEEN_LOOKS)
-                current.progress()  # each sample has a time limit, and the watchdog looks after the ranks
+                current.progress()  # ranks that sample notice themselves if they stall
             if self._fault:
-                raise RuntimeError(self._fault)
+                raise self._fault
             if self._batch is None:
                 return None
             batch, metrics = self._batch, Metrics()
@@ -112,7 +115,7 @@ class Coordinator:
         self._changed.notify_all()
 
     def _gone(self, rank: int) -> None:
-        self._fault = self._fault or f"nothing more comes from rank {rank} of the launch, which samples"
+        self._fault = self._fault or DistNetworkError(f"rollout rank {rank} has closed its connection")
         self._changed.notify_all()
 
     def _take(self, outcome: Outcome) -> None:
@@ -120,8 +123,9 @@ class Coordinator:
         if trajectories is None:
             self._failures += self.buffer.drop(number, "failed")
             logger.warning("group %d failed and is not trained on: %s", number, outcome.error)
-            if self._failures >= FAILURES_IN_A_ROW:
-                self._fault = f"{self._failures} groups in a row failed; the last: {outcome.error}"
+            if self._failures >= FAILURES_IN_A_ROW and self._fault is None:
+                what = f"{self._failures} groups in a row failed; the last: {outcome.error}"
+                self._fault = RuntimeError(what)
             return
         self._failures = 0
         if not trajectories:
@@ -137,7 +141,7 @@ class Coordinator:
 
     def _hand_out(self) -> None:
         """Begin a group for each free place of the buffer."""
-        if not self._begun or not self.workers.are_here:
+        if not self._begun or self._fault or not self.workers.are_here:
             return
         numbers = []
         for _ in range(min(self.buffer.room(), self.most - self.buffer.accepted - len(self.buffer.running))):

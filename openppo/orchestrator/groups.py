@@ -13,6 +13,7 @@ from openppo.rewards import Scorer
 from openppo.rollout.rollout import SampleFailed, SingleSampler, sample_seed, with_all_rewards
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
+from openppo.tracking.phase import current
 from openppo.types import Prompt, SamplingParams, StopCheck, Trajectory
 
 ATTEMPTS = 3
@@ -68,7 +69,7 @@ class GroupPlayer:
     sampler: SingleSampler
     scorer: Scorer | None
     _unscored: list[tuple[list[Trajectory], Metrics, asyncio.Future[None]]] = field(default_factory=list)
-    _scoring: bool = False
+    is_scoring: bool = False
 
     async def play(self, number: int) -> Outcome:
         """Sample a group, replace what fails, score it."""
@@ -111,14 +112,15 @@ class GroupPlayer:
             return
         scored = asyncio.get_running_loop().create_future()
         self._unscored.append((trajectories, metrics, scored))
-        while self._unscored and not self._scoring:
-            self._scoring, batch, self._unscored = True, self._unscored, []
+        while self._unscored and not self.is_scoring:
+            self.is_scoring, batch, self._unscored = True, self._unscored, []
             try:
                 rows = [trajectory for of_group, _, _ in batch for trajectory in of_group]
                 rollout = begin_scoring(self.scorer, rows, self.plan.weights, StopCheck())
                 await asyncio.to_thread(rollout.wait)
+                current.progress()
             finally:
-                self._scoring = False
+                self.is_scoring = False
             batch[0][1].merge(rollout.metrics)
             for *_, future in batch:
                 future.set_result(None)

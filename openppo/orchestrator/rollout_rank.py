@@ -11,7 +11,7 @@ from openppo.rollout.engine import Engine
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.trainable_model import merged_weights
 from openppo.strategy.weights import WeightReceiver
-from openppo.tracking.phase import phase
+from openppo.tracking.phase import current, phase
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class RolloutRank:
     def fit(self) -> None:
         """Sample until the trainers end."""
         while True:
+            current.step = self.engine.version + 1
             with phase("generation"), self.engine.with_weights(self.weights):
                 pause = self.worker.drive()
             if pause.reason == "end":

@@ -4,10 +4,14 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
+
+from torch.distributed import DistNetworkError
 
 from openppo.orchestrator.groups import GroupPlayer, Outcome
 from openppo.orchestrator.link import Link, Pause, Play
 from openppo.rollout.driver import Leave
+from openppo.tracking.phase import current
 
 
 class Worker:
@@ -29,10 +33,15 @@ class Worker:
 
     def drive(self) -> Pause:
         """Sample until the coordinator says to pause; raises what ended the playing of a group."""
-        pause = self.driver.drive(self._pauses.get(), leave=self.leave)
+        pause = self.driver.drive(self._pauses.get(), self._show, self.leave)
         if isinstance(pause, BaseException):
             raise pause
         return pause
+
+    def _show(self) -> None:
+        """Note progress; of sources of rewards only their answers are some, since they have no time limit."""
+        if not self.player.is_scoring:
+            current.progress()
 
     def _receive(self) -> None:
         is_end = False
@@ -42,12 +51,15 @@ class Worker:
                     message = self.link.receive()
                     is_end = isinstance(message, Pause) and message.reason == "end"
                     self._is_ending = is_end
-                    self.driver.loop.call_soon_threadsafe(self._inbox.put_nowait, message)
+                    self._put(self._inbox, message)
         finally:  # also after an error, whose traceback is on stderr
             if not is_end:
-                gone = ConnectionError("trainer rank 0 ended before this rank, which samples for it")
-                self.driver.loop.call_soon_threadsafe(self._pauses.put_nowait, gone)
+                self._put(self._pauses, DistNetworkError("rank 0, which trains, has closed its connection"))
             self.link.close()  # on the thread that reads it
+
+    def _put(self, queue: asyncio.Queue[Any], message: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self.driver.loop.call_soon_threadsafe(queue.put_nowait, message)
 
     async def _serve(self) -> None:
         await self.player.sampler.start()
