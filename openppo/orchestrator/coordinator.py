@@ -52,8 +52,10 @@ class Coordinator:
             self._hand_out()
 
     def pause_for(self, version: int) -> None:
-        """Tell workers to leave their engines for the weights of ``version``."""
+        """Tell workers to leave their engines for the weights of ``version``, all of them: a resumed run waits here."""
         with self._changed:
+            while not self.workers.are_here and self._fault is None:
+                self._wait()
             self.workers.tell(Pause("weights", version))
 
     def want_batch(self) -> None:
@@ -70,8 +72,7 @@ class Coordinator:
         """
         with self._changed:
             while self._batch is None and not self._fault and not stop.requested():
-                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
-                current.progress()  # ranks that sample notice themselves if they stall
+                self._wait()
             if self._fault:
                 raise self._fault
             if self._batch is None:
@@ -105,6 +106,10 @@ class Coordinator:
         """End all workers."""
         with self._changed:
             self.workers.close()
+
+    def _wait(self) -> None:
+        self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+        current.progress()  # ranks that sample notice themselves if they stall
 
     def _come(self, outcome: Outcome | None) -> None:
         """A worker is there, or one of its groups has ended."""
