@@ -81,6 +81,7 @@ class Coordinator:
             self._batch, self._wanted = None, False
             for group in batch:
                 metrics.merge(self._metrics.pop(group[0].group, Metrics()))
+            self._metrics = {n: kept for n, kept in self._metrics.items() if n in self.buffer.buffered}
             self.buffer.measure(metrics)
             self._hand_out()
             return batch, metrics
