@@ -38,7 +38,7 @@ class Ask(BaseTool):
 """
 STEPS = 96
 """Of 128 episodes each: 12,288 in all."""
-SFT = """train_sft --pretrain model --dataset scripts.jsonl --apply_chat_template --save_path sft --max_epochs 5
+SFT = """train_sft --pretrain model --dataset scripts.jsonl --apply_chat_template --save_path sft --max_epochs 8
     --train_batch_size 32 --micro_train_batch_size 32 --learning_rate 3e-3"""
 PPO = f"""train_ppo --pretrain sft --save_path ppo --tools tools.py --tool_parser hermes --apply_chat_template
     --prompt_data rows.jsonl --verifiable_reward exact_match --max_turns 2 --generate_max_len 4 --episode_max_len 48
