@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ RUNS = {
     "sft": f"train_sft {SMALL} --pretrain policy --dataset sft.jsonl --eval_dataset sft.jsonl",
     "rm": f"train_rm {SMALL} --pretrain reward --dataset preference.jsonl --eval_dataset preference.jsonl",
 }
+ASYNC = f"""-m torch.distributed.run --standalone --nproc_per_node 2 -m openppo.cli.{TRAIN_PPO} --reward_fn two.py
+    --max_staleness 1 --rollout_ranks 1 --num_episodes 2"""
 
 
 def documented(heading_pattern: str) -> list[str]:
@@ -60,8 +63,9 @@ def logs(run: Run, workshop: Path) -> Logs:
     (workshop / "two.py").write_text(REWARD)
     (workshop / "agent.py").write_text(AGENT)
     train(run, workshop, [line.format(out=f"metrics/{name}").split() for name, line in RUNS.items()])
+    run([sys.executable, *ASYNC.format(out="metrics/async").split()], workshop)
     found: Logs = {}
-    for name in RUNS:
+    for name in [*RUNS, "async"]:
         folder = workshop / "metrics" / name / "logs"
         found[name] = {
             file.stem: {key for line in file.read_text().splitlines() for key in json.loads(line)} - {"step", "time"}
@@ -71,15 +75,21 @@ def logs(run: Run, workshop: Path) -> Logs:
     return found
 
 
-PPO = ("critic", "named", "dynamic", "process", "agent")
+PPO = ("critic", "named", "dynamic", "process", "agent", "async")
 OF_FORMS = ("agent/unreadable_actions", "agent/sampling_overridden", "agent/retries")
-SOMETIMES = ("eval_reward_errors", "rollout_kl/lag_", *OF_FORMS, *(() if torch.cuda.is_available() else ("memory/",)))
+SOMETIMES = (
+    "eval_reward_errors",
+    "rollout_kl/lag_",
+    "stale/share_by_length/",
+    *OF_FORMS,
+    *(() if torch.cuda.is_available() else ("memory/",)),
+)
 """Beginnings of names that are logged only where there is an error, a GPU, older samples, or another form of agent."""
 
 
 @pytest.mark.parametrize(
     ("runs", "sections"),
-    [(PPO, "Rewards|Policy|Critic|Responses|Agents|Sampling|Time|Memory|Evaluation"), (("sft", "rm"), "SFT")],
+    [(PPO, "Rewards|Policy|Critic|Responses|Agents|Sampling|Rollouts|Time|Memory|Evaluation"), (("sft", "rm"), "SFT")],
     ids=["PPO", "supervised"],
 )
 def test_every_metric_is_documented_and_every_documented_one_is_logged(

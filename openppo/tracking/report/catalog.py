@@ -83,6 +83,13 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Tokens left out", ("masked_low_fraction", "masked_high_fraction"), "Their ratio is too low, too high."),
         Chart("Staleness", ("staleness", "staleness_max"), "Global steps between sampling and training."),
     ),
+    "Rollouts that do not wait": (
+        Chart("Seconds of waiting", ("async/wait_for_batch_s", "async/wait_for_samplers_s", "async/sync_s")),
+        Chart("Groups", ("async/buffered_groups", "async/running_groups"), "Complete, and under way."),
+        Chart("Groups lost", ("async/filtered_groups", "async/stale_groups", "async/failed_groups"), "Of the run."),
+        Chart("Episodes too old", ("stale/share", "stale/share_by_length/*"), "Share, of each quarter by length."),
+        Chart("Other numbers", ("async/*",)),
+    ),
     "Speed": (
         Chart("Seconds per phase", ("time/*",), "Of the slowest rank."),
         Chart("Tokens per second", ("speed/*",), "Of all ranks together."),
