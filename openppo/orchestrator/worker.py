@@ -96,7 +96,6 @@ class Worker:
 
     def _measure(self, metrics: Metrics) -> None:
         """The share of the time since the last group in which the engine had no requests."""
-        (then, before), (now, waited) = self._measured, (time.monotonic(), self.driver.waited)
-        if now > then:
-            self._measured = now, waited
-            metrics.add("async/engine_idle_share", (waited - before) / (now - then), weight=now - then)
+        then, before = self._measured
+        self._measured = now, waited = time.monotonic(), self.driver.waited
+        metrics.add("async/engine_idle_share", (waited - before) / max(now - then, 1e-9), weight=now - then)
