@@ -26,7 +26,7 @@ class FinishReason(str, Enum):
     STOP = "stop"  # the policy sampled EOS or a stop, which ends the action tokens
     LENGTH = "length"  # the limit on new tokens was reached; no EOS was forced in
     TOOL_CALL = "tool_call"  # the policy ended its turn with a call of a tool
-    ABORT = "abort"  # generation was given up: by its caller, or for new weights
+    ABORT = "abort"  # generation was given up
 
     @property
     def is_complete(self) -> bool:
@@ -57,8 +57,8 @@ class Ending(str, Enum):
 class SamplingParams:
     """How to sample a response. ``temperature`` 0 takes the likeliest token.
 
-    Besides EOS, a token of ``stop_token_ids`` ends a response, and so does one that completes a text of ``stop``; both
-    belong to it. Until there are ``min_new_tokens`` nothing ends it: EOS and those ids are not sampled.
+    EOS, a token of ``stop_token_ids`` and one that completes a text of ``stop`` end it and belong to it, once there are
+    ``min_new_tokens``: before, EOS and those ids are not sampled.
     """
 
     max_new_tokens: int
@@ -93,6 +93,7 @@ class Completion:
 
     token_ids: list[int]
     log_probs: list[float]
+    versions: list[int]  # of the policy
     finish_reason: FinishReason
     parked: int | None = None  # handle of the keys and values that the engine keeps of both, if it was asked to
 
@@ -117,8 +118,7 @@ class Trajectory:
     -1 outside. ``group`` identifies the prompt. ``weight`` scales the losses, and only that. ``share`` is a part's
     share of its episode's actions: rewards and groups count an episode once, losses of sequences by shares, all else
     each part. ``scores`` are rewards of the whole by name, ``token_rewards`` of single tokens (None: there are none),
-    ``step_ends`` the tokens that have one because a step ends there (None: every action). ``greedy`` is the greedy
-    response to the same prompt, for estimators whose baseline is its reward.
+    ``step_ends`` tokens that have one as a step ends there (None: every action). ``greedy``: the greedy response.
     """
 
     token_ids: list[int]
@@ -176,15 +176,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward source gives one trajectory.
-
-    Names as in ``Trajectory``; only actions have rewards. ``failed``: not scored, a reward chosen beforehand stands in.
-    """
+    """What a reward source gives one trajectory; only actions have rewards."""
 
     rewards: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
-    failed: bool = False
+    failed: bool = False  # a reward chosen beforehand stands in
 
 
 @dataclass(frozen=True)
@@ -193,7 +190,7 @@ class Experience:
 
     ``sequences`` int64, right-padded; ``attention_mask`` bool: a real token; ``action_mask`` bool: sampled and trained
     on. All others are float32 and 0 outside of it. All are (B, L) but ``truncated`` bool, ``scores``, all that was
-    earned before shaping, ``weight`` and ``share`` (None: 1), which are (B,).
+    earned before shaping, ``weight`` and ``share`` (None: 1), which are (B,). ``staleness`` counts versions (None: 0).
     """
 
     sequences: Tensor
@@ -211,6 +208,7 @@ class Experience:
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    staleness: Tensor | None = None
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -285,7 +283,7 @@ class RolloutSource(Protocol):
     def __iter__(self) -> Iterator[list[Trajectory]]: ...
 
     def publish(self, version: int) -> None:
-        """Take note that the policy has new weights, of this version."""
+        """Take note that the policy has new weights, those after ``version`` global steps."""
 
     def evaluate(self) -> list[Trajectory]:
         """Scored responses to held-out tasks, grouped by task; empty on all ranks without such tasks."""

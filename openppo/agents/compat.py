@@ -72,11 +72,11 @@ class MultiRoundBufferDataset(BufferDataset):
         super().__init__()
         self._rounds: dict[str, list[tuple[PromptRequest, Trajectory]]] = defaultdict(list)
 
-    def put_batch(self, requests: Sequence[PromptRequest], completions: Sequence[Completion], version: int = 0) -> None:
-        """Answer ``requests``, by a policy of ``version``; those that were given up meanwhile are left out."""
+    def put_batch(self, requests: Sequence[PromptRequest], completions: Sequence[Completion]) -> None:
+        """Answer ``requests``; those that were given up meanwhile are left out."""
         for request, completion in zip(requests, completions, strict=True):
             if request.answer.set_running_or_notify_cancel():
-                turn = make_trajectory(request.prompt, completion, request.group, version)
+                turn = make_trajectory(request.prompt, completion, request.group)
                 self._rounds[request.request_id].append((request, turn))
                 request.answer.set_result(completion)
 

@@ -136,7 +136,7 @@ def _trajectory(session: Session, episode: Episode, leaf: Turn, fresh: Sequence[
     for turn in fresh:
         start, n = len(turn.prompt_ids), len(turn.completion.token_ids)
         span = slice(start, start + n)
-        mask[span], versions[span], log_probs[span] = [True] * n, [turn.version] * n, turn.completion.log_probs
+        mask[span], versions[span], log_probs[span] = [True] * n, turn.completion.versions, turn.completion.log_probs
         rewards[start + n - 1], ends[start + n - 1] = turn.reward, True
     has_rewards = any(turn.reward for turn in session.turns)
     cut_off = episode.ending in (Ending.EPISODE_LENGTH, Ending.CONTEXT_FULL, Ending.MAX_TURNS)

@@ -11,9 +11,9 @@ from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
 from openppo.rollout.driver import EngineDriver
-from openppo.rollout.rollout import SamplerParts, rank_share, sample_seed
+from openppo.rollout.rollout import SampleFailed, SamplerParts, rank_share, sample_seed
 from openppo.tracking import Metrics, progress_bar
-from openppo.types import Ending, Prompt, SamplingParams, Trajectory
+from openppo.types import Ending, Episode, Prompt, SamplingParams, Trajectory
 
 
 class AgentSampler:
@@ -47,11 +47,13 @@ class AgentSampler:
             seeds = [sample_seed(seed, group * n_samples + sample) for sample in range(n_samples)]
             tasks += [Task(prompt, each, env_seed, group) for each in seeds]
         engine, ended = self.parts.engine, list[Task]()
-        read, reused = engine.read_tokens, engine.reused_tokens
+        read, reused, waited = engine.read_tokens, engine.reused_tokens, self.driver.waited
         with progress_bar(len(tasks), "episodes", enabled=self.parts.comm.rank == 0) as bar:
             # Each step is a sign of progress: episodes have a time limit of their own.
-            played = self.driver.drive(self._play(tasks, params, ended), lambda: bar.update(len(ended) - bar.done))
+            work = self._play_all(tasks, params, ended)
+            played = self.driver.drive(work, lambda: bar.update(len(ended) - bar.done), self.parts.leave)
         measure(played, metrics)
+        metrics.add("agent/engine_idle_s", self.driver.waited - waited)
         if (read := engine.read_tokens - read) > 0:
             metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused) / read)
         self._warn(played)
@@ -69,21 +71,40 @@ class AgentSampler:
             asyncio.run_coroutine_threadsafe(self.agent.stop(), self.driver.loop).result()
         self.driver.close()
 
-    async def _play(self, tasks: Sequence[Task], params: SamplingParams, ended: list[Task]) -> list[Played]:
-        """Play all tasks; those that have come to an end are put into ``ended``."""
+    async def start(self) -> None:
+        """Start the agent, once."""
         if not self._started:
             await self.agent.start()
             self._started = True
-        parts, sampling = self.parts, (self.renderer, self.driver.generate, params)
-        limits = self.options, self.options.episode_max_len or parts.longest, parts.context
-        setup = SessionSetup(*sampling, *limits, lambda: parts.engine.version)
+
+    async def sample_one(
+        self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics
+    ) -> list[Trajectory]:
+        """The parts of one episode; ``SampleFailed`` if it is not trained on."""
+        played = await self._play(Task(prompt, seed, env_seed, group), self._setup(params))
+        measure([played], metrics)
+        if not played.episode.ending.is_trained:
+            raise SampleFailed(_how(played.episode))
+        return played.trajectories
+
+    async def _play_all(self, tasks: Sequence[Task], params: SamplingParams, ended: list[Task]) -> list[Played]:
+        """Play all tasks; those that have come to an end are put into ``ended``."""
+        await self.start()
+        setup = self._setup(params)
 
         async def one(task: Task) -> Played:
-            played = await play(self.agent, task, setup, needs_reward=not parts.has_rewards)
+            played = await self._play(task, setup)
             ended.append(task)
             return played
 
         return await asyncio.gather(*map(one, tasks))
+
+    async def _play(self, task: Task, setup: SessionSetup) -> Played:
+        return await play(self.agent, task, setup, needs_reward=not self.parts.has_rewards)
+
+    def _setup(self, params: SamplingParams) -> SessionSetup:
+        limits = self.options, self.options.episode_max_len or self.parts.longest, self.parts.context
+        return SessionSetup(self.renderer, self.driver.generate, params, *limits)
 
     def _warn(self, played: Sequence[Played]) -> None:
         if differ := [each.episode.error for each in played if each.session.counts["rerender_mismatch"]]:
@@ -91,10 +112,12 @@ class AgentSampler:
             logger.warning("%d of %d conversations %s: %s", len(differ), len(played), how, differ[0])
         lost = [each.episode for each in played if not each.episode.ending.is_trained]
         if lost:
-            how = f"{lost[0].ending.value}: {lost[0].error or lost[0].output or 'no message'}"
-            logger.warning(
-                "%d of %d episodes failed and are not trained on; the first: %s", len(lost), len(played), how
-            )
+            what = "%d of %d episodes failed and are not trained on; the first: %s"
+            logger.warning(what, len(lost), len(played), _how(lost[0]))
+
+
+def _how(failed: Episode) -> str:
+    return f"{failed.ending.value}: {failed.error or failed.output or 'no message'}"
 
 
 _ALWAYS = ("tool_calls", "tool_errors", "malformed_calls", "bridged_turns", "rerendered_turns")

@@ -53,7 +53,6 @@ class SessionSetup:
     options: AgentConfig
     longest: int
     context: int | None = None
-    version: Callable[[], int] = lambda: 0
 
 
 @dataclass(eq=False)
@@ -72,7 +71,6 @@ class Turn:
     completion: Completion
     text: str
     said: list[int]
-    version: int
     parent: "Turn | None" = None
     malformed: str | None = None
     reward: float = 0.0
@@ -223,8 +221,8 @@ class Session:
         message, malformed = renderer.parse(text, prompt_ids, tools, number)
         self.counts["malformed_calls"] += malformed is not None
         messages = [*asked, message]
-        said, version = fingerprints(messages, tools), setup.version()
-        turn = Turn(number, messages, tools, prompt_ids, completion, text, said, version, parent, malformed)
+        said = fingerprints(messages, tools)
+        turn = Turn(number, messages, tools, prompt_ids, completion, text, said, parent, malformed)
         self.turns.append(turn)
         return turn
 

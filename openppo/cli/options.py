@@ -48,8 +48,9 @@ def run_command(config_type: type[Options], build: str, *markers: Any) -> None:
         ranks, name = f" on {_world_size()} ranks" if _world_size() > 1 else "", f"OpenPPO {__version__}"
         shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
         print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
+    is_alone = _world_size() == 1  # later these variables may be of a part of the ranks
     was_stopped = _run(config, build)
-    if was_stopped or _world_size() > 1:
+    if was_stopped or not is_alone:
         _end_process()
 
 
@@ -63,7 +64,7 @@ def read_command(config_type: type[Config], *markers: Any) -> Config:
         sys.exit()
     try:
         config = parse_options(config_type, arguments, *markers)
-        config.validate(_world_size())
+        config.validate(config.training_ranks(_world_size()) if isinstance(config, TrainingConfig) else _world_size())
     except ValueError as error:
         leave(str(error))
     except SystemExit as ended:  # tyro has printed the error on the first rank of each host

@@ -8,14 +8,14 @@ from openppo.config import TrainPPOConfig
 
 
 def build(config: TrainPPOConfig) -> Any:
-    """A trainer on responses to prompts, or on episodes of the agent that options ask for."""
-    from openppo.trainer.build import build_ppo_trainer  # seconds of imports
+    """What this rank runs, on responses to prompts, or on episodes of the agent that options ask for."""
+    from openppo.trainer.build import build_rank  # seconds of imports
 
     if config.agents.form is None:
-        return build_ppo_trainer(config)
+        return build_rank(config)
     from openppo.agents.build import agent_source
 
-    return build_ppo_trainer(config, source=agent_source(config.agents))
+    return build_rank(config, agent_source(config.agents))
 
 
 main = partial(run_command, TrainPPOConfig, "openppo.cli.train_ppo:build")

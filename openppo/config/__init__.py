@@ -14,8 +14,8 @@ from openppo.config.data import DataFormat, PPODataConfig, PreferenceConfig, Pro
 from openppo.config.data import SupervisedConfig, parse_probs, parse_template_kwargs
 from openppo.config.fields import Options, flat_dict as flat_dict, from_options as from_options, mask_credentials
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
-from openppo.config.ppo import AdvantageConfig, AdvantageEstimator, KLConfig, LossAggregation, LossConfig
-from openppo.config.ppo import PolicyLossType, PPOConfig, RolloutCorrection
+from openppo.config.ppo import AdvantageConfig, AdvantageEstimator, CorrectionLevel, KLConfig, LossAggregation
+from openppo.config.ppo import LossConfig, PolicyLossType, PPOConfig, RolloutCorrection
 from openppo.config.rewards import RewardConfig, RewardShapingConfig, Verifier
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, Condition, DeepSpeedConfig, RunConfig

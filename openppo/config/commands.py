@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from openppo.config.agents import AgentConfig
 from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.fields import Options, Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
-from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig
+from openppo.config.orchestrator import OrchestratorConfig
+from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PolicyLossType, PPOConfig
 from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig, TrackingConfig
@@ -39,7 +40,9 @@ class TrainingConfig(Options):
         return {"--save_path": self.run.save_path}
 
     def validate(self, world_size: int = 1, own_source: bool = False, own_rewards: bool | None = None) -> None:
-        """As of ``Options``; with ``own_source`` the caller's source gives prompts and rewards and evaluates.
+        """As of ``Options``, for so many ranks that train.
+
+        With ``own_source`` the caller's source gives prompts and rewards and evaluates.
 
         ``own_rewards`` tells whether the agent gives rewards; None: nothing but the options is known yet.
         """
@@ -48,6 +51,10 @@ class TrainingConfig(Options):
         refuse_overwriting(self.input_models, self.output_models)
         if not own_source:
             raise_first(self.missing_inputs(own_rewards))
+
+    def training_ranks(self, world_size: int) -> int:
+        """Ranks that train, of all that were launched."""
+        return world_size
 
     def missing_inputs(self, own_rewards: bool | None = None) -> Iterator[str]:
         """Messages about data that other options need."""
@@ -83,6 +90,19 @@ class TrainPPOConfig(TrainingConfig):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     agents: AgentConfig = field(default_factory=AgentConfig)
+    orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+
+    def __post_init__(self) -> None:
+        if self.loss.policy_loss_type is None:  # the resolved one is shown, saved and compared on resume
+            kind: PolicyLossType = "decoupled" if self.orchestrator.max_staleness > 0 else "ppo"
+            object.__setattr__(self, "loss", replace(self.loss, policy_loss_type=kind))
+
+    def training_ranks(self, world_size: int) -> int:
+        """Ranks that train; ``ValueError`` if those that only sample leave none."""
+        if (sampling := self.orchestrator.rollout_ranks) >= world_size:
+            ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+            raise ValueError(f"--rollout_ranks {sampling} of {ranks} leaves none to train: start more, or use fewer.")
+        return world_size - sampling
 
     @property
     def prompts_per_step(self) -> int:
@@ -143,6 +163,7 @@ class TrainPPOConfig(TrainingConfig):
             yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
         if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:
             yield f"--buffer_limit {limit} on {ranks} ranks holds less than --train_batch_size {batch}: raise it."
+        yield from self._async_problems()
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         if buffer is not None and buffer > longest:
             yield f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter."
@@ -157,6 +178,23 @@ class TrainPPOConfig(TrainingConfig):
         verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiable_reward)))
         if verified and self.data.label_key is None and self.data.input_key is not None:
             yield f"--verifiable_reward {verified} compares with a label: name its column with --label_key."
+
+    def _async_problems(self) -> Iterator[str]:
+        asynchronous, rewards = self.orchestrator, self.rewards
+        nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
+        if not asynchronous.is_async:
+            return
+        if self.generation.rollout_engine == "vllm" and asynchronous.running_requests == "continue":
+            yield "--rollout_engine vllm cannot continue requests with new weights: use --running_requests drain."
+        if self.lora.load_in_4bit and asynchronous.rollout_ranks > 0:
+            yield "--load_in_4bit keeps no whole weights that could be sent to --rollout_ranks: leave one of them out."
+        if self.ppo.dynamic_sampling and (rewards.reward_pretrain or rewards.prm_pretrain):
+            yield (
+                "--dynamic_sampling drops groups where they are sampled, and reward models score when a step is made "
+                "up: leave out --dynamic_sampling, or --max_staleness and --rollout_ranks."
+            )
+        if self.ppo.enable_ema and asynchronous.rollout_ranks == 0 and not nothing_held_out:
+            yield "--enable_ema evaluates the average, with which requests under way would go on: use --rollout_ranks."
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ from typing import Literal
 from openppo.config.fields import Bound, Options, at_least, inside, not_negative, option, positive
 
 AdvantageEstimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "remax"]
-PolicyLossType = Literal["ppo", "gspo", "cispo"]
+PolicyLossType = Literal["ppo", "gspo", "cispo", "double_sided", "decoupled"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 RolloutCorrection = Literal["none", "tis", "mis", "icepop"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+OldLogProbs = Literal["auto", "recompute", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,15 @@ class KLConfig(Options):
 class LossConfig(Options):
     """Policy and value losses."""
 
-    policy_loss_type: PolicyLossType = option("ppo", resume="must match")
-    """Clipped ratios of tokens (ppo) or of sequences (gspo), or log-probs with truncated weights (cispo)."""
+    policy_loss_type: PolicyLossType | None = option(None, resume="must match")
+    """Clipped ratios of tokens (ppo) or of sequences (gspo), or log-probs with truncated weights (cispo). For samples
+    of older weights: ratios to the engine's log-probs inside the clip range (double_sided), or ppo with recomputed old
+    log-probs, weighted by p_actor / p_rollout where that is at most 5 (decoupled). Default: ppo; with --max_staleness
+    above 0 decoupled."""
     eps_clip: float = option(0.2, positive)
     """Clip range of the policy ratio (gspo: 3e-4, and 4e-4 for --eps_clip_high)."""
     eps_clip_high: float | None = option(None, positive)
-    """Upper clip range of the policy ratio (default: --eps_clip)."""
+    """Upper clip range of the policy ratio (default: --eps_clip; double_sided 0.28)."""
     dual_clip: float | None = option(None, Bound("must be above 1", lambda value: value > 1))
     """Bound the loss of tokens with negative advantage by this times the advantage (above 1; usual: 3)."""
     cispo_eps_max: float = option(5.0, positive)
@@ -123,28 +128,65 @@ class LossConfig(Options):
     """How token losses add up (default: token_mean; gspo sequence_mean; dr_grpo constant: by --generate_max_len)."""
     entropy_coef: float = option(0.0, not_negative)
     """Weight of the entropy bonus."""
-    old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
+    old_log_probs: OldLogProbs = "auto"
     """Source of the old policy's log-probs: the engine (rollout), another forward (recompute), or auto: the engine's
     where they are exact, the training forward's where one step trains on all samples of a rollout, else recompute."""
     rollout_correction: RolloutCorrection = "none"
     """Weight tokens by p_actor / p_rollout: truncated above (tis), or 0 outside a range (mis, icepop)."""
     rollout_correction_low: float | None = option(None, not_negative)
-    """Lower end of the range (default: mis and icepop 0.5)."""
+    """Lower end of the range (default: mis and icepop 0.5; geometric 0.99)."""
     rollout_correction_high: float | None = option(None, positive)
-    """Upper end of the range (default: tis and mis 2, icepop 5)."""
+    """Upper end of the range (default: tis and mis 2, icepop 5; geometric 1.01)."""
+    rollout_correction_level: CorrectionLevel = "token"
+    """What has the ratio p_actor / p_rollout: a token, a sequence (the product of its tokens' ratios), or a sequence by
+    their geometric mean."""
+    rollout_correction_veto: float | None = option(None, inside("(0, 1)"))
+    """Leave out whole sequences with a token whose ratio p_actor / p_rollout is below this (usual: 1e-4)."""
     value_clip: float | None = option(0.2, positive, "; None switches it off")
     """Clip range of the value around its old value; 'None' switches it off."""
 
+    @property
+    def loss_type(self) -> PolicyLossType:
+        """``policy_loss_type``; of a group alone, which knows no staleness, ppo by default."""
+        return self.policy_loss_type or "ppo"
+
+    @property
+    def wanted_old_log_probs(self) -> OldLogProbs:
+        """``old_log_probs``; for auto the only source that the loss works with, if there is just one."""
+        of_loss: dict[str, OldLogProbs] = {"double_sided": "rollout", "decoupled": "recompute"}
+        return of_loss.get(self.loss_type, "auto") if self.old_log_probs == "auto" else self.old_log_probs
+
     def problems(self) -> Iterator[str]:
-        if self.dual_clip is not None and self.policy_loss_type == "cispo":
-            yield "--dual_clip bounds a clipped loss, and cispo has none: leave --dual_clip out."
+        loss, correction = self.loss_type, self.rollout_correction
+        if self.dual_clip is not None and loss in ("cispo", "double_sided"):
+            yield f"--dual_clip bounds a clipped loss, and {loss} has none: leave --dual_clip out."
+        if loss == "double_sided" and self.old_log_probs == "recompute":
+            yield (
+                "--old_log_probs recompute has no effect with --policy_loss_type double_sided, which compares with the "
+                "engine's: leave it out, or use --policy_loss_type decoupled."
+            )
+        if loss == "decoupled" and self.old_log_probs == "rollout":
+            yield (
+                "--old_log_probs rollout: --policy_loss_type decoupled compares the engine's with recomputed ones. "
+                "Leave it out, or use --policy_loss_type double_sided."
+            )
+        if loss in ("double_sided", "decoupled") and correction != "none":
+            yield (
+                f"--rollout_correction {correction}: --policy_loss_type {loss} corrects by itself. Leave it out, or "
+                "use --policy_loss_type ppo."
+            )
+        yield from self._problems_of_correction()
+
+    def _problems_of_correction(self) -> Iterator[str]:
         correction, low, high = self.rollout_correction, self.rollout_correction_low, self.rollout_correction_high
         if low is not None and high is not None and low >= high:
             yield f"--rollout_correction_low {low} must be below --rollout_correction_high {high}."
         if self.old_log_probs == "rollout" and correction != "none":
             compares = f"--rollout_correction {correction} compares the engine's log-probs with recomputed ones"
             yield f"{compares}, and --old_log_probs rollout recomputes none: leave one of them out."
-        for flag, value in (("low", low), ("high", high)):
+        level = None if self.rollout_correction_level == "token" else self.rollout_correction_level
+        given = {"low": low, "high": high, "level": level, "veto": self.rollout_correction_veto}
+        for flag, value in given.items():
             if value is not None and correction == "none":
                 yield f"--rollout_correction_{flag} has no effect without --rollout_correction: use tis, mis or icepop."
         if low is not None and correction == "tis":

@@ -185,6 +185,6 @@ def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
     """``--loss_agg``, else what the policy loss asks for, else what the estimator asks for."""
     return (
         config.loss.loss_agg
-        or POLICY_LOSSES[config.loss.policy_loss_type].loss_agg
+        or POLICY_LOSSES[config.loss.loss_type].loss_agg
         or ESTIMATORS[config.advantage.advantage_estimator].loss_agg
     )

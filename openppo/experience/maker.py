@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.measure import measure_experience, measure_scores, measure_staleness
+from openppo.experience.measure import measure_experience, measure_scores, measure_staleness, staleness
 from openppo.experience.replay_buffer import collate, idle_experience, join_rows, split_rows
 from openppo.experience.token_rewards import (
     AdaptiveKLController,
@@ -70,16 +70,14 @@ class ExperienceMaker:
         if target is not None:
             self.kl_controller = AdaptiveKLController(coef, target, self.config.kl.kl_horizon)
 
-    def make(
-        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0, version: int = 0
-    ) -> list[Experience]:
+    def make(self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0) -> list[Experience]:
         """One experience per trajectory, in their order, on this maker's device.
 
         Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
-        ``n_done`` global steps have been trained before, to the policy of ``version``.
+        ``n_done`` global steps have been trained before, which is the policy's version.
         """
-        batch = self._rewarded(trajectories, metrics, n_done, version)
-        measure_staleness(trajectories, version, metrics)
+        batch = self._rewarded(trajectories, metrics, n_done)
+        measure_staleness(trajectories, n_done, metrics)
         return self._completed(batch, metrics, n_done)
 
     def count(self, samples: Sequence[object]) -> int:
@@ -96,14 +94,19 @@ class ExperienceMaker:
             getattr(self, name).load_state_dict(state[name])
 
     def _rewarded(
-        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int, version: int, values: bool = True
+        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int, values: bool = True
     ) -> Experience | None:
         """One batch with token rewards; None on a rank without trajectories. Without ``values`` no critic runs."""
         unscored = trajectories.unscored if isinstance(trajectories, Rollout) else trajectories
         timer, shaping = self.hooks.timer, self.config.shaping
         with timer.phase("experience"):
-            source = self._old_log_probs_from(trajectories, unscored, n_done, version)
+            source, is_stale = self._old_log_probs_from(trajectories, unscored, n_done)
             experiences = self._run_models(unscored, source, values)
+            if is_stale:
+                of_each = zip(experiences, unscored, strict=True)
+                experiences = [
+                    made.with_fields(staleness=staleness(t, n_done).to(self.device)[None]) for made, t in of_each
+                ]
         timer.count_tokens("experience", sum(len(t.token_ids) for t in unscored))
         with timer.phase("scoring"):
             wait_for_scores(trajectories, self.hooks.stop)
@@ -132,18 +135,18 @@ class ExperienceMaker:
             return list(split_rows(batch))
 
     def _old_log_probs_from(
-        self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int, version: int
-    ) -> OldLogProbsFrom:
-        """Source of the old policy's log-probs, the same on all ranks."""
+        self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int
+    ) -> tuple[OldLogProbsFrom, bool]:
+        """Source of the old policy's log-probs, and whether older policies sampled any token; the same on all ranks."""
         # Not sampled by this run's engine, or by an agent: its requests come when they come, so what the engine decodes
         # beside each other, and with it the last bits of log-probs, differs from run to run.
         foreign = not isinstance(given, Rollout) or any(t.episode is not None for t in unscored)
-        stale = any({*t.versions} - {version, -1} for t in unscored)
+        stale = any({*t.versions} - {n_done, -1} for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
         single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
         trains_actor = n_done >= self.frozen_steps
-        return old_log_probs_from(self.config, single_update and trains_actor, by_engine=n_foreign == 0)
+        return old_log_probs_from(self.config, single_update and trains_actor, by_engine=n_foreign == 0), n_stale > 0
 
     @torch.no_grad()
     def _run_models(
@@ -221,8 +224,8 @@ def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: b
     ``single_update``: one optimizer step trains the actor on all samples, with the weights that sampled them;
     ``by_engine``: this run's engine did. Log-probs of other trajectories may be anything.
     """
-    if config.loss.old_log_probs != "auto":
-        return config.loss.old_log_probs
+    if (wanted := config.loss.wanted_old_log_probs) != "auto":
+        return wanted
     generation, ppo, batch = config.generation, config.ppo, config.batch
     cut = generation.top_p < 1 or generation.top_k is not None or generation.min_new_tokens > 0
     if not by_engine or cut or generation.rollout_engine != "hf" or config.loss.rollout_correction != "none":

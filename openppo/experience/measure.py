@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from openppo.experience.replay_buffer import join_rows
-from openppo.models.log_probs import compute_approx_kl, masked_sum
-from openppo.models.loss import policy_ratio
+from openppo.models.correction import RatioRange
+from openppo.models.log_probs import compute_approx_kl, masked_sum, policy_ratio
 from openppo.rollout.rollout import by_episode, episode_reward
 from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
@@ -31,21 +31,40 @@ def measure_scores(
             metrics.add(f"{prefix}reward/of_tokens", sum(map(sum, rewarded)))
 
 
-def measure_staleness(trajectories: Sequence[Trajectory], policy_version: int, metrics: Metrics) -> None:
+def staleness(trajectory: Trajectory, n_done: int) -> Tensor:
+    """Versions by which actions are behind the policy after ``n_done`` global steps: (L,) float32, 0 for others."""
+    tokens = zip(trajectory.versions, trajectory.action_mask, strict=True)
+    return torch.tensor([float(n_done - version) if is_action else 0.0 for version, is_action in tokens])
+
+
+def measure_staleness(trajectories: Sequence[Trajectory], n_done: int, metrics: Metrics) -> None:
     """Versions by which action tokens are behind the policy that is trained on them, as mean and maximum."""
-    tokens = (token for t in trajectories for token in zip(t.versions, t.action_mask, strict=True))
-    behind = torch.tensor([float(policy_version - version) for version, is_action in tokens if is_action])
+    of_each = [staleness(t, n_done)[torch.tensor(t.action_mask)] for t in trajectories]
+    behind = torch.cat([torch.zeros(0), *of_each])
     metrics.add_tensor("staleness", behind)
     metrics.add_tensor("staleness_max", behind, reduce="max")
 
 
-def measure_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, metrics: Metrics) -> None:
+def measure_masked(found: RatioRange, mask: Tensor, metrics: Metrics) -> None:
+    """Shares of action tokens that are left out since their ratio is too low, if one can be, or too high."""
+    if found.low > 0:
+        metrics.add_tensor("masked_low_fraction", (found.ratio < found.low).float(), mask)
+    metrics.add_tensor("masked_high_fraction", (found.ratio > found.high).float(), mask)
+
+
+def measure_mismatch(
+    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, metrics: Metrics, behind: Tensor | None = None
+) -> None:
     """Distance of the engine's log-probs from the actor's, both (B, L), over ``mask``.
 
-    ``rollout_kl`` estimates KL(rollout || actor) by k3, ``rollout_kl_k1`` by k1.
+    ``rollout_kl`` estimates KL(rollout || actor) by k3, ``rollout_kl_k1`` by k1; ``rollout_kl/lag_<n>`` of tokens that
+    are n versions ``behind`` (B, L), where any is.
     """
     mask, log_probs, rollout_log_probs = mask.bool(), log_probs.detach(), rollout_log_probs.detach()
-    metrics.add_tensor("rollout_kl", compute_approx_kl(rollout_log_probs, log_probs, mask, "k3"), mask)
+    kl = compute_approx_kl(rollout_log_probs, log_probs, mask, "k3")
+    metrics.add_tensor("rollout_kl", kl, mask)
+    for lag in [] if behind is None else behind[mask].unique().tolist():
+        metrics.add_tensor(f"rollout_kl/lag_{lag:.0f}", kl, mask & (behind == lag))
     metrics.add_tensor("rollout_kl_k1", compute_approx_kl(rollout_log_probs, log_probs, mask, "k1"), mask)
     metrics.add_tensor("rollout_ratio_max", policy_ratio(log_probs, rollout_log_probs, mask), mask, reduce="max")
     gap = (log_probs - rollout_log_probs).abs()
@@ -65,7 +84,7 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
             metrics.add_tensor(name, kl, mask)
             metrics.add_tensor(f"{name}_per_response", masked_sum(kl, mask, -1))
     if batch.entropy is not None:
-        measure_mismatch(batch.old_or_rollout_log_probs, batch.rollout_log_probs, mask, metrics)
+        measure_mismatch(batch.old_or_rollout_log_probs, batch.rollout_log_probs, mask, metrics, behind=batch.staleness)
     entropy = -batch.old_or_rollout_log_probs if batch.entropy is None else batch.entropy
     named = {"entropy": entropy, "values": batch.values, "returns": batch.returns, "advantages": batch.advantages}
     for name, tensor in named.items():

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of chosen tokens, without a float32 copy of all logits; KL estimates and masked means."""
+"""Log-probs and entropy of chosen tokens, without a float32 copy of all logits; ratios, KL estimates, masked means."""
 
 from typing import Any, Literal
 
@@ -96,6 +96,17 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
     if mask is None:
         return tensor.mean(dim)
     return masked_sum(tensor, mask, dim) / mask.bool().sum(dim).clamp(min=1)
+
+
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    """log_probs - old_log_probs clamped to +-20; 0 outside the mask. Shape (B, L)."""
+    difference = (log_probs - old_log_probs).clamp(-20.0, 20.0)
+    return difference if action_mask is None else torch.where(action_mask.bool(), difference, 0.0)
+
+
+def policy_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    """exp(log_probs - old_log_probs) with the difference clamped to +-20; 1 outside the mask. Shape (B, L)."""
+    return log_ratio(log_probs, old_log_probs, action_mask).exp()
 
 
 def compute_approx_kl(

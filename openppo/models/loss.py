@@ -1,7 +1,7 @@
-"""Policy and value losses, their correction, and how losses of tokens add up over an optimizer step. Needs torch only.
+"""Policy and value losses, and how losses of tokens add up over an optimizer step. Needs torch only.
 
-``--policy_loss_type`` names an entry of ``POLICY_LOSSES``. All tensors are (B, L) float, masks bool. The losses of SFT
-and reward models are in ``supervised_loss.py``, and importable from here too.
+``--policy_loss_type`` names an entry of ``POLICY_LOSSES``. All tensors are (B, L) float, masks bool. Importable from
+here too: the losses of SFT and reward models in ``supervised_loss.py``, and ``rollout_correction``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from openppo import logger
-from openppo.models.log_probs import masked_mean
+from openppo.models.correction import RatioRange, rollout_correction  # noqa: F401
+from openppo.models.log_probs import log_ratio, masked_mean, policy_ratio
 from openppo.models.supervised_loss import GPTLMLoss, LogExpLoss, PairWiseLoss, PRMLoss  # noqa: F401
 
 if TYPE_CHECKING:
-    from openppo.config import LossAggregation, LossConfig, RolloutCorrection
+    from openppo.config import LossAggregation, LossConfig
 
 
 Reduction = Literal["sequence_mean", "token_mean", "none"]
@@ -65,17 +66,6 @@ def reduce_loss(loss: Tensor, action_mask: Tensor | None, reduction: Reduction) 
     return (loss * token_weights(mask, reduction, int(mask.sum()), len(loss), 0, ones)).sum()
 
 
-def log_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
-    """log_probs - old_log_probs clamped to +-20; 0 outside the mask. Shape (B, L)."""
-    difference = (log_probs - old_log_probs).clamp(-20.0, 20.0)
-    return difference if action_mask is None else torch.where(action_mask.bool(), difference, 0.0)
-
-
-def policy_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
-    """exp(log_probs - old_log_probs) with the difference clamped to +-20; 1 outside the mask. Shape (B, L)."""
-    return log_ratio(log_probs, old_log_probs, action_mask).exp()
-
-
 class PolicyLoss(nn.Module):
     """Clipped surrogate of PPO (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - clip_eps, 1 + clip_eps_high) A).
 
@@ -105,12 +95,16 @@ class PolicyLoss(nn.Module):
         rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
         """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``. The last one is not used here."""
-        ratio = self.ratio(log_probs, old_log_probs, action_mask)
+        loss = self.surrogate(self.ratio(log_probs, old_log_probs, action_mask), advantages)
+        return reduce_loss(loss, action_mask, self.reduction)
+
+    def surrogate(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Loss (B, L) of each token."""
         clipped = ratio.clamp(1 - self.clip_eps, 1 + self.clip_eps_high)
         loss = -torch.min(ratio * advantages, clipped * advantages)
         if self.dual_clip is not None:
             loss = torch.where(advantages < 0, torch.min(loss, -self.dual_clip * advantages), loss)
-        return reduce_loss(loss, action_mask, self.reduction)
+        return loss
 
     def ratio(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """Ratio r of each token, which is clipped: (B, L), 1 outside the mask."""
@@ -140,6 +134,83 @@ class GSPOLoss(PolicyLoss):
         return spread if action_mask is None else torch.where(action_mask.bool(), spread, 1.0)
 
 
+class MaskingLoss(PolicyLoss):
+    """A policy loss weighted by a ratio to the engine's log-probs, without tokens whose ratio is out of range."""
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+    ) -> Tensor:
+        """All (B, L) float; a scalar, or (B, L) with ``reduction="none"``. ``ValueError`` without the last one."""
+        if rollout_log_probs is None:
+            raise ValueError(f"{type(self).__name__} compares with the engine's log-probs: pass rollout_log_probs.")
+        weights = self.masking(log_probs, old_log_probs, rollout_log_probs, action_mask).kept()
+        loss = weights * self.unweighted(log_probs, old_log_probs, advantages, action_mask)
+        return reduce_loss(loss, action_mask, self.reduction)
+
+    def masking(
+        self, log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, action_mask: Tensor | None = None
+    ) -> RatioRange:
+        """The ratio, and the range outside of which tokens have no loss."""
+        raise NotImplementedError
+
+    def unweighted(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None
+    ) -> Tensor:
+        """What the ratio is multiplied with, (B, L)."""
+        raise NotImplementedError
+
+
+class DoubleSidedLoss(MaskingLoss):
+    """-f(r) A for r = p / p_rollout: f(r) = r in [1 - clip_eps, 1 + clip_eps_high], else 0 (GLM-5, arXiv 2602.15763).
+
+    Outside, the gradient is 0 for both signs of A. Old log-probs are not used, but by ``clipped``: give the engine's.
+    """
+
+    def __init__(
+        self, clip_eps: float = 0.2, clip_eps_high: float = 0.28, reduction: Reduction = "sequence_mean"
+    ) -> None:
+        super().__init__(clip_eps, clip_eps_high, reduction=reduction)
+
+    def masking(
+        self, log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, action_mask: Tensor | None = None
+    ) -> RatioRange:
+        """Of the policy to the engine, with its gradient."""
+        ratio = policy_ratio(log_probs, rollout_log_probs, action_mask)
+        return RatioRange(ratio, 1 - self.clip_eps, 1 + self.clip_eps_high)
+
+    def unweighted(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None
+    ) -> Tensor:
+        """-A, (B, L)."""
+        return -advantages
+
+
+class DecoupledLoss(MaskingLoss):
+    """PPO's clipped surrogate times k = p_old / p_rollout without gradient, 0 above ``cap`` (arXiv 2505.24298).
+
+    The old policy is the one before the update, recomputed; the engine may have sampled with older weights.
+    """
+
+    cap = 5.0  # of AReaL
+
+    def masking(
+        self, log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, action_mask: Tensor | None = None
+    ) -> RatioRange:
+        """Of the old policy to the engine, without gradient."""
+        return RatioRange(policy_ratio(old_log_probs, rollout_log_probs, action_mask).detach(), 0.0, self.cap)
+
+    def unweighted(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None
+    ) -> Tensor:
+        """The surrogate, (B, L)."""
+        return self.surrogate(self.ratio(log_probs, old_log_probs, action_mask), advantages)
+
+
 class CISPOLoss(nn.Module):
     """-stop_gradient(min(r, eps_max)) A log p: no token loses its gradient (arXiv 2506.13585, eq. 4; 2510.13786)."""
 
@@ -165,39 +236,6 @@ class CISPOLoss(nn.Module):
     def clipped(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """Tokens whose ratio is truncated, bool (B, L)."""
         return policy_ratio(log_probs, old_log_probs, action_mask) > self.eps_max
-
-
-DEFAULT_RANGES: dict[str, tuple[float, float]] = {"tis": (0.0, 2.0), "mis": (0.5, 2.0), "icepop": (0.5, 5.0)}
-"""Lower and upper threshold of each method of ``--rollout_correction``."""
-
-
-def rollout_correction(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    action_mask: Tensor,
-    method: RolloutCorrection,
-    low: float | None = None,
-    high: float | None = None,
-) -> Tensor:
-    """Weights of token losses for k = exp(log_probs - rollout_log_probs), (B, L), without gradient; 0 outside the mask.
-
-    The engine samples from pi_rollout, ratios are against pi_old of the training actor with the same weights; weights
-    k = pi_old / pi_rollout make the loss unbiased. "tis" min(k, high), truncated importance sampling
-    (https://fengyao.notion.site/off-policy-rl); "mis" k inside [low, high] and 0 outside, masked importance sampling
-    of single tokens (https://yingru.notion.site/When-Speed-Kills-Stability-271211a558b7808d8b12d403fd15edda);
-    "icepop" the same with a wider upper default (https://ringtech.notion.site/icepop); "none" 1. Tokens of weight 0
-    still count where a loss divides by the number of tokens. ``low`` and ``high`` default to ``DEFAULT_RANGES``.
-    """
-    mask = action_mask.bool()
-    if method == "none":
-        return mask.to(log_probs.dtype)
-    if method not in DEFAULT_RANGES:
-        raise ValueError(f"method must be none, {', '.join(DEFAULT_RANGES)}, got {method!r}")
-    default_low, default_high = DEFAULT_RANGES[method]
-    low, high = default_low if low is None else low, default_high if high is None else high
-    k = policy_ratio(log_probs, rollout_log_probs, mask).detach()
-    weights = k.clamp(max=high) if method == "tis" else torch.where((k >= low) & (k <= high), k, 0.0)
-    return torch.where(mask, weights, 0.0)
 
 
 class ValueLoss(nn.Module):
@@ -246,10 +284,12 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
     "ppo": PolicyLossEntry(lambda c: PolicyLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")),
     "gspo": PolicyLossEntry(_gspo, loss_agg="sequence_mean"),
     "cispo": PolicyLossEntry(lambda c: CISPOLoss(c.cispo_eps_max, reduction="none")),
+    "double_sided": PolicyLossEntry(lambda c: DoubleSidedLoss(c.eps_clip, c.eps_clip_high or 0.28, reduction="none")),
+    "decoupled": PolicyLossEntry(lambda c: DecoupledLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")),
 }
 """By the names of ``--policy_loss_type``."""
 
 
 def policy_loss(config: LossConfig) -> Any:
     """The loss that ``--policy_loss_type`` names: called as ``PolicyLoss`` is, with its ``clipped``."""
-    return POLICY_LOSSES[config.policy_loss_type].make(config)
+    return POLICY_LOSSES[config.loss_type].make(config)

@@ -2,16 +2,20 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from openppo.rollout.engine import Engine
 from openppo.tracking.phase import current
 from openppo.types import Completion, Interrupted, SamplingParams, StopCheck
 
 T = TypeVar("T")
+Leave = Literal["abandon", "drain", "continue", "abort"]
+"""What becomes of requests under way when the work is done: they are cancelled, end first, stay, or begin anew."""
 
 LONGEST_WAIT = 0.02
 """Seconds that the engine waits for requests before ranks agree again on whether anything runs anywhere."""
@@ -24,6 +28,7 @@ class _Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
     seed: int
+    park: bool
     resume: int | None
     answer: asyncio.Future[Completion]
     number: int | None = None  # of the engine, once it is submitted
@@ -34,7 +39,8 @@ class EngineDriver:
 
     The engine's steps consume requests and cancellations from one queue and hand completions to the loop. ``drive``
     waits for requests at most ``LONGEST_WAIT`` at a time. ``any_rank`` (None: each rank by itself) combines a flag over
-    ranks in lockstep, which take equally many steps: a rank whose coroutines all wait for tools runs along.
+    ranks in lockstep, which take equally many steps: a rank whose coroutines all wait for tools runs along. Coroutines
+    may outlive the work: their requests wait for the next ``drive``. ``waited`` are seconds without requests.
     """
 
     def __init__(
@@ -44,9 +50,10 @@ class EngineDriver:
         self.any_rank = any_rank or (lambda flag: flag)
         self.stop = stop or StopCheck()
         self.loop = asyncio.new_event_loop()
-        self.steps = 0
+        self.steps, self.waited = 0, 0.0
         self._loop_runs = True
-        self._inbox: SimpleQueue[_Request] = SimpleQueue()
+        self._inbox: SimpleQueue[list[_Request]] = SimpleQueue()
+        self._held: list[_Request] | None = None
         self._under_way: dict[int, _Request] = {}
         self._ended: asyncio.Queue[tuple[Any, Completion, asyncio.Future[Completion]]] = asyncio.Queue()
         self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
@@ -54,18 +61,42 @@ class EngineDriver:
         asyncio.run_coroutine_threadsafe(self._hand_over(), self.loop)
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        resume: int | None = None,
+        park: bool = True,
     ) -> Completion:
         """Sample one completion, awaited in ``loop``; cancelling it frees the row within one step."""
-        request = _Request(prompt_ids, params, seed, resume, self.loop.create_future())
-        self._inbox.put(request)
+        request = _Request(prompt_ids, params, seed, park, resume, self.loop.create_future())
+        if self._held is None:
+            self._inbox.put([request])
+        else:
+            self._held.append(request)
         try:
             return await request.answer
         except asyncio.CancelledError:
-            self._inbox.put(request)  # its answer is cancelled, which the engine's thread sees
+            self._inbox.put([request])  # its answer is cancelled, which the engine's thread sees
             raise
 
-    def drive(self, work: Coroutine[Any, Any, T], show: Callable[[], None] = current.progress) -> T:
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Requests made inside, in ``loop``, enter the engine together, in the order that its ``generate`` gives them.
+
+        So they are sampled as that samples them, to the bit.
+        """
+        held: list[_Request] = []
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
+            self._inbox.put([held[i] for i in self.engine.order([request.prompt_ids for request in held])])
+
+    def drive(
+        self, work: Coroutine[Any, Any, T], show: Callable[[], None] = current.progress, leave: Leave = "abandon"
+    ) -> T:
         """The result of ``work``, which runs in the loop, while this thread steps the engine; all ranks together.
 
         ``show`` is called between steps, as long as the loop runs.
@@ -74,17 +105,20 @@ class EngineDriver:
         task = asyncio.run_coroutine_threadsafe(self._begin(work), self.loop).result()
         try:
             while True:
-                self._take_in()
-                if task.done():
-                    self._abandon()
-                elif self.stop.requested() and not task.cancelling():
-                    self.loop.call_soon_threadsafe(task.cancel)
-                if self.any_rank(self.engine.busy):
+                is_done = task.done()
+                if is_done:
+                    self._leave(leave)
+                else:
+                    self._take_in()
+                    if self.stop.requested() and not task.cancelling():
+                        self.loop.call_soon_threadsafe(task.cancel)
+                stays = is_done and leave == "continue"
+                if self.any_rank(self.engine.busy and not stays):
                     self.engine.step()
                     self.steps += 1
                     self._hand_out()
-                elif self.any_rank(not task.done()):
-                    self._take_in(LONGEST_WAIT)
+                elif self.any_rank(not is_done):
+                    self._wait()
                 else:
                     break
                 if self._loop_runs:  # user code that blocks the loop is no progress
@@ -112,35 +146,44 @@ class EngineDriver:
     async def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start the work; the engine's thread is woken when it ends."""
         task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda _: self._inbox.put(_WAKE))
+        task.add_done_callback(lambda _: self._inbox.put([]))
         return task
 
-    def _abandon(self) -> None:
-        """Cancel requests of coroutines that the work has left behind."""
+    def _leave(self, leave: Leave) -> None:
+        """Deal with requests under way once the work is done."""
+        if leave in ("drain", "continue"):
+            return
         for number, request in self._under_way.items():
             self.engine.cancel(number)
-            self.loop.call_soon_threadsafe(request.answer.cancel)
+            if leave == "abandon":
+                self.loop.call_soon_threadsafe(request.answer.cancel)
+        if leave == "abort" and self._under_way:
+            self._inbox.put(list(self._under_way.values()))
         self._under_way = {}
+
+    def _wait(self) -> None:
+        """Block until a request comes, for a moment."""
+        start = time.monotonic()
+        self._take_in(LONGEST_WAIT)
+        self.waited += time.monotonic() - start
 
     def _take_in(self, wait: float = 0.0) -> None:
         """Submit and cancel what is in the queue; with ``wait`` seconds block for the first."""
         try:
             while True:
-                request = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+                requests = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
                 wait = 0.0
-                if request is _WAKE:
-                    continue
-                if request.answer.cancelled():
-                    if request.number is not None and self._under_way.pop(request.number, None) is not None:
+                for request in requests:
+                    if not request.answer.cancelled():
+                        self._submit(request)
+                    elif request.number is not None and self._under_way.pop(request.number, None) is not None:
                         self.engine.cancel(request.number)
-                else:
-                    self._submit(request)
         except Empty:
             pass
 
     def _submit(self, request: _Request) -> None:
         try:
-            number = self.engine.submit(request.prompt_ids, request.params, request.seed, True, request.resume)
+            number = self.engine.submit(request.prompt_ids, request.params, request.seed, request.park, request.resume)
         except ValueError as error:  # a prompt that the engine cannot read
             self.loop.call_soon_threadsafe(_settle, request.answer.set_exception, error, request.answer)
             return
@@ -158,9 +201,6 @@ class EngineDriver:
         while True:
             _settle(*await self._ended.get())
             await asyncio.sleep(0)
-
-
-_WAKE: Any = object()
 
 
 def _settle(set_outcome: Callable[[Any], None], outcome: Any, answer: asyncio.Future[Completion]) -> None:

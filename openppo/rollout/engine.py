@@ -28,8 +28,9 @@ class Engine(ABC):
 
     Requests enter one by one with ``submit``; each ``step`` advances what is under way by one forward pass;
     ``collect`` hands out what has ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise
-    ``Interrupted``. ``version`` counts the policy's updates; the owner of the weights sets it. Stop strings are looked
-    for in the text that ``decode`` makes of ids; its owner sets it. All of it takes place inside ``with_weights``.
+    ``Interrupted``. ``version`` counts the policy's global steps, and the owner of the weights sets it; requests under
+    way go on with new weights, and each token is recorded with its version. Stop strings are looked for in the text
+    that ``decode`` makes of ids; its owner sets it. All of it takes place inside ``with_weights``.
 
     ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those of which keys and values were
     kept.
@@ -93,7 +94,7 @@ class Engine(ABC):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
-        numbers = {i: self.submit(prompts[i], params, seeds[i]) for i in self._order(prompts)}
+        numbers = {i: self.submit(prompts[i], params, seeds[i]) for i in self.order(prompts)}
         done: dict[int, Completion] = {}
         with progress_bar(len(prompts), "generation", enabled=self.show_progress) as bar:
             while self._has_work():
@@ -104,7 +105,7 @@ class Engine(ABC):
         self.stop()
         return [done[numbers[i]] for i in range(len(prompts))]
 
-    def _order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+    def order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
         """Indexes of prompts in the order in which they are submitted."""
         return range(len(prompts))
 

@@ -90,8 +90,8 @@ class HFEngine(Engine):
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
         """One forward pass: read waiting prompts, or decode one token per row, or run along."""
-        if self._cache is not None and self._cache.prefixes.version != self.version:
-            self._forget_parked()
+        if self._cache is not None and self._cache.version != self.version:
+            self._read_anew()
         if entering := self._admit():
             self._prefill(entering)
         elif self._running:
@@ -110,14 +110,14 @@ class HFEngine(Engine):
             try:
                 yield
             finally:
-                self._graphs = None  # under ZeRO-3 the weights will lie elsewhere
-                self._forget_parked()
+                self._read_anew()  # later: memory is for other work now, and weights may change
                 if chosen == "flash_attention_2":
                     self.model.set_attn_implementation(chosen)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
 
-    def _order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+    def order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+        """Longest first."""
         return sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
 
     def _has_work(self) -> bool:
@@ -127,13 +127,10 @@ class HFEngine(Engine):
     def _drop_all(self) -> None:
         self._waiting, self._running, self._cache, self._graphs = Queue(), [], None, None
 
-    def _forget_parked(self) -> None:
-        """Keep nothing that was computed with the weights of before, also of rows under way."""
-        for request in self._running:
-            request.park = False
-        if self._cache is not None:
-            self._cache.prefixes.clear(self.version)
-            self._release()
+    def _read_anew(self) -> None:
+        """Drop all keys and values; rows under way are read again, prompt and response, and continue."""
+        self._waiting[:0] = self._running
+        self._running, self._cache, self._graphs = [], None, None
 
     def _release(self) -> None:
         """Free the buffers if nothing is under way, nor kept to be resumed."""
@@ -155,15 +152,15 @@ class HFEngine(Engine):
         everyone = [*self._running, *requests, *self._waiting]
         if self._cache.reserve(len(everyone), longest(everyone)):
             self._graphs = None
-        self.read_tokens += sum(len(request.prompt_ids) for request in requests)
+        self.read_tokens += sum(len(request.known_ids) for request in requests)
         self.reused_tokens += sum(request.n_kept for request in requests)
         kept = self._cache.prefixes.states(requests)
         prompts, width = list(kept), max(request.n_unread for request in requests)
         mask, positions = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
         ids = self._tensor([([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts])
         logits = self._forward(ids, mask, positions, self._cache)  # (prompts, V)
-        rows = [prompts.index(request.prompt_ids) for request in requests]
-        self._cache.enter(rows, [len(request.prompt_ids) for request in requests])
+        rows = [prompts.index(request.known_ids) for request in requests]
+        self._cache.enter(rows, [len(request.known_ids) for request in requests])
         first = len(self._running)
         self._running += requests
         self._accept(first, logits[self._tensor(rows)])
@@ -198,10 +195,12 @@ class HFEngine(Engine):
         for row, request, token, log_prob in zip(count(first), requests, tokens, log_probs, strict=False):
             request.token_ids.append(token)
             request.log_probs.append(log_prob)
+            request.versions.append(self.version)
             reason = finish_reason(request.token_ids, request.params, self.eos_token_ids, self.decode)
             if reason is not None:
                 parked = self._cache.prefixes.park(request, self._cache.park(row)) if request.park else None
-                self._ended[request.number] = Completion(request.token_ids, request.log_probs, reason, parked)
+                sampled = request.token_ids, request.log_probs, request.versions
+                self._ended[request.number] = Completion(*sampled, reason, parked)
                 ended.append(row)
         self._let_go(ended)
 

@@ -32,11 +32,17 @@ class Request:
     n_kept: int = 0  # of the prompt's tokens, whose keys and values need not be computed
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """The prompt, and what was sampled before the weights changed: what a forward reads before the next token."""
+        return (*self.prompt_ids, *self.token_ids)
 
     @property
     def n_unread(self) -> int:
-        """Prompt tokens that a forward must read."""
-        return len(self.prompt_ids) - self.n_kept
+        """Tokens that a forward must read."""
+        return len(self.prompt_ids) + len(self.token_ids) - self.n_kept
 
 
 def longest(requests: Sequence[Request]) -> int:
@@ -63,11 +69,11 @@ class Queue(list[Request]):
         for request in self[:free] if self._filling else ():
             request.n_kept = n_kept(request)
             length = request.n_unread
-            n_tokens = len(prompts | {request.prompt_ids}) * max(width, length)
+            n_tokens = len(prompts | {request.known_ids}) * max(width, length)
             wasteful = len(prompts) * width > PREFILL_TOKENS / 4 and not 0.8 * width < length <= width
             if n_taken > 0 and (n_tokens > PREFILL_TOKENS or wasteful):
                 break
-            prompts.add(request.prompt_ids)
+            prompts.add(request.known_ids)
             width = max(width, length)
             n_taken += 1
         taken = self[:n_taken]
@@ -89,19 +95,14 @@ class _Kept:
 
 
 class Prefixes:
-    """States kept of one weight ``version``; the least recently used are dropped when memory is full.
+    """States kept; the least recently used are dropped when memory is full.
 
     The number of the request that ended is the handle. A request that continued another has its states too, so these
     are kept once.
     """
 
-    def __init__(self, version: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.clear(version)
-
-    def clear(self, version: int) -> None:
-        """Drop all; what comes is of weights of this version."""
-        self.version = version
         self._most: int | None = None
         self._n_bytes = 0
         self._by_handle: dict[int, _Kept] = {}
@@ -139,10 +140,10 @@ class Prefixes:
         return min(n, len(request.prompt_ids) - 1) if kept.token_ids[:n] == request.prompt_ids[:n] else 0
 
     def states(self, requests: Sequence[Request]) -> dict[tuple[int, ...], States]:
-        """By prompt, in the order of ``requests``, the states of its tokens that are kept."""
+        """By known tokens, in the order of ``requests``, the states of those that are kept."""
         found: dict[tuple[int, ...], States] = {}
         for request in requests:
-            states = found.setdefault(request.prompt_ids, [])
+            states = found.setdefault(request.known_ids, [])
             if request.resume is not None and request.n_kept > 0:
                 kept = self._by_handle[request.resume]
                 self._by_use[kept] = self._by_use.pop(kept)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from openppo.rollout.driver import EngineDriver, Leave
 from openppo.rollout.engine import Engine
 from openppo.tracking import Metrics
 from openppo.types import Comm, Completion, Interrupted, Prompt, SamplingParams, Score, StopCheck, Trajectory
@@ -24,7 +25,8 @@ class SamplerParts:
     """What a sampler works with. ``longest`` is the most tokens that a prompt and its response may have.
 
     ``any_rank`` combines a flag over ranks that decode in lockstep (None: each decodes by itself). ``has_rewards``
-    tells whether sources of rewards score what is sampled.
+    tells whether sources of rewards score what is sampled. ``leave`` is what ``EngineDriver.drive`` does with requests
+    of others that are under way when a batch of samples is complete.
     """
 
     engine: Engine
@@ -36,6 +38,7 @@ class SamplerParts:
     context: int | None = None
     any_rank: Callable[[bool], bool] | None = None
     has_rewards: bool = True
+    leave: Leave = "abandon"
 
 
 class Sampler(Protocol):
@@ -57,6 +60,29 @@ class Sampler(Protocol):
         """Release what it holds."""
 
 
+class SampleFailed(Exception):  # noqa: N818 (it says nothing about the policy)
+    """A sample that cannot be trained on; the message says why."""
+
+
+class SingleSampler(Sampler, Protocol):
+    """A sampler that also makes one sample at a time, while the engine of its driver is driven."""
+
+    @property
+    def driver(self) -> EngineDriver:
+        """Its ``drive`` runs coroutines, ``sample_one`` among them."""
+
+    async def start(self) -> None:
+        """Get ready for ``sample_one``."""
+
+    async def sample_one(
+        self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics
+    ) -> list[Trajectory]:
+        """The parts of one unscored sample; ``SampleFailed`` if it cannot be trained on. Not collective.
+
+        ``env_seed`` is that of an environment, the same for the samples of one ``group``.
+        """
+
+
 class SamplerMaker(ABC):
     """Makes a sampler of a kind of its own, from parts that a trainer or an evaluation has loaded.
 
@@ -74,7 +100,7 @@ class SamplerMaker(ABC):
         """``ValueError`` for rows that cannot be used, before any model is loaded."""
 
     @abstractmethod
-    def make(self, parts: SamplerParts) -> Sampler:
+    def make(self, parts: SamplerParts) -> SingleSampler:
         """The sampler."""
 
 
@@ -128,17 +154,17 @@ def sample_trajectories(
     seeds = [sample_seed(seed, first_group * n_samples + i) for i in range(len(repeated))]
     completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds)
     sampled = zip(repeated, completions, strict=True)
-    return [make_trajectory(prompt, made, group, engine.version) for (prompt, group), made in sampled]
+    return [make_trajectory(prompt, made, group) for (prompt, group), made in sampled]
 
 
-def make_trajectory(prompt: Prompt, completion: Completion, group: int, version: int) -> Trajectory:
-    """A trajectory of one turn: prompt, then a completion whose every token is an action, of the policy's version."""
+def make_trajectory(prompt: Prompt, completion: Completion, group: int) -> Trajectory:
+    """A trajectory of one turn: prompt, then a completion whose every token is an action."""
     n_prompt, n_response = len(prompt.token_ids), len(completion.token_ids)
     return Trajectory(
         token_ids=prompt.token_ids + completion.token_ids,
         action_mask=[False] * n_prompt + [True] * n_response,
         log_probs=[0.0] * n_prompt + completion.log_probs,
-        versions=[-1] * n_prompt + [version] * n_response,
+        versions=[-1] * n_prompt + completion.versions,
         finish_reason=completion.finish_reason,
         prompt=prompt,
         group=group,

@@ -124,8 +124,8 @@ def check_cache(config: PreTrainedConfig) -> None:
 class RowCache(Cache):
     """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become.
 
-    ``starts`` are the first columns of the rows. There are ``max_rows`` at most; with ``measure`` what fits in half of
-    the memory that is free now. ``prefixes`` are what is kept of rows that have left, for weights of ``version``.
+    All are of weights of one ``version``. ``starts`` are the first columns of the rows. There are ``max_rows`` at most;
+    with ``measure`` what fits in half of the memory that is free now. ``prefixes`` are kept of rows that have left.
     """
 
     layers: list[Any]
@@ -135,7 +135,8 @@ class RowCache(Cache):
         self.config, self.dtype, self.device = model.config, weight.dtype, weight.device
         self.max_rows = max_rows
         self.free = free_memory(weight.device) if measure else None
-        self.prefixes = Prefixes(version, weight.device)
+        self.version = version
+        self.prefixes = Prefixes(weight.device)
         self.window = _Window()
         n_layers = model.config.get_text_config().num_hidden_layers
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])

@@ -111,7 +111,7 @@ class VLLMEngine(Engine):
             greedy = params.temperature == 0  # then the choice is certain, as with HFEngine
             chosen = zip(answer.logprobs, ids, strict=True)
             log_probs = [0.0 if greedy else entry[token].logprob for entry, token in chosen]
-            self._ended[int(output.request_id)] = Completion(ids, log_probs, reason)
+            self._ended[int(output.request_id)] = Completion(ids, log_probs, [self.version] * len(ids), reason)
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from openppo import logger
+from openppo.strategy.worlds import Launch
 from openppo.types import Comm
 
 T = TypeVar("T")
@@ -23,11 +24,12 @@ _LONGEST_START = timedelta(minutes=10)
 """Limit for all ranks to arrive: they import the same libraries, some from a slower disk."""
 
 
-def init_process_group(timeout: timedelta) -> torch.device:
+def init_process_group(timeout: timedelta, rollout_ranks: int = 0) -> tuple[torch.device, Launch]:
     """Join the group that torchrun describes in the environment, or make one of a single process.
 
-    Returns this rank's device. ``ValueError`` if there are fewer GPUs than ranks on this machine, if a rank does not
-    arrive, or if the launcher's restarts cannot work.
+    The last ``rollout_ranks`` have a group of their own. Returns this rank's device and its place in the launch, whose
+    ``store`` is that of rendezvous, or the one that survives restarts. ``ValueError`` if there are fewer GPUs than
+    ranks on this machine, if a rank does not arrive, or if the launcher's restarts cannot work.
     """
     alone = "RANK" not in os.environ
     if alone:  # the other variables of torchrun would make ranks of the programs that this one starts
@@ -42,11 +44,13 @@ def init_process_group(timeout: timedelta) -> torch.device:
             )
         torch.cuda.set_device(local_rank)
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
-    if not dist.is_initialized():
-        rank, world_size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        store = dist.HashStore() if alone else _join_store(rank, world_size, min(timeout, _LONGEST_START))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return device
+    if dist.is_initialized():
+        return device, Launch(dist.get_rank(), dist.get_world_size(), 0, timeout, dist.HashStore())
+    rank, world_size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    store = dist.HashStore() if alone else _join_store(rank, world_size, min(timeout, _LONGEST_START))
+    launch = Launch(rank, world_size, rollout_ranks, timeout, store)
+    launch.join(backend)
+    return device, launch
 
 
 def _join_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -164,18 +168,19 @@ def set_up_gpu(bf16: bool) -> None:
 class InferenceStrategy:
     """Process group of commands that do not train: whole models on every rank, without DeepSpeed.
 
-    Under torchrun each rank has its own GPU, if there are any, and its share of the data.
+    Under torchrun each rank has its own GPU, if there are any, and its share of the data. ``timeout`` is long by
+    default, since ranks meet only at the end.
     """
 
-    def __init__(self, bf16: bool, timeout: timedelta = timedelta(hours=24)) -> None:  # ranks meet only at the end
-        self.device = init_process_group(timeout)
+    def __init__(self, bf16: bool, timeout: timedelta = timedelta(hours=24), rollout_ranks: int = 0) -> None:
+        self.device, self.launch = init_process_group(timeout, rollout_ranks)
         set_up_gpu(bf16)
         self.comm = TorchComm()
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0."""
-        return self.comm.rank == 0
+        """True on the first rank of the launch, which alone writes logs and checkpoints."""
+        return self.launch.rank == 0
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
         """A module for evaluation only, on this rank's device."""

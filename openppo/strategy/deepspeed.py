@@ -49,7 +49,8 @@ _SHARE_FOR_GATHERED_WEIGHTS = 0.5
 class DeepspeedStrategy(InferenceStrategy):
     """All models of a run in one process group: gloo on CPUs, nccl on GPUs.
 
-    ``overrides`` is merged into the DeepSpeed configurations that our options make.
+    ``overrides`` is merged into the DeepSpeed configurations that our options make. The last ``rollout_ranks`` of the
+    launch are not in it.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class DeepspeedStrategy(InferenceStrategy):
         config: DeepSpeedConfig,
         timeout: timedelta = timedelta(hours=1),
         overrides: dict[str, Any] | None = None,
+        rollout_ranks: int = 0,
     ) -> None:
-        super().__init__(config.bf16, timeout)
+        super().__init__(config.bf16, timeout, rollout_ranks)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         self.config = config
         self.overrides = overrides or {}

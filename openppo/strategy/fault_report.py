@@ -27,7 +27,9 @@ _OUT_OF_MEMORY = re.compile(
     "Cuda failure (2 )?'out of memory'"  # of NCCL, which allocates its own buffers
 )
 _WAITS = re.compile(
-    r'torch/distributed/distributed_c10d\.py"|deepspeed/runtime/zero/.* in wait$|torch/cuda/.* in synchronize$', re.M
+    r'torch/distributed/distributed_c10d\.py"|deepspeed/runtime/zero/.* in wait$|torch/cuda/.* in synchronize$'
+    r'|openppo/strategy/weights\.py", line \d+ in _broadcast$',
+    re.M,
 )
 _EXIT_CODES = (
     "the exit code in the launcher's summary below. -9: killed, usually by the kernel's OOM killer (check dmesg); "
@@ -59,9 +61,15 @@ class Heartbeat:
     memory: str = ""
     signal: str | None = None
     done: bool = False
+    samples: bool = False  # one of --rollout_ranks
     host: str = field(default_factory=socket.gethostname)
     machine: str = field(default_factory=this_machine)
     pid: int = field(default_factory=os.getpid)
+
+    @property
+    def name(self) -> str:
+        """The rank of the launch, and on which side it is."""
+        return f"{'rollout ' * self.samples}rank {self.rank}"
 
     def has_ended(self) -> bool:
         """Whether the rank's process was on this machine and is gone."""
@@ -73,7 +81,7 @@ class Heartbeat:
     def __str__(self) -> str:
         host = "" if self.host == socket.gethostname() else f" on {self.host}"
         step = f"step {self.step}" if self.step else "before the first step"
-        return f"rank {self.rank}{host}: phase {self.phase}, {step}"
+        return f"{self.name}{host}: phase {self.phase}, {step}"
 
 
 @dataclass(frozen=True)
@@ -111,19 +119,20 @@ def raised(
         look_at = "the network between the ranks: a connection broke, and all ranks are alive"
     elif folder := options.get("save_path"):
         look_at = f"{folder}/logs: metrics and samples until then"
-    return Fault(f"rank {where.rank} raised {message}", [where], look_at, text, memory)
+    return Fault(f"{where.name} raised {message}", [where], look_at, text, memory)
 
 
 def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
     """Other ranks that are gone, for these reasons."""
-    what, where = "; ".join(f"rank {rank} is gone: {why}" for rank, why in ranks.items()), [beats[r] for r in ranks]
+    where = [beats[rank] for rank in ranks]
+    what = "; ".join(f"{beat.name} is gone: {why}" for beat, why in zip(where, ranks.values(), strict=True))
     memory = [("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where]
     return Fault(what, where, _SILENT if "heartbeat" in what else _EXIT_CODES, memory=memory)
 
 
 def stalled(where: Heartbeat) -> Fault:
     """No progress of this rank."""
-    what = f"rank {where.rank} made no progress for {where.idle:.0f} s (--stall_timeout)"
+    what = f"{where.name} made no progress for {where.idle:.0f} s (--stall_timeout)"
     return Fault(what, [where], "the stacks above. If the work is only slow, raise --stall_timeout", _stacks())
 
 

@@ -77,6 +77,15 @@ class TrainableModel:
             if state[name] is self._host.get(key):
                 state[name] = state[name].to(self.deepspeed.device, non_blocking=True, copy=True)
 
+    def reset_adam(self) -> None:
+        """Zero Adam's moments and count of steps, as of a fresh one; weights and schedule stay. On all ranks alike.
+
+        It may be called wherever the moments are. GLM-5 (arXiv 2602.15763) does so when its engines get new weights.
+        """
+        for _, state, name in self._adam_moments():
+            state[name].zero_()
+            state["step"] = 0 * state["step"]  # a tensor, or a number of DeepSpeed's Adam
+
     def _adam_moments(self) -> list[tuple[tuple[int, str], dict[str, Tensor], str]]:
         """Key, owner and name of each moment that Adam has made."""
         adam: Any = self.deepspeed.basic_optimizer

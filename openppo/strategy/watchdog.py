@@ -139,6 +139,7 @@ class Watchdog:
         """Whether the work under way polls ``signals.requested()``; other work ends at the first signal."""
         self._limits, self._where, self._options, self._resume = limits, where, options, resume
         self._rank, self._n_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._samples = self._rank >= self._n_ranks - options.get("rollout_ranks", 0)
         self._store = HeartbeatStore(self._rank, self._n_ranks, limits.heartbeat_timeout)
         self._signalled_at: float | None = None
         self._ending = threading.Event()
@@ -218,7 +219,7 @@ class Watchdog:
 
     def _heartbeat(self, done: bool = False) -> Heartbeat:
         place = (self._rank, self._where.phase, self._where.step, time.monotonic() - self._where.last_progress)
-        return Heartbeat(*place, fault_report.host_memory(), signals.requested(), done)
+        return Heartbeat(*place, fault_report.host_memory(), signals.requested(), done, self._samples)
 
     def _is_stalled(self, mine: Heartbeat) -> bool:
         """Whether this rank makes no progress, and does not merely wait for one that may still make some."""

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import loss_aggregation
-from openppo.experience.measure import measure_mismatch
+from openppo.experience.measure import measure_masked, measure_mismatch
 from openppo.experience.replay_buffer import MiniBatch
-from openppo.models.log_probs import compute_approx_kl
-from openppo.models.loss import log_ratio, policy_loss, rollout_correction, token_weights
+from openppo.models.correction import correction_range, rollout_correction
+from openppo.models.log_probs import compute_approx_kl, log_ratio
+from openppo.models.loss import MaskingLoss, policy_loss, token_weights
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch
@@ -69,7 +70,7 @@ class ActorStep:
         loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs)  # (B, L)
         self._measure(loss, log_probs, micro, metrics)
         if on_policy and micro.entropy is None:
-            measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics)
+            measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics, micro.staleness)
         loss = loss * self._correction(micro, metrics)
         if self.config.kl.use_kl_loss:
             assert micro.ref_log_probs is not None
@@ -89,10 +90,13 @@ class ActorStep:
         if options.rollout_correction == "none":
             return 1.0
         assert micro.log_probs is not None
-        how = options.rollout_correction, options.rollout_correction_low, options.rollout_correction_high
-        weights = rollout_correction(micro.log_probs, micro.rollout_log_probs, mask, *how)
+        given = micro.log_probs, micro.rollout_log_probs, mask, options.rollout_correction
+        how = options.rollout_correction_low, options.rollout_correction_high, options.rollout_correction_level
+        weights = rollout_correction(*given, *how, options.rollout_correction_veto)
         metrics.add_tensor("rollout_weight", weights, mask)
         metrics.add_tensor("rollout_masked_fraction", (weights == 0).float(), mask)
+        if options.rollout_correction != "tis":
+            measure_masked(correction_range(*given, *how), mask, metrics)
         return weights
 
     def _measure(self, loss: Tensor, log_probs: Tensor, micro: Experience, metrics: Metrics) -> None:
@@ -101,6 +105,9 @@ class ActorStep:
         metrics.add_tensor("policy_loss", loss.detach(), mask)
         clipped = self.policy_loss.clipped(log_probs, micro.log_probs, mask)  # bool (B, L)
         metrics.add_tensor("clip_fraction", clipped.float(), mask)
+        if isinstance(self.policy_loss, MaskingLoss):
+            found = self.policy_loss.masking(log_probs, micro.log_probs, micro.rollout_log_probs, mask)
+            measure_masked(found, mask, metrics)
         change = log_ratio(log_probs, micro.log_probs, mask).double()  # near 0, where float32 would be all rounding
         metrics.add_tensor("ratio_max", change.exp(), mask, reduce="max")
         metrics.add_tensor("approx_kl", change.expm1() - change, mask)  # k3

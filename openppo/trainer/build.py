@@ -1,27 +1,32 @@
 """From options to a PPO trainer: check everything cheap first, then load, wrap and put together."""
 
+import os
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker, Hooks, forward_size
 from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import model_error_context
+from openppo.models.merge_lora import to_bf16
 from openppo.models.padding import pack_where_exact
-from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, pad_token_id
+from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
+from openppo.orchestrator.rollout_rank import RolloutRank
+from openppo.orchestrator.source import Engines
 from openppo.rewards.build import ScorerSetup
-from openppo.rollout.decode_graphs import CUDARecorder
-from openppo.rollout.engine import Engine
-from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.driver import Leave
+from openppo.rollout.responses import ResponseSampler
 from openppo.rollout.rollout import SamplerMaker, SamplerParts
 from openppo.rollout.sampling import decoder
-from openppo.rollout.vllm_engine import VLLMEngine
+from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
@@ -32,13 +37,13 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import PPOData, check_models, critic_lora, critic_start, load_ppo_data
-from openppo.trainer.engine_check import LONGEST, REQUESTS, check_engines
+from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, start_trackers
-from openppo.trainer.summary import batch_plan, log_ppo_start
+from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
 from openppo.types import RolloutSource, StopCheck
 
@@ -54,14 +59,14 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """A trainer; ``source`` gives trajectories, or makes them of prompts. ``ValueError`` names the flag to change."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
-    strategy, samples = strategy or DeepspeedStrategy(config.deepspeed), source is None
+    strategy, samples = strategy or _strategy(config), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
     tokenizer, actor_config, data = _checked(config, strategy, samples, maker)
     setup = _scorer_setup(config, tokenizer, strategy, data, maker is not None)
     if run.dry_run and samples:
         setup.check()
     estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
-    plan = batch_plan(config, comm.world_size, len(data.prompts), source)
+    plan = _plan(config, comm.world_size, len(data.prompts), source)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
     scorer = setup.build() if samples and config.rewards.names() else None  # before the large models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
@@ -70,15 +75,15 @@ def build_ppo_trainer(
     traced = StepProfiler(run.save_path, config.tracking, comm.rank).phase
     timer = PhaseTimer(traced, estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled)
-    engine = _engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
+    engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
     with strategy.uncompiled():
         pack_documents_to = packed_row_length(actor, data.documents, data.longest, device)
     critic_step = None if critic is None else CriticStep(critic, config, comm, device)
-    one_pass: Any = partial(OnePassCritic, critic_step) if critic_step and OnePassCritic.is_exact(config) else None
-    make = one_pass or ExperienceMaker
+    one_pass = partial(OnePassCritic, critic_step) if critic_step and OnePassCritic.is_exact(config) else None
+    make: Any = one_pass or ExperienceMaker
     components = PPOComponents(
         strategy=strategy,
         tokenizer=tokenizer,
@@ -97,8 +102,7 @@ def build_ppo_trainer(
         estimate=estimate,
     )
     callbacks = [*callbacks, StopWhen(run.stop_conditions)] if run.stop_when else callbacks
-    sampler = None if maker is None else maker.make(_parts(components, actor_config))
-    trainer = PPOTrainer(config, components, source or PromptSource(config, components, sampler), callbacks)
+    trainer = PPOTrainer(config, components, source or _source(config, components, maker, actor_config), callbacks)
     checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, plan)
     return trainer
@@ -118,7 +122,63 @@ def _checked(
     return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, samples, maker)
 
 
-def _parts(components: PPOComponents, actor_config: PreTrainedConfig) -> SamplerParts:
+def _plan(config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None) -> BatchPlan:
+    plan = batch_plan(config, n_ranks, n_prompts, source)
+    if source is not None or not config.orchestrator.is_async:
+        return plan
+    return replace(plan, steps=[config.prompts_per_step] * async_steps(config, n_prompts), episodes=1)
+
+
+def _strategy(config: TrainPPOConfig) -> DeepspeedStrategy:
+    return DeepspeedStrategy(config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks)
+
+
+def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPOTrainer | RolloutRank:
+    """What this rank of a launch runs: a trainer or, on the last ``--rollout_ranks``, what samples for trainers."""
+    n_sampling = config.orchestrator.rollout_ranks
+    if int(os.environ.get("RANK", "0")) < int(os.environ.get("WORLD_SIZE", "1")) - n_sampling:
+        return build_ppo_trainer(config, source=maker)
+    if config.run.dry_run:  # estimates what trainers need
+        sys.exit()
+    strategy = InferenceStrategy(config.deepspeed.bf16, rollout_ranks=n_sampling)
+    tokenizer, actor_config = check_models(config, strategy)
+    if maker is not None:
+        maker.check(tokenizer)
+    data = load_ppo_data(config, tokenizer, actor_config, strategy.comm, agent=maker)
+    here = bool(config.rewards.names()) and not scored_by_trainers(config)
+    scorer = _scorer_setup(config, tokenizer, strategy, data, maker is not None).build() if here else None
+    with model_error_context("--pretrain", config.model.pretrain):
+        actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **_loading(config))
+    policy: Any = actor.eval().to(strategy.device).model  # not frozen: torch rounds otherwise with frozen weights
+    if config.deepspeed.bf16:
+        to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
+    engine = new_engine(config, policy, tokenizer, StopCheck(), actor_config)
+    engine.decode = decoder(tokenizer)
+    what = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest
+    rewarded, leave = bool(config.rewards.names()), config.orchestrator.running_requests
+    parts = SamplerParts(*what, context_length(actor_config), has_rewards=rewarded, leave=leave)
+    sampler = ResponseSampler(parts) if maker is None else maker.make(parts)
+    return rollout_rank(config, strategy, engine, policy, sampler, scorer, data.prompts)
+
+
+def _source(
+    config: TrainPPOConfig, components: PPOComponents, maker: SamplerMaker | None, actor_config: PreTrainedConfig
+) -> RolloutSource:
+    """Samples responses, or what ``maker`` plays, in turn with training or beside it."""
+    asynchronous = config.orchestrator
+    leave: Leave = asynchronous.running_requests if asynchronous.is_async else "abandon"
+    parts = _parts(components, actor_config, leave)
+    sampler = None if maker is None else maker.make(parts)
+    if not asynchronous.is_async:
+        return PromptSource(config, components, sampler)
+    sampler = sampler or ResponseSampler(parts)
+    held_out = PromptSource(config, components, sampler)
+    engines = Engines(held_out, sampler, held_out.with_weights)
+    run = components.strategy, components.actor, components.maker.hooks, engines
+    return async_source(config, *run, components.scorer, components.data.prompts)
+
+
+def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Leave) -> SamplerParts:
     """What a sampler of a kind of its own works with."""
     engine, strategy = components.engine, components.strategy
     assert engine is not None
@@ -132,13 +192,14 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig) -> Sampler
         context_length(actor_config),
         strategy.any_rank if engine.in_lockstep else None,
         components.scorer is not None,
+        leave,
     )
 
 
 def _scorer_setup(
     config: TrainPPOConfig,
     tokenizer: PreTrainedTokenizerBase,
-    strategy: DeepspeedStrategy,
+    strategy: InferenceStrategy,
     data: PPOData,
     episodes: bool,
 ) -> ScorerSetup:
@@ -206,39 +267,3 @@ def _reference(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: Train
         return None
     shares_weights = config.lora.lora_rank > 0 and config.model.ref_pretrain is None
     return AdapterOffReference(actor) if shares_weights else _prepared(config, strategy, "reference")
-
-
-def _engine(
-    config: TrainPPOConfig,
-    strategy: DeepspeedStrategy,
-    actor: TrainableModel,
-    tokenizer: PreTrainedTokenizerBase,
-    stop: StopCheck,
-    actor_config: PreTrainedConfig,
-) -> Engine:
-    """Samples with the actor's own module, or a copy of it in vLLM; checked with ``--engine_check on``."""
-    policy: Any = actor.module.model
-    eos, generation = eos_token_ids(policy, tokenizer), config.generation
-    common: dict[str, Any] = {"show_progress": strategy.is_main, "stop": stop}
-    engine: VLLMEngine | HFEngine
-    checked: dict[str, Engine]
-    if generation.rollout_engine == "vllm":
-        episode = config.agents.episode_max_len or 0
-        longest = max(config.data.prompt_max_len + generation.generate_max_len, episode, LONGEST)
-        max_tokens = min(longest, context_length(actor_config) or longest)
-        engine = VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
-        checked = {"": engine}
-    else:
-        together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank
-        recorder = CUDARecorder if generation.cuda_graphs and together is None else None
-        if generation.cuda_graphs and recorder is None:
-            logger.warning("--cuda_graphs: ranks in lockstep cannot replay steps; they are launched as usual")
-        common |= {"any_rank_busy": together, "new_recorder": recorder}
-        engine = HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
-        checked = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
-        if recorder is not None:
-            checked[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=recorder)
-    if generation.engine_check == "on":
-        check_engines(config, strategy, actor, checked)
-    engine.decode = decoder(tokenizer)
-    return engine

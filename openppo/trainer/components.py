@@ -26,9 +26,8 @@ class TrainState:
     """How far a run has come."""
 
     has_begun: bool = False  # the evaluation before training, if any, is done
-    global_step: int = 0  # global steps done
+    global_step: int = 0  # global steps done, which is the policy's version
     ended_episodes: int = 0
-    policy_version: int = 0  # optimizer steps of the actor, skipped ones included
     document_batches: int = 0  # batches of --pretrain_data trained on
     unreported: dict[str, float] | None = None  # metrics of the last step while its report is not complete
 

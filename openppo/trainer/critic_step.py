@@ -79,14 +79,12 @@ class OnePassCritic(ExperienceMaker):
         dropped = config.shaping.overlong_filter or config.ppo.buffer_limit > 0
         return not dropped and config.lora.lora_dropout == 0
 
-    def make(
-        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0, version: int = 0
-    ) -> list[Experience]:
+    def make(self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0) -> list[Experience]:
         """As of ``ExperienceMaker``; signals are looked at before the critic is trained, not after."""
         if not 0 < self.count(trajectories) <= self.config.batch.train_batch_size:
-            return super().make(trajectories, metrics, n_done, version)
-        batch = self._rewarded(trajectories, metrics, n_done, version, values=False)
-        measure_staleness(trajectories, version, metrics)
+            return super().make(trajectories, metrics, n_done)
+        batch = self._rewarded(trajectories, metrics, n_done, values=False)
+        measure_staleness(trajectories, n_done, metrics)
         with self.hooks.timer.phase("training"):
             rows = self._with_values([] if batch is None else list(split_rows(batch)), n_done)
         return self._completed(join_rows(rows).to(self.device) if rows else None, metrics, n_done)

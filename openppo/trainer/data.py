@@ -15,8 +15,7 @@ from openppo.rollout.decode_graphs import check_layers
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.vllm_engine import check_vllm
-from openppo.strategy.comm import check_same, collective
-from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
 from openppo.types import Comm, Prompt
@@ -98,7 +97,7 @@ def _content(prompt: Prompt) -> list[object]:
 
 
 def check_models(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, samples: bool = True
+    config: TrainPPOConfig, strategy: InferenceStrategy, samples: bool = True
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
     """Check what needs neither data nor weights; tokenizer and config of the actor.
 

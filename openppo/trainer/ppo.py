@@ -56,7 +56,7 @@ class PPOTrainer:
         with self._session():
             for trajectories in self._rollouts():
                 self.report(self.train_on(trajectories))
-                self.source.publish(self.state.policy_version)
+                self.source.publish(self.global_step)
 
     def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
         """One global step on responses to ``prompts``; returns its metrics, the same on all ranks."""
@@ -72,7 +72,7 @@ class PPOTrainer:
         self.replay_buffer.clear()  # of a step that was never reported
         self.view.observed.clear()
         with self.maker.hooks.timer.step(self.state.global_step + 1):
-            experience = self.maker.make(trajectories, metrics, self.state.global_step, self.state.policy_version)
+            experience = self.maker.make(trajectories, metrics, self.global_step)
             self.replay_buffer.fill(experience)
             reduced = self.update(self.replay_buffer, metrics)
         self.view.trained_on = trajectories
@@ -143,7 +143,7 @@ class PPOTrainer:
         self.maker.load_state_dict(saved["maker"])
         self.update.load_state_dict(saved["skipped"])
         self.should_stop = restore_callbacks(self.callbacks, saved["callbacks"]) and saved["should_stop"]
-        self.source.publish(self.state.policy_version)
+        self.source.publish(self.global_step)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Pass over all prompts in every episode, in an order of its own, until the last step is done."""

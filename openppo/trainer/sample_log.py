@@ -13,7 +13,7 @@ from openppo.config import TrainPPOConfig
 from openppo.datasets.templates import text_of
 from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.models.loss import policy_ratio
+from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
 from openppo.rollout.rollout import episode_numbers
 from openppo.tracking import json_form

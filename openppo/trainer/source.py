@@ -13,7 +13,7 @@ from openppo.config import PPODataConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.token_rewards import one_reward_groups
+from openppo.experience.token_rewards import begin_scoring, useful_groups
 from openppo.rollout.rollout import (
     EngineSampler,
     Rollout,
@@ -26,7 +26,6 @@ from openppo.rollout.rollout import (
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.evaluation.evaluator import begin_scoring
 from openppo.types import Prompt, Trajectory
 
 
@@ -103,7 +102,7 @@ class PromptSource:
 
     def with_weights(self) -> AbstractContextManager[None]:
         """Inside, the engine may decode, with the actor's weights of now."""
-        self.engine.version = self.components.state.policy_version
+        self.engine.version = self.components.state.global_step
         return self.engine.with_weights(self.components.actor)
 
     def _next_prompts(self) -> list[Prompt] | None:
@@ -148,25 +147,12 @@ class PromptSource:
             metrics.merge(sampled.metrics)
             for parts in by_episode(sampled):
                 metrics.add("sampled_reward", episode_reward(parts, self.reward_weights))
-            kept += self.filter_groups(sampled)
+            kept += useful_groups(sampled, self.estimator.compares_steps, self.reward_weights)
             n_groups = int(self.comm.all_reduce(torch.tensor(len({t.group for t in kept}))))
             batch = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
         metrics.add("sampled_batches", n_batches, reduce="max")
         metrics.add("useful_groups", n_groups, reduce="max")
         return Rollout(self._first_groups(kept), metrics)
-
-    def filter_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Trajectories whose group has different rewards: the others teach nothing (arXiv 2503.14476)."""
-        if not trajectories:
-            return []
-        episodes = by_episode(trajectories)
-        rewards = [episode_reward(parts, self.reward_weights) for parts in episodes]
-        if self.estimator.compares_steps:  # unequal steps teach something even if their sums are equal
-            steps = [[reward for part in parts for reward in part.step_rewards] for parts in episodes]
-            earned = [(parts[-1].total_score(self.reward_weights), *steps[i]) for i, parts in enumerate(episodes)]
-            rewards = [earned.index(each) for each in earned]
-        same = one_reward_groups(torch.tensor(rewards), torch.tensor([parts[0].group for parts in episodes]))
-        return [t for parts, drop in zip(episodes, same.tolist(), strict=True) if not drop for t in parts]
 
     def _first_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The first groups of all ranks' groups, dealt out as a rollout deals prompts."""

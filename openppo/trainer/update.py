@@ -144,7 +144,6 @@ class Update:
                 if parts.ema is not None:
                     parts.ema.update()
             state.document_batches += documents is not None
-            state.policy_version += 1
         if parts.critic_step is not None:
             measured, clip = Metrics(), state.global_step >= self.config.ppo.value_pretrain_steps
             if self.skipped.accept(parts.critic_step.train(batch, measured, clip), "critic", place, samples=samples):

@@ -50,6 +50,21 @@ def descend(zero_stage: int) -> list[float]:
     return weights
 
 
+def turn_around(zero_stage: int) -> list[float]:
+    """Five steps down and, after a reset, three up again: old moments would go on downwards."""
+    strategy = strategy_of(zero_stage)
+    adam = AdamConfig(lr_scheduler="constant", lr_warmup_ratio=0)
+    engine, weights = strategy.prepare(Weights(), adam, 1 / 64, total_steps=8), []
+    for step in range(8):
+        if step == 5:
+            engine.reset_adam()
+        engine.backward(engine(1.0 if step < 5 else -1.0), last=True)
+        engine.step()
+        with engine.gathered():
+            weights.append(engine.module.weight.float().mean().item())
+    return weights
+
+
 def norm_of(zero_stage: int, gradients: list[float]) -> float:
     """The norm of accumulated gradients."""
     engine = strategy_of(zero_stage).prepare(Weights(), AdamConfig(), 1e-4, total_steps=4)
@@ -63,6 +78,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
         results[f"tiny updates {stage}"] = descend(stage)  # from 1.0, whose next number below is 0.996 in bfloat16
+        results[f"turn {stage}"] = turn_around(stage)
         # in bfloat16 each of these sums would stay 1
         results[f"small gradients {stage}"] = norm_of(stage, [1.0] + [2.0**-10] * 8)
         results[f"small rank {stage}"] = norm_of(stage, [2.0 ** (-10 * torch.distributed.get_rank())] * 2)
@@ -88,6 +104,11 @@ def test_updates_below_the_resolution_of_bfloat16_add_up(results, stage):
     exact = torch.tensor([1 - 1e-4 * (step + 1) for step in range(40)])
     assert weights == exact.bfloat16().float().tolist()
     assert weights[0] == 1.0 > weights[-1]
+
+
+@STAGES
+def test_after_a_reset_adam_steps_by_the_learning_rate_against_its_past(results, stage):
+    assert [64 * weight for weight in results[f"turn {stage}"]] == [63, 62, 61, 60, 59, 60, 61, 62]
 
 
 @STAGES

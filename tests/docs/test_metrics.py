@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,17 @@ RUNS = {
     "named": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss
         --kl_estimator k3 --eval_data prompts.jsonl --reward_clip_range -1 1""",
     "dynamic": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_sampling
-        --rollout_correction tis""",
+        --rollout_correction mis --rollout_correction_level sequence --rollout_correction_veto 1e-4""",
     "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
-        --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl""",
+        --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl
+        --policy_loss_type double_sided""",
     "agent": f"""{TRAIN_PPO} --agent agent.py:solve --episode_max_len 300 --n_samples_per_prompt 2
-        --eval_data prompts.jsonl --check_rendering warn""",
+        --eval_data prompts.jsonl --check_rendering warn --policy_loss_type decoupled""",
     "sft": f"train_sft {SMALL} --pretrain policy --dataset sft.jsonl --eval_dataset sft.jsonl",
     "rm": f"train_rm {SMALL} --pretrain reward --dataset preference.jsonl --eval_dataset preference.jsonl",
 }
+ASYNC = f"""-m torch.distributed.run --standalone --nproc_per_node 2 -m openppo.cli.{TRAIN_PPO} --reward_fn two.py
+    --max_staleness 1 --rollout_ranks 1 --num_episodes 2"""
 
 
 def documented(heading_pattern: str) -> list[str]:
@@ -59,8 +63,9 @@ def logs(run: Run, workshop: Path) -> Logs:
     (workshop / "two.py").write_text(REWARD)
     (workshop / "agent.py").write_text(AGENT)
     train(run, workshop, [line.format(out=f"metrics/{name}").split() for name, line in RUNS.items()])
+    run([sys.executable, *ASYNC.format(out="metrics/async").split()], workshop)
     found: Logs = {}
-    for name in RUNS:
+    for name in [*RUNS, "async"]:
         folder = workshop / "metrics" / name / "logs"
         found[name] = {
             file.stem: {key for line in file.read_text().splitlines() for key in json.loads(line)} - {"step", "time"}
@@ -70,15 +75,21 @@ def logs(run: Run, workshop: Path) -> Logs:
     return found
 
 
-PPO = ("critic", "named", "dynamic", "process", "agent")
+PPO = ("critic", "named", "dynamic", "process", "agent", "async")
 OF_FORMS = ("agent/unreadable_actions", "agent/sampling_overridden", "agent/retries")
-SOMETIMES = ("eval_reward_errors", *OF_FORMS, *(() if torch.cuda.is_available() else ("memory/",)))
-"""Beginnings of names that are logged only where there is an error, a GPU, or an agent of another form."""
+SOMETIMES = (
+    "eval_reward_errors",
+    "rollout_kl/lag_",
+    "stale/share_by_length/",
+    *OF_FORMS,
+    *(() if torch.cuda.is_available() else ("memory/",)),
+)
+"""Beginnings of names that are logged only where there is an error, a GPU, older samples, or another form of agent."""
 
 
 @pytest.mark.parametrize(
     ("runs", "sections"),
-    [(PPO, "Rewards|Policy|Critic|Responses|Agents|Sampling|Time|Memory|Evaluation"), (("sft", "rm"), "SFT")],
+    [(PPO, "Rewards|Policy|Critic|Responses|Agents|Sampling|Rollouts|Time|Memory|Evaluation"), (("sft", "rm"), "SFT")],
     ids=["PPO", "supervised"],
 )
 def test_every_metric_is_documented_and_every_documented_one_is_logged(

@@ -24,6 +24,9 @@ TEMPLATE = """
 {%- endfor %}<eos>{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 TOOL = """
+import asyncio
+import random
+
 from openppo.agents.tools import BaseTool, OpenAIFunctionToolSchema
 
 class Ask(BaseTool):
@@ -34,11 +37,12 @@ class Ask(BaseTool):
         return SECRET
 
     async def execute(self, instance_id, parameters, **kwargs):
+        await asyncio.sleep(random.lognormvariate(0, 1) * WAIT)
         return instance_id
 """
 STEPS = 96
 """Of 128 episodes each: 12,288 in all."""
-SFT = """train_sft --pretrain model --dataset scripts.jsonl --apply_chat_template --save_path sft --max_epochs 5
+SFT = """train_sft --pretrain model --dataset scripts.jsonl --apply_chat_template --save_path sft --max_epochs 12
     --train_batch_size 32 --micro_train_batch_size 32 --learning_rate 3e-3"""
 PPO = f"""train_ppo --pretrain sft --save_path ppo --tools tools.py --tool_parser hermes --apply_chat_template
     --prompt_data rows.jsonl --verifiable_reward exact_match --max_turns 2 --generate_max_len 4 --episode_max_len 48
@@ -98,15 +102,17 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def play(run: Callable[..., str], tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
-    """``play(estimator, seed, secret)``: metrics of each step; the tool says ``secret``, an expression."""
+    """``play(estimator, seed)``: metrics of each step; the tool says ``secret``, an expression, after ``wait`` s."""
 
-    def logged(estimator: str, seed: int, secret: str = "secret") -> list[dict[str, float]]:
+    def logged(
+        estimator: str, seed: int, secret: str = "secret", wait: float = 0.0, more: str = ""
+    ) -> list[dict[str, float]]:
         rng = random.Random(seed)
         save_model(tmp_path / "model", seed)
         write(tmp_path / "scripts.jsonl", [script(rng) for _ in range(4096)])
         write(tmp_path / "rows.jsonl", [row(i, *pair) for i, pair in enumerate(product(LETTERS, repeat=2))])
-        (tmp_path / "tools.py").write_text(TOOL.replace("SECRET", secret))
-        for command in (SFT, f"{PPO} {ESTIMATORS[estimator]} --seed {seed}"):
+        (tmp_path / "tools.py").write_text(TOOL.replace("SECRET", secret).replace("WAIT", str(wait)))
+        for command in (SFT, f"{PPO} {ESTIMATORS[estimator]} --seed {seed} {more}"):
             run([sys.executable, "-m", *f"openppo.cli.{command}".split()], tmp_path)
         return [json.loads(line) for line in (tmp_path / "ppo/logs/metrics.jsonl").read_text().splitlines()]
 
@@ -134,3 +140,15 @@ def test_a_tool_that_always_says_a_leaves_it_at_chance(play, estimator: str) -> 
     before, *_, last = play(estimator, 1, "'a'")
     print(f"{estimator}: {before['eval_reward']:.3f} to {last['eval_reward']:.3f}")
     assert abs(last["eval_reward"] - 1 / 8) < 0.05
+
+
+# E2: at equal numbers of episodes; that of the synchronous runs is 0.9 and more.
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["decoupled", "double_sided"])
+def test_samples_of_older_weights_teach_as_much(play, loss: str) -> None:
+    before, *steps = play("group_norm", 1, wait=0.02, more=f"--max_staleness 2 --policy_loss_type {loss}")
+    oldest = [step["staleness_max"] for step in steps]
+    print(f"{loss}: {before['eval_reward']:.3f} to {steps[-1]['eval_reward']:.3f}, staleness {max(oldest):g}")
+    assert len(steps) == STEPS
+    assert 0 < max(oldest) <= 2
+    assert steps[-1]["eval_reward"] >= 0.94

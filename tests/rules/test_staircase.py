@@ -13,8 +13,10 @@ STAIRCASE: dict[str, set[str]] = {
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
     "agents": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards"},
-    "experience": LEVEL_0 | {"models", "tracking", "rollout"},
-    "trainer": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards", "experience"},
+    "experience": LEVEL_0 | {"models", "tracking", "rollout", "rewards"},
+    "orchestrator": LEVEL_0 | {"tracking", "strategy", "datasets", "rollout", "rewards", "experience"},
+    "trainer": LEVEL_0
+    | {"tracking", "models", "strategy", "datasets", "rollout", "rewards", "experience", "orchestrator"},
 }
 STAIRCASE["__init__"] = set(STAIRCASE)  # lazy public names of openppo itself; everything but cli
 STAIRCASE["cli"] = set(STAIRCASE)

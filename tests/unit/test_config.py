@@ -143,6 +143,14 @@ ppo kl_target=6.0 init_kl_coef=0.0 | ...--init_kl_coef 0 ...: use a positive one
 ppo use_kl_loss=true init_kl_coef=0.0 kl_estimator=k3 | ...give a positive --init_kl_coef
 ppo use_kl_loss=true | with --kl_estimator k1 ... Use --kl_estimator k2 or k3
 ppo rollout_correction_high=2.0 | has no effect without --rollout_correction
+ppo rollout_correction_level=sequence | has no effect without --rollout_correction
+ppo rollout_correction_veto=0.1 | has no effect without --rollout_correction
+ppo rollout_correction_veto=1.0 rollout_correction=tis | must lie in (0, 1), got 1
+ppo dual_clip=3.0 policy_loss_type=double_sided | ...double_sided has none: leave --dual_clip out
+ppo old_log_probs=recompute policy_loss_type=double_sided | recompute ... leave it out, or use ... decoupled
+ppo old_log_probs=rollout policy_loss_type=decoupled | rollout ... Leave it out, or use ... double_sided
+ppo rollout_correction=tis policy_loss_type=double_sided | tis ... Leave it out, or use --policy_loss_type ppo
+ppo rollout_correction=mis policy_loss_type=decoupled | mis ... Leave it out, or use --policy_loss_type ppo
 ppo dual_clip=3.0 policy_loss_type=cispo | ...leave --dual_clip out
 ppo rollout_correction_low=0.5 rollout_correction=tis | ...tis: use mis or icepop
 ppo rollout_correction_low=2.0 rollout_correction_high=1.0 rollout_correction=mis | 2.0 must be below
@@ -311,6 +319,8 @@ WHOLE = {"bf16": True, "rollout_batch_size": 8, "train_batch_size": 8}
         ({}, "training", "recompute"),
         ({"lora_rank": 4}, "training", "recompute"),
         ({"old_log_probs": "rollout"}, "rollout", "rollout"),
+        ({"policy_loss_type": "double_sided", "top_p": 0.9}, "rollout", "rollout"),
+        ({"policy_loss_type": "decoupled", "bf16": False}, "recompute", "recompute"),
         *(
             (more, "recompute", "recompute")
             for more in (

@@ -33,7 +33,7 @@ def test_the_reasons_of_an_end_are_plain_words():
 
 
 @pytest.mark.parametrize(
-    "noun", [SamplingParams(3), Prompt("a", [1]), Completion([1], [0.0], FinishReason.STOP), EXPERIENCE]
+    "noun", [SamplingParams(3), Prompt("a", [1]), Completion([1], [0.0], [0], FinishReason.STOP), EXPERIENCE]
 )
 def test_what_travels_between_parts_cannot_be_changed_on_the_way(noun):
     with pytest.raises(dataclasses.FrozenInstanceError):

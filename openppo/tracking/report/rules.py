@@ -235,7 +235,7 @@ def steps_skipped(history: History, _: float) -> str | None:
     )
 
 
-@rule("rollout_kl", "rollout_log_prob_gap", passes=lambda kl, _: kl > 0.01)
+@rule("rollout_kl", "rollout_log_prob_gap", passes=lambda kl, h: kl > 0.01 and not any(h.last("staleness_max", FEW)))
 def engine_differs(history: History, kl: float) -> str:
     """KL 0.01 nats per token between the engine that samples and the actor of the same weights."""
     causes = ["--top_p"] if history.option("top_p", 1) < 1 else []
@@ -245,7 +245,8 @@ def engine_differs(history: History, kl: float) -> str:
     remedy = "check the precision of the engine (--bf16, --rollout_engine)"
     if causes:
         remedy = f"leave out {' and '.join(causes)}"
-    if history.option("rollout_correction", "none") == "none":
+    corrects_itself = history.option("policy_loss_type") in ("double_sided", "decoupled")
+    if history.option("rollout_correction", "none") == "none" and not corrects_itself:
         remedy += ", or weight the tokens with --rollout_correction tis"
     return f"The log-probs at sampling differ from the actor's since step {{since}} (KL {kl:.2g} per token): {remedy}."
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from openppo.experience.measure import measure_scores
-from openppo.rewards import Scorer, start_scoring
-from openppo.rollout.rollout import Rollout, by_episode, check_weights, episode_reward, write_scores
+from openppo.rollout.rollout import Rollout, by_episode, episode_reward
 from openppo.tracking import Metrics
 from openppo.tracking.report.run_data import short_names
-from openppo.types import Comm, Ending, FinishReason, StopCheck, Trajectory
+from openppo.types import Comm, Ending, FinishReason, Trajectory
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -24,43 +23,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def pass_ks(n: int) -> list[int]:
     """The k for which pass@k of ``n`` responses is reported: 1, 2, 4, ... and ``n`` itself."""
     return sorted({2**i for i in range(n.bit_length())} | {n})
-
-
-def begin_scoring(
-    scorer: Scorer | None,
-    trajectories: list[Trajectory],
-    weights: Mapping[str, float],
-    stop: StopCheck,
-    prefix: str = "",
-) -> Rollout:
-    """A rollout of ``trajectories`` on which scoring has begun, and on the greedy responses beside them.
-
-    An episode is scored once, by its last trajectory, unless it failed or has a reward of the whole already. The metric
-    ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function raises. Reading
-    raises ``ValueError`` if ``weights`` names no reward.
-    """
-    greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
-    metrics, parts = Metrics(), [of_one for of_one in by_episode([*trajectories, *greedy]) if needs_score(of_one[-1])]
-    scored = [of_episode[-1] for of_episode in parts]
-    wait_for = start_scoring(scorer, scored, stop) if scorer is not None else list
-
-    def write() -> None:
-        scores = wait_for()
-        for score, of_episode in zip(scores, parts, strict=scorer is not None):
-            write_scores(of_episode[-1:], [score])
-            for other in of_episode[:-1]:
-                other.scores.update(score.rewards)
-        check_weights(scored, weights)
-        n_failed = sum(score.failed for score in scores)
-        if n_failed or not prefix:
-            metrics.add(f"{prefix}reward_errors", n_failed, reduce="sum")
-
-    return Rollout(trajectories, metrics, write)
-
-
-def needs_score(trajectory: Trajectory) -> bool:
-    """Whether sources of rewards score it: not an episode that failed or has a reward of the whole already."""
-    return trajectory.episode is None or (trajectory.episode.ending.is_trained and not trajectory.scores)
 
 
 @dataclass(frozen=True)

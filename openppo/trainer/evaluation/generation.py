@@ -15,6 +15,7 @@ import torch
 from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.experience.token_rewards import begin_scoring
 from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
@@ -35,8 +36,8 @@ from openppo.strategy.comm import InferenceStrategy
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
-from openppo.trainer.engine_check import REQUESTS, check_sampling
-from openppo.trainer.evaluation.evaluator import Grading, begin_scoring
+from openppo.trainer.engines import REQUESTS, check_sampling
+from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.startup import check_context, tokenizing
 from openppo.types import Comm, Prompt, StopCheck, Trajectory
 

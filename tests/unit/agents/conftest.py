@@ -99,7 +99,8 @@ class ScriptedEngine(Engine):
             sampled.append(answer[len(sampled)])
             reason = finish_reason(sampled, params, [self.tokenizer.eos_token_id], self.decode)
             if reason is not None:
-                self._ended[number] = Completion(sampled, [-0.5] * len(sampled), reason, parked=number)
+                n = len(sampled)
+                self._ended[number] = Completion(sampled, [-0.5] * n, [self.version] * n, reason, parked=number)
                 self.journal.append((prompt, sampled))
                 del self.running[number]
 

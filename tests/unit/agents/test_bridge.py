@@ -160,7 +160,7 @@ def outcome(tokenizer: PreTrainedTokenizerBase, case: Scenario) -> str:
     at = [i for i, token_id in enumerate(ids) if token_id == end_id][n_ends - 1]
     sampled = tokenizer("sampled", add_special_tokens=False)["input_ids"]
     reason = FinishReason.LENGTH if case.cut else FinishReason.STOP
-    completion = Completion(sampled if case.cut else [*sampled, end_id], [], reason)
+    completion = Completion(sampled if case.cut else [*sampled, end_id], [], [], reason)
     written = [token for token in TURN_ENDS if token in str(tokenizer.chat_template)]
     eos = tokenizer.convert_tokens_to_ids([*written, tokenizer.eos_token])
     bridge = Renderer(tokenizer, "json", eos).bridge(
@@ -268,7 +268,7 @@ def test_sampled_tokens_stay_as_they_were_sampled(assets: Path):
         sampled = [token_id for letter in said for token_id in renderer.encode(letter)] + [tokenizer.eos_token_id]
         answer, _ = renderer.parse(said, ids, TOOLS, i)
         new = [says("tool", f"{i} apples", tool_call_id=answer["tool_calls"][0]["id"])]
-        bridged = renderer.bridge([*messages, answer], Completion(sampled, [], FinishReason.STOP), new, TOOLS)
+        bridged = renderer.bridge([*messages, answer], Completion(sampled, [], [], FinishReason.STOP), new, TOOLS)
         assert bridged is not None
         ids, messages = ids + sampled + bridged, [*messages, answer, *new]
     assert renderer.decode(ids) == renderer.rendered(messages, TOOLS)
@@ -279,7 +279,7 @@ def bridge(tokenizer: PreTrainedTokenizerBase, case: Scenario, end: str | None, 
     """Text that follows a sampled answer that ``end`` ended."""
     eos = tokenizer.convert_tokens_to_ids([token for token in TURN_ENDS if token in str(tokenizer.chat_template)])
     sampled = [5] if end is None else [5, tokenizer.convert_tokens_to_ids(end)]
-    completion = Completion(sampled, [], FinishReason.STOP)
+    completion = Completion(sampled, [], [], FinishReason.STOP)
     renderer = Renderer(tokenizer, "json", [*eos, tokenizer.eos_token_id])
     ids = renderer.bridge([*(before or case.before), case.answer], completion, case.new, case.tools or ())
     return None if ids is None else renderer.decode(ids)

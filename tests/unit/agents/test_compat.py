@@ -33,7 +33,7 @@ def drive(server, dataset, engine, batch_size):
     while dataset.buffer.qsize() < batch_size:
         requests = waiting.take(4, timeout=0.2)
         answered = [engine.generate([r.prompt.token_ids], r.params, [r.seed])[0] for r in requests]
-        dataset.put_batch(requests, answered, version=engine.version)
+        dataset.put_batch(requests, answered)
 
 
 def test_a_loop_of_ones_own_generates_and_takes_ppo_steps(chat_tokenizer, parquet, tmp_path):

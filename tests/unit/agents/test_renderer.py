@@ -90,10 +90,10 @@ def test_a_malformed_call_stays_in_the_text(renderer):
 
 def test_the_text_of_a_completion_ends_before_its_end(renderer, chat_tokenizer):
     ids = renderer.encode("yes<|im_end|>")
-    assert renderer.text(Completion(ids, [], FinishReason.STOP)) == "yes"
-    assert renderer.text(Completion(ids[:-1], [], FinishReason.LENGTH)) == "yes"
-    assert renderer.text(Completion(renderer.encode("yes<|im_start|>"), [], FinishReason.STOP)) == "yes"
-    assert renderer.text(Completion([], [], FinishReason.LENGTH)) == ""
+    assert renderer.text(Completion(ids, [], [], FinishReason.STOP)) == "yes"
+    assert renderer.text(Completion(ids[:-1], [], [], FinishReason.LENGTH)) == "yes"
+    assert renderer.text(Completion(renderer.encode("yes<|im_start|>"), [], [], FinishReason.STOP)) == "yes"
+    assert renderer.text(Completion([], [], [], FinishReason.LENGTH)) == ""
 
 
 def asked(*forms: Any, **call: Any) -> list[dict[str, Any]]:
@@ -177,7 +177,7 @@ def test_template_arguments_reach_every_rendering(tmp_path, chat_tokenizer):
     for given in (None, '{"enable_thinking": true}'):
         tokenizer = load_policy_tokenizer(str(tmp_path), False, given)
         renderer = Renderer(tokenizer, "json", [tokenizer.eos_token_id])
-        completion = Completion([tokenizer.eos_token_id], [], FinishReason.STOP)
+        completion = Completion([tokenizer.eos_token_id], [], [], FinishReason.STOP)
         ids = renderer.bridge([USER, {"role": "assistant", "content": "x"}], completion, [USER])
         texts[given] = renderer.rendered([USER]), renderer.decode(ids or [])
     assert all(text.endswith("<think></think>") for text in texts[None])

@@ -121,7 +121,7 @@ def test_an_episode_may_have_thousands_of_turns():
     turns: list[Turn] = []
     for number in range(3000):
         parent = turns[-1] if turns else None
-        turns.append(Turn(number, [], [], [], Completion([1], [0.0], FinishReason.STOP), "", [], 0, parent))
+        turns.append(Turn(number, [], [], [], Completion([1], [0.0], [0], FinishReason.STOP), "", [], parent))
     assert turns[-1].path == turns
 
 

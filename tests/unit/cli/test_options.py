@@ -67,7 +67,8 @@ def other_values(command: Any) -> dict[str, Any]:
             if value != declared.default
             and (bound is None or value is None or isinstance(value, tuple) or bound.holds(value))
         )
-    return found | ({"use_wandb": "True"} if "use_wandb" in found else {})  # a key is masked
+    special = {"use_wandb": "True", "policy_loss_type": "gspo"}  # a key is masked; none given means ppo
+    return found | {name: value for name, value in special.items() if name in found}
 
 
 @COMMANDS

@@ -221,9 +221,26 @@ def test_where_old_log_probs_come_from(n_samples, options, source, trajectory):
     of_agent = [dataclasses.replace(row, episode=episode) for row in rows]  # what the engine batches depends on timing
     others = [one.make(rows, Metrics()), one.make(Rollout(of_agent, Metrics()), Metrics())]
     if source == "training":
-        others.append(one.make(Rollout(rows, Metrics()), Metrics(), version=1))  # stale
+        others.append(one.make(Rollout(rows, Metrics()), Metrics(), n_done=1))  # stale
     for made in others:
         assert [e.log_probs[0].tolist() for e in made] == [[0.0, -2.0, -2.0]] * n_samples, "recomputed"
+
+
+@pytest.mark.parametrize("n_done", [0, 2])
+@pytest.mark.parametrize(("loss", "forwards"), [("double_sided", 0), ("decoupled", 2)])
+def test_double_sided_makes_no_forward_and_decoupled_one_for_each_batch(loss, forwards, n_done, trajectory):
+    calls: list[str] = []
+    rows = [trajectory([5], [6, END], score=1.0) for _ in range(4)]  # two batches
+    one, metrics = maker(models=fake_models(calls), old_log_probs="auto", policy_loss_type=loss), Metrics()
+    made = one.make(rows, metrics, n_done)
+    assert calls == ["actor"] * forwards
+    old = [0.0, -2.0, -2.0] if forwards else [0.0, -0.625, -0.75]
+    assert [e.log_probs[0].tolist() for e in made] == [old] * 4
+    staleness = [None if e.staleness is None else e.staleness[0].tolist() for e in made]
+    assert staleness == [[0.0, 2.0, 2.0] if n_done else None] * 4
+    found = metrics.reduced(SingleProcess())
+    assert found["staleness"] == found["staleness_max"] == n_done
+    assert ("rollout_kl/lag_2" in found) == (forwards > 0 and n_done > 0)
 
 
 def test_scores_under_way_are_awaited_after_the_models_have_run(trajectory):

@@ -11,7 +11,7 @@ import torch
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.measure import measure_staleness
+from openppo.experience.measure import measure_mismatch, measure_staleness
 from openppo.experience.replay_buffer import collate, join_rows
 from openppo.models.loss import PolicyLoss, token_weights
 from openppo.rollout.rollout import with_all_rewards, write_scores
@@ -81,6 +81,19 @@ def test_staleness_is_in_versions_of_action_tokens():
     metrics = Metrics()
     measure_staleness([episode(), single()], 6, metrics)
     assert metrics.reduced(SingleProcess()) == {"staleness": pytest.approx(5 / 6), "staleness_max": 2.0}
+
+
+def test_the_distance_of_the_engine_is_measured_for_each_staleness():
+    metrics, mask = Metrics(), torch.tensor([[False, True, True, True]])
+    behind, actor = torch.tensor([[9.0, 0.0, 2.0, 2.0]]), torch.tensor([[5.0, -1.0, -2.0, -3.0]])
+    gaps = torch.tensor([[0.0, 0.1, 0.2, -0.3]])
+    measure_mismatch(actor, actor + gaps, mask, metrics, behind)
+    k3 = {gap: math.exp(-gap) - 1 + gap for gap in (0.1, 0.2, -0.3)}
+    expected = {"rollout_kl": sum(k3.values()) / 3}
+    expected |= {"rollout_kl/lag_0": k3[0.1], "rollout_kl/lag_2": (k3[0.2] + k3[-0.3]) / 2}
+    found = {name: value for name, value in metrics.reduced(SingleProcess()).items() if name.startswith("rollout_kl")}
+    assert found.pop("rollout_kl_k1") == pytest.approx(0.0, abs=1e-6)
+    assert found == pytest.approx(expected, abs=1e-6)
 
 
 def by_token_id(ids, *_, scale):

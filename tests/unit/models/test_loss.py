@@ -13,6 +13,8 @@ from openppo.experience.measure import measure_mismatch
 from openppo.models.loss import (
     POLICY_LOSSES,
     CISPOLoss,
+    DecoupledLoss,
+    DoubleSidedLoss,
     GSPOLoss,
     PolicyLoss,
     ValueLoss,
@@ -181,10 +183,14 @@ def test_options_reach_the_losses_and_a_wide_clip_range_of_gspo_is_pointed_out(c
         ("ppo", PolicyLoss, clipped),
         ("gspo", GSPOLoss, clipped),
         ("cispo", CISPOLoss, {"eps_max": 7.0, "reduction": "none"}),
+        ("double_sided", DoubleSidedLoss, {**clipped, "dual_clip": None}),
+        ("decoupled", DecoupledLoss, clipped),
     ):
         loss = policy_loss(LossConfig(policy_loss_type=name, **clips))
         assert type(loss) is kind
         assert vars(loss).items() >= expected.items()
+    unset = policy_loss(LossConfig(policy_loss_type="double_sided"))
+    assert (unset.clip_eps, unset.clip_eps_high) == (0.2, 0.28)
 
 
 @pytest.mark.parametrize(

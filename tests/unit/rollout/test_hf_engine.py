@@ -69,7 +69,7 @@ def test_greedy_responses_are_those_of_transformers_generate(model, prompts):
     completions = sampled(engine_of(model, eos), prompts, SamplingParams(max_new_tokens=12, temperature=0))
     for completion, ids in zip(completions, expected, strict=True):
         reason = FinishReason.STOP if ids[-1] in eos else FinishReason.LENGTH
-        assert completion == Completion(ids, [0.0] * len(ids), reason)
+        assert completion == Completion(ids, [0.0] * len(ids), [0] * len(ids), reason)
 
 
 @pytest.mark.parametrize("params", [SAMPLED, WARPED], ids=["temperature", "top-k-and-top-p"])

@@ -24,7 +24,7 @@ class RecordingEngine:
         assert params == PARAMS
         self.prompts += prompts
         self.seeds += seeds
-        return [Completion([prompt[0]], [-0.5], FinishReason.LENGTH) for prompt in prompts]
+        return [Completion([prompt[0]], [-0.5], [self.version], FinishReason.LENGTH) for prompt in prompts]
 
 
 def sampled(prompts, n_samples, seed=0, first_group=0, version=0):
@@ -61,10 +61,10 @@ def test_seeds_do_not_depend_on_how_prompts_are_dealt_out(n_samples):
 
 def test_a_trajectory_says_of_each_token_where_it_came_from():
     prompt = Prompt("ab", [11, 12], label="x", row={"input": "ab"})
-    completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], FinishReason.STOP)
-    mask, log_probs, versions = [False] * 2 + [True] * 3, [0.0, 0.0, -0.1, -0.2, -0.3], [-1, -1, 9, 9, 9]
+    completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], [9, 9, 10], FinishReason.STOP)
+    mask, log_probs, versions = [False] * 2 + [True] * 3, [0.0, 0.0, -0.1, -0.2, -0.3], [-1, -1, 9, 9, 10]
     tokens = [11, 12, 13, 14, 1], mask, log_probs, versions
-    trajectory = make_trajectory(prompt, completion, group=4, version=9)
+    trajectory = make_trajectory(prompt, completion, group=4)
     assert trajectory == Trajectory(*tokens, FinishReason.STOP, prompt, group=4, weight=1.0, scores={})
     assert trajectory.response_ids == [13, 14, 1]
     assert sampled(PROMPTS[:1], 1, version=6)[0][0].versions == [-1, 6]

@@ -19,7 +19,7 @@ from openppo.rollout.decode_graphs import Forward
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
-from openppo.trainer.engine_check import check_engines, engine_fault
+from openppo.trainer.engines import check_engines, engine_fault
 from openppo.types import SamplingParams, SingleProcess
 from tests.architectures import NAMES, tiny_config
 

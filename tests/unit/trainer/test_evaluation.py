@@ -9,9 +9,10 @@ from itertools import combinations
 
 import pytest
 
+from openppo.experience.token_rewards import begin_scoring
 from openppo.rollout.rollout import episode_reward, sample_trajectories
 from openppo.tracking.report.run_data import short_names
-from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, pass_at_k, pass_ks
+from openppo.trainer.evaluation.evaluator import Grading, pass_at_k, pass_ks
 from openppo.types import (
     Completion,
     Ending,
@@ -59,7 +60,7 @@ def at_random(_, prompt, seed, params):
     """Tokens that depend on the seed and the prompt only."""
     rng = random.Random(seed)
     tokens = [rng.randrange(10) + prompt[0] for _ in range(rng.randint(1, params.max_new_tokens))]
-    return Completion(tokens, [-1.0] * len(tokens), rng.choice(list(FinishReason)))
+    return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), rng.choice(list(FinishReason)))
 
 
 def two_rewards(t):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from openppo.config import RunConfig
+from openppo.experience.token_rewards import useful_groups
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.source import PromptSource
@@ -22,7 +23,8 @@ from tests.unit.trainer.conftest import OneOf, StopIn, Strategy, prompts, traine
 def ppo(n_batches, evaluates=False, **options):
     """A trainer of so many batches of two prompts, of which the one is answered with 1, which it earns, one with 2."""
     given, held_out = prompts(*map(str, range(2 * n_batches))), prompts("held out") if evaluates else []
-    trainer = trainer_of(lambda i, *_: Completion([1 + i % 2], [-1.0], FinishReason.STOP), given, held_out, **options)
+    answers = [Completion([token], [-1.0], [0], FinishReason.STOP) for token in (1, 2)]
+    trainer = trainer_of(lambda i, *_: answers[i % 2], given, held_out, **options)
     return trainer, trainer.components.checkpointer
 
 
@@ -191,21 +193,22 @@ PROMPTS = [Prompt(text=str(i), token_ids=[10 + i]) for i in range(5)]
 def echo(_, prompt, seed, params):
     """The greedy response is the prompt and 0; a sampled one the prompt and a number made of its seed."""
     end = 0 if params.temperature == 0 else 1 + seed % 1000
-    return Completion([*prompt, end], [-1.0] * (len(prompt) + 1), FinishReason.STOP)
+    return Completion([*prompt, end], [-1.0] * (len(prompt) + 1), [0] * (len(prompt) + 1), FinishReason.STOP)
 
 
 def source_of(comm=None, estimator="gae", first_group=0, **options):
     options |= {"advantage_estimator": estimator, "n_samples_per_prompt": 2}
     trainer = trainer_of(echo, PROMPTS, PROMPTS[:3], lambda t: Score({"last": float(t.token_ids[-1])}), comm, **options)
-    trainer.state.policy_version, trainer.source.consumed_prompts = 7, first_group
+    trainer.state.global_step, trainer.source.consumed_prompts = 7, first_group
     return trainer.source
 
 
 def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks():
-    alone = source_of(first_group=100).rollout(PROMPTS).unscored
+    source = source_of(first_group=100)
+    alone = source.rollout(PROMPTS).unscored
     assert [t.group for t in alone] == [100, 100, 101, 101, 102, 102, 103, 103, 104, 104]
     assert len({tuple(t.response_ids) for t in alone}) == 10
-    assert {version for t in alone for version in t.versions} == {-1, 7}
+    assert source.engine.version == 7
     for world in (2, 3, 4):
         sources = [source_of(OneOf(rank, world), first_group=100) for rank in range(world)]
         of_ranks = [source.rollout(PROMPTS).unscored for source in sources]
@@ -252,14 +255,14 @@ def scored(group, *rewards):
 def test_groups_with_one_reward_are_of_no_use_and_of_too_many_the_first_are_kept():
     mixed, same, other = scored(4, 0.0, 1.0), scored(2, 1.0, 1.0), scored(9, 0.5, 0.5)
     other[1].token_rewards = [0.0, 0.25]
-    assert source_of().filter_groups([*mixed, *same, *other]) == [*mixed, *other]
-    assert source_of().filter_groups([]) == []
-    assert source_of(reward_weights=("a=0",)).filter_groups(mixed) == []
+    assert useful_groups([*mixed, *same, *other], False, {}) == [*mixed, *other]
+    assert useful_groups([], False, {}) == []
+    assert useful_groups(mixed, False, {"a": 0.0}) == []
     unequal = scored(4, 1.0, 1.0)  # of use where steps are compared, though sums are equal
     for row in (*same, *unequal):
         row.token_ids, row.action_mask, row.token_rewards = [1, 2, 2], [False, True, True], [0.0, 0.5, 0.0]
     unequal[1].token_rewards = [0.0, 0.0, 0.5]
-    assert source_of(estimator="group_norm").filter_groups([*same, *unequal]) == unequal
-    assert source_of(estimator="rloo").filter_groups([*same, *unequal]) == []
+    assert useful_groups([*same, *unequal], True, {}) == unequal
+    assert useful_groups([*same, *unequal], False, {}) == []
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
     assert source_of()._first_groups([*third, *first, *second]) == [*first, *second]

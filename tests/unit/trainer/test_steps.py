@@ -139,6 +139,13 @@ def seen_otherwise(row):
     return torch.where((weight >= 0.01) & (weight <= 0.2), weight, 0.0)
 
 
+def masked_shares(ratios, low, high):
+    return {
+        "masked_low_fraction": (ratios < low).double().mean().item(),
+        "masked_high_fraction": (ratios > high).double().mean().item(),
+    }
+
+
 CORRECTION = {"rollout_correction": "mis", "rollout_correction_low": 0.01, "rollout_correction_high": 0.2}
 KL = {"use_kl_loss": True, "init_kl_coef": 0.7}
 
@@ -184,9 +191,60 @@ def test_losses_and_metrics_are_those_of_a_loop_over_tokens(options, term, micro
         named |= {
             "rollout_weight": weights.mean().item(),
             "rollout_masked_fraction": (weights == 0).float().mean().item(),
+            **masked_shares(
+                torch.cat([(row["log_probs"] - row["rollout_log_probs"]).exp() for row in naive]), 0.01, 0.2
+            ),
         }
         assert 0 < named["rollout_masked_fraction"] < 1
     assert metrics == pytest.approx(named, rel=1e-5, abs=1e-6)
+
+
+def near_the_engine(row):
+    ratio = (row["new"] - row["rollout_log_probs"]).exp()
+    return torch.where((ratio >= 0.8) & (ratio <= 1.28), -ratio * row["advantages"], 0.0), ratio.detach()
+
+
+def weighted_and_capped(row):
+    k = (row["log_probs"] - row["rollout_log_probs"]).exp()
+    return torch.where(k <= 5, k, 0.0) * row["loss"], k
+
+
+def of_sequences(row):
+    """The geometric mean inside the range, and no token below the veto."""
+    ks = (row["log_probs"] - row["rollout_log_probs"]).exp()
+    k = ks.prod() ** (1 / len(ks))
+    return (k if 0.5 <= k <= 1.7 and ks.min() >= 0.1 else 0.0) * row["loss"], k.expand(len(ks))
+
+
+GEOMETRIC = {"rollout_correction": "icepop", "rollout_correction_level": "geometric", "rollout_correction_veto": 0.1}
+OFF_POLICY = {
+    "double sided": ({"policy_loss_type": "double_sided"}, near_the_engine),
+    "decoupled": ({"policy_loss_type": "decoupled"}, weighted_and_capped),
+    "geometric": (GEOMETRIC | {"rollout_correction_low": 0.5, "rollout_correction_high": 1.7}, of_sequences),
+}
+RANGES = {"double sided": (0.8, 1.28), "decoupled": (0, 5), "geometric": (0.5, 1.7)}
+
+
+@pytest.mark.parametrize("micro", [1, 3, 100])
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_losses_of_older_samples_are_those_of_a_loop_over_tokens(name, micro, causal, actor, rows):
+    options, term = OFF_POLICY[name]
+    rows = [row.with_fields(rollout_log_probs=row.rollout_log_probs - 3.0 * row.action_mask) for row in rows]
+    terms, ratios = zip(*map(term, naive_rows(causal, rows)), strict=True)
+    assert 0 < sum(int((each == 0).sum()) for each in terms) < len(torch.cat(terms))
+    expected = torch.autograd.grad(torch.cat(terms).mean(), list(causal.parameters()))
+    gradient, metrics = trained(actor, mini_batch(rows, micro), None, changed(**options))
+    assert_same(gradient, expected)
+    named = masked_shares(torch.cat(ratios), *RANGES[name])
+    named = {key: value for key, value in named.items() if value > 0 or "high" in key}
+    assert {key: value for key, value in metrics.items() if key.startswith("masked")} == pytest.approx(named)
+
+
+def test_the_engines_distance_is_logged_by_staleness_where_it_was_not_before(actor, rows):
+    stale = [row.with_fields(staleness=row.action_mask * (1.0 + i % 2)) for i, row in enumerate(rows)]
+    for batch, lags in ((stale, {"rollout_kl/lag_1", "rollout_kl/lag_2"}), (rows, set())):
+        _, found = trained(actor, mini_batch(batch, 3), on_policy=True)
+        assert {name for name in found if "lag" in name} == lags
 
 
 @pytest.mark.parametrize("micro", [1, 2, 100])

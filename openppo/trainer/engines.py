@@ -1,24 +1,31 @@
-"""Engine against actor at the start: log-probs of a few sampled tokens, on which both must agree.
+"""The engine that options ask for, and its check: log-probs of a few sampled tokens, on which the actor must agree.
 
 Where they do not, PPO's ratios are wrong before the first update, without any error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed import DistError
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.models.padding import pad_right
+from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, pad_token_id
+from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine, WeightSource
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.sampling import decoder
+from openppo.rollout.vllm_engine import VLLMEngine
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.types import Completion, SamplingParams
+from openppo.types import Completion, SamplingParams, StopCheck
 
 Kind = tuple[str, bool]
 REQUESTS = (((3, 1, 0, 2, 2, 1, 3, 0, 1), 2), ((2, 3, 1), 6))
@@ -32,6 +39,55 @@ In float32 they are nats of any token. Else they are shares of the largest logit
 models differ by at most one step of bfloat16, 2**-8, wrong ones by at least twelve, whatever the weights' scale.
 Five times the largest difference that padding makes is allowed too: rounding may send a token to another expert.
 """
+
+
+def training_engine(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    actor: TrainableModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: StopCheck,
+    actor_config: PreTrainedConfig,
+) -> Engine:
+    """Samples with the actor's own module, or a copy of it in vLLM; checked with ``--engine_check on``."""
+    if config.orchestrator.rollout_ranks > 0:  # it only evaluates: what a vLLM takes is on the ranks that sample
+        config = replace(config, generation=replace(config.generation, rollout_engine="hf"))
+    policy: Any = actor.module.model
+    together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank
+    engine = new_engine(config, policy, tokenizer, stop, actor_config, together, strategy.is_main)
+    checked: dict[str, Engine] = {"": engine}
+    if isinstance(engine, HFEngine):
+        checked = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
+        if engine.new_recorder is not None:
+            checked[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=engine.new_recorder)
+    if config.generation.engine_check == "on":
+        check_engines(config, strategy, actor, checked)
+    engine.decode = decoder(tokenizer)
+    return engine
+
+
+def new_engine(
+    config: TrainPPOConfig,
+    policy: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: StopCheck,
+    actor_config: PreTrainedConfig,
+    together: Callable[[bool], bool] | None = None,
+    show_progress: bool = False,
+) -> Engine:
+    """An engine that samples from ``policy``, in lockstep with ``together``."""
+    eos, generation = eos_token_ids(policy, tokenizer), config.generation
+    common: dict[str, Any] = {"show_progress": show_progress, "stop": stop}
+    if generation.rollout_engine == "vllm":
+        episode = config.agents.episode_max_len or 0
+        longest = max(config.data.prompt_max_len + generation.generate_max_len, episode, LONGEST)
+        max_tokens = min(longest, context_length(actor_config) or longest)
+        return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
+    recorder = CUDARecorder if generation.cuda_graphs and together is None else None
+    if generation.cuda_graphs and recorder is None:
+        logger.warning("--cuda_graphs: ranks in lockstep cannot replay steps; they are launched as usual")
+    common |= {"any_rank_busy": together, "new_recorder": recorder}
+    return HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
 
 
 def check_engines(

@@ -1,0 +1,43 @@
+"""Options of rollouts that do not wait for the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from openppo.config.fields import Options, at_least, not_negative, option
+
+
+@dataclass(frozen=True)
+class OrchestratorConfig(Options):
+    """Which ranks sample, and how far they may run ahead."""
+
+    rollout_ranks: int = option(0, not_negative)
+    """The last this many ranks only sample while the others train (0: each rank samples and trains in turn)."""
+    max_staleness: int = option(0, not_negative)
+    """Global steps between the weights that sampled a token and those it trains; above 0 sampling does not wait."""
+    sync_every: int = option(1, at_least(1))
+    """With --rollout_ranks: global steps between two transfers of weights."""
+    running_requests: Literal["continue", "drain", "abort"] = "continue"
+    """At new weights, requests under way go on with them (continue), end before (drain) or begin anew (abort)."""
+    stale: Literal["drop", "mask"] = "drop"
+    """Drop episodes with tokens older than --max_staleness, or mask only those tokens."""
+    reset_optimizer_on_sync: bool = False
+    """Zero the moments and the step count of the actor's Adam whenever samplers get new weights (GLM-5)."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether sampling and training are apart."""
+        return self.rollout_ranks > 0 or self.max_staleness > 0
+
+    def problems(self) -> Iterator[str]:
+        if self.sync_every > self.max_staleness + 1:
+            yield (
+                f"--sync_every {self.sync_every}: between two transfers of weights every sample would become older "
+                f"than --max_staleness {self.max_staleness} allows: use at most {self.max_staleness + 1}."
+            )
+        if self.sync_every > 1 and self.rollout_ranks == 0:
+            yield "--sync_every has no effect without --rollout_ranks: the engine reads the trained weights in place."
+        if self.reset_optimizer_on_sync and not self.is_async:
+            yield "--reset_optimizer_on_sync needs --rollout_ranks or --max_staleness: otherwise nothing is synced."

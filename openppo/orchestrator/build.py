@@ -1,0 +1,86 @@
+"""Put the parts of an asynchronous run together, on the ranks that train and on those that only sample."""
+
+from torch import nn
+
+from openppo.config import TrainPPOConfig
+from openppo.experience.maker import Hooks
+from openppo.orchestrator.coordinator import Coordinator
+from openppo.orchestrator.groups import GroupPlan, GroupPlayer
+from openppo.orchestrator.link import connect
+from openppo.orchestrator.rollout_rank import RolloutRank, WholeWeights
+from openppo.orchestrator.source import AsyncSource, Engines
+from openppo.orchestrator.work_buffer import WorkBuffer
+from openppo.orchestrator.worker import Worker
+from openppo.rewards import Scorer
+from openppo.rollout.engine import Engine
+from openppo.rollout.rollout import SingleSampler
+from openppo.strategy.comm import InferenceStrategy
+from openppo.strategy.trainable_model import TrainableModel
+from openppo.strategy.weights import WeightReceiver, WeightSender
+from openppo.types import Prompt
+
+_COORDINATOR = "coordinator"
+"""Key of its address in the launch's store."""
+
+
+def async_steps(config: TrainPPOConfig, n_prompts: int) -> int:
+    """Global steps: a batch holds groups that are complete, whichever pass over the prompts they are of."""
+    if config.agents.environment is not None and not config.data.prompt_data:
+        return config.ppo.max_steps or 0
+    n_steps = config.ppo.num_episodes * n_prompts // config.prompts_per_step
+    if n_steps == 0:
+        least = f"--rollout_batch_size {config.prompts_per_step} needs as many prompts"
+        raise ValueError(f"{least}, and {config.ppo.num_episodes} x {n_prompts} are given: lower it.")
+    return n_steps
+
+
+def scored_by_trainers(config: TrainPPOConfig) -> bool:
+    """Whether all rewards are given when a batch is trained on: reward models lie on the ranks that train."""
+    return bool(config.rewards.reward_pretrain or config.rewards.prm_pretrain)
+
+
+def async_source(
+    config: TrainPPOConfig,
+    strategy: InferenceStrategy,
+    actor: TrainableModel,
+    hooks: Hooks,
+    engines: Engines,
+    scorer: Scorer | None,
+    prompts: list[Prompt],
+) -> AsyncSource:
+    """The source of the ranks that train; on the first also the coordinator, and without others a worker each."""
+    asynchronous, comm, launch = config.orchestrator, strategy.comm, strategy.launch
+    overlaps, plan = asynchronous.rollout_ranks == 0, GroupPlan.of(config, prompts)
+    n_steps = async_steps(config, len(prompts))
+    source = AsyncSource(config, plan, actor, engines, comm, hooks, n_steps)
+    if strategy.is_main:
+        buffer = WorkBuffer(config.prompts_per_step, asynchronous.max_staleness, asynchronous.stale)
+        most = min(n_steps, config.ppo.max_steps or n_steps) * config.prompts_per_step
+        n_workers = comm.world_size if overlaps else asynchronous.rollout_ranks
+        source.coordinator = Coordinator(buffer, plan.prompt, most, n_workers, pauses=overlaps)
+        launch.post(_COORDINATOR, source.coordinator.workers.address)
+    if overlaps:
+        player = GroupPlayer(plan, engines.sampler, None if scored_by_trainers(config) else scorer)
+        address = launch.wait_for(_COORDINATOR)
+        source.worker = Worker(player, connect(address), launch.rank, asynchronous.running_requests)
+    else:
+        source.sender = WeightSender(launch)
+    source.scorer = scorer if scored_by_trainers(config) else None
+    return source
+
+
+def rollout_rank(
+    config: TrainPPOConfig,
+    strategy: InferenceStrategy,
+    engine: Engine,
+    policy: nn.Module,
+    sampler: SingleSampler,
+    scorer: Scorer | None,
+    prompts: list[Prompt],
+) -> RolloutRank:
+    """What a rank that only samples runs; ``policy`` is the Hugging Face model that ``engine`` samples from."""
+    launch = strategy.launch
+    player = GroupPlayer(GroupPlan.of(config, prompts), sampler, scorer)
+    link = connect(launch.wait_for(_COORDINATOR))
+    worker = Worker(player, link, launch.rank, config.orchestrator.running_requests)
+    return RolloutRank(strategy, engine, WholeWeights(policy), WeightReceiver(launch, policy), worker)

@@ -1,0 +1,53 @@
+"""Trajectories as JSON, for checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from openppo.rollout.rollout import episode_numbers
+from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
+
+_PLAIN = ("token_ids", "action_mask", "log_probs", "versions", "group", "weight", "share", "token_rewards", "step_ends")
+
+
+def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
+    """The trajectories of one group; of their prompt only its place and the tokens read."""
+    greedy = group[0].greedy
+    rows = [*group, *([] if greedy is None else [greedy])]
+    numbers = episode_numbers(rows)
+    episodes: dict[int, dict[str, Any] | None] = {}
+    for number, row in zip(numbers, rows, strict=True):
+        episodes[number] = None if row.episode is None else {**vars(row.episode), "ending": row.episode.ending.value}
+    return {
+        "rows": [_row(row) | {"episode": number} for number, row in zip(numbers, rows, strict=True)],
+        "episodes": list(episodes.values()),
+        "greedy": greedy is not None,
+    }
+
+
+def from_json(saved: dict[str, Any], prompt: Prompt) -> list[Trajectory]:
+    """The trajectories of a group with ``prompt``."""
+    episodes = [None if e is None else Episode(**e | {"ending": Ending(e["ending"])}) for e in saved["episodes"]]
+    rows = []
+    for row in saved["rows"]:
+        own = replace(prompt, token_ids=row["prompt_ids"])
+        plain = {name: row[name] for name in _PLAIN}
+        made = Trajectory(
+            **plain,
+            finish_reason=FinishReason(row["finish_reason"]),
+            prompt=own,
+            scores=dict(row["scores"]),
+            episode=episodes[row["episode"]],
+        )
+        rows.append(made)
+    if saved["greedy"]:
+        *rows, greedy = rows
+        for each in rows:
+            each.greedy = greedy
+    return rows
+
+
+def _row(row: Trajectory) -> dict[str, Any]:
+    plain = {name: vars(row)[name] for name in _PLAIN}
+    own = {"scores": dict(row.scores), "finish_reason": row.finish_reason.value, "prompt_ids": row.prompt.token_ids}
+    return plain | own

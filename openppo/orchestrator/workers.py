@@ -1,0 +1,84 @@
+"""The coordinator's end of its connections to the ranks that sample."""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Condition
+
+from openppo.orchestrator.groups import Outcome
+from openppo.orchestrator.link import Entrance, Link, Pause, Play
+
+
+class Workers:
+    """``n_workers`` ranks of the launch. ``come`` and ``gone`` are called on a thread of each, ``come`` with outcomes.
+
+    They are called with ``lock`` held, and so are the methods here.
+    """
+
+    def __init__(
+        self, n_workers: int, lock: Condition, come: Callable[[Outcome | None], None], gone: Callable[[int], None]
+    ) -> None:
+        self.n_workers, self.lock, self.come, self.gone = n_workers, lock, come, gone
+        self._entrance = Entrance(n_workers)
+        self._links: dict[int, Link] = {}  # by launch rank
+        self._load: Counter[int] = Counter()  # groups under way
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="coordinator", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Where workers connect."""
+        return self._entrance.address
+
+    @property
+    def are_here(self) -> bool:
+        """Whether all have connected."""
+        return len(self._links) == self.n_workers
+
+    def tell(self, pause: Pause) -> None:
+        """Send to all; an end that is gone is noticed where it is read."""
+        for link in self._links.values():
+            with suppress(OSError):
+                link.send(pause)
+
+    def play(self, numbers: Sequence[int]) -> None:
+        """Give each group to the worker that plays fewest, those of one worker in one message."""
+        shares: dict[int, list[int]] = defaultdict(list)
+        for number in numbers:
+            rank = min(self._links, key=lambda rank: (self._load[rank], rank))
+            self._load[rank] += 1
+            shares[rank].append(number)
+        for rank, share in shares.items():
+            with suppress(OSError):
+                self._links[rank].send(Play(share))
+
+    def close(self) -> None:
+        """End all workers."""
+        self._is_closed = True
+        self.tell(Pause("end"))
+        self._entrance.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            for _ in range(self.n_workers):
+                link = self._entrance.accept()
+                threading.Thread(target=self._read, args=(link,), name="coordinator", daemon=True).start()
+
+    def _read(self, link: Link) -> None:
+        rank = -1
+        try:
+            with suppress(EOFError, OSError):
+                rank = link.receive()
+                with self.lock:
+                    self._links[rank] = link
+                    self.come(None)
+                while True:
+                    outcome: Outcome = link.receive()
+                    with self.lock:
+                        self._load[rank] -= 1
+                        self.come(outcome)
+        finally:  # also after an error, whose traceback is on stderr
+            with self.lock:
+                if not self._is_closed:
+                    self.gone(rank)

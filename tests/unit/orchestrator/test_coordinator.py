@@ -1,0 +1,173 @@
+"""The coordinator and its workers over real connections, in one process."""
+
+import os
+import socket
+import threading
+from contextlib import contextmanager
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from openppo.orchestrator.coordinator import FAILURES_IN_A_ROW, Coordinator
+from openppo.orchestrator.groups import GroupPlayer
+from openppo.orchestrator.link import connect
+from openppo.orchestrator.work_buffer import WorkBuffer
+from openppo.orchestrator.worker import Worker
+from openppo.types import SingleProcess, StopCheck
+from tests.unit.orchestrator.conftest import StubSampler
+
+GO = StopCheck()
+
+
+@contextmanager
+def working(plan, batch=2, max_staleness=1, most=1000, n_workers=1, pauses=False):
+    """A coordinator, and workers that are driven on threads of their own."""
+    coordinator = Coordinator(WorkBuffer(batch, max_staleness), plan.prompt, most, n_workers, pauses)
+    samplers = [StubSampler() for _ in range(n_workers)]
+    links = [connect(coordinator.workers.address) for _ in samplers]
+    players = [GroupPlayer(plan, sampler, None) for sampler in samplers]
+    workers = [Worker(p, link, 5 + i, "continue") for i, (p, link) in enumerate(zip(players, links, strict=True))]
+    threads = []
+    for worker in [] if pauses else workers:
+        threads.append(threading.Thread(target=drive_to_the_end, args=(worker,), daemon=True))
+        threads[-1].start()
+    try:
+        yield coordinator, samplers, workers
+    finally:
+        coordinator.close()
+        for thread in threads:
+            thread.join(10)
+        for sampler in samplers:
+            sampler.driver.close()
+
+
+def drive_to_the_end(worker):
+    while worker.drive().reason != "end":
+        pass
+
+
+def numbers(batch):
+    return [group[0].group for group in batch]
+
+
+def test_batches_come_in_order_and_no_further_than_the_gate_allows(plan):
+    with working(plan) as (coordinator, (sampler,), _):
+        trained = []
+        for version in range(4):
+            coordinator.want_batch()
+            trained += numbers(coordinator.wait_for_batch(GO)[0])
+            assert len({group for group, *_ in sampler.asked}) <= (1 + version + 1) * 2
+            sampler.driver.engine.version = version + 1
+            coordinator.advance(version + 1, synced=True)
+        assert sorted(trained) == trained == list(range(8))
+        assert coordinator.buffer.counts["trained"] == 8
+
+
+def test_groups_go_to_the_worker_that_plays_fewest(plan):
+    with working(plan, batch=4, max_staleness=0, n_workers=2) as (coordinator, samplers, _):
+        coordinator.want_batch()
+        assert len(coordinator.wait_for_batch(GO)[0]) == 4
+        assert [len({group for group, *_ in each.asked}) for each in samplers] == [2, 2]
+
+
+def test_no_group_is_played_that_the_run_does_not_need(plan):
+    with working(plan, max_staleness=4, most=4) as (coordinator, (sampler,), _):
+        for version in (1, 2):
+            coordinator.want_batch()
+            assert coordinator.wait_for_batch(GO) is not None
+            coordinator.advance(version, synced=True)
+        assert {group for group, *_ in sampler.asked} == set(range(4))
+
+
+def test_a_complete_batch_pauses_workers_that_train_too(plan):
+    with working(plan, pauses=True) as (coordinator, _, (worker,)):
+        for version in (1, 2):
+            coordinator.want_batch()
+            assert worker.drive().reason == "batch"
+            batch, _ = coordinator.wait_for_batch(GO)
+            assert len(batch) == 2
+            coordinator.advance(version, synced=True)
+
+
+def test_new_weights_pause_workers(plan):
+    with working(plan, pauses=True) as (coordinator, _, (worker,)):
+        coordinator.want_batch()
+        assert worker.drive().reason == "batch"
+        coordinator.pause_for(version=3)
+        pause = worker.drive()
+        assert (pause.reason, pause.version) == ("weights", 3)
+
+
+def test_the_share_of_time_without_requests_comes_with_groups(plan):
+    with working(plan) as (coordinator, (sampler,), _):
+        sampler.wait = lambda group: 0.2
+        coordinator.want_batch()
+        _, metrics = coordinator.wait_for_batch(GO)
+        assert 0.5 < metrics.reduced(SingleProcess())["async/engine_idle_share"] <= 1.05
+
+
+def test_failures_in_a_row_end_the_wait(plan):
+    with working(plan) as (coordinator, (sampler,), _):
+        sampler.failing = lambda group, seed: True
+        coordinator.want_batch()
+        with pytest.raises(RuntimeError, match=f"{FAILURES_IN_A_ROW} groups in a row failed; the last: no answer"):
+            coordinator.wait_for_batch(GO)
+
+
+def test_single_failures_are_replaced(plan):
+    with working(plan) as (coordinator, (sampler,), _):
+        sampler.failing = lambda group, seed: group in (0, 2)
+        coordinator.want_batch()
+        assert numbers(coordinator.wait_for_batch(GO)[0]) == [1, 3]
+
+
+def test_each_side_notices_that_the_other_is_gone(plan):
+    with working(plan, pauses=True) as (coordinator, (sampler,), (worker,)):
+        sampler.wait = lambda group: 100.0
+        coordinator.want_batch()
+        with socket.socket(fileno=os.dup(worker.link._connection.fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(DistNetworkError, match="rollout rank 5"):
+            coordinator.wait_for_batch(GO)
+        with pytest.raises(DistNetworkError, match="rank 0, which trains"):
+            worker.drive()
+
+
+def test_an_error_in_a_group_is_raised_where_the_engine_runs(plan):
+    with working(plan, pauses=True) as (coordinator, (sampler,), (worker,)):
+        sampler.failing = lambda group, seed: 1 / 0
+        coordinator.want_batch()
+        with pytest.raises(ZeroDivisionError):
+            worker.drive()
+
+
+def test_a_signal_ends_the_wait(plan):
+    class Stop(StopCheck):
+        def requested(self):
+            return True
+
+    with working(plan, pauses=True) as (coordinator, *_):
+        coordinator.want_batch()
+        assert coordinator.wait_for_batch(Stop()) is None
+
+
+def test_a_resumed_coordinator_plays_what_was_under_way_and_trains_nothing_twice(plan):
+    with working(plan, max_staleness=2) as (coordinator, (sampler,), _):
+        sampler.wait = lambda group: 100.0 if group in (1, 4) else 0.0
+        coordinator.want_batch()
+        assert numbers(coordinator.wait_for_batch(GO)[0]) == [0, 2]
+        coordinator.advance(1, synced=True)
+        coordinator.want_batch()
+        assert numbers(coordinator.wait_for_batch(GO)[0]) == [3, 5]
+        state = coordinator.state_dict()
+    with working(plan, max_staleness=2) as (resumed, (sampler,), _):
+        sampler.driver.engine.version = 2
+        resumed.load_state_dict(state)
+        resumed.advance(2, synced=True)
+        assert resumed.buffer.room() == (2 + 2 + 1) * 2 - resumed.buffer.accepted
+        trained = []
+        for version in (3, 4, 5):
+            resumed.want_batch()
+            trained += numbers(resumed.wait_for_batch(GO)[0])
+            resumed.advance(version, synced=True)
+        assert sorted(trained) == [1, 4, 6, 7, 8, 9]
