@@ -10,7 +10,6 @@ from openppo.agents.episodes import Agent, Played, failed, play
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
-from openppo.rollout.driver import EngineDriver
 from openppo.rollout.rollout import SampleFailed, SamplerParts, rank_share, sample_seed
 from openppo.tracking import Metrics, progress_bar
 from openppo.types import Ending, Episode, Prompt, SamplingParams, Trajectory
@@ -22,7 +21,7 @@ class AgentSampler:
     def __init__(self, agent: Agent, options: AgentConfig, parser: str, parts: SamplerParts) -> None:
         self.agent, self.options, self.parts = agent, options, parts
         self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids)
-        self.driver = EngineDriver(parts.engine, parts.any_rank, parts.stop)
+        self.driver = parts.own_driver()
         self._started = False
 
     def sample(
@@ -66,8 +65,7 @@ class AgentSampler:
 
     def close(self) -> None:
         """End the agent and its thread."""
-        if self._started:
-            asyncio.run_coroutine_threadsafe(self.agent.stop(), self.driver.loop).result()
+        asyncio.run_coroutine_threadsafe(self.end(), self.driver.loop).result()
         self.driver.close()
 
     async def start(self) -> None:
@@ -75,6 +73,11 @@ class AgentSampler:
         if not self._started:
             await self.agent.start()
             self._started = True
+
+    async def end(self) -> None:
+        """End the agent."""
+        if self._started:
+            await self.agent.stop()
 
     async def sample_one(
         self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics

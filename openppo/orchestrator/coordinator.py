@@ -1,45 +1,50 @@
 """On the trainers' first rank: hands groups out to the ranks that sample, and cuts batches from what comes back."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed import DistNetworkError
 
 from openppo import logger
-from openppo.orchestrator.groups import Outcome
+from openppo.orchestrator.groups import GroupPlan, Outcome
 from openppo.orchestrator.link import Pause
-from openppo.orchestrator.saved import as_json, from_json
+from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.orchestrator.workers import Workers
+from openppo.rollout.rollout import by_episode, episode_reward
+from openppo.rollout.saved import as_json, from_json
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
-from openppo.types import Prompt, StopCheck
+from openppo.types import StopCheck
 
-FAILURES_IN_A_ROW = 10
-"""Groups; then the run ends."""
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Coordinator:
     """Public methods run on the training thread, ``_come`` and ``_gone`` on a thread of each worker; one lock for all.
 
-    Groups are handed out as soon as the buffer has room. ``most`` bounds those that the whole run needs. With
-    ``pauses`` workers train too: a complete batch tells them to leave their engines. ``prompt`` gives the prompt of a
-    group.
+    Groups are handed out as soon as the buffer has room, of the task that ``schedule`` names. ``most`` bounds those
+    that the whole run needs. With ``pauses`` workers train too: a complete batch tells them to leave their engines.
+    ``plans`` are those of the tasks.
     """
 
     def __init__(
-        self, buffer: WorkBuffer, prompt: Callable[[int], Prompt], most: int, n_workers: int, pauses: bool
+        self,
+        buffer: WorkBuffer,
+        schedule: TaskSchedule,
+        plans: Mapping[str, GroupPlan],
+        most: int,
+        n_workers: int,
+        pauses: bool,
     ) -> None:
-        self.buffer, self.prompt, self.most, self.pauses = buffer, prompt, most, pauses
+        self.buffer, self.schedule, self.plans, self.most, self.pauses = buffer, schedule, plans, most, pauses
         self._changed = threading.Condition()
         self._next = 0
-        self._again: list[int] = []  # groups under way when the checkpoint was written
+        self._starts: dict[int, Start] = {}  # of groups under way and complete
         self._metrics: dict[int, Metrics] = {}  # of complete groups
         self._begun = self._wanted = False
         self._batch: list[Group] | None = None
-        self._failures = 0
         self._fault: Exception | None = None
         self.workers = Workers(n_workers, self._changed, self._come, self._gone)
 
@@ -47,6 +52,7 @@ class Coordinator:
         """The policy of ``version`` is trained; ``synced``: what is sampled from now on is sampled with it."""
         with self._changed:
             self.buffer.advance(version)
+            self.schedule.advance()
             if synced:
                 self.buffer.sync(version)
             self._hand_out()
@@ -82,6 +88,7 @@ class Coordinator:
             for group in batch:
                 metrics.merge(self._metrics.pop(group[0].group, Metrics()))
             self.buffer.measure(metrics)
+            self.schedule.measure(metrics)
             self._hand_out()
             return batch, metrics
 
@@ -89,17 +96,21 @@ class Coordinator:
         """What the buffer holds, as JSON, and the groups to be played anew."""
         with self._changed:
             state = self.buffer.state_dict()
-            groups = {str(number): as_json(group) for number, group in state.pop("groups").items()}
-            return {**state, "groups": groups, "next": self._next, "again": [*self._again, *self.buffer.running]}
+            complete = {number: as_json(group) for number, group in state.pop("groups").items()}
+            groups = [{"start": vars(self._starts[number]), **group} for number, group in complete.items()]
+            schedule = self.schedule.state_dict([self._starts[number] for number in self.buffer.running])
+            return {**state, "groups": groups, "next": self._next, "schedule": schedule}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state; groups that were under way then are played anew once a batch is wanted."""
         with self._changed:
-            saved = {int(number): group for number, group in state["groups"].items()}
-            groups = {number: from_json(group, self.prompt(number)) for number, group in saved.items()}
-            self.buffer.load_state_dict({**state, "groups": groups})
-            self._again, self._next = sorted(state["again"]), state["next"]
-            self._batch, self._metrics = None, {}
+            self.schedule.load_state_dict(state["schedule"])
+            starts = [Start(**group["start"]) for group in state["groups"]]
+            prompts = [self.plans[start.task].prompt(start.index) for start in starts]
+            groups = [from_json(*each) for each in zip(state["groups"], prompts, strict=True)]
+            self._starts = {start.number: start for start in starts}
+            self.buffer.load_state_dict({**state, "groups": dict(zip(self._starts, groups, strict=True))})
+            self._next, self._batch, self._metrics = state["next"], None, {}
             self._begun = self._wanted = False
 
     def close(self) -> None:
@@ -125,32 +136,51 @@ class Coordinator:
 
     def _take(self, outcome: Outcome) -> None:
         number, trajectories = outcome.number, outcome.trajectories
-        if trajectories is None:
-            self._failures += self.buffer.drop(number, "failed")
-            logger.warning("group %d failed and is not trained on: %s", number, outcome.error)
-            if self._failures >= FAILURES_IN_A_ROW and self._fault is None:
-                what = f"{self._failures} groups in a row failed; the last: {outcome.error}"
-                self._fault = RuntimeError(what)
+        if number not in self.buffer.running:  # of an attempt given up
             return
-        self._failures = 0
-        if not trajectories:
-            self.buffer.drop(number, "filtered")
-        elif self.buffer.complete(number, trajectories):
+        start = self._starts[number] if trajectories else self._starts.pop(number)
+        if trajectories is None:
+            self.buffer.drop(number, "failed")
+            logger.warning("group %d failed and is not trained on: %s", number, outcome.error)
+            try:
+                self.schedule.fail(start, outcome.error)
+            except RuntimeError as error:
+                self._fault = self._fault or error
+            return
+        weights = self.plans[start.task].weights
+        rewards = [episode_reward(parts, weights) for parts in by_episode(trajectories)]
+        self.schedule.accept(start, rewards, outcome.seconds)
+        if trajectories:
+            self.buffer.complete(number, trajectories)
             self._metrics[number] = outcome.metrics
+        else:
+            self.buffer.drop(number, "filtered")
 
     def _cut(self) -> None:
-        if self._wanted and self._batch is None and (batch := self.buffer.cut()) is not None:
-            self._batch = batch
-            if self.pauses:
-                self.workers.tell(Pause("batch"))
+        if not self._wanted or self._batch is not None:
+            return
+        had = {number: len(by_episode(group)) for number, group in self.buffer.buffered.items()}
+        self._batch = self.buffer.cut()
+        left = self.buffer.buffered | {group[0].group: group for group in self._batch or []}
+        for number, n_episodes in had.items():
+            self.schedule.take_back(self._starts[number], n_episodes - len(by_episode(left.get(number, []))))
+            if number not in self.buffer.buffered:
+                del self._starts[number]
+            if number not in left:
+                del self._metrics[number]
+        if self.pauses and self._batch is not None:
+            self.workers.tell(Pause("batch"))
 
     def _hand_out(self) -> None:
         """Begin a group for each free place of the buffer."""
         if not self._begun or self._fault or not self.workers.are_here:
             return
-        numbers = []
+        starts: list[Start] = []
         for _ in range(min(self.buffer.room(), self.most - self.buffer.accepted - len(self.buffer.running))):
-            numbers.append(self._again.pop(0) if self._again else self._next)
-            self._next = max(self._next, numbers[-1] + 1)
-            self.buffer.submit(numbers[-1])
-        self.workers.play(numbers)
+            if (start := self.schedule.next(self._next)) is None:
+                break
+            self._next = max(self._next, start.number + 1)
+            self._starts[start.number] = start
+            self.buffer.submit(start.number)
+            starts.append(start)
+        self.workers.play(starts)

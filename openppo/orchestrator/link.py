@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Literal
 
+from openppo.orchestrator.schedule import Start
+
 
 @dataclass(frozen=True)
 class Play:
-    """Play the groups of these numbers."""
+    """Play these groups."""
 
-    numbers: list[int]
+    starts: list[Start]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from openppo.datasets import shard
 from openppo.experience.maker import Hooks
 from openppo.experience.scoring import begin_scoring
 from openppo.orchestrator.coordinator import Coordinator
-from openppo.orchestrator.groups import GroupPlan
 from openppo.orchestrator.worker import Worker
 from openppo.rewards import Scorer
 from openppo.rollout.rollout import Rollout, SingleSampler
@@ -41,7 +40,6 @@ class AsyncSource:
     """
 
     config: TrainPPOConfig
-    plan: GroupPlan
     actor: TrainableModel
     engines: Engines
     comm: Comm
@@ -111,7 +109,7 @@ class AsyncSource:
             if self.scorer is None:
                 return Rollout(mine, own)
             with self.hooks.timer.phase("scoring"):
-                rollout = begin_scoring(self.scorer, mine, self.plan.weights, self.hooks.stop)
+                rollout = begin_scoring(self.scorer, mine, self.config.rewards.weights(), self.hooks.stop)
             rollout.metrics.merge(own)
             return rollout
 

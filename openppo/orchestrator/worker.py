@@ -69,8 +69,8 @@ class Worker:
                 self._pauses.put_nowait(message)
                 continue
             with self.driver.hold():  # requests that come together enter the engine together, as in one batch
-                for number in message.numbers:
-                    group = asyncio.ensure_future(self.player.play(number))
+                for start in message.starts:
+                    group = asyncio.ensure_future(self.player.play(start))
                     self._playing.add(group)
                     group.add_done_callback(self._send)
                 for _ in range(3):  # group, sample, request

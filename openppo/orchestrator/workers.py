@@ -8,6 +8,7 @@ from threading import Condition
 
 from openppo.orchestrator.groups import Outcome
 from openppo.orchestrator.link import Entrance, Link, Pause, Play
+from openppo.orchestrator.schedule import Start
 
 
 class Workers:
@@ -42,13 +43,13 @@ class Workers:
             with suppress(OSError):
                 link.send(pause)
 
-    def play(self, numbers: Sequence[int]) -> None:
+    def play(self, starts: Sequence[Start]) -> None:
         """Give each group to the worker that plays fewest, those of one worker in one message."""
-        shares: dict[int, list[int]] = defaultdict(list)
-        for number in numbers:
+        shares: dict[int, list[Start]] = defaultdict(list)
+        for start in starts:
             rank = min(self._links, key=lambda rank: (self._load[rank], rank))
             self._load[rank] += 1
-            shares[rank].append(number)
+            shares[rank].append(start)
         for rank, share in shares.items():
             with suppress(OSError):
                 self._links[rank].send(Play(share))

@@ -14,6 +14,7 @@ from openppo.rewards.build import own_tokenizer
 from openppo.rollout.decode_graphs import check_layers
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.row_cache import check_cache
+from openppo.rollout.tasks import TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.trainer.resume.compatible import examples_fingerprint
@@ -91,6 +92,29 @@ def load_ppo_data(
     return data
 
 
+def load_tasks_data(
+    tasks: TaskMaker, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig, comm: Comm
+) -> PPOData:
+    """What all tasks of a run read. ``ValueError`` names the task."""
+    loaded = []
+    for number, task in enumerate(tasks.tasks):
+        config = task.config
+        if number > 0:  # documents are the run's
+            config = replace(config, data=replace(config.data, pretrain_data=None))
+        with task.named():
+            loaded.append(load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker))
+    if not tasks.are_named:
+        return loaded[0]
+    named = list(zip(tasks.tasks, loaded, strict=True))
+    return PPOData(
+        [replace(prompt, task=task.name) for task, data in named for prompt in data.prompts],
+        [replace(prompt, task=task.name) for task, data in named for prompt in data.held_out],
+        loaded[0].documents,
+        {f"{flag} of task {task.name}": value for task, data in named for flag, value in data.fingerprints.items()},
+        max(data.longest for data in loaded),
+    )
+
+
 def _content(prompt: Prompt) -> list[object]:
     """What a prompt is, or of a task without one its row."""
     return [prompt.token_ids or repr(prompt.row), repr(prompt.label)]
@@ -141,6 +165,13 @@ def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
     model = config.model
     named = {"--critic_pretrain": model.critic_pretrain, "--reward_pretrain": config.rewards.reward_pretrain}
     return next(((flag, name) for flag, name in named.items() if name), ("--pretrain", model.pretrain))
+
+
+def loading(config: TrainPPOConfig) -> dict[str, bool]:
+    """How models of the run are loaded."""
+    model = config.model
+    options = {"flash_attn": model.flash_attn, "trust_remote_code": model.trust_remote_code}
+    return options | {"bf16": config.deepspeed.bf16}
 
 
 def critic_lora(config: TrainPPOConfig) -> LoRAConfig:

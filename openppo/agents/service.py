@@ -1,0 +1,75 @@
+"""A program that plays episodes by itself and is told of each: the form of agents for services."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from functools import partial
+from itertools import count
+from typing import Any
+
+import aiohttp
+
+from openppo.agents.episodes import Agent
+from openppo.agents.gateway.server import Gateway
+from openppo.agents.session import Session, Task
+from openppo.config.fields import mask_credentials
+
+_SECONDS_TO_ACCEPT = 30.0
+
+
+class ServiceError(Exception):
+    """A service that did not take an episode, or said that it failed."""
+
+
+class ServiceAgent(Agent):
+    """The program at ``url``, which plays an episode for each ``POST url/run`` and has the model at ``base_url``.
+
+    It answers 202 at once, and ends the episode with ``POST {base_url}/complete``: ``{"reward": ..., "attempt": ...}``,
+    or ``{"status": "failed"}``. What it does after that, or after its time limit, changes nothing: its key is taken
+    back.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self._attempts = url.rstrip("/"), count(1)
+
+    async def start(self) -> None:
+        """Listen on a free port."""
+        self.gateway = Gateway()
+        await self.gateway.start()
+        limit, as_json = aiohttp.ClientTimeout(total=_SECONDS_TO_ACCEPT), partial(json.dumps, default=str)
+        self._http = aiohttp.ClientSession(timeout=limit, json_serialize=as_json)
+
+    async def stop(self) -> None:
+        """Listen no more."""
+        await self._http.close()
+        await self.gateway.stop()
+
+    async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
+        """Hand the episode over, and wait for its end."""
+        attempt, ended = next(self._attempts), asyncio.get_running_loop().create_future()
+        key = self.gateway.open(session, attempt, ended)
+        try:
+            await self._hand_over(self._of_episode(task, key, attempt))
+            status = await ended
+        finally:
+            self.gateway.close(key)
+        if status != "completed":
+            raise ServiceError(f"{self._name} says that the episode {status}")
+        return None
+
+    async def _hand_over(self, body: dict[str, Any]) -> None:
+        try:
+            async with self._http.post(f"{self.url}/run", json=body) as answer:
+                if answer.status != 202:
+                    raise ServiceError(f"{self._name} answered {answer.status}, not 202: {(await answer.text())[:200]}")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServiceError(f"{self._name} does not answer: {error!r}") from error
+
+    def _of_episode(self, task: Task, key: str, attempt: int) -> dict[str, Any]:
+        url = self.gateway.base_url(key)
+        of_group = {"group": task.group, "seed": task.seed, "row": task.prompt.row, "messages": task.messages}
+        return {"episode": f"{task.group}-{attempt}", "attempt": attempt, **of_group, "base_url": url, "api_key": key}
+
+    @property
+    def _name(self) -> str:
+        return f"the service {mask_credentials(self.url)}"

@@ -1,0 +1,125 @@
+"""Which task the next group is of: given shares of the accepted episodes, as near as the tasks' limits allow."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from openppo import logger
+from openppo.rollout.tasks import FAILURES_IN_A_ROW, Ratios, TaskShare
+from openppo.tracking import Metrics
+
+
+@dataclass(frozen=True)
+class Start:
+    """A group to be played: its ``number`` in the run, and its place, ``index``, among those of its task."""
+
+    number: int
+    index: int
+    task: str = ""
+
+
+_SAVED = ("begun", "failed", "accepted", "rewards", "seconds")
+
+
+@dataclass(eq=False)
+class TaskSchedule:
+    """Deficit round-robin: the next group is of the task that is furthest behind its ratio.
+
+    Accepted episodes count, and those under way, so that long episodes are not begun over and over. ``automatic`` sets
+    ratios anew at each step.
+    """
+
+    shares: dict[str, TaskShare]
+    automatic: Ratios | None = None
+    _again: list[Start] = field(default_factory=list)  # under way when the checkpoint was written
+
+    def next(self, number: int) -> Start | None:
+        """The group to begin, as the ``number``-th of the run unless it has its number; None if no task has room."""
+        if self._again:
+            start = self._again.pop(0)
+            self.shares[start.task].running += 1
+            return start
+        free = [name for name, share in self.shares.items() if share.has_room]
+        if not free:
+            return None
+        name = min(free, key=self._behind)
+        share = self.shares[name]
+        share.begun, share.running = share.begun + 1, share.running + 1
+        return Start(number, share.begun - 1, name)
+
+    def accept(self, start: Start, rewards: Sequence[float], seconds: float) -> None:
+        """A group has ended, with the rewards of its episodes; with none it teaches nothing."""
+        share = self.shares[start.task]
+        share.running, share.in_a_row = share.running - 1, 0
+        self._count(share, len(rewards))
+        share.rewards += sum(rewards)
+        share.seconds += seconds * len(rewards)
+
+    def fail(self, start: Start, error: str) -> None:
+        """A group has failed; ``RuntimeError`` if that leaves no task."""
+        share = self.shares[start.task]
+        share.running, share.failed, share.in_a_row = share.running - 1, share.failed + 1, share.in_a_row + 1
+        if share.in_a_row != FAILURES_IN_A_ROW:
+            return
+        left = {name: each.ratio for name, each in self.shares.items() if not each.is_quarantined}
+        of = f" of task {start.task}" if start.task else ""
+        what = f"{FAILURES_IN_A_ROW} groups{of} in a row failed; the last: {error}"
+        if not left:
+            raise RuntimeError(what)
+        self.set_ratios(left)
+        ratios = ", ".join(f"{name} {self.shares[name].ratio:.3g}" for name in left)
+        logger.warning("%s. It is played no more; the ratios are now: %s", what, ratios)
+
+    def take_back(self, start: Start, n_episodes: int) -> None:
+        """Accepted episodes of a group turned out to be too old."""
+        self._count(self.shares[start.task], -n_episodes)
+
+    def set_ratios(self, ratios: Mapping[str, float]) -> None:
+        """Ratios in any unit, of all tasks that are played; deficits begin anew."""
+        total = sum(ratios.values())
+        for name, share in self.shares.items():
+            share.ratio, share.counted = ratios.get(name, 0.0) / total, 0
+
+    def set_ratio(self, name: str, ratio: float) -> None:
+        """The ratio of one task; those of the others shrink or grow alike."""
+        others = {other: share.ratio for other, share in self.shares.items() if other != name and share.ratio > 0}
+        total = sum(others.values()) or 1.0
+        self.set_ratios({name: ratio} | {other: (1 - ratio) * each / total for other, each in others.items()})
+
+    def advance(self) -> None:
+        """A global step is trained."""
+        if self.automatic is not None:
+            self.set_ratios(self.automatic({name: s for name, s in self.shares.items() if not s.is_quarantined}))
+
+    def measure(self, metrics: Metrics) -> None:
+        """Of several tasks: ratios wanted and reached, and what each has come to."""
+        total = sum(share.accepted for share in self.shares.values())
+        for name, share in self.shares.items() if len(self.shares) > 1 else ():
+            metrics.add(f"task/{name}/ratio", share.ratio)
+            metrics.add(f"task/{name}/share", share.accepted / max(1, total))
+            metrics.add(f"task/{name}/accepted_episodes", share.accepted)
+            metrics.add(f"task/{name}/running_groups", share.running)
+            metrics.add(f"task/{name}/failed_groups", share.failed)
+            metrics.add(f"task/{name}/group_s", share.seconds / max(1, share.accepted))
+
+    def state_dict(self, running: Sequence[Start]) -> dict[str, Any]:
+        """What ``load_state_dict`` takes, as JSON; groups under way are played again."""
+        again = [vars(start) for start in sorted([*self._again, *running], key=lambda start: start.number)]
+        shares = {name: {each: vars(share)[each] for each in _SAVED} for name, share in self.shares.items()}
+        return {"shares": shares, "again": again}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state; ratios and limits are those of now, and each task has another chance."""
+        if missing := state["shares"].keys() - self.shares.keys():
+            raise ValueError(f"--tasks: the checkpoint has task {min(missing)}, which the file lacks: put it back.")
+        for name, saved in state["shares"].items():
+            self.shares[name] = replace(self.shares[name], **saved, running=0, in_a_row=0, counted=0)
+        self._again = [Start(**start) for start in state["again"]]
+
+    def _behind(self, name: str) -> float:
+        share = self.shares[name]
+        n_episodes = share.counted + share.running * share.group_size
+        return (n_episodes + share.group_size / 2) / share.ratio if share.ratio > 0 else float("inf")
+
+    def _count(self, share: TaskShare, n_episodes: int) -> None:
+        share.accepted, share.counted = share.accepted + n_episodes, share.counted + n_episodes

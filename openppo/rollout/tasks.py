@@ -1,0 +1,188 @@
+"""Several tasks in one run: what each is, its part of the run, and one sampler for all of them."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from openppo.config import TrainPPOConfig
+from openppo.rollout.responses import ResponseSampler
+from openppo.rollout.rollout import SamplerMaker, SamplerParts
+from openppo.rollout.sampling import sampling_params
+from openppo.tracking import Metrics
+from openppo.types import Prompt, SamplingParams, Trajectory
+
+FAILURES_IN_A_ROW = 10
+"""Groups of a task; then no more of it are played."""
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """A task of a run: ``config`` are the run's options with the task's own, ``maker`` plays its episodes.
+
+    ``ratio`` is its share of the trained episodes, ``max_concurrent`` bounds its episodes under way on all ranks, and a
+    failed episode is played again ``retries`` times. A run without tasks is one without a name.
+    """
+
+    name: str
+    config: TrainPPOConfig
+    maker: SamplerMaker | None = None
+    ratio: float = 1.0
+    max_concurrent: int | None = None
+    retries: int = 2
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether sources of rewards score its episodes."""
+        return bool(self.config.rewards.names())
+
+    @property
+    def share(self) -> "TaskShare":
+        """Its part of a run that begins."""
+        return TaskShare(self.ratio, self.config.ppo.n_samples_per_prompt, self.max_concurrent)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name the task in each ``ValueError``."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"task {self.name}: {error}" if self.name else str(error)) from error
+
+
+@dataclass(eq=False)
+class TaskShare:
+    """A task's part of a run. ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1.
+
+    ``max_concurrent`` bounds its episodes under way. Groups ``begun``, ``running``, ``failed`` and failed ``in_a_row``;
+    ``accepted`` episodes, of which ``counted`` since ratios changed. ``rewards`` and ``seconds`` are sums over them.
+    """
+
+    ratio: float
+    group_size: int
+    max_concurrent: int | None = None
+    begun: int = 0
+    running: int = 0
+    failed: int = 0
+    in_a_row: int = 0
+    accepted: int = 0
+    counted: int = 0
+    rewards: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether too many of its groups in a row have failed."""
+        return self.in_a_row >= FAILURES_IN_A_ROW
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another group may begin."""
+        most = self.max_concurrent
+        fits = most is None or (self.running + 1) * self.group_size <= max(most, self.group_size)
+        return fits and not self.is_quarantined
+
+
+Ratios = Callable[[Mapping[str, TaskShare]], Mapping[str, float]]
+"""New ratios, in any unit, of the tasks that are played; called once per global step."""
+
+
+def by_success(shares: Mapping[str, TaskShare]) -> dict[str, float]:
+    """More of what succeeds less: 1 less the mean reward, of a reward from 0 to 1, and 0.1 at least."""
+    return {name: max(0.1, 1 - share.rewards / max(1, share.accepted)) for name, share in shares.items()}
+
+
+def by_speed(shares: Mapping[str, TaskShare]) -> dict[str, float]:
+    """More of what takes less time: episodes per second; before the first has ended all are alike."""
+    seconds = {name: share.seconds / share.accepted for name, share in shares.items() if share.accepted}
+    usual = sum(seconds.values()) / max(1, len(seconds)) or 1.0
+    return {name: 1 / max(1e-3, seconds.get(name, usual)) for name in shares}
+
+
+RATIOS: dict[str, Ratios] = {"success": by_success, "speed": by_speed}
+"""Values of ``--task_ratios`` besides a function of one's own."""
+
+
+class TaskMaker(SamplerMaker):
+    """Makes a sampler of several tasks; ``ratios``, if given, sets theirs anew at each step."""
+
+    gives_rewards = True
+
+    def __init__(self, tasks: Sequence[RunTask], ratios: Ratios | None = None) -> None:
+        self.tasks, self.ratios = tasks, ratios
+
+    @classmethod
+    def of(cls, config: TrainPPOConfig, maker: SamplerMaker | None) -> "TaskMaker":
+        """``maker`` if it makes tasks, else one that plays it as the only one."""
+        return maker if isinstance(maker, cls) else cls([RunTask("", config, maker)])
+
+    @property
+    def are_named(self) -> bool:
+        """Whether the run has tasks with names, not only itself."""
+        return bool(self.tasks[0].name)
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """``ValueError`` naming the task of what cannot work."""
+        for task in self.tasks:
+            with task.named():
+                if task.maker is not None:
+                    task.maker.check(tokenizer)
+
+    def make(self, parts: SamplerParts) -> "TaskSampler":
+        """The sampler."""
+        return TaskSampler(self.tasks, replace(parts, driver=parts.own_driver()))
+
+
+class TaskSampler:
+    """Each prompt is sampled by the sampler of its task. All share a driver."""
+
+    def __init__(self, tasks: Sequence[RunTask], parts: SamplerParts) -> None:
+        self.driver = parts.own_driver()
+        self.params = {task.name: sampling_params(task.config.generation) for task in tasks}
+        own = {task.name: (task.maker, replace(parts, has_rewards=task.has_rewards)) for task in tasks}
+        self.samplers = {
+            name: ResponseSampler(given) if maker is None else maker.make(given) for name, (maker, given) in own.items()
+        }
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        n_samples: int,
+        seed: int,
+        first_group: int,
+        metrics: Metrics,
+        evaluation: bool = False,
+    ) -> list[Trajectory]:
+        """This rank's share, one task after the other, at the temperature of ``params``."""
+        sampled: list[Trajectory] = []
+        for name, sampler in self.samplers.items():
+            mine = [prompt for prompt in prompts if prompt.task == name]
+            own = replace(self.params[name], temperature=params.temperature)
+            if mine:
+                sampled += sampler.sample(mine, own, n_samples, seed, first_group, metrics, evaluation)
+            first_group += len(mine)
+        return sampled
+
+    async def start(self) -> None:
+        """Start all."""
+        for sampler in self.samplers.values():
+            await sampler.start()
+
+    async def end(self) -> None:
+        """End all."""
+        for sampler in self.samplers.values():
+            await sampler.end()
+
+    async def sample_one(
+        self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics
+    ) -> list[Trajectory]:
+        """The parts of one sample."""
+        return await self.samplers[prompt.task].sample_one(prompt, params, seed, env_seed, group, metrics)
+
+    def close(self) -> None:
+        """End all, and the driver."""
+        asyncio.run_coroutine_threadsafe(self.end(), self.driver.loop).result()
+        self.driver.close()
