@@ -1,5 +1,6 @@
 """Which task the next group is of: given shares of the accepted episodes, as near as the tasks' limits allow."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,10 +24,10 @@ _SAVED = ("begun", "failed", "accepted", "rewards", "seconds")
 
 @dataclass(eq=False)
 class TaskSchedule:
-    """Deficit round-robin: the next group is of the task that is furthest behind its ratio.
+    """Deficit round-robin: the next group is of the task whose accepted episodes are furthest behind its ratio.
 
-    Accepted episodes count, and those under way, so that long episodes are not begun over and over. ``automatic`` sets
-    ratios anew at each step.
+    Those under way count as accepted, less the number that a task usually has under way: of long episodes there are
+    always more, which must not be begun over and over, nor ever catch up. ``automatic`` sets ratios anew at each step.
     """
 
     shares: dict[str, TaskShare]
@@ -42,7 +43,8 @@ class TaskSchedule:
         free = [name for name, share in self.shares.items() if share.has_room]
         if not free:
             return None
-        name = min(free, key=self._behind)
+        usual = self._usually_running()
+        name = min(free, key=lambda name: self._progress(name, usual[name]))
         share = self.shares[name]
         share.begun, share.running = share.begun + 1, share.running + 1
         return Start(number, share.begun - 1, name)
@@ -100,7 +102,7 @@ class TaskSchedule:
             metrics.add(f"task/{name}/accepted_episodes", share.accepted)
             metrics.add(f"task/{name}/running_groups", share.running)
             metrics.add(f"task/{name}/failed_groups", share.failed)
-            metrics.add(f"task/{name}/group_s", share.seconds / max(1, share.accepted))
+            metrics.add(f"task/{name}/group_s", share.mean_seconds or 0.0)
 
     def state_dict(self, running: Sequence[Start]) -> dict[str, Any]:
         """What ``load_state_dict`` takes, as JSON; groups under way are played again."""
@@ -116,10 +118,21 @@ class TaskSchedule:
             self.shares[name] = replace(self.shares[name], **saved, running=0, in_a_row=0, counted=0)
         self._again = [Start(**start) for start in state["again"]]
 
-    def _behind(self, name: str) -> float:
+    def _usually_running(self) -> dict[str, float]:
+        """Of the episodes under way those of each task, if all have their ratios: as many as its share of the time."""
+        seconds = {name: share.mean_seconds for name, share in self.shares.items()}
+        known = [each for each in seconds.values() if each is not None]
+        unknown = sum(known) / len(known) if known else 1.0
+        times = {name: share.ratio * (seconds[name] or unknown) for name, share in self.shares.items()}
+        total = sum(share.running * share.group_size for share in self.shares.values())
+        return {name: total * time / (sum(times.values()) or 1.0) for name, time in times.items()}
+
+    def _progress(self, name: str, usual: float) -> float:
+        """Episodes so far, in units of the ratio; half a group more, so that small groups are no worse off."""
         share = self.shares[name]
-        n_episodes = share.counted + share.running * share.group_size
-        return (n_episodes + share.group_size / 2) / share.ratio if share.ratio > 0 else float("inf")
+        if share.ratio == 0:
+            return math.inf
+        return (share.counted + (share.running + 0.5) * share.group_size - usual) / share.ratio
 
     def _count(self, share: TaskShare, n_episodes: int) -> None:
         share.accepted, share.counted = share.accepted + n_episodes, share.counted + n_episodes

@@ -73,6 +73,11 @@ class TaskShare:
     seconds: float = 0.0
 
     @property
+    def mean_seconds(self) -> float | None:
+        """What a group takes; None while none has ended."""
+        return self.seconds / self.accepted if self.accepted else None
+
+    @property
     def is_quarantined(self) -> bool:
         """Whether too many of its groups in a row have failed."""
         return self.in_a_row >= FAILURES_IN_A_ROW
@@ -96,9 +101,9 @@ def by_success(shares: Mapping[str, TaskShare]) -> dict[str, float]:
 
 def by_speed(shares: Mapping[str, TaskShare]) -> dict[str, float]:
     """More of what takes less time: episodes per second; before the first has ended all are alike."""
-    seconds = {name: share.seconds / share.accepted for name, share in shares.items() if share.accepted}
-    usual = sum(seconds.values()) / max(1, len(seconds)) or 1.0
-    return {name: 1 / max(1e-3, seconds.get(name, usual)) for name in shares}
+    known = [share.mean_seconds for share in shares.values() if share.mean_seconds is not None]
+    usual = sum(known) / len(known) if known else 1.0
+    return {name: 1 / max(1e-3, share.mean_seconds or usual) for name, share in shares.items()}
 
 
 RATIOS: dict[str, Ratios] = {"success": by_success, "speed": by_speed}
