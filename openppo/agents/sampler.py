@@ -46,12 +46,13 @@ class AgentSampler:
             seeds = [sample_seed(seed, group * n_samples + sample) for sample in range(n_samples)]
             tasks += [Task(prompt, each, env_seed, group) for each in seeds]
         engine, ended = self.parts.engine, list[Task]()
-        read, reused = engine.read_tokens, engine.reused_tokens
+        read, reused, waited = engine.read_tokens, engine.reused_tokens, self.driver.waited
         with progress_bar(len(tasks), "episodes", enabled=self.parts.comm.rank == 0) as bar:
             # Each step is a sign of progress: episodes have a time limit of their own.
             work = self._play_all(tasks, params, ended)
             played = self.driver.drive(work, lambda: bar.update(len(ended) - bar.done), self.parts.leave)
         measure(played, metrics)
+        metrics.add("agent/engine_idle_s", self.driver.waited - waited)
         if (read := engine.read_tokens - read) > 0:
             metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused) / read)
         self._warn(played)

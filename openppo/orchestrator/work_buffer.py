@@ -112,10 +112,9 @@ class WorkBuffer:
         lengths, self._lengths = sorted(self._lengths), []
         share = sum(old for _, old in lengths) / max(1, len(lengths))
         metrics.add("stale/share", share)
-        for quarter in range(4) if share > 0 else ():
-            part = lengths[quarter * len(lengths) // 4 : (quarter + 1) * len(lengths) // 4]
-            if part:
-                metrics.add(f"stale/share_by_length/{quarter + 1}", sum(old for _, old in part) / len(part))
+        known, old = Counter(n for n, _ in lengths), Counter(n for n, is_old in lengths if is_old)
+        for i, (length, _) in enumerate(lengths if share > 0 else ()):  # a quarter may begin within one length
+            metrics.add(f"stale/share_by_length/{1 + 4 * i // len(lengths)}", old[length] / known[length])
         if share >= _MUCH and not self._has_warned:
             self._has_warned = True
             logger.warning(

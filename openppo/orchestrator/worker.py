@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -11,6 +12,7 @@ from torch.distributed import DistNetworkError
 from openppo.orchestrator.groups import GroupPlayer, Outcome
 from openppo.orchestrator.link import Link, Pause, Play
 from openppo.rollout.driver import Leave
+from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 
 
@@ -27,6 +29,7 @@ class Worker:
         self._pauses: asyncio.Queue[Pause | BaseException] = asyncio.Queue()
         self._playing: set[asyncio.Future[Outcome]] = set()
         self._is_ending = False
+        self._measured = time.monotonic(), self.driver.waited
         link.send(rank)
         asyncio.run_coroutine_threadsafe(self._serve(), self.driver.loop).add_done_callback(self._raise_in_drive)
         threading.Thread(target=self._receive, name="messages", daemon=True).start()
@@ -87,5 +90,12 @@ class Worker:
         if (error := group.exception()) is not None:
             self._pauses.put_nowait(error)
         else:
+            self._measure(group.result().metrics)
             with suppress(OSError):  # the coordinator is gone, which the receiving thread says
                 self.link.send(group.result())
+
+    def _measure(self, metrics: Metrics) -> None:
+        """The share of the time since the last group in which the engine had no requests."""
+        then, before = self._measured
+        self._measured = now, waited = time.monotonic(), self.driver.waited
+        metrics.add("async/engine_idle_share", (waited - before) / max(now - then, 1e-9), weight=now - then)

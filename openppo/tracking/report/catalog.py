@@ -66,6 +66,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Tool calls", ("agent/tool_calls", "agent/tool_errors", "agent/malformed_calls"), "Per episode."),
         Chart("Prompts of turns", ("agent/bridged_turns", "agent/rerendered_turns"), "Continued, or rendered anew."),
         Chart("Prefix reuse", ("agent/prefix_reuse",), "Tokens kept between turns, for each one that was read."),
+        Chart("Idle engines", ("agent/engine_idle_s",), "Seconds in which they have no requests, in a rollout."),
         Chart("Other counts", ("agent/*",), "Per episode."),
         Chart("Best and worst held-out episode", ("eval_reward_max", "eval_reward_min"), "Of all of an evaluation."),
         Chart("Endings of held-out episodes", ("eval_agent/*",)),
@@ -86,6 +87,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     ),
     "Rollouts that do not wait": (
         Chart("Seconds of waiting", ("async/wait_for_batch_s", "async/wait_for_samplers_s", "async/sync_s")),
+        Chart("Idle engines", ("async/engine_idle_share",), "Share of the time in which they have no requests."),
         Chart("Groups", ("async/buffered_groups", "async/running_groups"), "Complete, and under way."),
         Chart("Groups lost", ("async/filtered_groups", "async/stale_groups", "async/failed_groups"), "Of the run."),
         Chart("Episodes too old", ("stale/share", "stale/share_by_length/*"), "Share, of each quarter by length."),

@@ -15,7 +15,7 @@ from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import Worker
 from openppo.rollout.tasks import FAILURES_IN_A_ROW, TaskShare
-from openppo.types import StopCheck
+from openppo.types import SingleProcess, StopCheck
 from tests.unit.orchestrator.conftest import StubSampler
 
 GO = StopCheck()
@@ -99,6 +99,14 @@ def test_new_weights_pause_workers(plan):
         coordinator.pause_for(version=3)
         pause = worker.drive()
         assert (pause.reason, pause.version) == ("weights", 3)
+
+
+def test_the_share_of_time_without_requests_comes_with_groups(plan):
+    with working(plan) as (coordinator, (sampler,), _):
+        sampler.wait = lambda group: 0.2
+        coordinator.want_batch()
+        _, metrics = coordinator.wait_for_batch(GO)
+        assert 0.5 < metrics.reduced(SingleProcess())["async/engine_idle_share"] <= 1.05
 
 
 def test_failures_in_a_row_end_the_wait(plan):

@@ -112,6 +112,16 @@ def test_loss_by_length_is_measured_and_warned_of(caplog):
     assert "--max_staleness 1" in caplog.text
 
 
+def test_episodes_of_one_length_are_alike_in_loss_by_length():
+    buffer = filled([[1]], [[1]], [[1]], [[0]], batch=3)
+    buffer.advance(2)
+    assert buffer.cut() is not None
+    metrics = Metrics()
+    buffer.measure(metrics)
+    found = metrics.reduced(SingleProcess())
+    assert [found[f"stale/share_by_length/{quarter}"] for quarter in (1, 2, 3, 4)] == [0.25] * 4
+
+
 def test_a_state_restores_counters_and_complete_groups():
     buffer = filled([[0]], [[0]], [[0]])
     buffer.submit(3)
