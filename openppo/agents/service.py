@@ -2,10 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import aiohttp
 
@@ -13,8 +16,10 @@ from openppo.agents.episodes import Agent
 from openppo.agents.gateway.server import Gateway
 from openppo.agents.session import Session, Task
 from openppo.config.fields import mask_credentials
+from openppo.types import Prompt
 
 _SECONDS_TO_ACCEPT = 30.0
+_SECONDS_BETWEEN_TRIES = 0.5
 
 
 class ServiceError(Exception):
@@ -31,6 +36,15 @@ class ServiceAgent(Agent):
 
     def __init__(self, url: str) -> None:
         self.url, self._attempts = url.rstrip("/"), count(1)
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """``ValueError`` if nothing answers at the address."""
+        try:
+            urlopen(self.url, timeout=_SECONDS_TO_ACCEPT).close()
+        except HTTPError:
+            return  # an answer, of a service that has no such page
+        except OSError as error:
+            raise ValueError(f"{self._name} does not answer ({error}): start it before the run.") from error
 
     async def start(self) -> None:
         """Listen on a free port."""
@@ -58,12 +72,15 @@ class ServiceAgent(Agent):
         return None
 
     async def _hand_over(self, body: dict[str, Any]) -> None:
-        try:
-            async with self._http.post(f"{self.url}/run", json=body) as answer:
-                if answer.status != 202:
-                    raise ServiceError(f"{self._name} answered {answer.status}, not 202: {(await answer.text())[:200]}")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServiceError(f"{self._name} does not answer: {error!r}") from error
+        """Try until the service takes it: one that has just been killed may be starting again."""
+        while True:
+            with suppress(aiohttp.ClientConnectionError, TimeoutError):
+                async with self._http.post(f"{self.url}/run", json=body) as answer:
+                    if answer.status == 202:
+                        return
+                    text = (await answer.text())[:200]
+                    raise ServiceError(f"{self._name} answered {answer.status}, not 202: {text}")
+            await asyncio.sleep(_SECONDS_BETWEEN_TRIES)
 
     def _of_episode(self, task: Task, key: str, attempt: int) -> dict[str, Any]:
         url = self.gateway.base_url(key)
