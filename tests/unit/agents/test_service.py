@@ -177,7 +177,8 @@ def test_a_service_that_does_not_answer_is_named_before_the_run():
 def test_a_service_that_is_killed_and_started_again_loses_no_episode(make_sampler, example):
     """With -9, while it plays: what it played is tried again, and ends once."""
     process, port = example()
-    sampler = make_sampler(ServiceAgent(f"http://127.0.0.1:{port}"), lambda text: "no", agent_timeout=3.0)
+    agent, slow = ServiceAgent(f"http://127.0.0.1:{port}"), lambda text: time.sleep(0.02) or "no"
+    sampler = make_sampler(agent, slow, agent_timeout=2.0)
     ended, started = [], threading.Event()
 
     async def one(i, prompt):
@@ -215,3 +216,4 @@ def test_a_service_that_is_killed_and_started_again_loses_no_episode(make_sample
     thread.join()
     assert sorted(i for i, *_ in ended) == list(range(40))
     assert all(scores == {"reward": 0.0} for *_, scores in ended)
+    assert max(attempt for _, attempt, _ in ended) > 0, "some were under way"
