@@ -205,6 +205,8 @@ def test_a_service_that_is_killed_and_started_again_loses_no_episode(make_sample
 
     def restart():
         assert started.wait(30)
+        while not sampler.parts.engine.running:  # a turn is under way
+            time.sleep(0.001)
         process.kill()
         process.wait()
         time.sleep(0.5)
