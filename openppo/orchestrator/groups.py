@@ -9,7 +9,7 @@ from zlib import crc32
 
 from openppo.datasets.sampler import cyclic_batches
 from openppo.experience.estimators import ESTIMATORS, Estimator
-from openppo.experience.scoring import begin_scoring, useful_groups
+from openppo.experience.token_rewards import begin_scoring, useful_groups
 from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
 from openppo.rollout.rollout import SampleFailed, SingleSampler, sample_seed, with_all_rewards
@@ -104,7 +104,7 @@ class GroupPlayer:
                 trajectory.greedy = baseline
         await self._score(trajectories, metrics)
         if plan.only_useful:
-            trajectories = useful_groups(trajectories, plan.estimator, plan.weights)
+            trajectories = useful_groups(trajectories, plan.estimator.compares_steps, plan.weights)
         return Outcome(number, trajectories, metrics)
 
     async def _member(

@@ -13,7 +13,7 @@ from openppo.config import PPODataConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.scoring import begin_scoring, useful_groups
+from openppo.experience.token_rewards import begin_scoring, useful_groups
 from openppo.rollout.rollout import (
     EngineSampler,
     Rollout,
@@ -147,7 +147,7 @@ class PromptSource:
             metrics.merge(sampled.metrics)
             for parts in by_episode(sampled):
                 metrics.add("sampled_reward", episode_reward(parts, self.reward_weights))
-            kept += useful_groups(sampled, self.estimator, self.reward_weights)
+            kept += useful_groups(sampled, self.estimator.compares_steps, self.reward_weights)
             n_groups = int(self.comm.all_reduce(torch.tensor(len({t.group for t in kept}))))
             batch = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
         metrics.add("sampled_batches", n_batches, reduce="max")

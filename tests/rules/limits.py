@@ -1,7 +1,7 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
 PACKAGE_LINES = 22140
-PACKAGE_FILES = 174
+PACKAGE_FILES = 173
 TEST_LINES = 27200
 FILES_IN_A_FOLDER = 16  # without __init__.py
 FILE_LINES = 300

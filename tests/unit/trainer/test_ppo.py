@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from openppo.config import RunConfig
-from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.scoring import useful_groups
+from openppo.experience.token_rewards import useful_groups
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.source import PromptSource
@@ -256,15 +255,14 @@ def scored(group, *rewards):
 def test_groups_with_one_reward_are_of_no_use_and_of_too_many_the_first_are_kept():
     mixed, same, other = scored(4, 0.0, 1.0), scored(2, 1.0, 1.0), scored(9, 0.5, 0.5)
     other[1].token_rewards = [0.0, 0.25]
-    rloo = ESTIMATORS["rloo"]
-    assert useful_groups([*mixed, *same, *other], rloo, {}) == [*mixed, *other]
-    assert useful_groups([], rloo, {}) == []
-    assert useful_groups(mixed, rloo, {"a": 0.0}) == []
+    assert useful_groups([*mixed, *same, *other], False, {}) == [*mixed, *other]
+    assert useful_groups([], False, {}) == []
+    assert useful_groups(mixed, False, {"a": 0.0}) == []
     unequal = scored(4, 1.0, 1.0)  # of use where steps are compared, though sums are equal
     for row in (*same, *unequal):
         row.token_ids, row.action_mask, row.token_rewards = [1, 2, 2], [False, True, True], [0.0, 0.5, 0.0]
     unequal[1].token_rewards = [0.0, 0.0, 0.5]
-    assert useful_groups([*same, *unequal], ESTIMATORS["group_norm"], {}) == unequal
-    assert useful_groups([*same, *unequal], rloo, {}) == []
+    assert useful_groups([*same, *unequal], True, {}) == unequal
+    assert useful_groups([*same, *unequal], False, {}) == []
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
     assert source_of()._first_groups([*third, *first, *second]) == [*first, *second]
