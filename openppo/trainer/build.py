@@ -37,6 +37,7 @@ from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import (
     PPOData,
+    TaskRewards,
     check_models,
     critic_lora,
     critic_start,
@@ -48,7 +49,6 @@ from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
-from openppo.trainer.rewards import TaskRewards
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, start_trackers
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start

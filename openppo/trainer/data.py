@@ -1,4 +1,4 @@
-"""What a PPO run reads: prompts, held-out prompts, documents; and whether models and options fit together."""
+"""What a PPO run reads and is rewarded by, or each of its tasks; and whether models and options fit together."""
 
 from dataclasses import dataclass, replace
 
@@ -8,13 +8,16 @@ from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.experience.estimators import ESTIMATORS, check_estimator
+from openppo.experience.maker import forward_size
 from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
-from openppo.rewards.build import own_tokenizer
+from openppo.rewards import Scorer
+from openppo.rewards.build import ScorerSetup, own_tokenizer
+from openppo.rewards.scoring import TaskScorer
 from openppo.rollout.decode_graphs import check_layers
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.row_cache import check_cache
-from openppo.rollout.tasks import TaskMaker
+from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.trainer.resume.compatible import examples_fingerprint
@@ -113,6 +116,51 @@ def load_tasks_data(
         {f"{flag} of task {task.name}": value for task, data in named for flag, value in data.fingerprints.items()},
         max(data.longest for data in loaded),
     )
+
+
+@dataclass(frozen=True)
+class TaskRewards:
+    """What the sources of rewards are made of."""
+
+    tasks: TaskMaker
+    tokenizer: PreTrainedTokenizerBase
+    strategy: InferenceStrategy
+    data: PPOData
+
+    def check(self) -> None:
+        """``ValueError`` for what ``build`` would find wrong before it loads a model."""
+        for task in self.tasks.tasks:
+            with task.named():
+                self._setup(task).check()
+
+    def build(self) -> Scorer | None:
+        """Scorer of all sources; None without any. ``ValueError`` names the flag of whatever cannot work."""
+        scorers: dict[str, Scorer | None] = {}
+        for task in self.tasks.tasks:
+            with task.named():
+                scorers[task.name] = self._setup(task).build() if task.has_rewards else None
+        if not any(scorers.values()) or not self.tasks.are_named:
+            return next(iter(scorers.values()))
+        return TaskScorer(scorers)
+
+    def _setup(self, task: RunTask) -> ScorerSetup:
+        config, prompts = task.config, [*self.data.prompts, *self.data.held_out]
+        shaping = config.shaping
+        return ScorerSetup(
+            config.rewards,
+            self.tokenizer,
+            comm=self.strategy.comm,
+            device=self.strategy.device,
+            prepare_frozen=self.strategy.prepare_frozen,
+            prompts=[prompt for prompt in prompts if prompt.task == task.name],
+            actor=config.model.pretrain,
+            size=forward_size(config),
+            loading=loading(config),
+            value_head_prefix=config.model.value_head_prefix,
+            normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
+            input_template=config.data.input_template,
+            episodes=task.maker is not None,
+        )
 
 
 def _content(prompt: Prompt) -> list[object]:
