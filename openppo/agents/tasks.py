@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import yaml
 
 from openppo.agents.build import AgentSource, Solve, agent_source
 from openppo.agents.episodes import Agent
+from openppo.agents.gateway.tasks import TaskServer
 from openppo.agents.service import ServiceAgent
 from openppo.config import TrainPPOConfig, from_options
 from openppo.config.agents import AgentConfig
@@ -18,7 +19,7 @@ from openppo.config.data import PPODataConfig
 from openppo.config.fields import declared_options, given_options
 from openppo.config.rewards import NO_REWARD, RewardConfig
 from openppo.rollout.rollout import SamplerMaker
-from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskMaker
+from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskControl, TaskMaker
 from openppo.user_code import load_callable
 
 VERIFIERS = ("exact_match", "regex", "math", "length")
@@ -70,7 +71,15 @@ def task_source(
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"--tasks: two tasks have the name {twice[0]!r}: rename one.")
     parts = _ratios(services)
-    return TaskMaker([_run_task(each, config, parts[each.name]) for each in services], ratios)
+    return ServedTasks([_run_task(each, config, parts[each.name]) for each in services], ratios)
+
+
+class ServedTasks(TaskMaker):
+    """Tasks that can be watched and changed while the run lasts: ``logs/tasks.json`` of its folder says where."""
+
+    def serve(self, control: TaskControl) -> Callable[[], None]:
+        """Answer until what is returned is called."""
+        return TaskServer(control, Path(self.tasks[0].config.run.save_path) / "logs" / "tasks.json").close
 
 
 def read_tasks(file: Path) -> list[TaskService]:

@@ -7,7 +7,7 @@ from openppo.experience.maker import Hooks
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.groups import GroupPlan, GroupPlayer
 from openppo.orchestrator.link import connect
-from openppo.orchestrator.rollout_rank import RolloutRank, WholeWeights
+from openppo.orchestrator.rollout_rank import RolloutRank
 from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.source import AsyncSource, Engines
 from openppo.orchestrator.work_buffer import WorkBuffer
@@ -18,7 +18,7 @@ from openppo.rollout.rollout import SingleSampler
 from openppo.rollout.tasks import TaskMaker
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.strategy.weights import WeightReceiver, WeightSender
+from openppo.strategy.weights import WeightReceiver, WeightSender, WholeWeights
 from openppo.types import Prompt
 
 _COORDINATOR = "coordinator"
@@ -63,6 +63,7 @@ def async_source(
         schedule = TaskSchedule({task.name: task.share for task in tasks.tasks}, tasks.ratios)
         source.coordinator = Coordinator(buffer, schedule, plans, most, n_workers, pauses=overlaps)
         launch.post(_COORDINATOR, source.coordinator.workers.address)
+        source.end_service = tasks.serve(source.coordinator)
     if overlaps:
         player = _player(config, engines.sampler, plans, scorer)
         address = launch.wait_for(_COORDINATOR)

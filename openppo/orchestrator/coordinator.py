@@ -113,6 +113,17 @@ class Coordinator:
             self._next, self._batch, self._metrics = state["next"], None, {}
             self._begun = self._wanted = False
 
+    def progress(self) -> dict[str, dict[str, float]]:
+        """What each task has come to."""
+        with self._changed:
+            return self.schedule.progress()
+
+    def change(self, name: str, ratio: float | None, max_concurrent: int | None) -> None:
+        """As of ``TaskSchedule``, from now on."""
+        with self._changed:
+            self.schedule.change(name, ratio, max_concurrent)
+            self._hand_out()
+
     def close(self) -> None:
         """End all workers."""
         with self._changed:

@@ -53,7 +53,7 @@ class TaskSchedule:
         """A group has ended, with the rewards of its episodes; with none it teaches nothing."""
         share = self.shares[start.task]
         share.running, share.in_a_row = share.running - 1, 0
-        self._count(share, len(rewards))
+        share.accepted, share.counted = share.accepted + len(rewards), share.counted + len(rewards)
         share.rewards += sum(rewards)
         share.seconds += seconds * len(rewards)
 
@@ -74,7 +74,8 @@ class TaskSchedule:
 
     def take_back(self, start: Start, n_episodes: int) -> None:
         """Accepted episodes of a group turned out to be too old."""
-        self._count(self.shares[start.task], -n_episodes)
+        share = self.shares[start.task]
+        share.accepted, share.counted = share.accepted - n_episodes, share.counted - n_episodes
 
     def set_ratios(self, ratios: Mapping[str, float]) -> None:
         """Ratios in any unit, of all tasks that are played; deficits begin anew."""
@@ -93,16 +94,23 @@ class TaskSchedule:
         if self.automatic is not None:
             self.set_ratios(self.automatic({name: s for name, s in self.shares.items() if not s.is_quarantined}))
 
-    def measure(self, metrics: Metrics) -> None:
-        """Of several tasks: ratios wanted and reached, and what each has come to."""
+    def change(self, name: str, ratio: float | None, max_concurrent: int | None) -> None:
+        """As of ``TaskControl``; a task that was left out has another chance."""
+        share = self.shares[name]
+        share.in_a_row, share.max_concurrent = 0, max_concurrent or share.max_concurrent
+        if ratio is not None:
+            self.set_ratio(name, ratio)
+
+    def progress(self) -> dict[str, dict[str, float]]:
+        """As of ``TaskControl``."""
         total = sum(share.accepted for share in self.shares.values())
-        for name, share in self.shares.items() if len(self.shares) > 1 else ():
-            metrics.add(f"task/{name}/ratio", share.ratio)
-            metrics.add(f"task/{name}/share", share.accepted / max(1, total))
-            metrics.add(f"task/{name}/accepted_episodes", share.accepted)
-            metrics.add(f"task/{name}/running_groups", share.running)
-            metrics.add(f"task/{name}/failed_groups", share.failed)
-            metrics.add(f"task/{name}/group_s", share.mean_seconds or 0.0)
+        return {name: share.progress(total) for name, share in self.shares.items()}
+
+    def measure(self, metrics: Metrics) -> None:
+        """Progress of tasks with names as metrics."""
+        for name, numbers in self.progress().items():
+            for what, value in numbers.items() if name else ():
+                metrics.add(f"task/{name}/{what}", value)
 
     def state_dict(self, running: Sequence[Start]) -> dict[str, Any]:
         """What ``load_state_dict`` takes, as JSON; groups under way are played again."""
@@ -133,6 +141,3 @@ class TaskSchedule:
         if share.ratio == 0:
             return math.inf
         return (share.counted + (share.running + 0.5) * share.group_size - usual) / share.ratio
-
-    def _count(self, share: TaskShare, n_episodes: int) -> None:
-        share.accepted, share.counted = share.accepted + n_episodes, share.counted + n_episodes

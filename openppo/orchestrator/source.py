@@ -49,6 +49,7 @@ class AsyncSource:
     sender: WeightSender | None = None
     worker: Worker | None = None
     scorer: Scorer | None = None
+    end_service: Callable[[], None] = lambda: None
     version: int = 0
     _synced: int | None = None  # None: workers have what the run started with
     _measured: Metrics | None = None  # of the last transfer
@@ -92,6 +93,7 @@ class AsyncSource:
     def close(self) -> None:
         """End workers, and what evaluates."""
         if self.coordinator is not None:
+            self.end_service()
             self.coordinator.close()
         self.engines.held_out.close()
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -77,6 +78,12 @@ class TaskShare:
         """What a group takes; None while none has ended."""
         return self.seconds / self.accepted if self.accepted else None
 
+    def progress(self, total: int) -> dict[str, float]:
+        """The ratio wanted, the share reached of ``total`` accepted episodes, and other counts."""
+        counts = {"accepted_episodes": self.accepted, "running_groups": self.running, "failed_groups": self.failed}
+        reached = {"ratio": self.ratio, "share": self.accepted / max(1, total)}
+        return {**reached, **counts, "group_s": self.mean_seconds or 0.0}
+
     @property
     def is_quarantined(self) -> bool:
         """Whether too many of its groups in a row have failed."""
@@ -110,6 +117,16 @@ RATIOS: dict[str, Ratios] = {"success": by_success, "speed": by_speed}
 """Values of ``--task_ratios`` besides a function of one's own."""
 
 
+class TaskControl(Protocol):
+    """What can be asked of the tasks of a run, and changed, on any thread."""
+
+    def progress(self) -> dict[str, dict[str, float]]:
+        """What each task has come to."""
+
+    def change(self, name: str, ratio: float | None, max_concurrent: int | None) -> None:
+        """Another ratio or limit of a task; ``KeyError`` if there is none of that name."""
+
+
 class TaskMaker(SamplerMaker):
     """Makes a sampler of several tasks; ``ratios``, if given, sets theirs anew at each step."""
 
@@ -134,6 +151,10 @@ class TaskMaker(SamplerMaker):
             with task.named():
                 if task.maker is not None:
                     task.maker.check(tokenizer)
+
+    def serve(self, control: TaskControl) -> Callable[[], None]:
+        """Let others ask and change, on the trainers' first rank; what is returned ends it."""
+        return lambda: None
 
     def make(self, parts: SamplerParts) -> "TaskSampler":
         """The sampler."""
