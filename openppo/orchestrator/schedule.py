@@ -1,6 +1,5 @@
 """Which task the next group is of: given shares of the accepted episodes, as near as the tasks' limits allow."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -138,6 +137,4 @@ class TaskSchedule:
     def _progress(self, name: str, usual: float) -> float:
         """Episodes so far, in units of the ratio; half a group more, so that small groups are no worse off."""
         share = self.shares[name]
-        if share.ratio == 0:
-            return math.inf
         return (share.counted + (share.running + 0.5) * share.group_size - usual) / share.ratio

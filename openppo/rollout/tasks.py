@@ -94,7 +94,7 @@ class TaskShare:
         """Whether another group may begin."""
         most = self.max_concurrent
         fits = most is None or (self.running + 1) * self.group_size <= max(most, self.group_size)
-        return fits and not self.is_quarantined
+        return fits and self.ratio > 0 and not self.is_quarantined
 
 
 Ratios = Callable[[Mapping[str, TaskShare]], Mapping[str, float]]
