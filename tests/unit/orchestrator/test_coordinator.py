@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -17,6 +18,16 @@ from openppo.types import SingleProcess, StopCheck
 from tests.unit.orchestrator.conftest import StubSampler
 
 GO = StopCheck()
+
+
+class StopSoon(StopCheck):
+    """A signal after ten looks, for what would wait for ever."""
+
+    looks = 0
+
+    def requested(self) -> bool:
+        self.looks += 1
+        return self.looks > 10
 
 
 @contextmanager
@@ -77,6 +88,18 @@ def test_no_group_is_played_that_the_run_does_not_need(plan):
             assert coordinator.wait_for_batch(GO) is not None
             coordinator.advance(version, synced=True)
         assert {group for group, *_ in sampler.asked} == set(range(4))
+
+
+def test_groups_that_grew_old_before_a_batch_was_wanted_are_replaced(plan):
+    with working(plan, most=4) as (coordinator, (sampler,), _):
+        coordinator.want_batch()
+        assert numbers(coordinator.wait_for_batch(GO)[0]) == [0, 1]
+        while coordinator.buffer.running:
+            time.sleep(0.01)
+        sampler.driver.engine.version = 2
+        coordinator.advance(2, synced=True)
+        coordinator.want_batch()  # finds that 2 and 3 are too old, with nothing under way
+        assert numbers(coordinator.wait_for_batch(StopSoon())[0]) == [4, 5]
 
 
 def test_a_complete_batch_pauses_workers_that_train_too(plan):
