@@ -68,8 +68,8 @@ class Coordinator:
         """Cut a batch as soon as there is one; workers begin with the first call."""
         with self._changed:
             self._begun = self._wanted = True
-            self._hand_out()
             self._cut()
+            self._hand_out()  # also for groups that were found too old
 
     def wait_for_batch(self, stop: StopCheck) -> tuple[list[Group], Metrics] | None:
         """The batch that was wanted, its groups in order, and their metrics; None if a signal comes first.

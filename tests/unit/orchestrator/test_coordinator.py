@@ -3,7 +3,9 @@
 import os
 import socket
 import threading
+import time
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import DistNetworkError
@@ -82,6 +84,18 @@ def test_no_group_is_played_that_the_run_does_not_need(plan):
         assert {group for group, *_ in sampler.asked} == set(range(4))
 
 
+def test_groups_that_grew_old_before_a_batch_was_wanted_are_replaced(plan):
+    with working(plan, most=4) as (coordinator, (sampler,), _):
+        coordinator.want_batch()
+        assert numbers(coordinator.wait_for_batch(GO)[0]) == [0, 1]
+        while coordinator.buffer.running:
+            time.sleep(0.01)
+        sampler.driver.engine.version = 2
+        coordinator.advance(2, synced=True)
+        coordinator.want_batch()  # finds that 2 and 3 are too old, with nothing under way
+        assert numbers(coordinator.wait_for_batch(Mock(requested=iter([False] * 50 + [True]).__next__))[0]) == [4, 5]
+
+
 def test_a_complete_batch_pauses_workers_that_train_too(plan):
     with working(plan, pauses=True) as (coordinator, _, (worker,)):
         for version in (1, 2):
@@ -105,8 +119,7 @@ def test_the_share_of_time_without_requests_comes_with_groups(plan):
     with working(plan) as (coordinator, (sampler,), _):
         sampler.wait = lambda group: 0.2
         coordinator.want_batch()
-        _, metrics = coordinator.wait_for_batch(GO)
-        assert 0.5 < metrics.reduced(SingleProcess())["async/engine_idle_share"] <= 1.05
+        assert 0.5 < coordinator.wait_for_batch(GO)[1].reduced(SingleProcess())["async/engine_idle_share"] <= 1.05
 
 
 def test_failures_in_a_row_end_the_wait(plan):

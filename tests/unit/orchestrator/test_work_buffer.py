@@ -104,8 +104,7 @@ def test_loss_by_length_is_measured_and_warned_of(caplog):
     buffer = filled([[1], [1], [1, 1], [0] * 9], batch=1)
     buffer.advance(2)
     assert buffer.cut() is not None
-    metrics = Metrics()
-    buffer.measure(metrics)
+    buffer.measure(metrics := Metrics())
     found = metrics.reduced(SingleProcess())
     assert found["stale/share"] == 0.25
     assert [found[f"stale/share_by_length/{quarter}"] for quarter in (1, 2, 3, 4)] == [0, 0, 0, 1]
@@ -116,8 +115,7 @@ def test_episodes_of_one_length_are_alike_in_loss_by_length():
     buffer = filled([[1]], [[1]], [[1]], [[0]], batch=3)
     buffer.advance(2)
     assert buffer.cut() is not None
-    metrics = Metrics()
-    buffer.measure(metrics)
+    buffer.measure(metrics := Metrics())
     found = metrics.reduced(SingleProcess())
     assert [found[f"stale/share_by_length/{quarter}"] for quarter in (1, 2, 3, 4)] == [0.25] * 4
 
