@@ -109,7 +109,7 @@ AHEAD = [
     ("on 1 + 1", 2, "--rollout_ranks 1 --max_staleness 1"),
     ("on 2 + 1, every 2", 3, "--rollout_ranks 1 --max_staleness 2 --sync_every 2 --running_requests drain"),
     pytest.param("on 1 + 2", 3, "--rollout_ranks 2 --max_staleness 1 --bf16 --zero_stage 2", marks=pytest.mark.slow),
-    ("in turn", 1, "--max_staleness 2"),
+    ("in turn", 1, "--max_staleness 2 --reset_optimizer_on_sync"),
     ("in turn on 2, in lockstep", 2, "--max_staleness 1 --zero_stage 3 --running_requests abort"),
     pytest.param("reward model", 3, "--rollout_ranks 1 --max_staleness 1 --zero_stage 3", marks=pytest.mark.slow),
 ]

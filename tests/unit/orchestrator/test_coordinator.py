@@ -68,6 +68,21 @@ def test_batches_come_in_order_and_no_further_than_the_gate_allows(plan):
         assert coordinator.buffer.counts["trained"] == 8
 
 
+def test_more_than_a_thousand_groups_are_under_way_at_once(plan):
+    with working(plan, batch=512, max_staleness=2, most=2000) as (coordinator, (sampler,), _):
+        under_way, most = set(), []
+
+        def wait(group):
+            under_way.add(group)
+            most.append(len(under_way))
+            return 0.5
+
+        sampler.wait = wait
+        coordinator.want_batch()
+        assert numbers(coordinator.wait_for_batch(GO)[0]) == list(range(512))
+        assert max(most) == 3 * 512
+
+
 def test_groups_go_to_the_worker_that_plays_fewest(plan):
     with working(plan, batch=4, max_staleness=0, n_workers=2) as (coordinator, samplers, _):
         coordinator.want_batch()
