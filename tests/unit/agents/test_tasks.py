@@ -1,10 +1,14 @@
 """Tasks files: what they say, and one message for what is wrong. Samples and rewards go to the task they belong to."""
 
+import json
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import yaml
 
+from openppo.agents.gateway.tasks import TaskServer
 from openppo.agents.session import Task
 from openppo.agents.tasks import TaskService, read_tasks, task_source
 from openppo.config import TrainPPOConfig, from_options
@@ -123,3 +127,55 @@ def test_each_task_is_scored_by_its_own_source():
     ]
     scores = TaskScorer({"a": Fixed(1.0), "b": Fixed(2.0), "c": None}).score(rows)
     assert [score.rewards.get("reward") for score in scores] == [1.0, 2.0, None, 1.0, 2.0]
+
+
+class Control:
+    """What a run would answer."""
+
+    def __init__(self):
+        self.changes = []
+
+    def progress(self):
+        return {"one": {"ratio": 0.5}, "two": {"ratio": 0.5}}
+
+    def change(self, name, ratio, max_concurrent):
+        if name not in self.progress():
+            raise KeyError(name)
+        self.changes.append((name, ratio, max_concurrent))
+
+
+def test_a_run_tells_of_its_tasks_and_changes_them_for_who_has_the_token(tmp_path):
+    control, file = Control(), tmp_path / "logs" / "tasks.json"
+    server = TaskServer(control, file)
+    where = json.loads(file.read_text())
+
+    def ask(path="", body=None, token=where["token"]):
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urlopen(
+                Request(where["url"] + path, data, {"Authorization": f"Bearer {token}"}), timeout=10
+            ) as answer:
+                return answer.status, json.load(answer)
+        except HTTPError as error:
+            return error.code, json.load(error)["error"]["message"]
+
+    assert ask() == (200, control.progress())
+    assert ask("/one", {"ratio": 0.25, "max_concurrent": 7}) == (200, {"ratio": 0.5})
+    assert ask("/two", {"max_concurrent": 1})[0] == 200
+    assert control.changes == [("one", 0.25, 7), ("two", None, 1)]
+    for body in (
+        {"ratio": 0},
+        {"ratio": 1.5},
+        {"ratio": "x"},
+        {"max_concurrent": 0.5},
+        {"ratio": True},
+        {},
+        {"size": 1},
+    ):
+        assert ask("/one", body)[0] == 400
+    assert ask("/three", {"ratio": 0.5}) == (404, "there is no task 'three'; tasks are one, two.")
+    for token in ("", "guess"):
+        assert ask(token=token)[0] == ask("/one", {"ratio": 0.5}, token)[0] == 401
+    assert len(control.changes) == 2
+    server.close()
+    assert not file.exists()
