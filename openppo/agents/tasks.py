@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from openppo.agents.build import AgentSource, Solve, agent_source
 from openppo.agents.episodes import Agent
@@ -18,8 +19,10 @@ from openppo.config.agents import AgentConfig
 from openppo.config.data import PPODataConfig
 from openppo.config.fields import declared_options, given_options
 from openppo.config.rewards import NO_REWARD, RewardConfig
+from openppo.datasets import load_mixed_rows, load_tasks
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskControl, TaskMaker
+from openppo.types import Prompt
 from openppo.user_code import load_callable
 
 VERIFIERS = ("exact_match", "regex", "math", "length")
@@ -71,11 +74,39 @@ def task_source(
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"--tasks: two tasks have the name {twice[0]!r}: rename one.")
     parts = _ratios(services)
-    return ServedTasks([_run_task(each, config, parts[each.name]) for each in services], ratios)
+    return ServedTasks(config, [_run_task(each, config, parts[each.name]) for each in services], ratios)
 
 
 class ServedTasks(TaskMaker):
-    """Tasks that can be watched and changed while the run lasts: ``logs/tasks.json`` of its folder says where."""
+    """Tasks that can be watched and changed while the run lasts, and joined: ``logs/tasks.json`` says where."""
+
+    def __init__(self, config: TrainPPOConfig, tasks: Sequence[RunTask], ratios: Ratios | None) -> None:
+        super().__init__(tasks, ratios)
+        self.config = config
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """``ValueError`` naming the task of what cannot work."""
+        super().check(tokenizer)
+        self.tokenizer = tokenizer
+
+    def newcomer(self, fields: Mapping[str, Any]) -> tuple[RunTask, list[Prompt]]:
+        """The task that a program registers with the ``fields`` of a ``TaskService``, and its prompts."""
+        what = "a task that joins a run"
+        (service,) = _services([fields], what)
+        ratio = service.ratio
+        if not (isinstance(service.agent, str) and _is_address(service.agent)):
+            raise ValueError(f"{what} is a program: send its address as agent, http://...")
+        if not (isinstance(ratio, int | float) and 0 < ratio < 1) or service.eval_data is not None:
+            raise ValueError(f"{what} needs a ratio between 0 and 1, and is not evaluated: leave eval_data out.")
+        task = _run_task(service, self.config, ratio)
+        with task.named():
+            assert task.maker is not None
+            task.maker.check(self.tokenizer)
+            data, seed = task.config.data, self.config.deepspeed.seed
+            rows = load_mixed_rows(data, data.prompt_data, flag="data", split=data.prompt_split, seed=seed)
+            prompts = load_tasks(rows, self.tokenizer, data)
+            task.maker.check_prompts(prompts)
+        return task, [replace(prompt, task=task.name) for prompt in prompts]
 
     def serve(self, control: TaskControl) -> Callable[[], None]:
         """Answer until what is returned is called."""
@@ -92,6 +123,10 @@ def read_tasks(file: Path) -> list[TaskService]:
     rows = read.get("tasks") if isinstance(read, dict) else None
     if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
         raise ValueError(f"{where}: write 'tasks:' and below it a list, '- name: NAME' and so on.")
+    return _services(rows, where)
+
+
+def _services(rows: Sequence[Mapping[str, Any]], where: str) -> list[TaskService]:
     known = [each.name for each in fields(TaskService)]
     for number, row in enumerate(rows, 1):
         name = row.get("name", f"number {number}")

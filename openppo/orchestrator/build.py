@@ -14,8 +14,7 @@ from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import Worker
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
-from openppo.rollout.rollout import SingleSampler
-from openppo.rollout.tasks import TaskMaker
+from openppo.rollout.tasks import TaskMaker, TaskSampler
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.strategy.weights import WeightReceiver, WeightSender, WholeWeights
@@ -61,8 +60,8 @@ def async_source(
         most = min(n_steps, config.ppo.max_steps or n_steps) * config.prompts_per_step
         n_workers = comm.world_size if overlaps else asynchronous.rollout_ranks
         schedule = TaskSchedule({task.name: task.share for task in tasks.tasks}, tasks.ratios)
-        source.coordinator = Coordinator(buffer, schedule, plans, most, n_workers, pauses=overlaps)
-        launch.post(_COORDINATOR, source.coordinator.workers.address)
+        source.coordinator = Coordinator(buffer, schedule, plans, most, n_workers, overlaps, tasks.newcomer)
+        launch.post(_COORDINATOR, source.coordinator.workers.entrance.address)
         source.end_service = tasks.serve(source.coordinator)
     if overlaps:
         player = _player(config, engines.sampler, plans, scorer)
@@ -79,7 +78,7 @@ def rollout_rank(
     strategy: InferenceStrategy,
     engine: Engine,
     policy: nn.Module,
-    sampler: SingleSampler,
+    sampler: TaskSampler,
     scorer: Scorer | None,
     prompts: list[Prompt],
     tasks: TaskMaker,
@@ -97,6 +96,6 @@ def _plans(tasks: TaskMaker, prompts: list[Prompt]) -> dict[str, GroupPlan]:
 
 
 def _player(
-    config: TrainPPOConfig, sampler: SingleSampler, plans: dict[str, GroupPlan], scorer: Scorer | None
+    config: TrainPPOConfig, sampler: TaskSampler, plans: dict[str, GroupPlan], scorer: Scorer | None
 ) -> GroupPlayer:
     return GroupPlayer(plans, sampler, None if scored_by_trainers(config) else scorer, config.rewards.weights())

@@ -1,7 +1,6 @@
 """On the trainers' first rank: hands groups out to the ranks that sample, and cuts batches from what comes back."""
 
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -12,8 +11,9 @@ from openppo.orchestrator.link import Pause
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.orchestrator.workers import Workers
+from openppo.rollout.kept import as_json, from_json
 from openppo.rollout.rollout import by_episode, episode_reward
-from openppo.rollout.saved import as_json, from_json
+from openppo.rollout.tasks import Newcomer, no_newcomer
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 from openppo.types import StopCheck
@@ -26,19 +26,21 @@ class Coordinator:
 
     Groups are handed out as soon as the buffer has room, of the task that ``schedule`` names. ``most`` bounds those
     that the whole run needs. With ``pauses`` workers train too: a complete batch tells them to leave their engines.
-    ``plans`` are those of the tasks.
+    ``plans`` are those of the tasks, ``newcomer`` makes one of what a program registers.
     """
 
     def __init__(
         self,
         buffer: WorkBuffer,
         schedule: TaskSchedule,
-        plans: Mapping[str, GroupPlan],
+        plans: dict[str, GroupPlan],
         most: int,
         n_workers: int,
         pauses: bool,
+        newcomer: Newcomer = no_newcomer,
     ) -> None:
         self.buffer, self.schedule, self.plans, self.most, self.pauses = buffer, schedule, plans, most, pauses
+        self.newcomer, self._joined = newcomer, list[dict[str, Any]]()
         self._changed = threading.Condition()
         self._next = 0
         self._starts: dict[int, Start] = {}  # of groups under way and complete
@@ -99,11 +101,13 @@ class Coordinator:
             complete = {number: as_json(group) for number, group in state.pop("groups").items()}
             groups = [{"start": vars(self._starts[number]), **group} for number, group in complete.items()]
             schedule = self.schedule.state_dict([self._starts[number] for number in self.buffer.running])
-            return {**state, "groups": groups, "next": self._next, "schedule": schedule}
+            return {**state, "groups": groups, "next": self._next, "schedule": schedule, "joined": self._joined}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state; groups that were under way then are played anew once a batch is wanted."""
         with self._changed:
+            for fields in state["joined"]:
+                self.join(fields)
             self.schedule.load_state_dict(state["schedule"])
             starts = [Start(**group["start"]) for group in state["groups"]]
             prompts = [self.plans[start.task].prompt(start.index) for start in starts]
@@ -122,6 +126,18 @@ class Coordinator:
         """As of ``TaskSchedule``, from now on."""
         with self._changed:
             self.schedule.change(name, ratio, max_concurrent)
+            self._hand_out()
+
+    def join(self, fields: dict[str, Any]) -> None:
+        """As of ``TaskControl``."""
+        task, prompts = self.newcomer(fields)
+        with self._changed:
+            if task.name in self.plans:
+                raise ValueError(f"there is a task {task.name!r} already: take another name, or change that one.")
+            self.plans[task.name] = GroupPlan.of(task, prompts)
+            self._joined.append(fields)
+            self.workers.joined.append((task, prompts))
+            self.schedule.join(task)
             self._hand_out()
 
     def close(self) -> None:
@@ -178,7 +194,7 @@ class Coordinator:
             if number not in self.buffer.buffered:
                 del self._starts[number]
             if number not in left:
-                del self._metrics[number]
+                self._metrics.pop(number, None)  # there are none after a resume
         if self.pauses and self._batch is not None:
             self.workers.tell(Pause("batch"))
 

@@ -12,9 +12,9 @@ from openppo.experience.estimators import ESTIMATORS, Estimator
 from openppo.experience.token_rewards import begin_scoring, useful_groups
 from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
-from openppo.rollout.rollout import SampleFailed, SingleSampler, sample_seed, with_all_rewards
+from openppo.rollout.rollout import SampleFailed, sample_seed, with_all_rewards
 from openppo.rollout.sampling import sampling_params
-from openppo.rollout.tasks import RunTask
+from openppo.rollout.tasks import RunTask, TaskSampler
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 from openppo.types import Prompt, SamplingParams, StopCheck, Trajectory
@@ -75,8 +75,8 @@ class GroupPlayer:
     ``scorer`` is None where trainers score.
     """
 
-    plans: Mapping[str, GroupPlan]
-    sampler: SingleSampler
+    plans: dict[str, GroupPlan]
+    sampler: TaskSampler
     scorer: Scorer | None
     weights: Mapping[str, float] = field(default_factory=dict)
     _unscored: list[tuple[list[Trajectory], Metrics, asyncio.Future[None]]] = field(default_factory=list)
@@ -86,6 +86,11 @@ class GroupPlayer:
         """Sample a group, replace what fails, score it."""
         begun = time.monotonic()
         return replace(await self._play(start), seconds=time.monotonic() - begun)
+
+    async def join(self, task: RunTask, prompts: Sequence[Prompt]) -> None:
+        """Another task, from now on."""
+        self.plans[task.name] = GroupPlan.of(task, prompts)
+        await self.sampler.join(task)
 
     async def _play(self, start: Start) -> Outcome:
         plan, number, metrics, errors = self.plans[start.task], start.number, Metrics(), list[str]()

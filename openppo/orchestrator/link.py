@@ -7,13 +7,16 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Literal
 
 from openppo.orchestrator.schedule import Start
+from openppo.rollout.tasks import RunTask
+from openppo.types import Prompt
 
 
 @dataclass(frozen=True)
 class Play:
-    """Play these groups."""
+    """Play these groups; tasks that have ``joined`` meanwhile come with their prompts."""
 
     starts: list[Start]
+    joined: list[tuple[RunTask, list[Prompt]]]
 
 
 @dataclass(frozen=True)

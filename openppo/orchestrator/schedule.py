@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openppo import logger
-from openppo.rollout.tasks import FAILURES_IN_A_ROW, Ratios, TaskShare
+from openppo.rollout.tasks import FAILURES_IN_A_ROW, Ratios, RunTask, TaskShare
 from openppo.tracking import Metrics
 
 
@@ -99,6 +99,11 @@ class TaskSchedule:
         share.in_a_row, share.max_concurrent = 0, max_concurrent or share.max_concurrent
         if ratio is not None:
             self.set_ratio(name, ratio)
+
+    def join(self, task: RunTask) -> None:
+        """Another task, with its ratio; those of the others shrink."""
+        self.shares[task.name] = task.share
+        self.set_ratio(task.name, task.ratio)
 
     def progress(self) -> dict[str, dict[str, float]]:
         """As of ``TaskControl``."""

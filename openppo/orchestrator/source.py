@@ -13,7 +13,8 @@ from openppo.experience.token_rewards import begin_scoring
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.worker import Worker
 from openppo.rewards import Scorer
-from openppo.rollout.rollout import Rollout, SingleSampler
+from openppo.rollout.rollout import Rollout
+from openppo.rollout.tasks import TaskSampler
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.strategy.weights import WeightSender
 from openppo.tracking import Metrics
@@ -26,7 +27,7 @@ class Engines:
     """What evaluates, and what samples on this rank, inside ``with_weights``."""
 
     held_out: RolloutSource
-    sampler: SingleSampler
+    sampler: TaskSampler
     with_weights: Callable[[], AbstractContextManager[None]]
 
 

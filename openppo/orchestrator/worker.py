@@ -71,6 +71,8 @@ class Worker:
             if isinstance(message, Pause):
                 self._pauses.put_nowait(message)
                 continue
+            for task, prompts in message.joined:
+                await self.player.join(task, prompts)
             with self.driver.hold():  # requests that come together enter the engine together, as in one batch
                 for start in message.starts:
                     group = asyncio.ensure_future(self.player.play(start))

@@ -9,6 +9,8 @@ from threading import Condition
 from openppo.orchestrator.groups import Outcome
 from openppo.orchestrator.link import Entrance, Link, Pause, Play
 from openppo.orchestrator.schedule import Start
+from openppo.rollout.tasks import RunTask
+from openppo.types import Prompt
 
 
 class Workers:
@@ -21,16 +23,13 @@ class Workers:
         self, n_workers: int, lock: Condition, come: Callable[[Outcome | None], None], gone: Callable[[int], None]
     ) -> None:
         self.n_workers, self.lock, self.come, self.gone = n_workers, lock, come, gone
-        self._entrance = Entrance(n_workers)
+        self.entrance = Entrance(n_workers)
         self._links: dict[int, Link] = {}  # by launch rank
         self._load: Counter[int] = Counter()  # groups under way
+        self.joined: list[tuple[RunTask, list[Prompt]]] = []
+        self._knows: Counter[int] = Counter()  # of these
         self._is_closed = False
         threading.Thread(target=self._accept, name="coordinator", daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        """Where workers connect."""
-        return self._entrance.address
 
     @property
     def are_here(self) -> bool:
@@ -51,19 +50,20 @@ class Workers:
             self._load[rank] += 1
             shares[rank].append(start)
         for rank, share in shares.items():
+            joined, self._knows[rank] = self.joined[self._knows[rank] :], len(self.joined)
             with suppress(OSError):
-                self._links[rank].send(Play(share))
+                self._links[rank].send(Play(share, joined))
 
     def close(self) -> None:
         """End all workers."""
         self._is_closed = True
         self.tell(Pause("end"))
-        self._entrance.close()
+        self.entrance.close()
 
     def _accept(self) -> None:
         with suppress(OSError):  # closed
             for _ in range(self.n_workers):
-                link = self._entrance.accept()
+                link = self.entrance.accept()
                 threading.Thread(target=self._read, args=(link,), name="coordinator", daemon=True).start()
 
     def _read(self, link: Link) -> None:

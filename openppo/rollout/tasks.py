@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.rollout.responses import ResponseSampler
-from openppo.rollout.rollout import SamplerMaker, SamplerParts
+from openppo.rollout.rollout import SamplerMaker, SamplerParts, SingleSampler
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
@@ -117,6 +117,15 @@ RATIOS: dict[str, Ratios] = {"success": by_success, "speed": by_speed}
 """Values of ``--task_ratios`` besides a function of one's own."""
 
 
+Newcomer = Callable[[Mapping[str, Any]], tuple[RunTask, list[Prompt]]]
+"""Makes a task and its prompts of the fields that a program registers; ``ValueError`` says what is wrong."""
+
+
+def no_newcomer(fields: Mapping[str, Any]) -> tuple[RunTask, list[Prompt]]:
+    """Refuse."""
+    raise ValueError("this run takes no other tasks.")
+
+
 class TaskControl(Protocol):
     """What can be asked of the tasks of a run, and changed, on any thread."""
 
@@ -126,11 +135,15 @@ class TaskControl(Protocol):
     def change(self, name: str, ratio: float | None, max_concurrent: int | None) -> None:
         """Another ratio or limit of a task; ``KeyError`` if there is none of that name."""
 
+    def join(self, fields: dict[str, Any]) -> None:
+        """Another task of the ``fields`` of a ``TaskService``; ``ValueError`` says what is wrong."""
+
 
 class TaskMaker(SamplerMaker):
     """Makes a sampler of several tasks; ``ratios``, if given, sets theirs anew at each step."""
 
     gives_rewards = True
+    newcomer: Newcomer = staticmethod(no_newcomer)
 
     def __init__(self, tasks: Sequence[RunTask], ratios: Ratios | None = None) -> None:
         self.tasks, self.ratios = tasks, ratios
@@ -165,12 +178,9 @@ class TaskSampler:
     """Each prompt is sampled by the sampler of its task. All share a driver."""
 
     def __init__(self, tasks: Sequence[RunTask], parts: SamplerParts) -> None:
-        self.driver = parts.own_driver()
+        self.parts, self.driver = parts, parts.own_driver()
         self.params = {task.name: sampling_params(task.config.generation) for task in tasks}
-        own = {task.name: (task.maker, replace(parts, has_rewards=task.has_rewards)) for task in tasks}
-        self.samplers = {
-            name: ResponseSampler(given) if maker is None else maker.make(given) for name, (maker, given) in own.items()
-        }
+        self.samplers = {task.name: self._made(task) for task in tasks}
 
     def sample(
         self,
@@ -197,6 +207,11 @@ class TaskSampler:
         for sampler in self.samplers.values():
             await sampler.start()
 
+    async def join(self, task: RunTask) -> None:
+        """Another task, from now on; it is not evaluated."""
+        self.samplers[task.name] = sampler = self._made(task)
+        await sampler.start()
+
     async def end(self) -> None:
         """End all."""
         for sampler in self.samplers.values():
@@ -207,6 +222,10 @@ class TaskSampler:
     ) -> list[Trajectory]:
         """The parts of one sample."""
         return await self.samplers[prompt.task].sample_one(prompt, params, seed, env_seed, group, metrics)
+
+    def _made(self, task: RunTask) -> SingleSampler:
+        own = replace(self.parts, has_rewards=task.has_rewards)
+        return ResponseSampler(own) if task.maker is None else task.maker.make(own)
 
     def close(self) -> None:
         """End all, and the driver."""

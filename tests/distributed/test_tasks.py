@@ -1,10 +1,13 @@
 """Several tasks in one run, over real processes: a service that is killed, ratios that change, kill -9 and resume."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -12,6 +15,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from tests.distributed.runs import logged, rows
+from tests.distributed.watched import rank_process
 from tests.fork_server import REPO, Launcher
 
 SERVICE = REPO / "examples" / "task_service.py"
@@ -133,39 +137,58 @@ def ask(folder: Path, path: str = "", body: dict | None = None) -> dict:
         return json.load(answer)
 
 
-def test_a_service_may_be_killed_and_ratios_changed_while_the_run_lasts(tiny, tmp_path):
+@contextmanager
+def running(folder: Path, words: str):
+    """A run that ends well, or is killed in the middle of a step."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    with (folder / "output").open("a") as output:
+        command = [*launch, "-m", "openppo.cli.train_ppo", *words.split()]
+        run = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+def test_a_service_joins_is_killed_and_changed_while_the_run_lasts_and_is_there_after_a_resume(tiny, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    tasks = f"""
-tasks:
-  - {{name: letters, data: {tiny}/prompts.jsonl, reward: reward.py}}
-  - {{name: service, agent: "http://127.0.0.1:{port}", data: {tiny}/prompts.jsonl, timeout: 5, retries: 3}}
-"""
-    (tmp_path / "tasks.yaml").write_text(tasks)
+    (tmp_path / "tasks.yaml").write_text(f"tasks: [{{name: letters, data: {tiny}/prompts.jsonl, reward: reward.py}}]")
     (tmp_path / "reward.py").write_text(REWARD)
-    words = f"{OPTIONS} --rollout_ranks 1 --max_staleness 1 --max_steps 40".replace("{tiny}", str(tiny)).split()
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    joins = {"name": "service", "agent": f"http://127.0.0.1:{port}", "data": f"{tiny}/prompts.jsonl"}
+    joins |= {"ratio": 0.5, "timeout": 3, "retries": 3}
+    more = "--rollout_ranks 1 --max_staleness 1 --max_steps 36 --save_steps 4 --load_checkpoint"
+    words = f"{OPTIONS} {more}".replace("{tiny}", str(tiny))
     service = serve(port)
-    with (tmp_path / "output").open("w") as output:
-        command = [*launch, "-m", "openppo.cli.train_ppo", *words]
-        run = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while ask(tmp_path)["service"]["accepted_episodes"] < 8:
-                time.sleep(0.02)
-            service.kill()
-            service.wait()
-            changed = ask(tmp_path, "/service", {"ratio": 0.8, "max_concurrent": 64})
-            assert changed["ratio"] == 0.8
-            service = serve(port)
-            assert run.wait(200) == 0, (tmp_path / "output").read_text()
-        finally:
-            run.kill()
-            service.kill()
-            service.wait()
+    with running(tmp_path, words) as run:
+        assert ask(tmp_path, "", joins)["ratio"] == 0.5
+        while ask(tmp_path)["service"]["accepted_episodes"] < 8:
+            time.sleep(0.02)
+        service.kill()
+        service.wait()
+        changed = ask(tmp_path, "/service", {"ratio": 0.8, "max_concurrent": 64})
+        assert changed["ratio"] == 0.8
+        service = serve(port)
+        newest, state = tmp_path / "model/checkpoints_ppo/latest/state.json", ""
+        while '"service"' not in state:
+            time.sleep(0.05)
+            state = newest.read_text() if newest.exists() else ""
+        for rank in range(2):
+            os.kill(rank_process(run.pid, rank), signal.SIGKILL)
+        assert run.wait(60) != 0
+    (tmp_path / "model/logs/tasks.json").unlink()
+    with running(tmp_path, words) as run:
+        while "service" not in ask(tmp_path):  # until the checkpoint is read
+            time.sleep(0.05)
+        assert ask(tmp_path)["service"]["ratio"] == 0.5, "as it has joined"
+        ask(tmp_path, "/service", {"ratio": 0.8})
+        assert run.wait(300) == 0, (tmp_path / "output").read_text()
+    service.kill()
+    service.wait()
     metrics = logged(tmp_path / "model")
-    assert len(metrics) == 40
+    assert len(metrics) == 36
     assert metrics[-1]["task/letters/ratio"] == pytest.approx(0.2)
-    assert metrics[-1]["task/service/share"] > 0.6
+    assert metrics[-1]["task/service/share"] > 0.5
     assert metrics[-1]["task/service/failed_groups"] == 0
     assert not (tmp_path / "model/logs/tasks.json").exists(), "the token is of no more use"

@@ -1,4 +1,4 @@
-"""The tasks of a run over HTTP: what they have come to, and other ratios while it runs."""
+"""The tasks of a run over HTTP: what they have come to, other ratios while it runs, programs that join it."""
 
 import asyncio
 import hmac
@@ -21,10 +21,10 @@ _CHANGES = {"ratio": (float, int), "max_concurrent": (int,)}
 
 
 class TaskServer:
-    """``GET /tasks`` and ``POST /tasks/{name} {"ratio", "max_concurrent"}`` at a free port of this machine.
+    """``GET /tasks``, ``POST /tasks/{name} {"ratio", "max_concurrent"}`` and ``POST /tasks`` with the fields of a task.
 
-    It has a thread of its own. ``file``, which only its owner can read, gets the address and the token that a request
-    must have as ``Authorization: Bearer TOKEN``.
+    It listens at a free port of this machine, on a thread of its own. ``file``, which only its owner can read, gets the
+    address and the token that a request must have as ``Authorization: Bearer TOKEN``.
     """
 
     def __init__(self, control: TaskControl, file: Path) -> None:
@@ -32,7 +32,8 @@ class TaskServer:
         listener = listen("127.0.0.1", 0)
         address = {"url": f"http://127.0.0.1:{listener.getsockname()[1]}/tasks", "token": self._token}
         app = web.Application(middlewares=[self._checked])
-        app.add_routes([web.get("/tasks", self._progress), web.post("/tasks/{name}", self._change)])
+        app.add_routes([web.get("/tasks", self._progress), web.post("/tasks", self._join)])
+        app.add_routes([web.post("/tasks/{name}", self._change)])
         self._loop, self._runner = asyncio.new_event_loop(), web.AppRunner(app, access_log=None)
         threading.Thread(target=self._loop.run_forever, name="tasks", daemon=True).start()
 
@@ -64,6 +65,14 @@ class TaskServer:
 
     async def _progress(self, _: web.Request) -> web.Response:
         return web.json_response(self.control.progress())
+
+    async def _join(self, request: web.Request) -> web.Response:
+        body = read_body(await request.read())
+        try:
+            await asyncio.to_thread(self.control.join, body)  # it reads data, and asks whether the program is there
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        return web.json_response(self.control.progress()[body["name"]], status=201)
 
     async def _change(self, request: web.Request) -> web.Response:
         body, name = read_body(await request.read()), request.match_info["name"]

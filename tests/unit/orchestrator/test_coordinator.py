@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+import time
 from contextlib import contextmanager
 from unittest.mock import Mock
 
@@ -11,12 +12,13 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from openppo.orchestrator.coordinator import Coordinator
-from openppo.orchestrator.groups import GroupPlayer
+from openppo.orchestrator.groups import GroupPlayer, Outcome
 from openppo.orchestrator.link import connect
 from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import Worker
 from openppo.rollout.tasks import FAILURES_IN_A_ROW, TaskShare
+from openppo.tracking import Metrics
 from openppo.types import SingleProcess, StopCheck
 from tests.unit.orchestrator.conftest import StubSampler
 
@@ -29,7 +31,7 @@ def working(plan, batch=2, max_staleness=1, most=1000, n_workers=1, pauses=False
     schedule = TaskSchedule({"": TaskShare(1.0, plan.n_samples)})
     coordinator = Coordinator(WorkBuffer(batch, max_staleness), schedule, {"": plan}, most, n_workers, pauses)
     samplers = [StubSampler() for _ in range(n_workers)]
-    links = [connect(coordinator.workers.address) for _ in samplers]
+    links = [connect(coordinator.workers.entrance.address) for _ in samplers]
     players = [GroupPlayer({"": plan}, sampler, None) for sampler in samplers]
     workers = [Worker(p, link, 5 + i, "continue") for i, (p, link) in enumerate(zip(players, links, strict=True))]
     threads = []
@@ -170,6 +172,33 @@ def test_an_error_in_a_group_is_raised_where_the_engine_runs(plan):
         coordinator.want_batch()
         with pytest.raises(ZeroDivisionError):
             worker.drive()
+
+
+def test_groups_of_a_checkpoint_may_be_too_old(plan):
+    with working(plan, batch=1, max_staleness=4) as (coordinator, (sampler,), _):
+        coordinator.want_batch()
+        coordinator.wait_for_batch(GO)
+        while len(coordinator.buffer.buffered) < 4:
+            time.sleep(0.01)
+        state = coordinator.state_dict()
+    with working(plan, batch=1, max_staleness=0) as (resumed, (sampler,), _):
+        sampler.driver.engine.version = 1
+        resumed.load_state_dict(state)
+        resumed.advance(1, synced=True)
+        resumed.want_batch()
+        assert resumed.wait_for_batch(GO) is not None
+        assert resumed.buffer.counts["stale"] == len(state["groups"])
+
+
+def test_late_results_of_a_group_given_up_change_nothing(plan):
+    with working(plan, max_staleness=0) as (coordinator, *_):
+        coordinator.want_batch()
+        batch, _ = coordinator.wait_for_batch(GO)
+        before = coordinator.state_dict()
+        for late in (Outcome(0, batch[0], Metrics()), Outcome(99, None, Metrics(), "lost")):
+            with coordinator._changed:
+                coordinator._come(late)
+        assert coordinator.state_dict() == before
 
 
 def test_a_signal_ends_the_wait(plan):

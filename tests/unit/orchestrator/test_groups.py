@@ -11,8 +11,8 @@ from openppo.datasets import BatchSampler
 from openppo.experience.estimators import ESTIMATORS
 from openppo.orchestrator.groups import ATTEMPTS, GroupPlayer
 from openppo.orchestrator.schedule import Start
+from openppo.rollout.kept import as_json, from_json
 from openppo.rollout.rollout import sample_seed
-from openppo.rollout.saved import as_json, from_json
 from openppo.types import Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
 from tests.unit.orchestrator.conftest import PROMPTS
 
