@@ -106,7 +106,7 @@ class ServedTasks(TaskMaker):
             rows = load_mixed_rows(data, data.prompt_data, flag="data", split=data.prompt_split, seed=seed)
             prompts = load_tasks(rows, self.tokenizer, data)
             task.maker.check_prompts(prompts)
-        return task, [replace(prompt, task=task.name) for prompt in prompts]
+        return replace(task, fields=fields), [replace(prompt, task=task.name) for prompt in prompts]
 
     def serve(self, control: TaskControl) -> Callable[[], None]:
         """Answer until what is returned is called."""

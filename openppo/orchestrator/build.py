@@ -59,8 +59,8 @@ def async_source(
         buffer = WorkBuffer(config.prompts_per_step, asynchronous.max_staleness, asynchronous.stale)
         most = min(n_steps, config.ppo.max_steps or n_steps) * config.prompts_per_step
         n_workers = comm.world_size if overlaps else asynchronous.rollout_ranks
-        schedule = TaskSchedule({task.name: task.share for task in tasks.tasks}, tasks.ratios)
-        source.coordinator = Coordinator(buffer, schedule, plans, most, n_workers, overlaps, tasks.newcomer)
+        schedule = TaskSchedule({task.name: task.share for task in tasks.tasks}, tasks.ratios, tasks.newcomer)
+        source.coordinator = Coordinator(buffer, schedule, plans, most, n_workers, pauses=overlaps)
         launch.post(_COORDINATOR, source.coordinator.workers.entrance.address)
         source.end_service = tasks.serve(source.coordinator)
     if overlaps:

@@ -13,7 +13,6 @@ from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.orchestrator.workers import Workers
 from openppo.rollout.kept import as_json, from_json
 from openppo.rollout.rollout import by_episode, episode_reward
-from openppo.rollout.tasks import Newcomer, no_newcomer
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 from openppo.types import StopCheck
@@ -26,7 +25,7 @@ class Coordinator:
 
     Groups are handed out as soon as the buffer has room, of the task that ``schedule`` names. ``most`` bounds those
     that the whole run needs. With ``pauses`` workers train too: a complete batch tells them to leave their engines.
-    ``plans`` are those of the tasks, ``newcomer`` makes one of what a program registers.
+    ``plans`` are those of the tasks.
     """
 
     def __init__(
@@ -37,10 +36,8 @@ class Coordinator:
         most: int,
         n_workers: int,
         pauses: bool,
-        newcomer: Newcomer = no_newcomer,
     ) -> None:
         self.buffer, self.schedule, self.plans, self.most, self.pauses = buffer, schedule, plans, most, pauses
-        self.newcomer, self._joined = newcomer, list[dict[str, Any]]()
         self._changed = threading.Condition()
         self._next = 0
         self._starts: dict[int, Start] = {}  # of groups under way and complete
@@ -100,8 +97,9 @@ class Coordinator:
             state = self.buffer.state_dict()
             complete = {number: as_json(group) for number, group in state.pop("groups").items()}
             groups = [{"start": vars(self._starts[number]), **group} for number, group in complete.items()]
+            joined = [task.fields for task, _ in self.workers.joined]
             schedule = self.schedule.state_dict([self._starts[number] for number in self.buffer.running])
-            return {**state, "groups": groups, "next": self._next, "schedule": schedule, "joined": self._joined}
+            return {**state, "groups": groups, "next": self._next, "schedule": schedule, "joined": joined}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state; groups that were under way then are played anew once a batch is wanted."""
@@ -130,12 +128,11 @@ class Coordinator:
 
     def join(self, fields: dict[str, Any]) -> None:
         """As of ``TaskControl``."""
-        task, prompts = self.newcomer(fields)
+        task, prompts = self.schedule.newcomer(fields)
         with self._changed:
             if task.name in self.plans:
                 raise ValueError(f"there is a task {task.name!r} already: take another name, or change that one.")
             self.plans[task.name] = GroupPlan.of(task, prompts)
-            self._joined.append(fields)
             self.workers.joined.append((task, prompts))
             self.schedule.join(task)
             self._hand_out()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openppo import logger
-from openppo.rollout.tasks import FAILURES_IN_A_ROW, Ratios, RunTask, TaskShare
+from openppo.rollout.tasks import FAILURES_IN_A_ROW, Newcomer, Ratios, RunTask, TaskShare, no_newcomer
 from openppo.tracking import Metrics
 
 
@@ -26,11 +26,13 @@ class TaskSchedule:
     """Deficit round-robin: the next group is of the task whose accepted episodes are furthest behind its ratio.
 
     Those under way count as accepted, less the number that a task usually has under way: of long episodes there are
-    always more, which must not be begun over and over, nor ever catch up. ``automatic`` sets ratios anew at each step.
+    always more, which must not be begun over and over, nor ever catch up. ``automatic`` sets ratios anew at each step,
+    ``newcomer`` makes a task of what a program registers.
     """
 
     shares: dict[str, TaskShare]
     automatic: Ratios | None = None
+    newcomer: Newcomer = no_newcomer
     _again: list[Start] = field(default_factory=list)  # under way when the checkpoint was written
 
     def next(self, number: int) -> Start | None:

@@ -24,7 +24,8 @@ class RunTask:
     """A task of a run: ``config`` are the run's options with the task's own, ``maker`` plays its episodes.
 
     ``ratio`` is its share of the trained episodes, ``max_concurrent`` bounds its episodes under way on all ranks, and a
-    failed episode is played again ``retries`` times. A run without tasks is one without a name.
+    failed episode is played again ``retries`` times. A run without tasks is one without a name. ``fields`` are what a
+    program has registered it with.
     """
 
     name: str
@@ -33,6 +34,7 @@ class RunTask:
     ratio: float = 1.0
     max_concurrent: int | None = None
     retries: int = 2
+    fields: Mapping[str, Any] | None = None
 
     @property
     def has_rewards(self) -> bool:

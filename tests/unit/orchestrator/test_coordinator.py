@@ -4,7 +4,6 @@ import os
 import socket
 import threading
 import time
-import time
 from contextlib import contextmanager
 from unittest.mock import Mock
 
