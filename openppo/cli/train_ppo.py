@@ -12,7 +12,7 @@ def build(config: TrainPPOConfig) -> Any:
     from openppo.trainer.build import build_rank  # seconds of imports
 
     if config.orchestrator.tasks is not None:
-        from openppo.agents.tasks import task_source
+        from openppo.tasks.source import task_source
 
         return build_rank(config, task_source(config))
     if config.agents.form is None:

@@ -10,11 +10,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from openppo.agents.tasks import read_tasks
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.experience import ESTIMATORS
 from openppo.models import POLICY_LOSSES
+from openppo.tasks.source import read_tasks
 from tests.docs.conftest import REPO, Run, train
 
 FOLDER = REPO / "docs"

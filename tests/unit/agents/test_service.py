@@ -15,8 +15,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from openppo.agents.service import ServiceAgent
 from openppo.rollout.rollout import SampleFailed
+from openppo.tasks.service import ServiceAgent
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams
 

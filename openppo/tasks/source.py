@@ -12,8 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.agents.build import AgentSource, Solve, agent_source
 from openppo.agents.episodes import Agent
-from openppo.agents.gateway.tasks import TaskServer
-from openppo.agents.service import ServiceAgent
 from openppo.config import TrainPPOConfig, from_options
 from openppo.config.agents import AgentConfig
 from openppo.config.data import PPODataConfig
@@ -22,6 +20,8 @@ from openppo.config.rewards import NO_REWARD, RewardConfig
 from openppo.datasets import load_mixed_rows, load_tasks
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskControl, TaskMaker
+from openppo.tasks.server import TaskServer
+from openppo.tasks.service import ServiceAgent
 from openppo.types import Prompt
 from openppo.user_code import load_callable
 

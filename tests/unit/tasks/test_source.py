@@ -8,12 +8,12 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
-from openppo.agents.gateway.tasks import TaskServer
 from openppo.agents.session import Task
-from openppo.agents.tasks import TaskService, read_tasks, task_source
 from openppo.config import TrainPPOConfig, from_options
 from openppo.rewards.scoring import TaskScorer
 from openppo.rollout.tasks import by_speed
+from openppo.tasks.server import TaskServer
+from openppo.tasks.source import TaskService, read_tasks, task_source
 from openppo.types import FinishReason, Prompt, Score, Trajectory
 
 MINIMAL = {"name": "one", "data": "rows.jsonl", "reward": "exact_match"}
