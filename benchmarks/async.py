@@ -24,6 +24,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from agents import HEADS, SIZES, make_tokenizer
@@ -32,7 +33,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 AGENT = """
 import asyncio, math, random
-
 async def solve(task, session):
     dice, messages, vowels = random.Random(task.seed), list(task.messages), 0
     for _ in range({turns}):
@@ -43,12 +43,12 @@ async def solve(task, session):
         messages += [answer.message, {{"role": "user", "content": "".join(dice.choices("abcde", k=16))}}]
     return float(vowels)
 """
-OPTIONS = """--pretrain model --agent agent.py:solve --prompt_data prompts.jsonl --advantage_estimator group_norm
-    --n_samples_per_prompt 4 --init_kl_coef 0 --min_new_tokens {tokens} --generate_max_len {tokens} --max_turns {turns}
+OPTIONS = """-m torch.distributed.run --standalone --nproc_per_node {ranks} -m openppo.cli.train_ppo --pretrain model
+    --agent agent.py:solve --prompt_data prompts.jsonl --advantage_estimator group_norm --init_kl_coef 0
+    --n_samples_per_prompt 4 --min_new_tokens {tokens} --generate_max_len {tokens} --max_turns {turns}
     --episode_max_len 4000 --rollout_batch_size {groups} --train_batch_size {samples} --micro_train_batch_size 4
     --num_episodes 1000 --max_steps {all_steps} --save_steps 100000 --engine_check off --save_path {saved}"""
-EDGE = 3
-"""Steps at each end of a run that do not count."""
+EDGE = 3  # steps at each end of a run that do not count
 WAIT = "async/wait_for_batch_s"
 METRICS = WAIT, "async/engine_idle_share", "agent/engine_idle_s", "stale/share"
 
@@ -71,21 +71,17 @@ class Run:
         """Shares of time in percent."""
         if not self.options:
             return f"{100 * self.median('agent/engine_idle_s', self.measured['seconds']):.0f}"
-        trainer = (
-            f"trainer {100 * self.median(WAIT, self.measured['seconds']):.0f}, sampler "
-            if WAIT in self.measured
-            else ""
-        )
-        return f"{trainer}{100 * self.median('async/engine_idle_share'):.0f}"
+        share, waits = 100 * self.median("async/engine_idle_share"), WAIT in self.measured
+        trainer = 100 * self.median(WAIT, self.measured["seconds"]) if waits else 0.0
+        return f"trainer {trainer:.0f}, sampler {share:.0f}" if waits else f"{share:.0f}"
 
-    def measure(self, folder: Path, given: dict[str, int]) -> None:
+    def measure(self, folder: Path, given: dict[str, Any]) -> None:
         """Run once, and keep means over its steps."""
         wait_until_idle()
-        saved, n_ranks = f"run{time.time_ns()}", f"--nproc_per_node {self.ranks}"
-        launched = f"-m torch.distributed.run --standalone {n_ranks} -m openppo.cli.train_ppo"
-        words = f"{launched} {OPTIONS} {self.options}".format_map({**given, "saved": saved}).split()
-        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
-        how = {"cwd": folder, "env": os.environ | variables, "stderr": subprocess.STDOUT}
+        given = given | {"ranks": self.ranks, "saved": (saved := f"run{time.time_ns()}")}
+        words = f"{OPTIONS} {self.options}".format_map(given).split()
+        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+        how = {"cwd": folder, "env": os.environ | own, "stderr": subprocess.STDOUT}
         ended = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=False, **how)
         if ended.returncode != 0:
             sys.exit(f"{self.name} ended with status {ended.returncode}:\n{ended.stdout[-4000:]}")
@@ -119,8 +115,7 @@ def table(runs: list[Run]) -> list[str]:
             cells[3] = f"{run.median('tokens_per_s', runs[run.base].measured['tokens_per_s']):.2f}"
             cells[5] = f"{100 * run.median('stale/share'):.0f}"
         lines.append(f"| {' | '.join(cells)} |")
-    waiting = [run.idle() for run in runs if not run.options]
-    return [*lines, "", f"Waiting is {waiting[0]} % of a synchronous step on 2 ranks, {waiting[1]} % on 1.", ""]
+    return [*lines, "", f"Waiting is {runs[0].idle()} % of a synchronous step on 2 ranks, {runs[3].idle()} % on 1.", ""]
 
 
 def main() -> None:
