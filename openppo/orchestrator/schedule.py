@@ -18,7 +18,7 @@ class Start:
     task: str = ""
 
 
-_SAVED = ("begun", "failed", "accepted", "rewards", "seconds")
+_SAVED = ("begun", "failed", "accepted", "ended", "rewards", "seconds")
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class TaskSchedule:
         share = self.shares[start.task]
         share.running, share.in_a_row = share.running - 1, 0
         share.accepted, share.counted = share.accepted + len(rewards), share.counted + len(rewards)
-        share.rewards += sum(rewards)
+        share.ended, share.rewards = share.ended + len(rewards), share.rewards + sum(rewards)
         share.seconds += seconds * len(rewards)
 
     def fail(self, start: Start, error: str) -> None:

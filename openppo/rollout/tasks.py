@@ -60,7 +60,8 @@ class TaskShare:
     """A task's part of a run. ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1.
 
     ``max_concurrent`` bounds its episodes under way. Groups ``begun``, ``running``, ``failed`` and failed ``in_a_row``;
-    ``accepted`` episodes, of which ``counted`` since ratios changed. ``rewards`` and ``seconds`` are sums over them.
+    ``accepted`` episodes, of which ``counted`` since ratios changed. ``rewards`` and ``seconds`` are sums over those that
+    have ``ended``, also if they were too old.
     """
 
     ratio: float
@@ -72,13 +73,14 @@ class TaskShare:
     in_a_row: int = 0
     accepted: int = 0
     counted: int = 0
+    ended: int = 0
     rewards: float = 0.0
     seconds: float = 0.0
 
     @property
     def mean_seconds(self) -> float | None:
         """What a group takes; None while none has ended."""
-        return self.seconds / self.accepted if self.accepted else None
+        return self.seconds / self.ended if self.ended else None
 
     def progress(self, total: int) -> dict[str, float]:
         """The ratio wanted, the share reached of ``total`` accepted episodes, and other counts."""
@@ -105,7 +107,7 @@ Ratios = Callable[[Mapping[str, TaskShare]], Mapping[str, float]]
 
 def by_success(shares: Mapping[str, TaskShare]) -> dict[str, float]:
     """More of what succeeds less: 1 less the mean reward, of a reward from 0 to 1, and 0.1 at least."""
-    return {name: max(0.1, 1 - share.rewards / max(1, share.accepted)) for name, share in shares.items()}
+    return {name: max(0.1, 1 - share.rewards / max(1, share.ended)) for name, share in shares.items()}
 
 
 def by_speed(shares: Mapping[str, TaskShare]) -> dict[str, float]:

@@ -126,8 +126,8 @@ def test_one_success_ends_a_row_of_failures():
 
 
 def test_ratios_follow_success_or_speed():
-    shares = {"easy": TaskShare(0.5, 1, accepted=10, rewards=8.0, seconds=10.0)}
-    shares |= {"hard": TaskShare(0.5, 1, accepted=10, rewards=2.0, seconds=40.0), "new": TaskShare(0.5, 1)}
+    shares = {"easy": TaskShare(0.5, 1, ended=10, rewards=8.0, seconds=10.0)}
+    shares |= {"hard": TaskShare(0.5, 1, ended=10, rewards=2.0, seconds=40.0), "new": TaskShare(0.5, 1)}
     assert by_success(shares) == pytest.approx({"easy": 0.2, "hard": 0.8, "new": 1.0})
     assert by_speed(shares) == pytest.approx({"easy": 1.0, "hard": 0.25, "new": 0.4})
     schedule = TaskSchedule(shares, by_success)
