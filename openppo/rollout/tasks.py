@@ -60,8 +60,8 @@ class TaskShare:
     """A task's part of a run. ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1.
 
     ``max_concurrent`` bounds its episodes under way. Groups ``begun``, ``running``, ``failed`` and failed ``in_a_row``;
-    ``accepted`` episodes, of which ``counted`` since ratios changed. ``rewards`` and ``seconds`` are sums over those that
-    have ``ended``, also if they were too old.
+    ``accepted`` episodes, of which ``counted`` since ratios changed. ``rewards`` and ``seconds`` are sums over those
+    that have ``ended``, also if they were too old.
     """
 
     ratio: float
