@@ -27,6 +27,11 @@ from openppo.user_code import load_callable
 
 VERIFIERS = ("exact_match", "regex", "math", "length")
 _SAMPLING = ("generate_max_len", "stop", "stop_token_ids")
+_KINDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("agent", "data", "reward", "eval_data"), (str, "a text")),
+    **dict.fromkeys(("sampling", "options"), (dict, "options by name")),
+    "timeout": ((int, float), "a number of seconds"),
+}
 _OF_THE_RUN = {"prompt_data", "pretrain_data", "reward_weights", "reward_pretrain", "prm_pretrain", "agent_env"}
 _OPTIONS = {name for group in (AgentConfig, PPODataConfig, RewardConfig) for name in declared_options(group)}
 
@@ -134,6 +139,9 @@ def _services(rows: Sequence[Mapping[str, Any]], where: str) -> list[TaskService
             raise ValueError(f"{where}: task {name} has no field {unknown[0]!r}; fields are {', '.join(known)}.")
         if not isinstance(row.get("name"), str):
             raise ValueError(f"{where}: task {name} needs a name: add 'name: NAME'.")
+        for each, (kind, called) in _KINDS.items():
+            if (value := row.get(each)) is not None and not isinstance(value, kind):
+                raise ValueError(f"{where}: task {name}: {each} is {value!r}: write {called}.")
     return [TaskService(**row) for row in rows]
 
 

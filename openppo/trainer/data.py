@@ -105,6 +105,7 @@ def load_tasks_data(
         if number > 0:  # documents are the run's
             config = replace(config, data=replace(config.data, pretrain_data=None))
         with task.named():
+            check_estimator(config.advantage.advantage_estimator, config.ppo.n_samples_per_prompt)
             loaded.append(load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker))
     if not tasks.are_named:
         return loaded[0]

@@ -73,6 +73,10 @@ WRONG = [
     ([{**MINIMAL, "options": {"max_turns": 0}}], "task one: --max_turns"),
     ([{"name": "one", "data": "x"}], "task one: No reward is given"),
     ([{"name": "one", "reward": "exact_match"}], "task one: it has no data"),
+    ([{**MINIMAL, "data": 5}], "task one: data is 5: write a text"),
+    ([{**MINIMAL, "options": ["x"]}], "task one: options is ['x']: write options by name"),
+    ([{**MINIMAL, "timeout": "soon"}], "task one: timeout is 'soon': write a number of seconds"),
+    ([{**MINIMAL, "timeout": -1}], "task one: --agent_timeout"),
     ([], "write 'tasks:' and below it a list"),
 ]
 
