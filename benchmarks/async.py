@@ -50,7 +50,7 @@ OPTIONS = """-m torch.distributed.run --standalone --nproc_per_node {ranks} -m o
     --num_episodes 1000 --max_steps {all_steps} --save_steps 100000 --engine_check off --save_path {saved}"""
 EDGE = 3  # steps at each end of a run that do not count
 WAIT = "async/wait_for_batch_s"
-METRICS = WAIT, "async/engine_idle_share", "agent/engine_idle_s", "stale/share"
+METRICS = WAIT, "async/engine_idle_share", "time/engine_idle_s", "stale/share"
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Run:
     def idle(self) -> str:
         """Shares of time in percent."""
         if not self.options:
-            return f"{100 * self.median('agent/engine_idle_s', self.measured['seconds']):.0f}"
+            return f"{100 * self.median('time/engine_idle_s', self.measured['seconds']):.0f}"
         share, waits = 100 * self.median("async/engine_idle_share"), WAIT in self.measured
         trainer = 100 * self.median(WAIT, self.measured["seconds"]) if waits else 0.0
         return f"trainer {trainer:.0f}, sampler {share:.0f}" if waits else f"{share:.0f}"

@@ -52,7 +52,7 @@ class AgentSampler:
             work = self._play_all(tasks, params, ended)
             played = self.driver.drive(work, lambda: bar.update(len(ended) - bar.done), self.parts.leave)
         measure(played, metrics)
-        metrics.add("agent/engine_idle_s", self.driver.waited - waited)
+        metrics.add("time/engine_idle_s", self.driver.waited - waited)
         if (read := engine.read_tokens - read) > 0:
             metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused) / read)
         self._warn(played)
@@ -107,7 +107,7 @@ class AgentSampler:
 
     def _setup(self, params: SamplingParams) -> SessionSetup:
         limits = self.options, self.options.episode_max_len or self.parts.longest, self.parts.context
-        return SessionSetup(self.renderer, self.driver.generate, params, *limits)
+        return SessionSetup(self.renderer, self.driver.generate, params, *limits, lambda: self.driver.stood)
 
     def _warn(self, played: Sequence[Played]) -> None:
         if differ := [each.episode.error for each in played if each.session.counts["rerender_mismatch"]]:

@@ -191,6 +191,7 @@ class TrainPPOConfig(TrainingConfig):
             if self.ppo.max_steps is None:
                 yield "--tasks plays tasks in given ratios, however many rows they have: say --max_steps."
         nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
+        nothing_held_out &= asynchronous.tasks is None  # of which any may have some
         if not asynchronous.is_async:
             return
         if self.generation.rollout_engine == "vllm" and asynchronous.running_requests == "continue":

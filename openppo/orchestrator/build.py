@@ -6,7 +6,6 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.maker import Hooks
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.groups import GroupPlan, GroupPlayer
-from openppo.orchestrator.link import connect
 from openppo.orchestrator.rollout_rank import RolloutRank
 from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.source import AsyncSource, Engines
@@ -16,6 +15,7 @@ from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
 from openppo.rollout.tasks import TaskMaker, TaskSampler
 from openppo.strategy.comm import InferenceStrategy
+from openppo.strategy.links import connect
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.strategy.weights import WeightReceiver, WeightSender, WholeWeights
 from openppo.types import Prompt

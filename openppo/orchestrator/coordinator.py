@@ -7,15 +7,16 @@ from torch.distributed import DistNetworkError
 
 from openppo import logger
 from openppo.orchestrator.groups import GroupPlan, Outcome
-from openppo.orchestrator.link import Pause
+from openppo.orchestrator.messages import Pause
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.orchestrator.workers import Workers
 from openppo.rollout.kept import as_json, from_json
 from openppo.rollout.rollout import by_episode, episode_reward
+from openppo.rollout.tasks import RunTask
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
-from openppo.types import StopCheck
+from openppo.types import Prompt, StopCheck
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -105,7 +106,8 @@ class Coordinator:
         """Go back to a state; groups that were under way then are played anew once a batch is wanted."""
         with self._changed:
             for fields in state["joined"]:
-                self.join(fields)
+                if fields["name"] not in self.plans:
+                    self._add(*self.schedule.newcomer(fields))
             self.schedule.load_state_dict(state["schedule"])
             starts = [Start(**group["start"]) for group in state["groups"]]
             prompts = [self.plans[start.task].prompt(start.index) for start in starts]
@@ -129,18 +131,22 @@ class Coordinator:
     def join(self, fields: dict[str, Any]) -> None:
         """As of ``TaskControl``."""
         task, prompts = self.schedule.newcomer(fields)
+        task.check(prompts)
         with self._changed:
             if task.name in self.plans:
                 raise ValueError(f"there is a task {task.name!r} already: take another name, or change that one.")
-            self.plans[task.name] = GroupPlan.of(task, prompts)
-            self.workers.joined.append((task, prompts))
-            self.schedule.join(task)
+            self._add(task, prompts)
             self._hand_out()
 
     def close(self) -> None:
         """End all workers."""
         with self._changed:
             self.workers.close()
+
+    def _add(self, task: RunTask, prompts: list[Prompt]) -> None:
+        self.plans[task.name] = GroupPlan.of(task, prompts)
+        self.workers.joined.append((task, prompts))
+        self.schedule.join(task)
 
     def _wait(self) -> None:
         self._changed.wait(_SECONDS_BETWEEN_LOOKS)
@@ -155,7 +161,13 @@ class Coordinator:
         self._changed.notify_all()
 
     def _gone(self, rank: int) -> None:
-        self._fault = self._fault or DistNetworkError(f"rollout rank {rank} has closed its connection")
+        self._end(DistNetworkError(f"rollout rank {rank} has closed its connection"))
+
+    def _end(self, fault: Exception) -> None:
+        """Raise ``fault`` where a batch is waited for, and leave the engines for that."""
+        self._fault = self._fault or fault
+        if self.pauses:
+            self.workers.tell(Pause("batch"))
         self._changed.notify_all()
 
     def _take(self, outcome: Outcome) -> None:
@@ -169,7 +181,7 @@ class Coordinator:
             try:
                 self.schedule.fail(start, outcome.error)
             except RuntimeError as error:
-                self._fault = self._fault or error
+                self._end(error)
             return
         weights = self.plans[start.task].weights
         rewards = [episode_reward(parts, weights) for parts in by_episode(trajectories)]
@@ -179,6 +191,9 @@ class Coordinator:
             self._metrics[number] = outcome.metrics
         else:
             self.buffer.drop(number, "filtered")
+            if self.buffer.in_vain >= self.plans[start.task].most_in_vain:
+                what = f"--dynamic_sampling: {self.buffer.in_vain} groups in a row had equal rewards"
+                self._end(RuntimeError(f"{what}: use harder or easier prompts, or a finer reward."))
 
     def _cut(self) -> None:
         if not self._wanted or self._batch is not None:

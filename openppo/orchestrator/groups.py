@@ -25,7 +25,10 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """How the groups of a task are sampled, the same on all ranks. ``index`` is a group's place among them."""
+    """How the groups of a task are sampled, the same on all ranks. ``index`` is a group's place among them.
+
+    With ``most_in_vain`` above 0 groups of equal rewards are left out; as many in a row end the run.
+    """
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -33,7 +36,7 @@ class GroupPlan:
     seed: int
     estimator: Estimator
     weights: Mapping[str, float]
-    only_useful: bool
+    most_in_vain: int
     attempts: int = ATTEMPTS
 
     @classmethod
@@ -44,7 +47,8 @@ class GroupPlan:
         # Equal prompts of two tasks get other samples; a run without tasks those of a synchronous one.
         seed = sample_seed(config.deepspeed.seed, crc32(task.name.encode())) if task.name else config.deepspeed.seed
         what = prompts, sampling_params(config.generation), ppo.n_samples_per_prompt, seed, estimator
-        return cls(*what, config.rewards.weights(), ppo.dynamic_sampling, 1 + task.retries)
+        most_in_vain = ppo.dynamic_sampling * ppo.dynamic_sampling_max_batches * config.prompts_per_step
+        return cls(*what, config.rewards.weights(), most_in_vain, 1 + task.retries)
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of a group, in the order of a synchronous run."""
@@ -108,7 +112,7 @@ class GroupPlayer:
             for trajectory in trajectories:
                 trajectory.greedy = baseline
         await self._score(trajectories, metrics)
-        if plan.only_useful:
+        if plan.most_in_vain > 0:
             trajectories = useful_groups(trajectories, plan.estimator.compares_steps, plan.weights)
         return Outcome(number, trajectories, metrics)
 

@@ -54,7 +54,8 @@ class TaskSchedule:
         """A group has ended, with the rewards of its episodes; with none it teaches nothing."""
         share = self.shares[start.task]
         share.running, share.in_a_row = share.running - 1, 0
-        share.accepted, share.counted = share.accepted + len(rewards), share.counted + len(rewards)
+        share.accepted += len(rewards)
+        share.counted += len(rewards) or share.group_size  # else what teaches nothing would be played over and over
         share.ended, share.rewards = share.ended + len(rewards), share.rewards + sum(rewards)
         share.seconds += seconds * len(rewards)
 
@@ -64,7 +65,8 @@ class TaskSchedule:
         share.running, share.failed, share.in_a_row = share.running - 1, share.failed + 1, share.in_a_row + 1
         if share.in_a_row != FAILURES_IN_A_ROW:
             return
-        left = {name: each.ratio for name, each in self.shares.items() if not each.is_quarantined}
+        share.is_left_out = True
+        left = {name: each.ratio for name, each in self.shares.items() if each.ratio > 0 and not each.is_left_out}
         of = f" of task {start.task}" if start.task else ""
         what = f"{FAILURES_IN_A_ROW} groups{of} in a row failed; the last: {error}"
         if not left:
@@ -78,11 +80,12 @@ class TaskSchedule:
         share = self.shares[start.task]
         share.accepted, share.counted = share.accepted - n_episodes, share.counted - n_episodes
 
-    def set_ratios(self, ratios: Mapping[str, float]) -> None:
-        """Ratios in any unit, of all tasks that are played; deficits begin anew."""
-        total = sum(ratios.values())
+    def set_ratios(self, ratios: Mapping[str, float], goes_on: bool = False) -> None:
+        """Ratios in any unit, of all tasks that are played; who is behind stays so if it ``goes_on``."""
+        total, counted = sum(ratios.values()), sum(share.counted for share in self.shares.values())
         for name, share in self.shares.items():
-            share.ratio, share.counted = ratios.get(name, 0.0) / total, 0
+            share.counted = goes_on * (share.counted - share.ratio * counted)
+            share.ratio = ratios.get(name, 0.0) / total
 
     def set_ratio(self, name: str, ratio: float) -> None:
         """The ratio of one task; those of the others shrink or grow alike."""
@@ -93,13 +96,14 @@ class TaskSchedule:
     def advance(self) -> None:
         """A global step is trained."""
         if self.automatic is not None:
-            self.set_ratios(self.automatic({name: s for name, s in self.shares.items() if not s.is_quarantined}))
+            self.set_ratios(self.automatic({n: s for n, s in self.shares.items() if not s.is_left_out}), goes_on=True)
 
     def change(self, name: str, ratio: float | None, max_concurrent: int | None) -> None:
-        """As of ``TaskControl``; a task that was left out has another chance."""
+        """As of ``TaskControl``; with a ratio, a task that was left out has another chance."""
         share = self.shares[name]
-        share.in_a_row, share.max_concurrent = 0, max_concurrent or share.max_concurrent
+        share.max_concurrent = max_concurrent or share.max_concurrent
         if ratio is not None:
+            share.in_a_row, share.is_left_out = 0, False
             self.set_ratio(name, ratio)
 
     def join(self, task: RunTask) -> None:
@@ -128,8 +132,9 @@ class TaskSchedule:
         """Go back to a state; ratios and limits are those of now, and each task has another chance."""
         if missing := state["shares"].keys() - self.shares.keys():
             raise ValueError(f"--tasks: the checkpoint has task {min(missing)}, which the file lacks: put it back.")
-        for name, saved in state["shares"].items():
-            self.shares[name] = replace(self.shares[name], **saved, running=0, in_a_row=0, counted=0)
+        for name, share in self.shares.items():  # one that has joined meanwhile begins anew
+            saved = state["shares"].get(name, dict.fromkeys(_SAVED, 0))
+            self.shares[name] = replace(share, **saved, running=0, in_a_row=0, counted=0, is_left_out=False)
         self._again = [Start(**start) for start in state["again"]]
 
     def _usually_running(self) -> dict[str, float]:

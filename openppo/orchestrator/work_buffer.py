@@ -36,6 +36,8 @@ class WorkBuffer:
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_OUTCOMES, 0)))
     running: set[int] = field(default_factory=set)
     buffered: dict[int, Group] = field(default_factory=dict)
+    in_vain: int = 0
+    """Groups filtered since one was complete."""
     _lengths: list[tuple[int, bool]] = field(default_factory=list)
     """Of each episode since ``measure``: its tokens, and whether it was too old."""
     _has_warned: bool = False
@@ -60,13 +62,14 @@ class WorkBuffer:
     def complete(self, number: int, group: Group) -> None:
         """A group has ended; ``KeyError`` if it is not under way."""
         self.running.remove(number)
-        self.buffered[number] = group
+        self.buffered[number], self.in_vain = group, 0
         self._check()
 
     def drop(self, number: int, outcome: Literal["filtered", "failed"]) -> None:
         """A group has ended without anything to train on; ``KeyError`` as of ``complete``."""
         self.running.remove(number)
         self.counts[outcome] += 1
+        self.in_vain += outcome == "filtered"
         self._check()
 
     def advance(self, version: int) -> None:
@@ -141,7 +144,7 @@ class WorkBuffer:
                 kept.append(parts)
                 continue
             young = [without_old(part, oldest) for part in parts if max(part.versions) >= oldest]
-            if self.stale == "mask" and young:
+            if self.stale == "mask" and young and all(part.token_rewards is None for part in parts):
                 kept.append(young)
             else:
                 self._lengths.append((sum(len(t.token_ids) for t in parts), True))

@@ -10,8 +10,9 @@ from typing import Any
 from torch.distributed import DistNetworkError
 
 from openppo.orchestrator.groups import GroupPlayer, Outcome
-from openppo.orchestrator.link import Link, Pause, Play
+from openppo.orchestrator.messages import Pause, Play
 from openppo.rollout.driver import Leave
+from openppo.strategy.links import Link
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 

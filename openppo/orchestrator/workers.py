@@ -7,9 +7,10 @@ from contextlib import suppress
 from threading import Condition
 
 from openppo.orchestrator.groups import Outcome
-from openppo.orchestrator.link import Entrance, Link, Pause, Play
+from openppo.orchestrator.messages import Pause, Play
 from openppo.orchestrator.schedule import Start
 from openppo.rollout.tasks import RunTask
+from openppo.strategy.links import Entrance, Link
 from openppo.types import Prompt
 
 

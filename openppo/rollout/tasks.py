@@ -46,6 +46,12 @@ class RunTask:
         """Its part of a run that begins."""
         return TaskShare(self.ratio, self.config.ppo.n_samples_per_prompt, self.max_concurrent)
 
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """``ValueError`` for prompts that cannot be played."""
+        with self.named():
+            if self.maker is not None:
+                self.maker.check_prompts(prompts)
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """Name the task in each ``ValueError``."""
@@ -60,8 +66,8 @@ class TaskShare:
     """A task's part of a run. ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1.
 
     ``max_concurrent`` bounds its episodes under way. Groups ``begun``, ``running``, ``failed`` and failed ``in_a_row``;
-    ``accepted`` episodes, of which ``counted`` since ratios changed. ``rewards`` and ``seconds`` are sums over those
-    that have ``ended``, also if they were too old.
+    ``accepted`` episodes; ``counted`` are the same, less what its ratios so far would have given it. ``rewards`` and
+    ``seconds`` are sums over those that have ``ended``, also if they were too old.
     """
 
     ratio: float
@@ -72,10 +78,11 @@ class TaskShare:
     failed: int = 0
     in_a_row: int = 0
     accepted: int = 0
-    counted: int = 0
+    counted: float = 0
     ended: int = 0
     rewards: float = 0.0
     seconds: float = 0.0
+    is_left_out: bool = False
 
     @property
     def mean_seconds(self) -> float | None:
@@ -89,16 +96,11 @@ class TaskShare:
         return {**reached, **counts, "group_s": self.mean_seconds or 0.0}
 
     @property
-    def is_quarantined(self) -> bool:
-        """Whether too many of its groups in a row have failed."""
-        return self.in_a_row >= FAILURES_IN_A_ROW
-
-    @property
     def has_room(self) -> bool:
         """Whether another group may begin."""
         most = self.max_concurrent
         fits = most is None or (self.running + 1) * self.group_size <= max(most, self.group_size)
-        return fits and self.ratio > 0 and not self.is_quarantined
+        return fits and self.ratio > 0 and not self.is_left_out
 
 
 Ratios = Callable[[Mapping[str, TaskShare]], Mapping[str, float]]
@@ -198,10 +200,9 @@ class TaskSampler:
     ) -> list[Trajectory]:
         """This rank's share, one task after the other, at the temperature of ``params``."""
         sampled: list[Trajectory] = []
-        for name, sampler in self.samplers.items():
-            mine = [prompt for prompt in prompts if prompt.task == name]
-            own = replace(self.params[name], temperature=params.temperature)
-            if mine:
+        for name, sampler in list(self.samplers.items()):
+            if mine := [prompt for prompt in prompts if prompt.task == name]:
+                own = replace(self.params[name], temperature=params.temperature)
                 sampled += sampler.sample(mine, own, n_samples, seed, first_group, metrics, evaluation)
             first_group += len(mine)
         return sampled
@@ -213,6 +214,7 @@ class TaskSampler:
 
     async def join(self, task: RunTask) -> None:
         """Another task, from now on; it is not evaluated."""
+        self.params[task.name] = sampling_params(task.config.generation)
         self.samplers[task.name] = sampler = self._made(task)
         await sampler.start()
 

@@ -79,8 +79,8 @@ class TaskServer:
         changes: dict[str, Any] = {what: body.pop(what, None) for what in _CHANGES}
         for what, value in changes.items():
             is_number = isinstance(value, _CHANGES[what]) and not isinstance(value, bool)
-            if value is not None and not (is_number and value > 0 and (what != "ratio" or value <= 1)):
-                raise Refused(f"{what} {value!r}: send a ratio above 0, at most 1; a max_concurrent of 1 or more.")
+            if value is not None and not (is_number and value > 0 and (what != "ratio" or value < 1)):
+                raise Refused(f"{what} {value!r}: send a ratio between 0 and 1, a max_concurrent of 1 or more.")
         if body or set(changes.values()) == {None}:
             raise Refused("send ratio, max_concurrent or both, and nothing else.")
         try:

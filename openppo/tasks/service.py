@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -74,7 +75,7 @@ class ServiceAgent(Agent):
     async def _hand_over(self, body: dict[str, Any]) -> None:
         """Try until the service takes it: one that has just been killed may be starting again."""
         while True:
-            with suppress(aiohttp.ClientConnectionError, TimeoutError):
+            with suppress(aiohttp.ClientConnectorError):  # it was never sent
                 async with self._http.post(f"{self.url}/run", json=body) as answer:
                     if answer.status == 202:
                         return
@@ -83,9 +84,9 @@ class ServiceAgent(Agent):
             await asyncio.sleep(_SECONDS_BETWEEN_TRIES)
 
     def _of_episode(self, task: Task, key: str, attempt: int) -> dict[str, Any]:
-        url = self.gateway.base_url(key)
+        url, episode = self.gateway.base_url(key), f"{task.group}-{secrets.token_hex(4)}"
         of_group = {"group": task.group, "seed": task.seed, "row": task.prompt.row, "messages": task.messages}
-        return {"episode": f"{task.group}-{attempt}", "attempt": attempt, **of_group, "base_url": url, "api_key": key}
+        return {"episode": episode, "attempt": attempt, **of_group, "base_url": url, "api_key": key}
 
     @property
     def _name(self) -> str:

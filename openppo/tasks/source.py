@@ -18,6 +18,7 @@ from openppo.config.data import PPODataConfig
 from openppo.config.fields import declared_options, given_options
 from openppo.config.rewards import NO_REWARD, RewardConfig
 from openppo.datasets import load_mixed_rows, load_tasks
+from openppo.experience.estimators import check_estimator
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskControl, TaskMaker
 from openppo.tasks.server import TaskServer
@@ -106,11 +107,13 @@ class ServedTasks(TaskMaker):
         task = _run_task(service, self.config, ratio)
         with task.named():
             assert task.maker is not None
+            if task.has_rewards:
+                raise ValueError("it gives its rewards itself: leave reward out.")
+            check_estimator(task.config.advantage.advantage_estimator, task.config.ppo.n_samples_per_prompt)
             task.maker.check(self.tokenizer)
             data, seed = task.config.data, self.config.deepspeed.seed
             rows = load_mixed_rows(data, data.prompt_data, flag="data", split=data.prompt_split, seed=seed)
             prompts = load_tasks(rows, self.tokenizer, data)
-            task.maker.check_prompts(prompts)
         return replace(task, fields=fields), [replace(prompt, task=task.name) for prompt in prompts]
 
     def serve(self, control: TaskControl) -> Callable[[], None]:

@@ -143,7 +143,7 @@ def test_a_killed_run_resumes_without_training_a_group_twice(train):
     assert [batch["version"] for batch in after] == [2, 3, 4, 5]
     trained = [number for batch in [*before, *after] for number in batch["groups"]]
     assert len(trained) == len({*trained}) == 24
-    kept = [int(number) for number in state["trainer"]["source"]["groups"]]
+    kept = [group["start"]["number"] for group in state["trainer"]["source"]["groups"]]
     assert kept, "complete groups are in the checkpoint"
     assert {*kept} <= {*trained}, "nothing accepted is lost"
     assert all(batch["version"] - batch["oldest"] <= 2 for batch in after)

@@ -66,7 +66,6 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Tool calls", ("agent/tool_calls", "agent/tool_errors", "agent/malformed_calls"), "Per episode."),
         Chart("Prompts of turns", ("agent/bridged_turns", "agent/rerendered_turns"), "Continued, or rendered anew."),
         Chart("Prefix reuse", ("agent/prefix_reuse",), "Tokens kept between turns, for each one that was read."),
-        Chart("Idle engines", ("agent/engine_idle_s",), "Seconds in which they have no requests, in a rollout."),
         Chart("Other counts", ("agent/*",), "Per episode."),
         Chart("Best and worst held-out episode", ("eval_reward_max", "eval_reward_min"), "Of all of an evaluation."),
         Chart("Endings of held-out episodes", ("eval_agent/*",)),

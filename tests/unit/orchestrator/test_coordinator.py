@@ -5,21 +5,24 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import AuthenticationError
 from unittest.mock import Mock
 
 import pytest
 from torch.distributed import DistNetworkError
 
+from openppo.config import TrainPPOConfig, from_options
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.groups import GroupPlayer, Outcome
-from openppo.orchestrator.link import connect
 from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import Worker
-from openppo.rollout.tasks import FAILURES_IN_A_ROW, TaskShare
+from openppo.rollout.tasks import FAILURES_IN_A_ROW, RunTask, TaskShare
+from openppo.strategy.links import connect
 from openppo.tracking import Metrics
 from openppo.types import SingleProcess, StopCheck
-from tests.unit.orchestrator.conftest import StubSampler
+from tests.unit.orchestrator.conftest import PROMPTS, StubSampler
 
 GO = StopCheck()
 
@@ -50,6 +53,11 @@ def working(plan, batch=2, max_staleness=1, most=1000, n_workers=1, pauses=False
 def drive_to_the_end(worker):
     while worker.drive().reason != "end":
         pass
+
+
+def arrived(coordinator):
+    with coordinator._changed:
+        assert coordinator._changed.wait_for(lambda: coordinator.workers.are_here, 10)
 
 
 def numbers(batch):
@@ -144,6 +152,60 @@ def test_failures_in_a_row_end_the_wait(plan):
         coordinator.want_batch()
         with pytest.raises(RuntimeError, match=f"{FAILURES_IN_A_ROW} groups in a row failed; the last: no answer"):
             coordinator.wait_for_batch(GO)
+
+
+def test_failures_in_a_row_leave_the_engine_where_workers_train_too(plan):
+    with working(plan, pauses=True) as (coordinator, (sampler,), (worker,)):
+        sampler.failing = lambda group, seed: True
+        coordinator.want_batch()
+        assert worker.drive().reason == "batch"
+        with pytest.raises(RuntimeError, match="10 groups in a row failed"):
+            coordinator.wait_for_batch(GO)
+
+
+def test_groups_that_teach_nothing_end_the_wait_at_last(plan):
+    with working(replace(plan, most_in_vain=6)) as (coordinator, *_):  # without rewards all are equal
+        coordinator.want_batch()
+        with pytest.raises(RuntimeError, match="--dynamic_sampling: 6 groups in a row had equal rewards"):
+            coordinator.wait_for_batch(GO)
+
+
+def test_whoever_else_connects_is_sent_away(plan):
+    schedule = TaskSchedule({"": TaskShare(1.0, plan.n_samples)})
+    coordinator = Coordinator(WorkBuffer(2, 0), schedule, {"": plan}, 10, 1, False)
+    host, port, _ = coordinator.workers.entrance.address.split()
+    for words in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(words)
+    with pytest.raises(AuthenticationError):
+        connect(f"{host} {port} {'00' * 32}")
+    link = connect(coordinator.workers.entrance.address)
+    link.send(5)
+    arrived(coordinator)
+    coordinator.close()
+
+
+def test_a_task_joins_once_also_where_a_state_is_taken_back(plan):
+    def newcomer(fields):
+        config = from_options(TrainPPOConfig, pretrain="MODEL", advantage_estimator="rloo")
+        return RunTask(fields["name"], config, None, 0.5, fields=fields), [replace(PROMPTS[0], task="new")]
+
+    with working(plan) as (coordinator, *_):
+        arrived(coordinator)
+        coordinator.schedule.newcomer, before = newcomer, coordinator.state_dict()
+        coordinator.join({"name": "new"})
+        with pytest.raises(ValueError, match="there is a task 'new' already"):
+            coordinator.join({"name": "new"})
+        after = coordinator.state_dict()
+        assert after["joined"] == [{"name": "new"}]
+        for state in (after, before, after):
+            coordinator.load_state_dict(state)
+            assert {*coordinator.plans} == {"", "new"}
+    with working(plan) as (resumed, *_):
+        arrived(resumed)
+        resumed.schedule.newcomer = newcomer
+        resumed.load_state_dict(after)
+        assert resumed.schedule.shares["new"].ratio == 0.5
 
 
 def test_single_failures_are_replaced(plan):

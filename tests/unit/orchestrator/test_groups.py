@@ -96,7 +96,7 @@ def test_what_a_source_of_rewards_raises_ends_the_play(plan, sampler):
 
 
 def test_groups_of_one_reward_are_filtered_if_asked_for(plan, sampler):
-    plan = dataclasses.replace(plan, only_useful=True)
+    plan = dataclasses.replace(plan, most_in_vain=8)
     (outcome,) = played(GroupPlayer({"": plan}, sampler, Scorer()), 0)
     assert outcome.trajectories == []
 

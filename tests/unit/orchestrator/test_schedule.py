@@ -24,6 +24,7 @@ class Run:
     def __init__(self, schedule, batch=8, max_staleness=1):
         self.schedule, self.buffer = schedule, WorkBuffer(batch, max_staleness)
         self.clock, self.number, self.ends, self.starts = 0.0, 0, [], {}
+        self.on_step = lambda: None
 
     def go_on(self, n_episodes):
         """Until so many more are accepted; how many of each task."""
@@ -47,6 +48,7 @@ class Run:
             for old in had - set(self.buffer.buffered) - {group[0].group for group in batch or []}:
                 self.schedule.take_back(self.starts[old], 1)
             if batch is not None:
+                self.on_step()
                 self.buffer.advance(self.buffer.version + 1)
                 self.buffer.sync(self.buffer.version)
         return {name: share.accepted - before[name] for name, share in self.schedule.shares.items()}
@@ -62,6 +64,41 @@ def test_shares_are_the_ratios_whatever_an_episode_takes(max_staleness):
     run.schedule.set_ratios(wanted)
     shares = run.go_on(400)
     assert {name: n / 400 for name, n in shares.items()} == pytest.approx(wanted, abs=0.03)
+
+
+def test_automatic_ratios_are_reached_though_they_are_set_at_each_step():
+    run, wanted = Run(schedule_of()), {"short": 3, "middle": 1, "long": 1}
+    run.schedule.automatic = lambda shares: wanted
+    run.on_step = run.schedule.advance
+    run.go_on(100)
+    shares = run.go_on(1000)
+    assert {name: n / 1000 for name, n in shares.items()} == pytest.approx(
+        {n: w / 5 for n, w in wanted.items()}, abs=0.02
+    )
+
+
+def test_a_task_that_teaches_nothing_is_not_played_over_and_over():
+    schedule = TaskSchedule({"solved": TaskShare(0.5, 4), "open": TaskShare(0.5, 4)})
+    played = []
+    for number in range(40):
+        start = schedule.next(number)
+        played.append(start.task)
+        schedule.accept(start, [] if start.task == "solved" else [0.0] * 4, 1.0)
+    assert played.count("solved") == 20
+
+
+def test_a_task_left_out_comes_back_with_a_ratio_only():
+    schedule = schedule_of()
+    for number in range(FAILURES_IN_A_ROW):
+        schedule.shares["short"].running += 1
+        schedule.fail(Start(number, number, "short"), "no answer")
+    schedule.shares["short"].running += 1
+    schedule.accept(Start(99, 99, "short"), [1.0], 1.0)
+    schedule.change("short", None, 5)
+    assert schedule.shares["short"].is_left_out, "a late success is no other chance"
+    schedule.change("short", 0.5, None)
+    assert not schedule.shares["short"].is_left_out
+    assert "short" in {schedule.next(100 + i).task for i in range(4)}
 
 
 def test_a_task_has_no_more_episodes_under_way_than_it_may():
@@ -93,7 +130,7 @@ def test_one_ratio_changes_and_the_others_with_it():
 def test_a_task_that_fails_ten_groups_in_a_row_is_left_out(caplog):
     schedule = schedule_of()
     number = 0
-    while not schedule.shares["middle"].is_quarantined:
+    while not schedule.shares["middle"].is_left_out:
         start = schedule.next(number)
         number += 1
         if start.task == "middle":
@@ -122,7 +159,7 @@ def test_one_success_ends_a_row_of_failures():
     for number in range(5 * FAILURES_IN_A_ROW):
         start = schedule.next(number)
         schedule.fail(start, "no answer") if number % FAILURES_IN_A_ROW else schedule.accept(start, [1.0], 1.0)
-    assert not schedule.shares["only"].is_quarantined
+    assert not schedule.shares["only"].is_left_out
 
 
 def test_ratios_follow_success_or_speed():
