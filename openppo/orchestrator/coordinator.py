@@ -19,14 +19,15 @@ from openppo.tracking.phase import current
 from openppo.types import Prompt, StopCheck
 
 _SECONDS_BETWEEN_LOOKS = 0.1
+_IN_VAIN = "--dynamic_sampling: {} groups in a row had equal rewards: use other prompts, or a finer reward."
 
 
 class Coordinator:
     """Public methods run on the training thread, ``_come`` and ``_gone`` on a thread of each worker; one lock for all.
 
     Groups are handed out as soon as the buffer has room, of the task that ``schedule`` names. ``most`` bounds those
-    that the whole run needs. With ``pauses`` workers train too: a complete batch tells them to leave their engines.
-    ``plans`` are those of the tasks.
+    that the whole run needs, ``plans`` are those of the tasks. With ``pauses`` workers train too: a complete batch
+    tells them to leave their engines.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class Coordinator:
         """What the buffer holds, as JSON, and the groups to be played anew."""
         with self._changed:
             state = self.buffer.state_dict()
-            complete = {number: as_json(group) for number, group in state.pop("groups").items()}
-            groups = [{"start": vars(self._starts[number]), **group} for number, group in complete.items()]
+            complete = state.pop("groups").items()
+            groups = [{"start": vars(self._starts[number]), **as_json(group)} for number, group in complete]
             joined = [task.fields for task, _ in self.workers.joined]
             schedule = self.schedule.state_dict([self._starts[number] for number in self.buffer.running])
             return {**state, "groups": groups, "next": self._next, "schedule": schedule, "joined": joined}
@@ -192,8 +193,7 @@ class Coordinator:
         else:
             self.buffer.drop(number, "filtered")
             if self.buffer.in_vain >= self.plans[start.task].most_in_vain:
-                what = f"--dynamic_sampling: {self.buffer.in_vain} groups in a row had equal rewards"
-                self._end(RuntimeError(f"{what}: use harder or easier prompts, or a finer reward."))
+                self._end(RuntimeError(_IN_VAIN.format(self.buffer.in_vain)))
 
     def _cut(self) -> None:
         if not self._wanted or self._batch is not None:
@@ -218,8 +218,7 @@ class Coordinator:
         for _ in range(min(self.buffer.room(), self.most - self.buffer.accepted - len(self.buffer.running))):
             if (start := self.schedule.next(self._next)) is None:
                 break
-            self._next = max(self._next, start.number + 1)
-            self._starts[start.number] = start
+            self._next, self._starts[start.number] = max(self._next, start.number + 1), start
             self.buffer.submit(start.number)
             starts.append(start)
         self.workers.play(starts)
