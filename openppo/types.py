@@ -76,6 +76,7 @@ class Prompt:
 
     ``row`` is its data row, ``label`` the value of that row's label column, ``source`` the data set's name and
     ``index`` the row's place there (from 0). ``messages`` are the chat that ``text`` was rendered from, if any.
+    ``task`` is the name of its task in a run of several.
     """
 
     text: str
@@ -85,6 +86,7 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
     source: str = ""
     index: int = 0
+    task: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Playing one episode: it ends exactly once, and its turns become the trajectories that are trained on."""
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -53,8 +54,10 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool
     session = Session(setup, task)
     async with agent.slot():
         work = asyncio.ensure_future(_run(agent, task, session))
+        end = time.monotonic() - setup.stood() + setup.options.agent_timeout
         try:
-            await asyncio.wait([work], timeout=setup.options.agent_timeout)
+            while not work.done() and (left := end + setup.stood() - time.monotonic()) > 0:
+                await asyncio.wait([work], timeout=left)
         finally:
             ended_in_time = work.done()
             if not ended_in_time:

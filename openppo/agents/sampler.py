@@ -10,7 +10,6 @@ from openppo.agents.episodes import Agent, Played, failed, play
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
-from openppo.rollout.driver import EngineDriver
 from openppo.rollout.rollout import SampleFailed, SamplerParts, rank_share, sample_seed
 from openppo.tracking import Metrics, progress_bar
 from openppo.types import Ending, Episode, Prompt, SamplingParams, Trajectory
@@ -22,7 +21,7 @@ class AgentSampler:
     def __init__(self, agent: Agent, options: AgentConfig, parser: str, parts: SamplerParts) -> None:
         self.agent, self.options, self.parts = agent, options, parts
         self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids)
-        self.driver = EngineDriver(parts.engine, parts.any_rank, parts.stop)
+        self.driver = parts.own_driver()
         self._started = False
 
     def sample(
@@ -53,7 +52,7 @@ class AgentSampler:
             work = self._play_all(tasks, params, ended)
             played = self.driver.drive(work, lambda: bar.update(len(ended) - bar.done), self.parts.leave)
         measure(played, metrics)
-        metrics.add("agent/engine_idle_s", self.driver.waited - waited)
+        metrics.add("time/engine_idle_s", self.driver.waited - waited)
         if (read := engine.read_tokens - read) > 0:
             metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused) / read)
         self._warn(played)
@@ -67,8 +66,7 @@ class AgentSampler:
 
     def close(self) -> None:
         """End the agent and its thread."""
-        if self._started:
-            asyncio.run_coroutine_threadsafe(self.agent.stop(), self.driver.loop).result()
+        asyncio.run_coroutine_threadsafe(self.end(), self.driver.loop).result()
         self.driver.close()
 
     async def start(self) -> None:
@@ -76,6 +74,11 @@ class AgentSampler:
         if not self._started:
             await self.agent.start()
             self._started = True
+
+    async def end(self) -> None:
+        """End the agent."""
+        if self._started:
+            await self.agent.stop()
 
     async def sample_one(
         self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics
@@ -104,7 +107,7 @@ class AgentSampler:
 
     def _setup(self, params: SamplingParams) -> SessionSetup:
         limits = self.options, self.options.episode_max_len or self.parts.longest, self.parts.context
-        return SessionSetup(self.renderer, self.driver.generate, params, *limits)
+        return SessionSetup(self.renderer, self.driver.generate, params, *limits, lambda: self.driver.stood)
 
     def _warn(self, played: Sequence[Played]) -> None:
         if differ := [each.episode.error for each in played if each.session.counts["rerender_mismatch"]]:

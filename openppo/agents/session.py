@@ -45,7 +45,10 @@ class Task:
 
 @dataclass(frozen=True)
 class SessionSetup:
-    """What the sessions of a rollout share. ``longest`` and ``context`` bound the tokens of a conversation."""
+    """What the sessions of a rollout share. ``longest`` and ``context`` bound the tokens of a conversation.
+
+    ``stood`` are the seconds so far in which the engine was not driven: no time limit counts them.
+    """
 
     renderer: Renderer
     generate: Generate
@@ -53,6 +56,7 @@ class SessionSetup:
     options: AgentConfig
     longest: int
     context: int | None = None
+    stood: Callable[[], float] = lambda: 0.0
 
 
 @dataclass(eq=False)

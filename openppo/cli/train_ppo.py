@@ -11,6 +11,10 @@ def build(config: TrainPPOConfig) -> Any:
     """What this rank runs, on responses to prompts, or on episodes of the agent that options ask for."""
     from openppo.trainer.build import build_rank  # seconds of imports
 
+    if config.orchestrator.tasks is not None:
+        from openppo.tasks.source import task_source
+
+        return build_rank(config, task_source(config))
     if config.agents.form is None:
         return build_rank(config)
     from openppo.agents.build import agent_source

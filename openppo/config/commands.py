@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from openppo.config.agents import AgentConfig
+from openppo.config.agents import FORMS, AgentConfig
 from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.fields import Options, Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
@@ -115,6 +115,8 @@ class TrainPPOConfig(TrainingConfig):
         return super().output_models | (critic if self.model.save_value_network else {})
 
     def missing_inputs(self, own_rewards: bool | None = None) -> Iterator[str]:
+        if self.orchestrator.tasks is not None:
+            return
         nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
         if nothing_held_out and self.evaluation.eval_before_training:
             yield "--eval_before_training needs --eval_data."
@@ -181,7 +183,15 @@ class TrainPPOConfig(TrainingConfig):
 
     def _async_problems(self) -> Iterator[str]:
         asynchronous, rewards = self.orchestrator, self.rewards
+        if asynchronous.tasks is not None:
+            own = {"prompt_data": self.data.prompt_data, "eval_data": self.evaluation.eval_data}
+            own |= {form: vars(self.agents)[form] for form in FORMS} | dict.fromkeys(rewards.names(), "given")
+            if given := [name for name, value in own.items() if value]:
+                yield f"--tasks says what each task is, its {given[0]} too: leave it out of the command line."
+            if self.ppo.max_steps is None:
+                yield "--tasks plays tasks in given ratios, however many rows they have: say --max_steps."
         nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
+        nothing_held_out &= asynchronous.tasks is None  # of which any may have some
         if not asynchronous.is_async:
             return
         if self.generation.rollout_engine == "vllm" and asynchronous.running_requests == "continue":

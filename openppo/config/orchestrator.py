@@ -25,11 +25,15 @@ class OrchestratorConfig(Options):
     """Drop episodes with tokens older than --max_staleness, or mask only those tokens."""
     reset_optimizer_on_sync: bool = False
     """Zero the moments and the step count of the actor's Adam whenever samplers get new weights (GLM-5)."""
+    tasks: str | None = option(None, place=True, resume="must match")
+    """YAML file of several tasks with agent, data, reward and ratio of each, in place of --prompt_data."""
+    task_ratios: str | None = option(None, place=True)
+    """New ratios at each step: success, speed, or path.py:name of a function (default: as --tasks gives them)."""
 
     @property
     def is_async(self) -> bool:
         """Whether sampling and training are apart."""
-        return self.rollout_ranks > 0 or self.max_staleness > 0
+        return self.rollout_ranks > 0 or self.max_staleness > 0 or self.tasks is not None
 
     def problems(self) -> Iterator[str]:
         if self.sync_every > self.max_staleness + 1:
@@ -39,5 +43,7 @@ class OrchestratorConfig(Options):
             )
         if self.sync_every > 1 and self.rollout_ranks == 0:
             yield "--sync_every has no effect without --rollout_ranks: the engine reads the trained weights in place."
+        if self.task_ratios is not None and self.tasks is None:
+            yield "--task_ratios has no effect without --tasks: leave it out."
         if self.reset_optimizer_on_sync and not self.is_async:
             yield "--reset_optimizer_on_sync needs --rollout_ranks or --max_staleness: otherwise nothing is synced."

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.measure import measure_experience, measure_scores, measure_staleness, staleness
+from openppo.experience.measure import measure_experience, measure_scores, measure_staleness, measure_tasks, staleness
 from openppo.experience.replay_buffer import collate, idle_experience, join_rows, split_rows
 from openppo.experience.token_rewards import (
     AdaptiveKLController,
@@ -121,7 +121,9 @@ class ExperienceMaker:
                 return None
             measure_scores(unscored, self.weights, metrics)
             scores = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
-            return self._add_rewards(join_rows(experiences).with_fields(scores=scores), unscored, metrics)
+            batch = join_rows(experiences).with_fields(scores=scores)
+            measure_tasks(unscored, batch, self.weights, n_done, metrics)
+            return self._add_rewards(batch, unscored, metrics)
 
     def _completed(self, batch: Experience | None, metrics: Metrics, n_done: int) -> list[Experience]:
         """The rows of a batch with rewards (and values), with advantages and returns."""

@@ -31,6 +31,23 @@ def measure_scores(
             metrics.add(f"{prefix}reward/of_tokens", sum(map(sum, rewarded)))
 
 
+def measure_tasks(
+    trajectories: Sequence[Trajectory], batch: Experience, weights: Mapping[str, float], n_done: int, metrics: Metrics
+) -> None:
+    """Of each task of a run of several: reward, length, KL and staleness; rows of ``batch`` are ``trajectories``."""
+    for name in sorted({t.prompt.task for t in trajectories} - {""}):
+        rows = torch.tensor([t.prompt.task == name for t in trajectories], device=batch.action_mask.device)
+        mine, mask = [t for t in trajectories if t.prompt.task == name], batch.action_mask[rows]
+        for parts in by_episode(mine):
+            metrics.add(f"task/{name}/reward", episode_reward(parts, weights))
+        metrics.add_tensor(f"task/{name}/response_length", mask.sum(-1).float())
+        behind = [staleness(t, n_done)[torch.tensor(t.action_mask)] for t in mine]
+        metrics.add_tensor(f"task/{name}/staleness", torch.cat(behind))
+        if batch.ref_log_probs is not None:
+            kl = compute_approx_kl(batch.old_or_rollout_log_probs[rows], batch.ref_log_probs[rows], mask)
+            metrics.add_tensor(f"task/{name}/kl", kl, mask)
+
+
 def staleness(trajectory: Trajectory, n_done: int) -> Tensor:
     """Versions by which actions are behind the policy after ``n_done`` global steps: (L,) float32, 0 for others."""
     tokens = zip(trajectory.versions, trajectory.action_mask, strict=True)

@@ -6,26 +6,27 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.maker import Hooks
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.groups import GroupPlan, GroupPlayer
-from openppo.orchestrator.link import connect
-from openppo.orchestrator.rollout_rank import RolloutRank, WholeWeights
+from openppo.orchestrator.rollout_rank import RolloutRank
+from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.source import AsyncSource, Engines
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import Worker
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
-from openppo.rollout.rollout import SingleSampler
+from openppo.rollout.tasks import TaskMaker, TaskSampler
 from openppo.strategy.comm import InferenceStrategy
+from openppo.strategy.links import connect
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.strategy.weights import WeightReceiver, WeightSender
+from openppo.strategy.weights import WeightReceiver, WeightSender, WholeWeights
 from openppo.types import Prompt
 
 _COORDINATOR = "coordinator"
 """Key of its address in the launch's store."""
 
 
-def async_steps(config: TrainPPOConfig, n_prompts: int) -> int:
+def async_steps(config: TrainPPOConfig, n_prompts: int, are_tasks: bool) -> int:
     """Global steps: a batch holds groups that are complete, whichever pass over the prompts they are of."""
-    if config.agents.environment is not None and not config.data.prompt_data:
+    if are_tasks or (config.agents.environment is not None and not config.data.prompt_data):
         return config.ppo.max_steps or 0
     n_steps = config.ppo.num_episodes * n_prompts // config.prompts_per_step
     if n_steps == 0:
@@ -47,20 +48,23 @@ def async_source(
     engines: Engines,
     scorer: Scorer | None,
     prompts: list[Prompt],
+    tasks: TaskMaker,
 ) -> AsyncSource:
     """The source of the ranks that train; on the first also the coordinator, and without others a worker each."""
     asynchronous, comm, launch = config.orchestrator, strategy.comm, strategy.launch
-    overlaps, plan = asynchronous.rollout_ranks == 0, GroupPlan.of(config, prompts)
-    n_steps = async_steps(config, len(prompts))
-    source = AsyncSource(config, plan, actor, engines, comm, hooks, n_steps)
+    overlaps, plans = asynchronous.rollout_ranks == 0, _plans(tasks, prompts)
+    n_steps = async_steps(config, len(prompts), tasks.are_named)
+    source = AsyncSource(config, actor, engines, comm, hooks, n_steps)
     if strategy.is_main:
         buffer = WorkBuffer(config.prompts_per_step, asynchronous.max_staleness, asynchronous.stale)
         most = min(n_steps, config.ppo.max_steps or n_steps) * config.prompts_per_step
         n_workers = comm.world_size if overlaps else asynchronous.rollout_ranks
-        source.coordinator = Coordinator(buffer, plan.prompt, most, n_workers, pauses=overlaps)
-        launch.post(_COORDINATOR, source.coordinator.workers.address)
+        schedule = TaskSchedule({task.name: task.share for task in tasks.tasks}, tasks.ratios, tasks.newcomer)
+        source.coordinator = Coordinator(buffer, schedule, plans, most, n_workers, pauses=overlaps)
+        launch.post(_COORDINATOR, source.coordinator.workers.entrance.address)
+        source.end_service = tasks.serve(source.coordinator)
     if overlaps:
-        player = GroupPlayer(plan, engines.sampler, None if scored_by_trainers(config) else scorer)
+        player = _player(config, engines.sampler, plans, scorer)
         address = launch.wait_for(_COORDINATOR)
         source.worker = Worker(player, connect(address), launch.rank, asynchronous.running_requests)
     else:
@@ -74,13 +78,24 @@ def rollout_rank(
     strategy: InferenceStrategy,
     engine: Engine,
     policy: nn.Module,
-    sampler: SingleSampler,
+    sampler: TaskSampler,
     scorer: Scorer | None,
     prompts: list[Prompt],
+    tasks: TaskMaker,
 ) -> RolloutRank:
     """What a rank that only samples runs; ``policy`` is the Hugging Face model that ``engine`` samples from."""
-    launch = strategy.launch
-    player = GroupPlayer(GroupPlan.of(config, prompts), sampler, scorer)
+    launch, player = strategy.launch, _player(config, sampler, _plans(tasks, prompts), scorer)
     link = connect(launch.wait_for(_COORDINATOR))
     worker = Worker(player, link, launch.rank, config.orchestrator.running_requests)
     return RolloutRank(strategy, engine, WholeWeights(policy), WeightReceiver(launch, policy), worker)
+
+
+def _plans(tasks: TaskMaker, prompts: list[Prompt]) -> dict[str, GroupPlan]:
+    """The plan of each task, by its name."""
+    return {t.name: GroupPlan.of(t, [prompt for prompt in prompts if prompt.task == t.name]) for t in tasks.tasks}
+
+
+def _player(
+    config: TrainPPOConfig, sampler: TaskSampler, plans: dict[str, GroupPlan], scorer: Scorer | None
+) -> GroupPlayer:
+    return GroupPlayer(plans, sampler, None if scored_by_trainers(config) else scorer, config.rewards.weights())

@@ -1,45 +1,51 @@
 """On the trainers' first rank: hands groups out to the ranks that sample, and cuts batches from what comes back."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import DistNetworkError
 
 from openppo import logger
-from openppo.orchestrator.groups import Outcome
-from openppo.orchestrator.link import Pause
-from openppo.orchestrator.saved import as_json, from_json
+from openppo.orchestrator.groups import GroupPlan, Outcome
+from openppo.orchestrator.messages import Pause
+from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.orchestrator.workers import Workers
+from openppo.rollout.kept import as_json, from_json
+from openppo.rollout.rollout import by_episode, episode_reward
+from openppo.rollout.tasks import RunTask
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 from openppo.types import Prompt, StopCheck
 
-FAILURES_IN_A_ROW = 10
-"""Groups; then the run ends."""
 _SECONDS_BETWEEN_LOOKS = 0.1
+_IN_VAIN = "--dynamic_sampling: {} groups in a row had equal rewards: use other prompts, or a finer reward."
 
 
 class Coordinator:
     """Public methods run on the training thread, ``_come`` and ``_gone`` on a thread of each worker; one lock for all.
 
-    Groups are handed out as soon as the buffer has room. ``most`` bounds those that the whole run needs. With
-    ``pauses`` workers train too: a complete batch tells them to leave their engines. ``prompt`` gives the prompt of a
-    group.
+    Groups are handed out as soon as the buffer has room, of the task that ``schedule`` names. ``most`` bounds those
+    that the whole run needs, ``plans`` are those of the tasks. With ``pauses`` workers train too: a complete batch
+    tells them to leave their engines.
     """
 
     def __init__(
-        self, buffer: WorkBuffer, prompt: Callable[[int], Prompt], most: int, n_workers: int, pauses: bool
+        self,
+        buffer: WorkBuffer,
+        schedule: TaskSchedule,
+        plans: dict[str, GroupPlan],
+        most: int,
+        n_workers: int,
+        pauses: bool,
     ) -> None:
-        self.buffer, self.prompt, self.most, self.pauses = buffer, prompt, most, pauses
+        self.buffer, self.schedule, self.plans, self.most, self.pauses = buffer, schedule, plans, most, pauses
         self._changed = threading.Condition()
         self._next = 0
-        self._again: list[int] = []  # groups under way when the checkpoint was written
+        self._starts: dict[int, Start] = {}  # of groups under way and complete
         self._metrics: dict[int, Metrics] = {}  # of complete groups
         self._begun = self._wanted = False
         self._batch: list[Group] | None = None
-        self._failures = 0
         self._fault: Exception | None = None
         self.workers = Workers(n_workers, self._changed, self._come, self._gone)
 
@@ -47,6 +53,7 @@ class Coordinator:
         """The policy of ``version`` is trained; ``synced``: what is sampled from now on is sampled with it."""
         with self._changed:
             self.buffer.advance(version)
+            self.schedule.advance()
             if synced:
                 self.buffer.sync(version)
             self._hand_out()
@@ -62,8 +69,8 @@ class Coordinator:
         """Cut a batch as soon as there is one; workers begin with the first call."""
         with self._changed:
             self._begun = self._wanted = True
-            self._hand_out()
             self._cut()
+            self._hand_out()  # also for groups that were found too old
 
     def wait_for_batch(self, stop: StopCheck) -> tuple[list[Group], Metrics] | None:
         """The batch that was wanted, its groups in order, and their metrics; None if a signal comes first.
@@ -81,8 +88,8 @@ class Coordinator:
             self._batch, self._wanted = None, False
             for group in batch:
                 metrics.merge(self._metrics.pop(group[0].group, Metrics()))
-            self._metrics = {n: kept for n, kept in self._metrics.items() if n in self.buffer.buffered}
             self.buffer.measure(metrics)
+            self.schedule.measure(metrics)
             self._hand_out()
             return batch, metrics
 
@@ -90,23 +97,57 @@ class Coordinator:
         """What the buffer holds, as JSON, and the groups to be played anew."""
         with self._changed:
             state = self.buffer.state_dict()
-            groups = {str(number): as_json(group) for number, group in state.pop("groups").items()}
-            return {**state, "groups": groups, "next": self._next, "again": [*self._again, *self.buffer.running]}
+            complete = state.pop("groups").items()
+            groups = [{"start": vars(self._starts[number]), **as_json(group)} for number, group in complete]
+            joined = [task.fields for task, _ in self.workers.joined]
+            schedule = self.schedule.state_dict([self._starts[number] for number in self.buffer.running])
+            return {**state, "groups": groups, "next": self._next, "schedule": schedule, "joined": joined}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state; groups that were under way then are played anew once a batch is wanted."""
         with self._changed:
-            saved = {int(number): group for number, group in state["groups"].items()}
-            groups = {number: from_json(group, self.prompt(number)) for number, group in saved.items()}
-            self.buffer.load_state_dict({**state, "groups": groups})
-            self._again, self._next = sorted(state["again"]), state["next"]
-            self._batch, self._metrics = None, {}
+            for fields in state["joined"]:
+                if fields["name"] not in self.plans:
+                    self._add(*self.schedule.newcomer(fields))
+            self.schedule.load_state_dict(state["schedule"])
+            starts = [Start(**group["start"]) for group in state["groups"]]
+            prompts = [self.plans[start.task].prompt(start.index) for start in starts]
+            groups = [from_json(*each) for each in zip(state["groups"], prompts, strict=True)]
+            self._starts = {start.number: start for start in starts}
+            self.buffer.load_state_dict({**state, "groups": dict(zip(self._starts, groups, strict=True))})
+            self._next, self._batch, self._metrics = state["next"], None, {}
             self._begun = self._wanted = False
+
+    def progress(self) -> dict[str, dict[str, float]]:
+        """What each task has come to."""
+        with self._changed:
+            return self.schedule.progress()
+
+    def change(self, name: str, ratio: float | None, max_concurrent: int | None) -> None:
+        """As of ``TaskSchedule``, from now on."""
+        with self._changed:
+            self.schedule.change(name, ratio, max_concurrent)
+            self._hand_out()
+
+    def join(self, fields: dict[str, Any]) -> None:
+        """As of ``TaskControl``."""
+        task, prompts = self.schedule.newcomer(fields)
+        task.check(prompts)
+        with self._changed:
+            if task.name in self.plans:
+                raise ValueError(f"there is a task {task.name!r} already: take another name, or change that one.")
+            self._add(task, prompts)
+            self._hand_out()
 
     def close(self) -> None:
         """End all workers."""
         with self._changed:
             self.workers.close()
+
+    def _add(self, task: RunTask, prompts: list[Prompt]) -> None:
+        self.plans[task.name] = GroupPlan.of(task, prompts)
+        self.workers.joined.append((task, prompts))
+        self.schedule.join(task)
 
     def _wait(self) -> None:
         self._changed.wait(_SECONDS_BETWEEN_LOOKS)
@@ -121,37 +162,63 @@ class Coordinator:
         self._changed.notify_all()
 
     def _gone(self, rank: int) -> None:
-        self._fault = self._fault or DistNetworkError(f"rollout rank {rank} has closed its connection")
+        self._end(DistNetworkError(f"rollout rank {rank} has closed its connection"))
+
+    def _end(self, fault: Exception) -> None:
+        """Raise ``fault`` where a batch is waited for, and leave the engines for that."""
+        self._fault = self._fault or fault
+        if self.pauses:
+            self.workers.tell(Pause("batch"))
         self._changed.notify_all()
 
     def _take(self, outcome: Outcome) -> None:
         number, trajectories = outcome.number, outcome.trajectories
-        if trajectories is None:
-            self._failures += self.buffer.drop(number, "failed")
-            logger.warning("group %d failed and is not trained on: %s", number, outcome.error)
-            if self._failures >= FAILURES_IN_A_ROW and self._fault is None:
-                what = f"{self._failures} groups in a row failed; the last: {outcome.error}"
-                self._fault = RuntimeError(what)
+        if number not in self.buffer.running:  # of an attempt given up
             return
-        self._failures = 0
-        if not trajectories:
-            self.buffer.drop(number, "filtered")
-        elif self.buffer.complete(number, trajectories):
+        start = self._starts[number] if trajectories else self._starts.pop(number)
+        if trajectories is None:
+            self.buffer.drop(number, "failed")
+            logger.warning("group %d failed and is not trained on: %s", number, outcome.error)
+            try:
+                self.schedule.fail(start, outcome.error)
+            except RuntimeError as error:
+                self._end(error)
+            return
+        weights = self.plans[start.task].weights
+        rewards = [episode_reward(parts, weights) for parts in by_episode(trajectories)]
+        self.schedule.accept(start, rewards, outcome.seconds)
+        if trajectories:
+            self.buffer.complete(number, trajectories)
             self._metrics[number] = outcome.metrics
+        else:
+            self.buffer.drop(number, "filtered")
+            if self.buffer.in_vain >= self.plans[start.task].most_in_vain:
+                self._end(RuntimeError(_IN_VAIN.format(self.buffer.in_vain)))
 
     def _cut(self) -> None:
-        if self._wanted and self._batch is None and (batch := self.buffer.cut()) is not None:
-            self._batch = batch
-            if self.pauses:
-                self.workers.tell(Pause("batch"))
+        if not self._wanted or self._batch is not None:
+            return
+        had = {number: len(by_episode(group)) for number, group in self.buffer.buffered.items()}
+        self._batch = self.buffer.cut()
+        left = self.buffer.buffered | {group[0].group: group for group in self._batch or []}
+        for number, n_episodes in had.items():
+            self.schedule.take_back(self._starts[number], n_episodes - len(by_episode(left.get(number, []))))
+            if number not in self.buffer.buffered:
+                del self._starts[number]
+            if number not in left:
+                self._metrics.pop(number, None)  # there are none after a resume
+        if self.pauses and self._batch is not None:
+            self.workers.tell(Pause("batch"))
 
     def _hand_out(self) -> None:
         """Begin a group for each free place of the buffer."""
         if not self._begun or self._fault or not self.workers.are_here:
             return
-        numbers = []
+        starts: list[Start] = []
         for _ in range(min(self.buffer.room(), self.most - self.buffer.accepted - len(self.buffer.running))):
-            numbers.append(self._again.pop(0) if self._again else self._next)
-            self._next = max(self._next, numbers[-1] + 1)
-            self.buffer.submit(numbers[-1])
-        self.workers.play(numbers)
+            if (start := self.schedule.next(self._next)) is None:
+                break
+            self._next, self._starts[start.number] = max(self._next, start.number + 1), start
+            self.buffer.submit(start.number)
+            starts.append(start)
+        self.workers.play(starts)

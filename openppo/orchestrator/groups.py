@@ -1,28 +1,34 @@
 """Playing one group: the samples of a prompt, scored."""
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from zlib import crc32
 
-from openppo.config import TrainPPOConfig
 from openppo.datasets.sampler import cyclic_batches
 from openppo.experience.estimators import ESTIMATORS, Estimator
 from openppo.experience.token_rewards import begin_scoring, useful_groups
+from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
-from openppo.rollout.rollout import SampleFailed, SingleSampler, sample_seed, with_all_rewards
+from openppo.rollout.rollout import SampleFailed, sample_seed, with_all_rewards
 from openppo.rollout.sampling import sampling_params
+from openppo.rollout.tasks import RunTask, TaskSampler
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 from openppo.types import Prompt, SamplingParams, StopCheck, Trajectory
 
 ATTEMPTS = 3
-"""Of each sample; then its group goes on without it."""
+"""Of each sample, if its task says nothing else; then its group goes on without it."""
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """How groups are sampled, the same on all ranks. Groups are numbered through the whole run, and so are prompts."""
+    """How the groups of a task are sampled, the same on all ranks. ``index`` is a group's place among them.
+
+    With ``most_in_vain`` above 0 groups of equal rewards are left out; as many in a row end the run.
+    """
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -30,78 +36,95 @@ class GroupPlan:
     seed: int
     estimator: Estimator
     weights: Mapping[str, float]
-    only_useful: bool
+    most_in_vain: int
+    attempts: int = ATTEMPTS
 
     @classmethod
-    def of(cls, config: TrainPPOConfig, prompts: Sequence[Prompt]) -> "GroupPlan":
+    def of(cls, task: RunTask, prompts: Sequence[Prompt]) -> "GroupPlan":
         """The plan that options ask for."""
-        ppo, estimator = config.ppo, ESTIMATORS[config.advantage.advantage_estimator]
-        counts = ppo.n_samples_per_prompt, config.deepspeed.seed
-        what = prompts, sampling_params(config.generation), *counts, estimator, config.rewards.weights()
-        return cls(*what, ppo.dynamic_sampling)
+        config, ppo = task.config, task.config.ppo
+        estimator = ESTIMATORS[config.advantage.advantage_estimator]
+        # Equal prompts of two tasks get other samples; a run without tasks those of a synchronous one.
+        seed = sample_seed(config.deepspeed.seed, crc32(task.name.encode())) if task.name else config.deepspeed.seed
+        what = prompts, sampling_params(config.generation), ppo.n_samples_per_prompt, seed, estimator
+        most_in_vain = ppo.dynamic_sampling * ppo.dynamic_sampling_max_batches * config.prompts_per_step
+        return cls(*what, config.rewards.weights(), most_in_vain, 1 + task.retries)
 
-    def prompt(self, number: int) -> Prompt:
+    def prompt(self, index: int) -> Prompt:
         """The prompt of a group, in the order of a synchronous run."""
-        (index,) = next(cyclic_batches(len(self.prompts), 1, self.seed, start=number))
-        return self.prompts[index]
+        (row,) = next(cyclic_batches(len(self.prompts), 1, self.seed, start=index))
+        return self.prompts[row]
 
-    def sample_seed(self, number: int, sample: int, attempt: int) -> int:
+    def sample_seed(self, index: int, sample: int, attempt: int) -> int:
         """The seed of a sample, at the first attempt that of a synchronous run."""
-        seed = sample_seed(self.seed, number * self.n_samples + sample)
+        seed = sample_seed(self.seed, index * self.n_samples + sample)
         return seed if attempt == 0 else sample_seed(seed, attempt)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended: with scored trajectories, with none that teach anything, or failed (None)."""
+    """How a group ended, after ``seconds``: with scored trajectories, without any that teach, or failed (None)."""
 
     number: int
     trajectories: list[Trajectory] | None
     metrics: Metrics
     error: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(eq=False)
 class GroupPlayer:
-    """Plays groups as coroutines of the sampler's loop; ``scorer`` is None where trainers score."""
+    """Plays groups, by the plan of their task, as coroutines of the sampler's loop.
 
-    plan: GroupPlan
-    sampler: SingleSampler
+    ``scorer`` is None where trainers score.
+    """
+
+    plans: dict[str, GroupPlan]
+    sampler: TaskSampler
     scorer: Scorer | None
+    weights: Mapping[str, float] = field(default_factory=dict)
     _unscored: list[tuple[list[Trajectory], Metrics, asyncio.Future[None]]] = field(default_factory=list)
     is_scoring: bool = False
 
-    async def play(self, number: int) -> Outcome:
+    async def play(self, start: Start) -> Outcome:
         """Sample a group, replace what fails, score it."""
-        plan, metrics, errors = self.plan, Metrics(), list[str]()
+        begun = time.monotonic()
+        return replace(await self._play(start), seconds=time.monotonic() - begun)
+
+    async def join(self, task: RunTask, prompts: Sequence[Prompt]) -> None:
+        """Another task, from now on."""
+        self.plans[task.name] = GroupPlan.of(task, prompts)
+        await self.sampler.join(task)
+
+    async def _play(self, start: Start) -> Outcome:
+        plan, number, metrics, errors = self.plans[start.task], start.number, Metrics(), list[str]()
         numbers = range(plan.n_samples)
-        members = await asyncio.gather(*(self._member(number, i, plan.params, metrics, errors) for i in numbers))
+        members = await asyncio.gather(*(self._member(plan, start, i, plan.params, metrics, errors) for i in numbers))
         good = [parts for parts in members if parts is not None]
         if len(good) < min(2, plan.n_samples):
             return Outcome(number, None, metrics, errors[-1])
         trajectories = list(chain.from_iterable(good))
         if plan.estimator.needs_greedy:
-            greedy = await self._member(number, 0, replace(plan.params, temperature=0.0), Metrics(), errors)
+            greedy = await self._member(plan, start, 0, replace(plan.params, temperature=0.0), Metrics(), errors)
             if greedy is None:
                 return Outcome(number, None, metrics, errors[-1])
             baseline = with_all_rewards(greedy)
             for trajectory in trajectories:
                 trajectory.greedy = baseline
         await self._score(trajectories, metrics)
-        if plan.only_useful:
+        if plan.most_in_vain > 0:
             trajectories = useful_groups(trajectories, plan.estimator.compares_steps, plan.weights)
         return Outcome(number, trajectories, metrics)
 
     async def _member(
-        self, number: int, sample: int, params: SamplingParams, metrics: Metrics, errors: list[str]
+        self, plan: GroupPlan, start: Start, sample: int, params: SamplingParams, metrics: Metrics, errors: list[str]
     ) -> list[Trajectory] | None:
         """The parts of one sample; None if all attempts failed."""
-        plan = self.plan
-        env_seed = sample_seed(plan.seed, number) % 2**31
-        for attempt in range(ATTEMPTS):
-            seed = plan.sample_seed(number, sample, attempt)
+        prompt, env_seed = plan.prompt(start.index), sample_seed(plan.seed, start.index) % 2**31
+        for attempt in range(plan.attempts):
+            seed = plan.sample_seed(start.index, sample, attempt)
             try:
-                return await self.sampler.sample_one(plan.prompt(number), params, seed, env_seed, number, metrics)
+                return await self.sampler.sample_one(prompt, params, seed, env_seed, start.number, metrics)
             except SampleFailed as error:
                 errors.append(str(error))
         return None
@@ -116,7 +139,7 @@ class GroupPlayer:
             self.is_scoring, batch, self._unscored = True, self._unscored, []
             try:
                 rows = [trajectory for of_group, _, _ in batch for trajectory in of_group]
-                rollout = begin_scoring(self.scorer, rows, self.plan.weights, StopCheck())
+                rollout = begin_scoring(self.scorer, rows, self.weights, StopCheck())
                 await asyncio.to_thread(rollout.wait)
                 current.progress()
             finally:

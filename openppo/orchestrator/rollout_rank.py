@@ -1,32 +1,12 @@
 """What a rank of ``--rollout_ranks`` runs: it samples with weights that trainers send, until they end."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from openppo.orchestrator.worker import Worker
 from openppo.rollout.engine import Engine
 from openppo.strategy.comm import InferenceStrategy
-from openppo.strategy.trainable_model import merged_weights
-from openppo.strategy.weights import WeightReceiver
+from openppo.strategy.weights import WeightReceiver, WholeWeights
 from openppo.tracking.phase import current, phase
-
-
-@dataclass(frozen=True)
-class WholeWeights:
-    """``WeightSource`` of a policy that nothing partitions."""
-
-    policy: object
-
-    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
-        """Nothing to gather."""
-        return nullcontext()
-
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and weight, one by one."""
-        return merged_weights(self.policy)
 
 
 @dataclass(eq=False)

@@ -11,10 +11,10 @@ from openppo.datasets import shard
 from openppo.experience.maker import Hooks
 from openppo.experience.token_rewards import begin_scoring
 from openppo.orchestrator.coordinator import Coordinator
-from openppo.orchestrator.groups import GroupPlan
 from openppo.orchestrator.worker import Worker
 from openppo.rewards import Scorer
-from openppo.rollout.rollout import Rollout, SingleSampler
+from openppo.rollout.rollout import Rollout
+from openppo.rollout.tasks import TaskSampler
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.strategy.weights import WeightSender
 from openppo.tracking import Metrics
@@ -27,7 +27,7 @@ class Engines:
     """What evaluates, and what samples on this rank, inside ``with_weights``."""
 
     held_out: RolloutSource
-    sampler: SingleSampler
+    sampler: TaskSampler
     with_weights: Callable[[], AbstractContextManager[None]]
 
 
@@ -41,7 +41,6 @@ class AsyncSource:
     """
 
     config: TrainPPOConfig
-    plan: GroupPlan
     actor: TrainableModel
     engines: Engines
     comm: Comm
@@ -51,6 +50,7 @@ class AsyncSource:
     sender: WeightSender | None = None
     worker: Worker | None = None
     scorer: Scorer | None = None
+    end_service: Callable[[], None] = lambda: None
     version: int = 0
     _synced: int | None = None  # None: workers have what the run started with
     _measured: Metrics | None = None  # of the last transfer
@@ -94,6 +94,7 @@ class AsyncSource:
     def close(self) -> None:
         """End workers, and what evaluates."""
         if self.coordinator is not None:
+            self.end_service()
             self.coordinator.close()
         self.engines.held_out.close()
 
@@ -111,7 +112,7 @@ class AsyncSource:
             if self.scorer is None:
                 return Rollout(mine, own)
             with self.hooks.timer.phase("scoring"):
-                rollout = begin_scoring(self.scorer, mine, self.plan.weights, self.hooks.stop)
+                rollout = begin_scoring(self.scorer, mine, self.config.rewards.weights(), self.hooks.stop)
             rollout.metrics.merge(own)
             return rollout
 

@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from openppo import logger
+from openppo.rollout.kept import oldest_version, without_old
 from openppo.rollout.rollout import by_episode
 from openppo.tracking import Metrics
 from openppo.types import Trajectory
@@ -35,6 +36,8 @@ class WorkBuffer:
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_OUTCOMES, 0)))
     running: set[int] = field(default_factory=set)
     buffered: dict[int, Group] = field(default_factory=dict)
+    in_vain: int = 0
+    """Groups filtered since one was complete."""
     _lengths: list[tuple[int, bool]] = field(default_factory=list)
     """Of each episode since ``measure``: its tokens, and whether it was too old."""
     _has_warned: bool = False
@@ -56,21 +59,18 @@ class WorkBuffer:
         self.submitted += 1
         self._check()
 
-    def complete(self, number: int, group: Group) -> bool:
-        """A group has ended; False, and nothing changes, if it is not under way: of an attempt given up."""
-        if not self._end(number):
-            return False
-        self.buffered[number] = group
+    def complete(self, number: int, group: Group) -> None:
+        """A group has ended; ``KeyError`` if it is not under way."""
+        self.running.remove(number)
+        self.buffered[number], self.in_vain = group, 0
         self._check()
-        return True
 
-    def drop(self, number: int, outcome: Literal["filtered", "failed"]) -> bool:
-        """A group has ended without anything to train on; False as of ``complete``."""
-        if not self._end(number):
-            return False
+    def drop(self, number: int, outcome: Literal["filtered", "failed"]) -> None:
+        """A group has ended without anything to train on; ``KeyError`` as of ``complete``."""
+        self.running.remove(number)
         self.counts[outcome] += 1
+        self.in_vain += outcome == "filtered"
         self._check()
-        return True
 
     def advance(self, version: int) -> None:
         """So many global steps are trained."""
@@ -86,7 +86,7 @@ class WorkBuffer:
         """The complete groups of lowest numbers, taken out; None as long as too few are fresh enough."""
         oldest = self.version - self.max_staleness
         for number, group in list(self.buffered.items()):
-            if min(map(_oldest, group)) < oldest:
+            if min(map(oldest_version, group)) < oldest:
                 fresh = self._fresh_part(group, oldest)
                 if fresh:
                     self.buffered[number] = fresh
@@ -140,39 +140,16 @@ class WorkBuffer:
         """What of a group is young enough; nothing if fewer than two episodes are left of several."""
         episodes, kept = by_episode(group), []
         for parts in episodes:
-            if min(map(_oldest, parts)) >= oldest:
+            if min(map(oldest_version, parts)) >= oldest:
                 kept.append(parts)
                 continue
-            young = [_masked(part, oldest) for part in parts if max(part.versions) >= oldest]
-            if self.stale == "mask" and young:
+            young = [without_old(part, oldest) for part in parts if max(part.versions) >= oldest]
+            if self.stale == "mask" and young and all(part.token_rewards is None for part in parts):
                 kept.append(young)
             else:
                 self._lengths.append((sum(len(t.token_ids) for t in parts), True))
         return [part for parts in kept for part in parts] if len(kept) >= min(2, len(episodes)) else []
 
-    def _end(self, number: int) -> bool:
-        if number not in self.running:
-            return False
-        self.running.remove(number)
-        return True
-
     def _check(self) -> None:
         placed = sum(self.counts.values()) + len(self.buffered) + len(self.running)
         assert self.submitted == placed, f"{self.submitted} groups submitted, {placed} known: {self.counts}"
-
-
-def _oldest(trajectory: Trajectory) -> int:
-    """The version of its oldest action."""
-    return min(v for v, is_action in zip(trajectory.versions, trajectory.action_mask, strict=True) if is_action)
-
-
-def _masked(trajectory: Trajectory, oldest: int) -> Trajectory:
-    """A copy in which tokens before version ``oldest`` are no actions."""
-    young = [version >= oldest for version in trajectory.versions]
-    log_probs = zip(young, trajectory.log_probs, strict=True)
-    return replace(
-        trajectory,
-        action_mask=[a and is_young for a, is_young in zip(trajectory.action_mask, young, strict=True)],
-        log_probs=[log_prob if is_young else 0.0 for is_young, log_prob in log_probs],
-        versions=[version if version >= oldest else -1 for version in trajectory.versions],
-    )

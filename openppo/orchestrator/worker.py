@@ -10,8 +10,9 @@ from typing import Any
 from torch.distributed import DistNetworkError
 
 from openppo.orchestrator.groups import GroupPlayer, Outcome
-from openppo.orchestrator.link import Link, Pause, Play
+from openppo.orchestrator.messages import Pause, Play
 from openppo.rollout.driver import Leave
+from openppo.strategy.links import Link
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 
@@ -71,9 +72,11 @@ class Worker:
             if isinstance(message, Pause):
                 self._pauses.put_nowait(message)
                 continue
+            for task, prompts in message.joined:
+                await self.player.join(task, prompts)
             with self.driver.hold():  # requests that come together enter the engine together, as in one batch
-                for number in message.numbers:
-                    group = asyncio.ensure_future(self.player.play(number))
+                for start in message.starts:
+                    group = asyncio.ensure_future(self.player.play(start))
                     self._playing.add(group)
                     group.add_done_callback(self._send)
                 for _ in range(3):  # group, sample, request

@@ -7,7 +7,11 @@ from contextlib import suppress
 from threading import Condition
 
 from openppo.orchestrator.groups import Outcome
-from openppo.orchestrator.link import Entrance, Link, Pause, Play
+from openppo.orchestrator.messages import Pause, Play
+from openppo.orchestrator.schedule import Start
+from openppo.rollout.tasks import RunTask
+from openppo.strategy.links import Entrance, Link
+from openppo.types import Prompt
 
 
 class Workers:
@@ -20,16 +24,13 @@ class Workers:
         self, n_workers: int, lock: Condition, come: Callable[[Outcome | None], None], gone: Callable[[int], None]
     ) -> None:
         self.n_workers, self.lock, self.come, self.gone = n_workers, lock, come, gone
-        self._entrance = Entrance(n_workers)
+        self.entrance = Entrance(n_workers)
         self._links: dict[int, Link] = {}  # by launch rank
         self._load: Counter[int] = Counter()  # groups under way
+        self.joined: list[tuple[RunTask, list[Prompt]]] = []
+        self._knows: Counter[int] = Counter()  # of these
         self._is_closed = False
         threading.Thread(target=self._accept, name="coordinator", daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        """Where workers connect."""
-        return self._entrance.address
 
     @property
     def are_here(self) -> bool:
@@ -42,27 +43,28 @@ class Workers:
             with suppress(OSError):
                 link.send(pause)
 
-    def play(self, numbers: Sequence[int]) -> None:
+    def play(self, starts: Sequence[Start]) -> None:
         """Give each group to the worker that plays fewest, those of one worker in one message."""
-        shares: dict[int, list[int]] = defaultdict(list)
-        for number in numbers:
+        shares: dict[int, list[Start]] = defaultdict(list)
+        for start in starts:
             rank = min(self._links, key=lambda rank: (self._load[rank], rank))
             self._load[rank] += 1
-            shares[rank].append(number)
+            shares[rank].append(start)
         for rank, share in shares.items():
+            joined, self._knows[rank] = self.joined[self._knows[rank] :], len(self.joined)
             with suppress(OSError):
-                self._links[rank].send(Play(share))
+                self._links[rank].send(Play(share, joined))
 
     def close(self) -> None:
         """End all workers."""
         self._is_closed = True
         self.tell(Pause("end"))
-        self._entrance.close()
+        self.entrance.close()
 
     def _accept(self) -> None:
         with suppress(OSError):  # closed
             for _ in range(self.n_workers):
-                link = self._entrance.accept()
+                link = self.entrance.accept()
                 threading.Thread(target=self._read, args=(link,), name="coordinator", daemon=True).start()
 
     def _read(self, link: Link) -> None:

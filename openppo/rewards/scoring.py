@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
@@ -207,3 +207,25 @@ def _end(text: str, decode: Callable[[int, int], str], first: int, last: int) ->
     while earlier := [stop for stop in range(max(first, found - _MOST_BYTES), found) if is_complete(stop)]:
         found = earlier[0]
     return found
+
+
+class TaskScorer:
+    """Scores each trajectory with the source of its task; those of a task without one (None) get none."""
+
+    collective = False
+
+    def __init__(self, scorers: Mapping[str, Scorer | None]) -> None:
+        assert not any(scorer is not None and scorer.collective for scorer in scorers.values()), "one rank by itself"
+        self.scorers = scorers
+
+    def __str__(self) -> str:
+        return " and ".join(str(scorer) for scorer in self.scorers.values() if scorer is not None)
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory, in their order."""
+        scores: dict[int, Score] = {}
+        for name, scorer in self.scorers.items():
+            rows = [i for i, trajectory in enumerate(trajectories) if trajectory.prompt.task == name]
+            if rows and scorer is not None:
+                scores.update(zip(rows, scorer.score([trajectories[i] for i in rows]), strict=True))
+        return [scores.get(i, Score({})) for i in range(len(trajectories))]

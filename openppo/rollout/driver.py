@@ -1,6 +1,7 @@
 """Drive an engine on the caller's thread for coroutines in an event loop on another."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -40,7 +41,8 @@ class EngineDriver:
     The engine's steps consume requests and cancellations from one queue and hand completions to the loop. ``drive``
     waits for requests at most ``LONGEST_WAIT`` at a time. ``any_rank`` (None: each rank by itself) combines a flag over
     ranks in lockstep, which take equally many steps: a rank whose coroutines all wait for tools runs along. Coroutines
-    may outlive the work: their requests wait for the next ``drive``. ``waited`` are seconds without requests.
+    may outlive the work: their requests wait for the next ``drive``. ``waited`` are seconds without requests in it,
+    ``stood`` those outside of it.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class EngineDriver:
         self.stop = stop or StopCheck()
         self.loop = asyncio.new_event_loop()
         self.steps, self.waited = 0, 0.0
+        self._stood, self._left_at = 0.0, time.monotonic()  # math.inf while it is driven
         self._loop_runs = True
         self._inbox: SimpleQueue[list[_Request]] = SimpleQueue()
         self._held: list[_Request] | None = None
@@ -102,6 +105,7 @@ class EngineDriver:
         ``show`` is called between steps, as long as the loop runs.
         ``Interrupted`` on all ranks upon a signal: the work is cancelled.
         """
+        self._stood, self._left_at = self.stood, math.inf
         task = asyncio.run_coroutine_threadsafe(self._begin(work), self.loop).result()
         try:
             while True:
@@ -126,12 +130,18 @@ class EngineDriver:
                     self.loop.call_soon_threadsafe(self._tick)
                     show()
         finally:
+            self._left_at = time.monotonic()
             if not task.done():  # the engine raised
                 self.loop.call_soon_threadsafe(task.cancel)
         self.stop()
         if task.cancelled():
             raise Interrupted("a signal")
         return task.result()
+
+    @property
+    def stood(self) -> float:
+        """Seconds in which nobody drove the engine; no time limit of an episode counts them."""
+        return self._stood + max(0.0, time.monotonic() - self._left_at)
 
     def close(self) -> None:
         """Cancel what still runs in the loop; end it and its thread."""

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 
-from openppo.rollout.driver import EngineDriver
 from openppo.rollout.rollout import SampleFailed, SamplerParts, make_trajectory, rank_share, sample_seed
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
@@ -14,7 +13,7 @@ class ResponseSampler:
 
     def __init__(self, parts: SamplerParts) -> None:
         self.parts = parts
-        self.driver = EngineDriver(parts.engine, parts.any_rank, parts.stop)
+        self.driver = parts.own_driver()
 
     def sample(
         self,
@@ -44,6 +43,9 @@ class ResponseSampler:
         return [trajectory for parts in self.driver.drive(everything(), leave=self.parts.leave) for trajectory in parts]
 
     async def start(self) -> None:
+        """Nothing to do."""
+
+    async def end(self) -> None:
         """Nothing to do."""
 
     async def sample_one(

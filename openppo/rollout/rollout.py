@@ -26,7 +26,8 @@ class SamplerParts:
 
     ``any_rank`` combines a flag over ranks that decode in lockstep (None: each decodes by itself). ``has_rewards``
     tells whether sources of rewards score what is sampled. ``leave`` is what ``EngineDriver.drive`` does with requests
-    of others that are under way when a batch of samples is complete.
+    of others that are under way when a batch of samples is complete. ``driver`` is shared by the samplers of several
+    tasks.
     """
 
     engine: Engine
@@ -39,6 +40,11 @@ class SamplerParts:
     any_rank: Callable[[bool], bool] | None = None
     has_rewards: bool = True
     leave: Leave = "abandon"
+    driver: EngineDriver | None = None
+
+    def own_driver(self) -> EngineDriver:
+        """The driver that is given, or a new one."""
+        return self.driver or EngineDriver(self.engine, self.any_rank, self.stop)
 
 
 class Sampler(Protocol):
@@ -73,6 +79,9 @@ class SingleSampler(Sampler, Protocol):
 
     async def start(self) -> None:
         """Get ready for ``sample_one``."""
+
+    async def end(self) -> None:
+        """Release what ``start`` took."""
 
     async def sample_one(
         self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from openppo.strategy.trainable_model import merged_weights
 from openppo.strategy.worlds import Launch
 
 BUCKET_BYTES = 64 * 2**20
@@ -45,6 +47,21 @@ class WeightSender:
                 n_bytes += payload.numel()
         _broadcast_bytes(self._group, b"[]")
         return Transfer(time.monotonic() - start, met - start, n_bytes)
+
+
+@dataclass(frozen=True)
+class WholeWeights:
+    """``WeightSource`` of a policy that nothing partitions."""
+
+    policy: object
+
+    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
+        """Nothing to gather."""
+        return nullcontext()
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and weight, one by one."""
+        return merged_weights(self.policy)
 
 
 class WeightReceiver:

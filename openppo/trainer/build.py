@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.maker import ExperienceMaker, Hooks, forward_size
+from openppo.experience.maker import ExperienceMaker, Hooks
 from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import model_error_context
@@ -21,11 +21,10 @@ from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_reg
 from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
 from openppo.orchestrator.rollout_rank import RolloutRank
 from openppo.orchestrator.source import Engines
-from openppo.rewards.build import ScorerSetup
 from openppo.rollout.driver import Leave
-from openppo.rollout.responses import ResponseSampler
 from openppo.rollout.rollout import SamplerMaker, SamplerParts
 from openppo.rollout.sampling import decoder
+from openppo.rollout.tasks import TaskMaker
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
@@ -36,7 +35,16 @@ from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
-from openppo.trainer.data import PPOData, check_models, critic_lora, critic_start, load_ppo_data
+from openppo.trainer.data import (
+    PPOData,
+    TaskRewards,
+    check_models,
+    critic_lora,
+    critic_start,
+    load_ppo_data,
+    load_tasks_data,
+    loading,
+)
 from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import log_ppo_memory
@@ -62,13 +70,13 @@ def build_ppo_trainer(
     strategy, samples = strategy or _strategy(config), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
     tokenizer, actor_config, data = _checked(config, strategy, samples, maker)
-    setup = _scorer_setup(config, tokenizer, strategy, data, maker is not None)
+    rewards = TaskRewards(TaskMaker.of(config, maker), tokenizer, strategy, data)
     if run.dry_run and samples:
-        setup.check()
+        rewards.check()
     estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
-    plan = _plan(config, comm.world_size, len(data.prompts), source)
+    plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
-    scorer = setup.build() if samples and config.rewards.names() else None  # before the large models
+    scorer = rewards.build() if samples else None  # before the large models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
     actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, actor)
@@ -115,18 +123,29 @@ def _checked(
     if samples and maker is None and config.agents.form is not None:
         raise ValueError(f"--{config.agents.form}: pass source=agent_source(config.agents), of openppo.agents.")
     own_rewards = None if maker is None else maker.gives_rewards
-    check_options(config, strategy.comm, own_source=not samples, own_rewards=own_rewards)
+    own_source = not samples or isinstance(maker, TaskMaker)
+    check_options(config, strategy.comm, own_source=own_source, own_rewards=own_rewards)
     tokenizer, actor_config = check_models(config, strategy, samples)
     if maker is not None:
         maker.check(tokenizer)
-    return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, samples, maker)
+    if not samples:
+        return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False)
+    tasks = TaskMaker.of(config, maker)
+    return tokenizer, actor_config, load_tasks_data(tasks, tokenizer, actor_config, strategy.comm)
 
 
-def _plan(config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None) -> BatchPlan:
+def _plan(
+    config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None, maker: SamplerMaker | None
+) -> BatchPlan:
     plan = batch_plan(config, n_ranks, n_prompts, source)
-    if source is not None or not config.orchestrator.is_async:
+    if source is not None or not _is_async(config, maker):
         return plan
-    return replace(plan, steps=[config.prompts_per_step] * async_steps(config, n_prompts), episodes=1)
+    n_steps = async_steps(config, n_prompts, isinstance(maker, TaskMaker))
+    return replace(plan, steps=[config.prompts_per_step] * n_steps, episodes=1)
+
+
+def _is_async(config: TrainPPOConfig, maker: SamplerMaker | None) -> bool:
+    return config.orchestrator.is_async or isinstance(maker, TaskMaker)
 
 
 def _strategy(config: TrainPPOConfig) -> DeepspeedStrategy:
@@ -142,23 +161,20 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
         sys.exit()
     strategy = InferenceStrategy(config.deepspeed.bf16, rollout_ranks=n_sampling)
     tokenizer, actor_config = check_models(config, strategy)
-    if maker is not None:
-        maker.check(tokenizer)
-    data = load_ppo_data(config, tokenizer, actor_config, strategy.comm, agent=maker)
-    here = bool(config.rewards.names()) and not scored_by_trainers(config)
-    scorer = _scorer_setup(config, tokenizer, strategy, data, maker is not None).build() if here else None
+    tasks = TaskMaker.of(config, maker)
+    tasks.check(tokenizer)
+    data = load_tasks_data(tasks, tokenizer, actor_config, strategy.comm)
+    scorer = None if scored_by_trainers(config) else TaskRewards(tasks, tokenizer, strategy, data).build()
     with model_error_context("--pretrain", config.model.pretrain):
-        actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **_loading(config))
+        actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **loading(config))
     policy: Any = actor.eval().to(strategy.device).model  # not frozen: torch rounds otherwise with frozen weights
     if config.deepspeed.bf16:
         to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
     engine = new_engine(config, policy, tokenizer, StopCheck(), actor_config)
     engine.decode = decoder(tokenizer)
     what = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest
-    rewarded, leave = bool(config.rewards.names()), config.orchestrator.running_requests
-    parts = SamplerParts(*what, context_length(actor_config), has_rewards=rewarded, leave=leave)
-    sampler = ResponseSampler(parts) if maker is None else maker.make(parts)
-    return rollout_rank(config, strategy, engine, policy, sampler, scorer, data.prompts)
+    parts = SamplerParts(*what, context_length(actor_config), leave=config.orchestrator.running_requests)
+    return rollout_rank(config, strategy, engine, policy, tasks.make(parts), scorer, data.prompts, tasks)
 
 
 def _source(
@@ -166,16 +182,15 @@ def _source(
 ) -> RolloutSource:
     """Samples responses, or what ``maker`` plays, in turn with training or beside it."""
     asynchronous = config.orchestrator
-    leave: Leave = asynchronous.running_requests if asynchronous.is_async else "abandon"
-    parts = _parts(components, actor_config, leave)
-    sampler = None if maker is None else maker.make(parts)
-    if not asynchronous.is_async:
-        return PromptSource(config, components, sampler)
-    sampler = sampler or ResponseSampler(parts)
+    is_async, tasks = _is_async(config, maker), TaskMaker.of(config, maker)
+    parts = _parts(components, actor_config, asynchronous.running_requests if is_async else "abandon")
+    if not is_async:
+        return PromptSource(config, components, None if maker is None else maker.make(parts))
+    sampler = tasks.make(parts)
     held_out = PromptSource(config, components, sampler)
     engines = Engines(held_out, sampler, held_out.with_weights)
     run = components.strategy, components.actor, components.maker.hooks, engines
-    return async_source(config, *run, components.scorer, components.data.prompts)
+    return async_source(config, *run, components.scorer, components.data.prompts, tasks)
 
 
 def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Leave) -> SamplerParts:
@@ -196,53 +211,22 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Lea
     )
 
 
-def _scorer_setup(
-    config: TrainPPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    strategy: InferenceStrategy,
-    data: PPOData,
-    episodes: bool,
-) -> ScorerSetup:
-    model, shaping = config.model, config.shaping
-    return ScorerSetup(
-        config.rewards,
-        tokenizer,
-        comm=strategy.comm,
-        device=strategy.device,
-        prepare_frozen=strategy.prepare_frozen,
-        prompts=[*data.prompts, *data.held_out],
-        actor=model.pretrain,
-        size=forward_size(config),
-        loading=_loading(config),
-        value_head_prefix=model.value_head_prefix,
-        normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
-        input_template=config.data.input_template,
-        episodes=episodes,
-    )
-
-
 def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
     """The policy before training, or the ``reference`` where that is a model of its own, on the host."""
     model, lora, flag, name = config.model, {} if reference else vars(config.lora), "--pretrain", config.model.pretrain
     if reference and model.ref_pretrain is not None:
         flag, name = "--ref_pretrain", model.ref_pretrain
     with model_error_context(flag, name, "reference" if reference else "actor"):
-        return Actor(name, temperature=config.generation.temperature, **_loading(config), **lora)
+        return Actor(name, temperature=config.generation.temperature, **loading(config), **lora)
 
 
 def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
     """The critic before training, on the host."""
     start = critic_start(config)
     assert start is not None, "the estimator has a critic"
-    options = {"value_head_prefix": config.model.value_head_prefix, **_loading(config), **vars(critic_lora(config))}
+    options = {"value_head_prefix": config.model.value_head_prefix, **loading(config), **vars(critic_lora(config))}
     with model_error_context(*start, "critic"):
         return get_llm_for_sequence_regression(start[1], "critic", **options)
-
-
-def _loading(config: TrainPPOConfig) -> dict[str, bool]:
-    model = config.model
-    options = {"flash_attn": model.flash_attn, "trust_remote_code": model.trust_remote_code}
-    return options | {"bf16": config.deepspeed.bf16}
 
 
 def _prepared(

@@ -1,4 +1,4 @@
-"""What a PPO run reads: prompts, held-out prompts, documents; and whether models and options fit together."""
+"""What a PPO run reads and is rewarded by, or each of its tasks; and whether models and options fit together."""
 
 from dataclasses import dataclass, replace
 
@@ -8,12 +8,16 @@ from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.experience.estimators import ESTIMATORS, check_estimator
+from openppo.experience.maker import forward_size
 from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
-from openppo.rewards.build import own_tokenizer
+from openppo.rewards import Scorer
+from openppo.rewards.build import ScorerSetup, own_tokenizer
+from openppo.rewards.scoring import TaskScorer
 from openppo.rollout.decode_graphs import check_layers
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.row_cache import check_cache
+from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.trainer.resume.compatible import examples_fingerprint
@@ -91,6 +95,75 @@ def load_ppo_data(
     return data
 
 
+def load_tasks_data(
+    tasks: TaskMaker, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig, comm: Comm
+) -> PPOData:
+    """What all tasks of a run read. ``ValueError`` names the task."""
+    loaded = []
+    for number, task in enumerate(tasks.tasks):
+        config = task.config
+        if number > 0:  # documents are the run's
+            config = replace(config, data=replace(config.data, pretrain_data=None))
+        with task.named():
+            check_estimator(config.advantage.advantage_estimator, config.ppo.n_samples_per_prompt)
+            loaded.append(load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker))
+    if not tasks.are_named:
+        return loaded[0]
+    named = list(zip(tasks.tasks, loaded, strict=True))
+    return PPOData(
+        [replace(prompt, task=task.name) for task, data in named for prompt in data.prompts],
+        [replace(prompt, task=task.name) for task, data in named for prompt in data.held_out],
+        loaded[0].documents,
+        {f"{flag} of task {task.name}": value for task, data in named for flag, value in data.fingerprints.items()},
+        max(data.longest for data in loaded),
+    )
+
+
+@dataclass(frozen=True)
+class TaskRewards:
+    """What the sources of rewards are made of."""
+
+    tasks: TaskMaker
+    tokenizer: PreTrainedTokenizerBase
+    strategy: InferenceStrategy
+    data: PPOData
+
+    def check(self) -> None:
+        """``ValueError`` for what ``build`` would find wrong before it loads a model."""
+        for task in self.tasks.tasks:
+            with task.named():
+                self._setup(task).check()
+
+    def build(self) -> Scorer | None:
+        """Scorer of all sources; None without any. ``ValueError`` names the flag of whatever cannot work."""
+        scorers: dict[str, Scorer | None] = {}
+        for task in self.tasks.tasks:
+            with task.named():
+                scorers[task.name] = self._setup(task).build() if task.has_rewards else None
+        if not any(scorers.values()) or not self.tasks.are_named:
+            return next(iter(scorers.values()))
+        return TaskScorer(scorers)
+
+    def _setup(self, task: RunTask) -> ScorerSetup:
+        config, prompts = task.config, [*self.data.prompts, *self.data.held_out]
+        shaping = config.shaping
+        return ScorerSetup(
+            config.rewards,
+            self.tokenizer,
+            comm=self.strategy.comm,
+            device=self.strategy.device,
+            prepare_frozen=self.strategy.prepare_frozen,
+            prompts=[prompt for prompt in prompts if prompt.task == task.name],
+            actor=config.model.pretrain,
+            size=forward_size(config),
+            loading=loading(config),
+            value_head_prefix=config.model.value_head_prefix,
+            normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
+            input_template=config.data.input_template,
+            episodes=task.maker is not None,
+        )
+
+
 def _content(prompt: Prompt) -> list[object]:
     """What a prompt is, or of a task without one its row."""
     return [prompt.token_ids or repr(prompt.row), repr(prompt.label)]
@@ -141,6 +214,13 @@ def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
     model = config.model
     named = {"--critic_pretrain": model.critic_pretrain, "--reward_pretrain": config.rewards.reward_pretrain}
     return next(((flag, name) for flag, name in named.items() if name), ("--pretrain", model.pretrain))
+
+
+def loading(config: TrainPPOConfig) -> dict[str, bool]:
+    """How models of the run are loaded."""
+    model = config.model
+    options = {"flash_attn": model.flash_attn, "trust_remote_code": model.trust_remote_code}
+    return options | {"bf16": config.deepspeed.bf16}
 
 
 def critic_lora(config: TrainPPOConfig) -> LoRAConfig:

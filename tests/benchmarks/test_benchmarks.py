@@ -16,9 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.fork_server import Launcher
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-COMMANDS = ["agents", "cpu_peers", "decode", "gpu", "sweep"]
+COMMANDS = ["agents", "async", "cpu_peers", "decode", "gpu", "sweep"]
 PARTICIPANTS = ["openppo_step", "trl_step", "openrlhf_step", "local_decode", "vllm_decode", "workload"]
 PARTICIPANTS += ["gpu_models", "gpu_step"]
+SWEEP = "sweep.py --workloads w2 --sizes 4 8 --repeat 1 --assets a", 2
+ASYNC = "async.py --waits 0.02 --turns 2 --groups 2 --steps 1 --repeat 1", 5
 
 measure = SimpleNamespace(**runpy.run_path(str(BENCHMARKS / "peers/measure.py")))
 
@@ -32,7 +34,7 @@ def test_help_answers(launcher: Launcher, script: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "rows"),
-    [("gpu.py --shape tiny --steps 1 --cache .", 4), ("sweep.py --workloads w2 --sizes 4 8 --repeat 1 --assets a", 2)],
+    [("gpu.py --shape tiny --steps 1 --cache .", 4), SWEEP, ASYNC],
     ids=lambda value: str(value).split(".")[0],
 )
 def test_a_tiny_case_runs_on_a_cpu(command: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +43,7 @@ def test_a_tiny_case_runs_on_a_cpu(command: str, rows: int, tmp_path: Path, monk
     words = [sys.executable, str(BENCHMARKS / script), *more]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len(re.findall(r"^\| (?:\w+, tiny|[48] )", ended.stdout, re.MULTILINE)) == rows
+    assert len(re.findall(r"^\| (?:\w+, tiny|[48] |.* rank.* \|)", ended.stdout, re.MULTILINE)) == rows
 
 
 def test_disturbed_iterations_do_not_count_and_ratios_are_of_medians() -> None:

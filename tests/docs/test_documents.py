@@ -14,6 +14,7 @@ from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.experience import ESTIMATORS
 from openppo.models import POLICY_LOSSES
+from openppo.tasks.source import read_tasks
 from tests.docs.conftest import REPO, Run, train
 
 FOLDER = REPO / "docs"
@@ -195,6 +196,23 @@ def test_each_form_of_an_agent_runs(run: Run, workshop: Path) -> None:
     words = [{"256": "4", "ckpt/agent": "policy", "heldout.jsonl": "prompts.jsonl"}.get(w, w) for w in evaluation]
     assert "agent/completed" in run([*OPENPPO, "evaluate", *words], workshop)
     assert '"messages"' in (workshop / "episodes.jsonl").read_text()
+
+
+def test_many_tasks_train_together(run: Run, workshop: Path) -> None:
+    write_files("agents/index", workshop)
+    file, service = blocks("agents/tasks", "yaml")
+    smaller = {"sums.jsonl": "prompts.jsonl", "generate_max_len: 64": "generate_max_len: 4", "size: 16": "size: 2"}
+    for old, new in smaller.items():
+        assert old in file
+        file = file.replace(old, new)
+    (workshop / "tasks.yaml").write_text(file)
+    (line,) = commands("agents/tasks")
+    few = "--max_steps 3 --episode_max_len 300 --eval_steps 3 --save_path ckpt/tasks".split()
+    train(run, workshop, [["train_ppo", *tiny_words(line), *few]])
+    last = (workshop / "ckpt/tasks/logs/metrics.jsonl").read_text().splitlines()[-1]
+    assert all(f'"task/{name}/share"' in last for name in ("sums", "math", "game"))
+    (workshop / "service.yaml").write_text(service)
+    assert [task.agent for task in read_tasks(workshop / "service.yaml")] == ["http://127.0.0.1:9000"]
 
 
 def test_the_first_hour_runs(run: Run, workshop: Path) -> None:

@@ -29,6 +29,11 @@ async def solve(task, session):
     session.reward(0.5, turn)
     return {"won": float(len(turn.text))}
 """
+TASKS = """
+tasks:
+  - {name: fixed, data: prompts.jsonl, reward: two.py, eval_data: prompts.jsonl}
+  - {name: talk, data: prompts.jsonl, agent: "agent.py:solve"}
+"""
 RUNS = {
     "critic": f"""{TRAIN_PPO} --reward_pretrain reward --eval_data prompts.jsonl,sft.jsonl --eval_before_training
         --eval_steps 1 --eval_n_samples_per_prompt 2 --eval_temperature 1
@@ -42,6 +47,8 @@ RUNS = {
         --policy_loss_type double_sided""",
     "agent": f"""{TRAIN_PPO} --agent agent.py:solve --episode_max_len 300 --n_samples_per_prompt 2
         --eval_data prompts.jsonl --check_rendering warn --policy_loss_type decoupled""",
+    "tasks": f"""train_ppo {SMALL} --pretrain policy --tasks tasks.yaml --max_steps 3 --rollout_batch_size 4
+        --generate_max_len 4 --episode_max_len 300""",
     "sft": f"train_sft {SMALL} --pretrain policy --dataset sft.jsonl --eval_dataset sft.jsonl",
     "rm": f"train_rm {SMALL} --pretrain reward --dataset preference.jsonl --eval_dataset preference.jsonl",
 }
@@ -62,6 +69,7 @@ def logs(run: Run, workshop: Path) -> Logs:
     """Names in each file of each run."""
     (workshop / "two.py").write_text(REWARD)
     (workshop / "agent.py").write_text(AGENT)
+    (workshop / "tasks.yaml").write_text(TASKS)
     train(run, workshop, [line.format(out=f"metrics/{name}").split() for name, line in RUNS.items()])
     run([sys.executable, *ASYNC.format(out="metrics/async").split()], workshop)
     found: Logs = {}
@@ -75,7 +83,7 @@ def logs(run: Run, workshop: Path) -> Logs:
     return found
 
 
-PPO = ("critic", "named", "dynamic", "process", "agent", "async")
+PPO = ("critic", "named", "dynamic", "process", "agent", "async", "tasks")
 OF_FORMS = ("agent/unreadable_actions", "agent/sampling_overridden", "agent/retries")
 SOMETIMES = (
     "eval_reward_errors",
@@ -89,7 +97,10 @@ SOMETIMES = (
 
 @pytest.mark.parametrize(
     ("runs", "sections"),
-    [(PPO, "Rewards|Policy|Critic|Responses|Agents|Sampling|Rollouts|Time|Memory|Evaluation"), (("sft", "rm"), "SFT")],
+    [
+        (PPO, "Rewards|Policy|Critic|Responses|Agents|Sampling|Rollouts|Tasks|Time|Memory|Evaluation"),
+        (("sft", "rm"), "SFT"),
+    ],
     ids=["PPO", "supervised"],
 )
 def test_every_metric_is_documented_and_every_documented_one_is_logged(

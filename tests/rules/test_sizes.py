@@ -57,6 +57,8 @@ def test_nothing_in_the_package_exceeds_its_limit():
 def test_package_and_tests_stay_within_their_totals():
     assert python_lines(PACKAGE) <= limits.PACKAGE_LINES
     assert len(list(PACKAGE.rglob("*.py"))) <= limits.PACKAGE_FILES
+    assert python_lines(PACKAGE / "orchestrator") <= limits.ORCHESTRATOR_LINES
+    assert python_lines(PACKAGE / "agents") <= limits.AGENTS_LINES
     assert python_lines(REPO / "tests") <= limits.TEST_LINES
 
 

@@ -44,9 +44,14 @@ class _Answer:
 
 @dataclass(eq=False)
 class _Client:
-    """What one key stands for; answers by the numbers in their ids."""
+    """What one key stands for; answers by the numbers in their ids.
+
+    ``ended`` is told how a service says that its episode ended, of ``attempt``.
+    """
 
     session: Session
+    attempt: int = 0
+    ended: "asyncio.Future[str] | None" = None
     answers: dict[str, _Answer] = field(default_factory=dict)
 
     def repeated(self, digest: bytes) -> _Answer | None:
@@ -103,10 +108,10 @@ class Gateway:
             self.close(key)
         await self._runner.cleanup()
 
-    def open(self, session: Session) -> str:
-        """The key of a session."""
+    def open(self, session: Session, attempt: int = 0, ended: "asyncio.Future[str] | None" = None) -> str:
+        """The key of a session; ``ended`` gets the status with which a client completes its ``attempt``."""
         key = f"sk-{secrets.token_hex(16)}"
-        self._clients[key] = _Client(session)
+        self._clients[key] = _Client(session, attempt, ended)
         return key
 
     def base_url(self, key: str) -> str:
@@ -170,7 +175,9 @@ class Gateway:
         """Take a reward, of the episode or of one answer, or the word that the episode is complete."""
         body, completes = read_body(await request.read()), request.path.endswith("/complete")
         client = self._client(request)
-        session, given = client.session, body.get("reward", {} if completes else None)
+        session, given, status = client.session, body.get("reward", {} if completes else None), "completed"
+        if completes:
+            status = _status(client, body)
         named: dict[str, Any] = given if isinstance(given, dict) else {"reward": given}
         if not all(isinstance(value, int | float) and abs(value) < 1e38 for value in named.values()):
             raise Refused(f'reward {shortened(given)}: send {{"reward": NUMBER}}, or numbers by name.')
@@ -179,14 +186,26 @@ class Gateway:
         else:
             for name, value in named.items():
                 session.reward(value, name=name)
-        if completes:
+        if completes and status == "completed":
             session.close(Ending.COMPLETED)
+        if completes and client.ended is not None and not client.ended.done():
+            client.ended.set_result(status)
         return web.json_response({"reward": session.rewards})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._client(request)
         model = {"id": "openppo", "object": "model", "created": 0, "owned_by": "openppo"}
         return web.json_response({"object": "list", "data": [model]})
+
+
+def _status(client: _Client, body: dict[str, Any]) -> str:
+    """How an episode ended, completed or failed; ``Refused`` for another attempt or another word."""
+    status, attempt = body.get("status", "completed"), body.get("attempt", client.attempt)
+    if attempt != client.attempt:
+        raise Refused(f"attempt {shortened(attempt)} is not this one, {client.attempt}: it has been given up.", 409)
+    if status not in ("completed", "failed"):
+        raise Refused(f'status {shortened(status)}: send "completed" or "failed".')
+    return str(status)
 
 
 async def _sample(answer: _Answer, session: Session, messages: list[Message], options: dict[str, Any]) -> None:

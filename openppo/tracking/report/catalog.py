@@ -1,13 +1,14 @@
 """Which metrics share a chart, with a sentence for the reader; other metrics get charts of their own."""
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from openppo.types import Ending
 
 
 class Chart(NamedTuple):
-    """``metrics`` in one chart, by name or by a start and *; ``target`` is an option drawn as a line."""
+    """``metrics`` in one chart, by name, with * for any part; ``target`` is an option drawn as a line."""
 
     title: str
     metrics: tuple[str, ...]
@@ -65,7 +66,6 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Tool calls", ("agent/tool_calls", "agent/tool_errors", "agent/malformed_calls"), "Per episode."),
         Chart("Prompts of turns", ("agent/bridged_turns", "agent/rerendered_turns"), "Continued, or rendered anew."),
         Chart("Prefix reuse", ("agent/prefix_reuse",), "Tokens kept between turns, for each one that was read."),
-        Chart("Idle engines", ("agent/engine_idle_s",), "Seconds in which they have no requests, in a rollout."),
         Chart("Other counts", ("agent/*",), "Per episode."),
         Chart("Best and worst held-out episode", ("eval_reward_max", "eval_reward_min"), "Of all of an evaluation."),
         Chart("Endings of held-out episodes", ("eval_agent/*",)),
@@ -92,6 +92,16 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Episodes too old", ("stale/share", "stale/share_by_length/*"), "Share, of each quarter by length."),
         Chart("Other numbers", ("async/*",)),
     ),
+    "Tasks": (
+        Chart("Reward by task", ("task/*/reward",)),
+        Chart("Shares of the accepted episodes", ("task/*/share", "task/*/ratio"), "Reached, and wanted."),
+        Chart("Accepted episodes", ("task/*/accepted_episodes",), "Of the whole run."),
+        Chart("KL by task", ("task/*/kl",), "Nats per token."),
+        Chart("Response length by task", ("task/*/response_length",), "Tokens."),
+        Chart("Staleness by task", ("task/*/staleness",), "Global steps between sampling and training."),
+        Chart("Seconds of a group", ("task/*/group_s",), "Mean over the run."),
+        Chart("Groups under way, failed", ("task/*/running_groups", "task/*/failed_groups")),
+    ),
     "Speed": (
         Chart("Seconds per phase", ("time/*",), "Of the slowest rank."),
         Chart("Tokens per second", ("speed/*",), "Of all ranks together."),
@@ -112,4 +122,4 @@ def charts_of(names: Iterable[str]) -> list[dict[str, object]]:
 
 def matches(name: str, pattern: str) -> bool:
     """Whether ``pattern``, a name in a chart, stands for metric ``name``."""
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+    return fnmatchcase(name, pattern)

@@ -43,13 +43,13 @@ class Grading:
         Responses to one prompt are neighbours with one ``group``. All ranks call this together, with their own
         trajectories; the result is empty if no rank has any.
         """
-        metrics, mine = Metrics(), {t.prompt.source: None for t in trajectories}
+        metrics, mine = Metrics(), {_source(t): None for t in trajectories}
         names = short_names(source for of_rank in self.comm.all_gather_object(list(mine)) for source in of_rank)
         for _, group in groupby(trajectories, key=lambda trajectory: trajectory.group):
             responses = list(group)
             self._measure_prompt(responses, metrics, prefix="eval_")
             if len(names) > 1:
-                self._measure_prompt(responses, metrics, prefix=f"eval/{names[responses[0].prompt.source]}/")
+                self._measure_prompt(responses, metrics, prefix=f"eval/{names[_source(responses[0])]}/")
         if isinstance(trajectories, Rollout):
             metrics.merge(trajectories.metrics)
         return metrics.reduced(self.comm)
@@ -77,3 +77,8 @@ class Grading:
         for response in responses:
             metrics.add(f"{prefix}response_length", sum(response.action_mask))
             metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)
+
+
+def _source(trajectory: Trajectory) -> str:
+    """What its metrics are named after: its task, else its data source."""
+    return trajectory.prompt.task or trajectory.prompt.source

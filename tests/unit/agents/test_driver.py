@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from openppo.rollout.driver import EngineDriver
-from openppo.types import FinishReason, Interrupted, SamplingParams, StopCheck
+from openppo.tracking import Metrics
+from openppo.types import FinishReason, Interrupted, Prompt, SamplingParams, StopCheck
 from tests.unit.agents.conftest import ScriptedEngine
 
 PARAMS = SamplingParams(64)
@@ -283,6 +284,23 @@ def test_ranks_in_lockstep_agree_before_each_step_and_never_spin(make_driver):
     assert len(agreed) == made.steps + 2 * (len(waits) + 1), "once before a step, twice before a wait and at the end"
     assert set(waits) == {0.02}
     assert 4 <= len(waits) <= took / 0.02 + 4 + 2, "each is 20 ms long, or ends with a request"
+
+
+def test_no_time_limit_counts_the_time_in_which_nobody_drives(make_sampler):
+    """As between the steps of a run whose ranks sample and train in turn."""
+
+    async def solve(task, session):
+        return float(len((await session.chat(task.messages)).text))
+
+    sampler = make_sampler(solve, lambda text: "yes", agent_timeout=0.4)
+    sampler.driver.drive(sampler.start(), leave="continue")
+    episode = sampler.sample_one(Prompt("x", [5]), SamplingParams(8), 1, 1, 0, Metrics())
+    played = asyncio.run_coroutine_threadsafe(episode, sampler.driver.loop)
+    time.sleep(1.0)
+    assert not played.done()
+    sampler.driver.drive(asyncio.wait_for(asyncio.wrap_future(played, loop=sampler.driver.loop), 10), leave="continue")
+    assert played.result()[0].scores == {"reward": 3.0}
+    assert 1.0 <= sampler.driver.stood < 2.0
 
 
 def test_a_rank_without_work_takes_the_steps_of_others(make_driver):

@@ -60,4 +60,4 @@ def sampler() -> Iterator[StubSampler]:
 
 @pytest.fixture
 def plan() -> GroupPlan:
-    return GroupPlan(PROMPTS, SamplingParams(4), 3, 42, ESTIMATORS["rloo"], {}, only_useful=False)
+    return GroupPlan(PROMPTS, SamplingParams(4), 3, 42, ESTIMATORS["rloo"], {}, most_in_vain=0)

@@ -3,18 +3,26 @@
 import os
 import socket
 import threading
+import time
 from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import DistNetworkError
 
-from openppo.orchestrator.coordinator import FAILURES_IN_A_ROW, Coordinator
-from openppo.orchestrator.groups import GroupPlayer
-from openppo.orchestrator.link import connect
+from openppo.config import TrainPPOConfig, from_options
+from openppo.orchestrator.coordinator import Coordinator
+from openppo.orchestrator.groups import GroupPlayer, Outcome
+from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import Worker
+from openppo.rollout.tasks import FAILURES_IN_A_ROW, RunTask, TaskShare
+from openppo.strategy.links import connect
+from openppo.tracking import Metrics
 from openppo.types import SingleProcess, StopCheck
-from tests.unit.orchestrator.conftest import StubSampler
+from tests.unit.orchestrator.conftest import PROMPTS, StubSampler
 
 GO = StopCheck()
 
@@ -22,10 +30,11 @@ GO = StopCheck()
 @contextmanager
 def working(plan, batch=2, max_staleness=1, most=1000, n_workers=1, pauses=False):
     """A coordinator, and workers that are driven on threads of their own."""
-    coordinator = Coordinator(WorkBuffer(batch, max_staleness), plan.prompt, most, n_workers, pauses)
+    schedule = TaskSchedule({"": TaskShare(1.0, plan.n_samples)})
+    coordinator = Coordinator(WorkBuffer(batch, max_staleness), schedule, {"": plan}, most, n_workers, pauses)
     samplers = [StubSampler() for _ in range(n_workers)]
-    links = [connect(coordinator.workers.address) for _ in samplers]
-    players = [GroupPlayer(plan, sampler, None) for sampler in samplers]
+    links = [connect(coordinator.workers.entrance.address) for _ in samplers]
+    players = [GroupPlayer({"": plan}, sampler, None) for sampler in samplers]
     workers = [Worker(p, link, 5 + i, "continue") for i, (p, link) in enumerate(zip(players, links, strict=True))]
     threads = []
     for worker in [] if pauses else workers:
@@ -46,6 +55,11 @@ def drive_to_the_end(worker):
         pass
 
 
+def arrived(coordinator):
+    with coordinator._changed:
+        assert coordinator._changed.wait_for(lambda: coordinator.workers.are_here, 10)
+
+
 def numbers(batch):
     return [group[0].group for group in batch]
 
@@ -63,6 +77,21 @@ def test_batches_come_in_order_and_no_further_than_the_gate_allows(plan):
         assert coordinator.buffer.counts["trained"] == 8
 
 
+def test_more_than_a_thousand_groups_are_under_way_at_once(plan):
+    with working(plan, batch=512, max_staleness=2, most=2000) as (coordinator, (sampler,), _):
+        under_way, most = set(), []
+
+        def wait(group):
+            under_way.add(group)
+            most.append(len(under_way))
+            return 0.5
+
+        sampler.wait = wait
+        coordinator.want_batch()
+        assert numbers(coordinator.wait_for_batch(GO)[0]) == list(range(512))
+        assert max(most) == 3 * 512
+
+
 def test_groups_go_to_the_worker_that_plays_fewest(plan):
     with working(plan, batch=4, max_staleness=0, n_workers=2) as (coordinator, samplers, _):
         coordinator.want_batch()
@@ -77,6 +106,18 @@ def test_no_group_is_played_that_the_run_does_not_need(plan):
             assert coordinator.wait_for_batch(GO) is not None
             coordinator.advance(version, synced=True)
         assert {group for group, *_ in sampler.asked} == set(range(4))
+
+
+def test_groups_that_grew_old_before_a_batch_was_wanted_are_replaced(plan):
+    with working(plan, most=4) as (coordinator, (sampler,), _):
+        coordinator.want_batch()
+        assert numbers(coordinator.wait_for_batch(GO)[0]) == [0, 1]
+        while coordinator.buffer.running:
+            time.sleep(0.01)
+        sampler.driver.engine.version = 2
+        coordinator.advance(2, synced=True)
+        coordinator.want_batch()  # finds that 2 and 3 are too old, with nothing under way
+        assert numbers(coordinator.wait_for_batch(Mock(requested=iter([False] * 50 + [True]).__next__))[0]) == [4, 5]
 
 
 def test_a_complete_batch_pauses_workers_that_train_too(plan):
@@ -102,8 +143,7 @@ def test_the_share_of_time_without_requests_comes_with_groups(plan):
     with working(plan) as (coordinator, (sampler,), _):
         sampler.wait = lambda group: 0.2
         coordinator.want_batch()
-        _, metrics = coordinator.wait_for_batch(GO)
-        assert 0.5 < metrics.reduced(SingleProcess())["async/engine_idle_share"] <= 1.05
+        assert 0.5 < coordinator.wait_for_batch(GO)[1].reduced(SingleProcess())["async/engine_idle_share"] <= 1.05
 
 
 def test_failures_in_a_row_end_the_wait(plan):
@@ -112,6 +152,60 @@ def test_failures_in_a_row_end_the_wait(plan):
         coordinator.want_batch()
         with pytest.raises(RuntimeError, match=f"{FAILURES_IN_A_ROW} groups in a row failed; the last: no answer"):
             coordinator.wait_for_batch(GO)
+
+
+def test_failures_in_a_row_leave_the_engine_where_workers_train_too(plan):
+    with working(plan, pauses=True) as (coordinator, (sampler,), (worker,)):
+        sampler.failing = lambda group, seed: True
+        coordinator.want_batch()
+        assert worker.drive().reason == "batch"
+        with pytest.raises(RuntimeError, match="10 groups in a row failed"):
+            coordinator.wait_for_batch(GO)
+
+
+def test_groups_that_teach_nothing_end_the_wait_at_last(plan):
+    with working(replace(plan, most_in_vain=6)) as (coordinator, *_):  # without rewards all are equal
+        coordinator.want_batch()
+        with pytest.raises(RuntimeError, match="--dynamic_sampling: 6 groups in a row had equal rewards"):
+            coordinator.wait_for_batch(GO)
+
+
+def test_whoever_else_connects_is_sent_away(plan):
+    schedule = TaskSchedule({"": TaskShare(1.0, plan.n_samples)})
+    coordinator = Coordinator(WorkBuffer(2, 0), schedule, {"": plan}, 10, 1, False)
+    host, port, _ = coordinator.workers.entrance.address.split()
+    for words in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(words)
+    with pytest.raises(AuthenticationError):
+        connect(f"{host} {port} {'00' * 32}")
+    link = connect(coordinator.workers.entrance.address)
+    link.send(5)
+    arrived(coordinator)
+    coordinator.close()
+
+
+def test_a_task_joins_once_also_where_a_state_is_taken_back(plan):
+    def newcomer(fields):
+        config = from_options(TrainPPOConfig, pretrain="MODEL", advantage_estimator="rloo")
+        return RunTask(fields["name"], config, None, 0.5, fields=fields), [replace(PROMPTS[0], task="new")]
+
+    with working(plan) as (coordinator, *_):
+        arrived(coordinator)
+        coordinator.schedule.newcomer, before = newcomer, coordinator.state_dict()
+        coordinator.join({"name": "new"})
+        with pytest.raises(ValueError, match="there is a task 'new' already"):
+            coordinator.join({"name": "new"})
+        after = coordinator.state_dict()
+        assert after["joined"] == [{"name": "new"}]
+        for state in (after, before, after):
+            coordinator.load_state_dict(state)
+            assert {*coordinator.plans} == {"", "new"}
+    with working(plan) as (resumed, *_):
+        arrived(resumed)
+        resumed.schedule.newcomer = newcomer
+        resumed.load_state_dict(after)
+        assert resumed.schedule.shares["new"].ratio == 0.5
 
 
 def test_single_failures_are_replaced(plan):
@@ -139,6 +233,33 @@ def test_an_error_in_a_group_is_raised_where_the_engine_runs(plan):
         coordinator.want_batch()
         with pytest.raises(ZeroDivisionError):
             worker.drive()
+
+
+def test_groups_of_a_checkpoint_may_be_too_old(plan):
+    with working(plan, batch=1, max_staleness=4) as (coordinator, (sampler,), _):
+        coordinator.want_batch()
+        coordinator.wait_for_batch(GO)
+        while len(coordinator.buffer.buffered) < 4:
+            time.sleep(0.01)
+        state = coordinator.state_dict()
+    with working(plan, batch=1, max_staleness=0) as (resumed, (sampler,), _):
+        sampler.driver.engine.version = 1
+        resumed.load_state_dict(state)
+        resumed.advance(1, synced=True)
+        resumed.want_batch()
+        assert resumed.wait_for_batch(GO) is not None
+        assert resumed.buffer.counts["stale"] == len(state["groups"])
+
+
+def test_late_results_of_a_group_given_up_change_nothing(plan):
+    with working(plan, max_staleness=0) as (coordinator, *_):
+        coordinator.want_batch()
+        batch, _ = coordinator.wait_for_batch(GO)
+        before = coordinator.state_dict()
+        for late in (Outcome(0, batch[0], Metrics()), Outcome(99, None, Metrics(), "lost")):
+            with coordinator._changed:
+                coordinator._come(late)
+        assert coordinator.state_dict() == before
 
 
 def test_a_signal_ends_the_wait(plan):

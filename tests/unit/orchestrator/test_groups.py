@@ -10,7 +10,8 @@ import pytest
 from openppo.datasets import BatchSampler
 from openppo.experience.estimators import ESTIMATORS
 from openppo.orchestrator.groups import ATTEMPTS, GroupPlayer
-from openppo.orchestrator.saved import as_json, from_json
+from openppo.orchestrator.schedule import Start
+from openppo.rollout.kept import as_json, from_json
 from openppo.rollout.rollout import sample_seed
 from openppo.types import Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
 from tests.unit.orchestrator.conftest import PROMPTS
@@ -34,7 +35,7 @@ class Scorer:
 
 def played(player, *numbers):
     async def work():
-        return await asyncio.gather(*map(player.play, numbers))
+        return await asyncio.gather(*(player.play(Start(number, number)) for number in numbers))
 
     return player.sampler.driver.drive(work())
 
@@ -42,7 +43,7 @@ def played(player, *numbers):
 def test_prompts_and_seeds_are_those_of_a_synchronous_run(plan, sampler):
     order = [i for epoch in (0, 1) for batch in BatchSampler(8, 4, 42).batches(epoch) for i in batch]
     assert [plan.prompt(number).index for number in range(16)] == order
-    played(GroupPlayer(plan, sampler, None), 5)
+    played(GroupPlayer({"": plan}, sampler, None), 5)
     assert [(group, seed) for group, seed, _ in sampler.asked] == [(5, sample_seed(42, 15 + i)) for i in range(3)]
     assert {env for *_, env in sampler.asked} == {sample_seed(42, 5) % 2**31}, "one environment for a group"
 
@@ -50,7 +51,7 @@ def test_prompts_and_seeds_are_those_of_a_synchronous_run(plan, sampler):
 def test_failed_samples_are_replaced_with_other_seeds(plan, sampler):
     first = {sample_seed(42, 3 * 2 + i) for i in range(3)}
     sampler.failing = lambda group, seed: seed in first
-    (outcome,) = played(GroupPlayer(plan, sampler, None), 2)
+    (outcome,) = played(GroupPlayer({"": plan}, sampler, None), 2)
     assert len(outcome.trajectories) == 3
     assert len({seed for _, seed, _ in sampler.asked}) == 6
     assert outcome.metrics.reduced(SingleProcess())["sampled"] == 3
@@ -60,7 +61,7 @@ def test_a_group_goes_on_with_two_survivors_and_fails_with_one(plan, sampler):
     lost = sample_seed(42, 0)
     seeds = {lost, *(sample_seed(lost, attempt) for attempt in range(1, ATTEMPTS))}
     sampler.failing = lambda group, seed: group == 1 or seed in seeds
-    two, none = played(GroupPlayer(plan, sampler, None), 0, 1)
+    two, none = played(GroupPlayer({"": plan}, sampler, None), 0, 1)
     assert len(two.trajectories) == 2
     assert none.trajectories is None
     assert none.error.startswith("no answer to prompt")
@@ -69,12 +70,12 @@ def test_a_group_goes_on_with_two_survivors_and_fails_with_one(plan, sampler):
 
 def test_groups_that_wait_are_scored_together_on_one_thread(plan, sampler):
     scorer = Scorer()
-    player = GroupPlayer(plan, sampler, scorer)
+    player = GroupPlayer({"": plan}, sampler, scorer)
     scorer.gate.clear()
     sampler.wait = lambda group: 0.0 if group == 0 else 0.05
 
     async def work():
-        groups = [asyncio.ensure_future(player.play(number)) for number in range(4)]
+        groups = [asyncio.ensure_future(player.play(Start(number, number))) for number in range(4)]
         await asyncio.sleep(0.3)
         scorer.gate.set()
         return await asyncio.gather(*groups)
@@ -91,18 +92,18 @@ def test_what_a_source_of_rewards_raises_ends_the_play(plan, sampler):
             raise ValueError("--reward_fn: broken")
 
     with pytest.raises(ValueError, match="--reward_fn: broken"):
-        played(GroupPlayer(plan, sampler, Broken()), 0)
+        played(GroupPlayer({"": plan}, sampler, Broken()), 0)
 
 
 def test_groups_of_one_reward_are_filtered_if_asked_for(plan, sampler):
-    plan = dataclasses.replace(plan, only_useful=True)
-    (outcome,) = played(GroupPlayer(plan, sampler, Scorer()), 0)
+    plan = dataclasses.replace(plan, most_in_vain=8)
+    (outcome,) = played(GroupPlayer({"": plan}, sampler, Scorer()), 0)
     assert outcome.trajectories == []
 
 
 def test_remax_gets_a_scored_greedy_response(plan, sampler):
     plan = dataclasses.replace(plan, n_samples=1, estimator=ESTIMATORS["remax"])
-    (outcome,) = played(GroupPlayer(plan, sampler, Scorer()), 4)
+    (outcome,) = played(GroupPlayer({"": plan}, sampler, Scorer()), 4)
     (sample,) = outcome.trajectories
     assert sample.greedy.scores == sample.scores == {"reward": float(plan.prompt(4).index)}
 

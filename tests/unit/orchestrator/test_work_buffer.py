@@ -24,7 +24,7 @@ def filled(*groups, batch=2, max_staleness=1, stale="drop"):
     buffer = WorkBuffer(batch, max_staleness, stale)
     for number, versions in enumerate(groups):
         buffer.submit(number)
-        assert buffer.complete(number, [episode(number, *each) for each in versions])
+        buffer.complete(number, [episode(number, *each) for each in versions])
     return buffer
 
 
@@ -58,14 +58,6 @@ def test_a_batch_holds_complete_groups_in_the_order_of_numbers():
     buffer.complete(1, [episode(1, 0)])
     assert numbers(buffer.cut()) == [[0], [1]]
     assert buffer.cut() is None
-
-
-def test_late_results_of_a_group_given_up_change_nothing():
-    buffer = filled([[0]])
-    before = buffer.state_dict()
-    assert not buffer.complete(0, [episode(0, 0)])
-    assert not buffer.drop(7, "failed")
-    assert buffer.state_dict() == before
 
 
 def test_episodes_with_one_token_too_old_are_dropped_whole():
@@ -104,8 +96,7 @@ def test_loss_by_length_is_measured_and_warned_of(caplog):
     buffer = filled([[1], [1], [1, 1], [0] * 9], batch=1)
     buffer.advance(2)
     assert buffer.cut() is not None
-    metrics = Metrics()
-    buffer.measure(metrics)
+    buffer.measure(metrics := Metrics())
     found = metrics.reduced(SingleProcess())
     assert found["stale/share"] == 0.25
     assert [found[f"stale/share_by_length/{quarter}"] for quarter in (1, 2, 3, 4)] == [0, 0, 0, 1]
@@ -116,8 +107,7 @@ def test_episodes_of_one_length_are_alike_in_loss_by_length():
     buffer = filled([[1]], [[1]], [[1]], [[0]], batch=3)
     buffer.advance(2)
     assert buffer.cut() is not None
-    metrics = Metrics()
-    buffer.measure(metrics)
+    buffer.measure(metrics := Metrics())
     found = metrics.reduced(SingleProcess())
     assert [found[f"stale/share_by_length/{quarter}"] for quarter in (1, 2, 3, 4)] == [0.25] * 4
 

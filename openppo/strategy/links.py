@@ -1,25 +1,10 @@
-"""Messages between the coordinator and the ranks that sample, over a connection of this machine."""
+"""Connections between processes of this machine, for whole objects."""
 
 import pickle
 import secrets
-from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Literal
-
-
-@dataclass(frozen=True)
-class Play:
-    """Play the groups of these numbers."""
-
-    numbers: list[int]
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Leave the engine: for ``weights`` of ``version``, for a ``batch`` that is complete, or at the ``end``."""
-
-    reason: Literal["weights", "batch", "end"]
-    version: int = -1
+from typing import Any
 
 
 class Link:
@@ -45,17 +30,23 @@ class Entrance:
     """Where workers connect, with the key that ``address`` ends with."""
 
     def __init__(self, n_workers: int) -> None:
-        key = secrets.token_bytes(32)
+        key, self._is_closed = secrets.token_bytes(32), False
         self._listener = Listener(("127.0.0.1", 0), authkey=key, backlog=n_workers)
         host, port, *_ = self._listener.address
         self.address = f"{host} {port} {key.hex()}"
 
     def accept(self) -> Link:
-        """The next worker's link."""
-        return Link(self._listener.accept())
+        """The next worker's link; others that come are sent away. ``OSError`` once it is closed."""
+        while True:
+            try:
+                return Link(self._listener.accept())
+            except (EOFError, AuthenticationError, OSError):
+                if self._is_closed:
+                    raise
 
     def close(self) -> None:
         """Take no more."""
+        self._is_closed = True
         self._listener.close()
 
 

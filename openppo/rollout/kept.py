@@ -1,4 +1,4 @@
-"""Trajectories as JSON, for checkpoints."""
+"""Trajectories that are kept until they are trained on: how old they are, and as JSON for checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,3 +51,20 @@ def _row(row: Trajectory) -> dict[str, Any]:
     plain = {name: vars(row)[name] for name in _PLAIN}
     own = {"scores": dict(row.scores), "finish_reason": row.finish_reason.value, "prompt_ids": row.prompt.token_ids}
     return plain | own
+
+
+def oldest_version(trajectory: Trajectory) -> int:
+    """The version of its oldest action."""
+    return min(v for v, is_action in zip(trajectory.versions, trajectory.action_mask, strict=True) if is_action)
+
+
+def without_old(trajectory: Trajectory, oldest: int) -> Trajectory:
+    """A copy in which tokens before version ``oldest`` are no actions."""
+    young = [version >= oldest for version in trajectory.versions]
+    log_probs = zip(young, trajectory.log_probs, strict=True)
+    return replace(
+        trajectory,
+        action_mask=[a and is_young for a, is_young in zip(trajectory.action_mask, young, strict=True)],
+        log_probs=[log_prob if is_young else 0.0 for is_young, log_prob in log_probs],
+        versions=[version if version >= oldest else -1 for version in trajectory.versions],
+    )

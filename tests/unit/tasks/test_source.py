@@ -1,0 +1,185 @@
+"""Tasks files: what they say, and one message for what is wrong. Samples and rewards go to the task they belong to."""
+
+import json
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+import yaml
+
+from openppo.agents.session import Task
+from openppo.config import TrainPPOConfig, from_options
+from openppo.rewards.scoring import TaskScorer
+from openppo.rollout.tasks import by_speed
+from openppo.tasks.server import TaskServer
+from openppo.tasks.source import TaskService, read_tasks, task_source
+from openppo.types import FinishReason, Prompt, Score, Trajectory
+
+MINIMAL = {"name": "one", "data": "rows.jsonl", "reward": "exact_match"}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text("async def solve(task, session): return 1.0")
+    Path("ratios.py").write_text("def mine(shares): return {name: 1.0 for name in shares}")
+    return from_options(TrainPPOConfig, pretrain="MODEL", max_steps=3, generate_max_len=64, agent_timeout=9.0)
+
+
+def source(config, *rows, **options):
+    Path("tasks.yaml").write_text(yaml.safe_dump({"tasks": list(rows)}))
+    given = {"pretrain": "MODEL", "max_steps": 3, "generate_max_len": 64, "agent_timeout": 9.0, "tasks": "tasks.yaml"}
+    return task_source(from_options(TrainPPOConfig, **given, **options))
+
+
+def test_a_task_has_the_options_of_the_run_and_its_own(config):
+    talk = {"name": "talk", "agent": "agent.py:solve", "data": "t.jsonl", "group_size": 3, "max_concurrent": 5}
+    talk |= {"timeout": 4, "retries": 0, "options": {"max_turns": 2, "label_key": "x"}, "eval_data": "e.jsonl"}
+    one, two = source(config, MINIMAL | {"sampling": {"generate_max_len": 8, "stop": ["\n"]}}, talk).tasks
+    assert (one.config.data.prompt_data, one.config.rewards.verifiable_reward) == ("rows.jsonl", ("exact_match",))
+    assert (one.config.generation.generate_max_len, one.config.generation.stop) == (8, ("\n",))
+    assert (one.config.agents.agent_timeout, one.maker, one.ratio, one.retries) == (9.0, None, 0.5, 2)
+    assert (two.config.agents.agent_timeout, two.config.agents.max_turns, two.config.data.label_key) == (4, 2, "x")
+    assert (two.config.evaluation.eval_data, two.config.generation.generate_max_len) == ("e.jsonl", 64)
+    assert (two.share.group_size, two.share.max_concurrent, two.retries) == (3, 5, 0)
+    assert two.maker.options.agent_timeout == 4
+    assert not two.has_rewards
+
+
+def test_objects_of_ones_own_are_tasks_too(config):
+    async def solve(task: Task, session):
+        return 1.0
+
+    services = [TaskService("a", solve, "a.jsonl", ratio=0.25), TaskService("b", data="b", reward="length", ratio=0.75)]
+    services[1] = TaskService(**{**vars(services[1]), "options": {"verify_length": 3}})
+    made = task_source(config, services, by_speed)
+    assert [(task.name, task.ratio) for task in made.tasks] == [("a", 0.25), ("b", 0.75)]
+    assert made.ratios is by_speed
+
+
+WRONG = [
+    ([{**MINIMAL, "color": "red"}], "task one has no field 'color'; fields are name, agent, data, reward, ratio"),
+    ([{"data": "x"}], "task number 1 needs a name"),
+    ([{**MINIMAL, "name": "a/b"}], "'a/b' is no name of a task"),
+    ([MINIMAL, MINIMAL], "two tasks have the name 'one'"),
+    ([{**MINIMAL, "ratio": 0.5}, {**MINIMAL, "name": "two", "ratio": 0.4}], "the ratios sum to 0.9"),
+    ([{**MINIMAL, "ratio": 0.5}, {**MINIMAL, "name": "two"}], "task two has no ratio, and others have"),
+    ([{**MINIMAL, "ratio": -1.0}], "the ratio of task one is -1.0"),
+    ([{**MINIMAL, "group_size": 0}], "task one: group_size 0: use a whole number of 1 or more"),
+    ([{**MINIMAL, "options": {"actor_learning_rate": 1}}], "task one: options has actor_learning_rate"),
+    ([{**MINIMAL, "sampling": {"temperature": 1}}], "task one: sampling has temperature, which is the run's"),
+    ([{**MINIMAL, "sampling": {"generate_max_len": 99}}], "longer than the run's --generate_max_len 64"),
+    ([{**MINIMAL, "options": {"max_turns": 0}}], "task one: --max_turns"),
+    ([{"name": "one", "data": "x"}], "task one: No reward is given"),
+    ([{"name": "one", "reward": "exact_match"}], "task one: it has no data"),
+    ([{**MINIMAL, "data": 5}], "task one: data is 5: write a text"),
+    ([{**MINIMAL, "options": ["x"]}], "task one: options is ['x']: write options by name"),
+    ([{**MINIMAL, "timeout": "soon"}], "task one: timeout is 'soon': write a number of seconds"),
+    ([{**MINIMAL, "timeout": -1}], "task one: --agent_timeout"),
+    ([], "write 'tasks:' and below it a list"),
+]
+
+
+@pytest.mark.parametrize(("rows", "message"), WRONG)
+def test_what_is_wrong_in_a_file_is_named(config, rows, message):
+    with pytest.raises(ValueError, match="task") as error:
+        source(config, *rows)
+    assert message in str(error.value)
+
+
+def test_a_file_that_is_no_yaml_or_not_there_is_named(config):
+    Path("broken.yaml").write_text("tasks: [")
+    for name in ("broken.yaml", "none.yaml"):
+        with pytest.raises(ValueError, match=f"--tasks {name} cannot be read"):
+            read_tasks(Path(name))
+
+
+def test_ratios_may_follow_a_function(config):
+    assert source(config, MINIMAL, task_ratios="speed").ratios is by_speed
+    assert source(config, MINIMAL, task_ratios="ratios.py:mine").ratios({"one": None}) == {"one": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_data": "x.jsonl"}, "its prompt_data too"),
+        ({"agent": "agent.py:solve"}, "its agent too"),
+        ({"reward_fn": "r.py"}, "its reward too"),
+        ({"max_steps": None}, "say --max_steps"),
+    ],
+)
+def test_the_command_line_leaves_to_the_file_what_is_the_files(config, options, message):
+    given = {"pretrain": "MODEL", "max_steps": 3, "tasks": "tasks.yaml"} | options
+    with pytest.raises(ValueError, match=message):
+        from_options(TrainPPOConfig, **given).validate()
+
+
+def test_each_task_is_scored_by_its_own_source():
+    class Fixed:
+        collective = False
+
+        def __init__(self, reward):
+            self.reward = reward
+
+        def score(self, trajectories):
+            return [Score({"reward": self.reward}) for _ in trajectories]
+
+    rows = [
+        Trajectory([1, 2], [False, True], [0.0, 0.0], [-1, 0], FinishReason.STOP, Prompt("", [1], task=name), i)
+        for i, name in enumerate("abcab")
+    ]
+    scores = TaskScorer({"a": Fixed(1.0), "b": Fixed(2.0), "c": None}).score(rows)
+    assert [score.rewards.get("reward") for score in scores] == [1.0, 2.0, None, 1.0, 2.0]
+
+
+class Control:
+    """What a run would answer."""
+
+    def __init__(self):
+        self.changes = []
+
+    def progress(self):
+        return {"one": {"ratio": 0.5}, "two": {"ratio": 0.5}}
+
+    def change(self, name, ratio, max_concurrent):
+        if name not in self.progress():
+            raise KeyError(name)
+        self.changes.append((name, ratio, max_concurrent))
+
+
+def test_a_run_tells_of_its_tasks_and_changes_them_for_who_has_the_token(tmp_path):
+    control, file = Control(), tmp_path / "logs" / "tasks.json"
+    server = TaskServer(control, file)
+    where = json.loads(file.read_text())
+
+    def ask(path="", body=None, token=where["token"]):
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urlopen(
+                Request(where["url"] + path, data, {"Authorization": f"Bearer {token}"}), timeout=10
+            ) as answer:
+                return answer.status, json.load(answer)
+        except HTTPError as error:
+            return error.code, json.load(error)["error"]["message"]
+
+    assert ask() == (200, control.progress())
+    assert ask("/one", {"ratio": 0.25, "max_concurrent": 7}) == (200, {"ratio": 0.5})
+    assert ask("/two", {"max_concurrent": 1})[0] == 200
+    assert control.changes == [("one", 0.25, 7), ("two", None, 1)]
+    for body in (
+        {"ratio": 0},
+        {"ratio": 1.5},
+        {"ratio": "x"},
+        {"max_concurrent": 0.5},
+        {"ratio": True},
+        {},
+        {"size": 1},
+    ):
+        assert ask("/one", body)[0] == 400
+    assert ask("/three", {"ratio": 0.5}) == (404, "there is no task 'three'; tasks are one, two.")
+    for token in ("", "guess"):
+        assert ask(token=token)[0] == ask("/one", {"ratio": 0.5}, token)[0] == 401
+    assert len(control.changes) == 2
+    server.close()
+    assert not file.exists()
