@@ -20,7 +20,7 @@ class OrchestratorConfig(Options):
     sync_every: int = option(1, at_least(1))
     """With --rollout_ranks: global steps between two transfers of weights."""
     running_requests: Literal["continue", "drain", "abort"] = "continue"
-    """At new weights, requests under way go on with them (continue), end before (drain) or begin anew (abort)."""
+    """At new weights, requests under way continue with them, end before (drain) or begin anew (abort)."""
     stale: Literal["drop", "mask"] = "drop"
     """Drop episodes with tokens older than --max_staleness, or mask only those tokens."""
     reset_optimizer_on_sync: bool = False

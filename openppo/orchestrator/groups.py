@@ -20,7 +20,7 @@ from openppo.tracking.phase import current
 from openppo.types import Prompt, SamplingParams, StopCheck, Trajectory
 
 ATTEMPTS = 3
-"""Of each sample, if its task says nothing else; then its group goes on without it."""
+"""Of each sample, if its task says nothing else; then its group continues without it."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_tasks_of_each_form_train_together_in_their_ratios(train, tmp_path, rank
     assert "eval_reward" in last
 
 
-def test_a_task_that_always_fails_is_left_out_and_the_others_go_on(train, tmp_path):
+def test_a_task_that_always_fails_is_left_out(train, tmp_path):
     """B2: quarantine after ten groups, ratios renormalized; the run has all its steps."""
     broken = "  - {name: broken, agent: agent.py:never, data: PROMPTS, ratio: 0.2, retries: 0}\n"
     tasks = TASKS.replace("ratio: 0.5", "ratio: 0.3") + broken
@@ -93,7 +93,7 @@ def test_a_task_that_always_fails_is_left_out_and_the_others_go_on(train, tmp_pa
     assert metrics[-1]["task/broken/accepted_episodes"] == 0
 
 
-def test_a_killed_run_of_tasks_trains_no_group_twice_and_loses_none(train, tmp_path):
+def test_a_killed_run_trains_each_group_once(train, tmp_path):
     """B3."""
     options = "--rollout_ranks 1 --max_staleness 2 --max_steps 8 --save_steps 2 --load_checkpoint"
     train(2, options, status=1, OPENPPO_KILL_AFTER="5")
@@ -150,7 +150,7 @@ def running(folder: Path, words: str):
             run.kill()
 
 
-def test_a_service_joins_is_killed_and_changed_while_the_run_lasts_and_is_there_after_a_resume(tiny, tmp_path):
+def test_a_service_joins_survives_kills_and_resumes(tiny, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

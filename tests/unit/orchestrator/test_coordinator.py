@@ -272,7 +272,7 @@ def test_a_signal_ends_the_wait(plan):
         assert coordinator.wait_for_batch(Stop()) is None
 
 
-def test_a_resumed_coordinator_plays_what_was_under_way_and_trains_nothing_twice(plan):
+def test_a_resumed_coordinator_plays_what_was_under_way_again(plan):
     with working(plan, max_staleness=2) as (coordinator, (sampler,), _):
         sampler.wait = lambda group: 100.0 if group in (1, 4) else 0.0
         coordinator.want_batch()

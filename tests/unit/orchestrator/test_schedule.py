@@ -127,7 +127,7 @@ def test_one_ratio_changes_and_the_others_with_it():
     )
 
 
-def test_a_task_that_fails_ten_groups_in_a_row_is_left_out(caplog):
+def test_ten_failures_in_a_row_leave_a_task_out(caplog):
     schedule = schedule_of()
     number = 0
     while not schedule.shares["middle"].is_left_out:
@@ -174,7 +174,7 @@ def test_ratios_follow_success_or_speed():
     )
 
 
-def test_a_resumed_schedule_plays_what_was_under_way_and_goes_on_in_the_data():
+def test_a_resumed_schedule_continues_in_the_data():
     schedule = schedule_of()
     starts = [schedule.next(number) for number in range(6)]
     for start in starts[:4]:

@@ -148,7 +148,7 @@ class Control:
         self.changes.append((name, ratio, max_concurrent))
 
 
-def test_a_run_tells_of_its_tasks_and_changes_them_for_who_has_the_token(tmp_path):
+def test_tasks_are_shown_and_changed_with_the_token_only(tmp_path):
     control, file = Control(), tmp_path / "logs" / "tasks.json"
     server = TaskServer(control, file)
     where = json.loads(file.read_text())
