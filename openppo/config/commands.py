@@ -204,7 +204,7 @@ class TrainPPOConfig(TrainingConfig):
                 "up: leave out --dynamic_sampling, or --max_staleness and --rollout_ranks."
             )
         if self.ppo.enable_ema and asynchronous.rollout_ranks == 0 and not nothing_held_out:
-            yield "--enable_ema evaluates the average, and requests under way would continue with it: use --rollout_ranks."
+            yield "--enable_ema evaluates the average, and requests under way would use it too: add --rollout_ranks."
 
 
 @dataclass(frozen=True)
