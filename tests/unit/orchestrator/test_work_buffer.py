@@ -92,6 +92,19 @@ def test_parts_of_one_episode_are_dropped_together():
     assert [t.versions for t in kept] == [[-1, 1], [-1, 2]]
 
 
+def test_masking_drops_episodes_with_rewards_of_turns_whole():
+    """Such a reward lies on a token, and would be lost with it."""
+    rewarded = episode(0, 0, 1)
+    rewarded.token_rewards = [0.0] * len(rewarded.token_ids)
+    buffer = WorkBuffer(1, 1, stale="mask")
+    buffer.submit(0)
+    buffer.complete(0, [rewarded, episode(0, 0, 1), episode(0, 1)])
+    buffer.advance(2)
+    ((masked, young),) = buffer.cut()
+    assert masked.token_rewards is None
+    assert (masked.versions, young.versions) == ([-1, -1, 1], [-1, 1])
+
+
 def test_loss_by_length_is_measured_and_warned_of(caplog):
     buffer = filled([[1], [1], [1, 1], [0] * 9], batch=1)
     buffer.advance(2)

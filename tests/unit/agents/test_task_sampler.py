@@ -1,0 +1,37 @@
+"""One sampler for several tasks: each prompt is sampled as its task says, also after another has joined."""
+
+from dataclasses import replace
+
+from openppo.config import TrainPPOConfig, from_options
+from openppo.rollout.rollout import SamplerParts
+from openppo.rollout.sampling import sampling_params
+from openppo.rollout.tasks import RunTask, TaskMaker
+from openppo.tracking import Metrics
+from openppo.types import Prompt, SingleProcess, StopCheck
+from tests.unit.agents.conftest import ScriptedEngine
+
+
+def task(name: str, longest: int) -> RunTask:
+    return RunTask(name, from_options(TrainPPOConfig, pretrain="MODEL", generate_max_len=longest))
+
+
+def test_a_task_that_joins_leaves_evaluations_of_others_alone(chat_tokenizer):
+    ends = [chat_tokenizer.eos_token_id]
+    engine = ScriptedEngine(chat_tokenizer, lambda text: "abcdefgh")
+    parts = SamplerParts(engine, chat_tokenizer, ends, SingleProcess(), StopCheck(), longest=100)
+    sampler = TaskMaker([task("two", 2), task("four", 4)]).make(parts)
+    prompts = [replace(Prompt("x", [5]), task=name) for name in ("four", "two", "four")]
+    params = sampling_params(task("", 9).config.generation, 0.5)
+
+    def sampled():
+        found = sampler.sample(prompts, params, 1, 0, 0, Metrics(), evaluation=True)
+        return [(t.prompt.task, len(t.response_ids), t.group) for t in found]
+
+    alone = sampled()
+    assert alone == [("two", 2, 0), ("four", 4, 1), ("four", 4, 2)]
+    assert {given.temperature for given, *_ in engine.submitted} == {0.5}, "that of the evaluation"
+    sampler.driver.drive(sampler.join(task("six", 6)))
+    assert sampled() == alone
+    prompts.append(replace(Prompt("x", [5]), task="six"))
+    assert sampled()[-1] == ("six", 6, 3)
+    sampler.close()
