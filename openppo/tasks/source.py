@@ -64,6 +64,11 @@ class TaskService:
     eval_data: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def address(self) -> str | None:
+        """That of a program which is the agent."""
+        return self.agent if isinstance(self.agent, str) and _is_address(self.agent) else None
+
 
 def task_source(
     config: TrainPPOConfig, services: Sequence[TaskService] | None = None, ratios: Ratios | None = None
@@ -100,7 +105,7 @@ class ServedTasks(TaskMaker):
         what = "a task that joins a run"
         (service,) = _services([fields], what)
         ratio = service.ratio
-        if not (isinstance(service.agent, str) and _is_address(service.agent)):
+        if service.address is None:
             raise ValueError(f"{what} is a program: send its address as agent, http://...")
         if not (isinstance(ratio, int | float) and 0 < ratio < 1) or service.eval_data is not None:
             raise ValueError(f"{what} needs a ratio between 0 and 1, and is not evaluated: leave eval_data out.")
@@ -179,7 +184,7 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
     own |= {"prompt_data": service.data, "eval_data": service.eval_data, "tasks": None}
     own |= {} if service.group_size is None else {"n_samples_per_prompt": service.group_size}
     own |= {} if service.timeout is None else {"agent_timeout": service.timeout}
-    if isinstance(service.agent, str) and not _is_address(service.agent):
+    if isinstance(service.agent, str) and service.address is None:
         own["agent"] = service.agent
     if "environment" in own and not service.data:
         own["n_envs"] = 1  # each group has a seed of its own all the same
@@ -199,10 +204,11 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
 
 
 def _maker(service: TaskService, config: TrainPPOConfig) -> SamplerMaker | None:
-    if service.agent is None or (isinstance(service.agent, str) and not _is_address(service.agent)):
+    if service.address is not None:
+        return AgentSource(ServiceAgent(service.address), config.agents)
+    if service.agent is None or isinstance(service.agent, str):
         return agent_source(config.agents)
-    agent = ServiceAgent(service.agent) if isinstance(service.agent, str) else service.agent
-    return AgentSource(agent, config.agents)
+    return AgentSource(service.agent, config.agents)
 
 
 def _reward_options(reward: str | None) -> dict[str, Any]:
