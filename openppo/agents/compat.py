@@ -7,10 +7,10 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from queue import Empty, Queue
 from typing import Any
 
@@ -30,6 +30,8 @@ from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, T
 
 NotifyScore = Callable[[str, float | None, int], Any]
 """Called at an episode's end with its id, its score (None if it failed) and its number of turns."""
+BeginGroup = Callable[[int, Sequence[str]], Future[None]]
+"""Called with the number of a row's group and the ids of its episodes, which begin when the result is there."""
 
 
 @dataclass(eq=False)
@@ -82,25 +84,36 @@ class MultiRoundBufferDataset(BufferDataset):
 
     def notify_score(self, request_id: str, score: float | None, total_round_count: int | None = None) -> None:
         """Put an episode's turns into the buffer; without a score they are dropped."""
+        for turn in self.scored(request_id, score, total_round_count):
+            self.buffer.put(turn)
+
+    def scored(self, request_id: str, score: float | None, total_round_count: int | None) -> list[Trajectory]:
+        """The turns of an episode that has ended, which are forgotten here."""
         rounds = self._rounds.pop(request_id, [])
         if score is None:
-            return
+            return []
         turns = [turn for request, turn in rounds if request.taken and turn.action_ids][:total_round_count]
         total = sum(len(turn.action_ids) for turn in turns)
         episode = Episode([], Ending.COMPLETED, len(turns))
         for turn in turns:
             turn.scores, turn.episode, turn.share = {"score": score}, episode, len(turn.action_ids) / total
-            self.buffer.put(turn)
+        return turns
 
 
 class TaskPool:
     """Plays an agent on rows. What it asks the model waits in ``prompt_queue`` until ``put_batch`` answers."""
 
     def __init__(
-        self, source: AgentSource, tokenizer: PreTrainedTokenizerBase, longest: int, notify_score_fn: NotifyScore | None
+        self,
+        source: AgentSource,
+        tokenizer: PreTrainedTokenizerBase,
+        longest: int,
+        notify_score_fn: NotifyScore | None,
+        begin_group_fn: BeginGroup | None,
     ) -> None:
         source.check(tokenizer)
         self.source, self.tokenizer, self.longest, self.notify = source, tokenizer, longest, notify_score_fn
+        self.begin_group = begin_group_fn
         self.renderer = Renderer(tokenizer, source.parser, [tokenizer.eos_token_id])
         self.prompt_queue: Queue[PromptRequest] = Queue()
         self._groups, self._episodes, self._loop = count(), count(), asyncio.new_event_loop()
@@ -109,12 +122,13 @@ class TaskPool:
         self._finish(source.agent.start())
 
     def enqueue_task(self, file: str, n_samples: int = 1, data: PPODataConfig | None = None) -> None:
-        """Play each row of a file, such as a Parquet file, ``n_samples`` times; returns when all have ended."""
+        """Play each row of a file ``n_samples`` times; returns when all have ended, or upon ``close``."""
         data = data or PPODataConfig(apply_chat_template=True)
         rows = load_mixed_rows(data, file, flag="enqueue_task", split=data.prompt_split, seed=0)
         prompts = load_tasks(rows, self.tokenizer, data)
         self.source.check_prompts(prompts)
-        self._finish(self._play_all(prompts, n_samples))
+        with suppress(CancelledError):
+            self._finish(self._play_all(prompts, n_samples))
 
     def close(self) -> None:
         """End the agent and the thread."""
@@ -128,12 +142,15 @@ class TaskPool:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _play_all(self, prompts: Sequence[Prompt], n_samples: int) -> None:
-        groups = list(zip(prompts, self._groups, strict=False))
-        await asyncio.gather(*(self._play(*group) for group in groups for _ in range(n_samples)))
+        episodes: list[asyncio.Task[None]] = []
+        for prompt, group in zip(prompts, self._groups, strict=False):
+            numbers = list(islice(self._episodes, n_samples))
+            if self.begin_group is not None:
+                await asyncio.wrap_future(self.begin_group(group, [str(number) for number in numbers]))
+            episodes += [asyncio.create_task(self._play(prompt, group, number)) for number in numbers]
+        await asyncio.gather(*episodes)
 
-    async def _play(self, prompt: Prompt, group: int) -> None:
-        number = next(self._episodes)
-
+    async def _play(self, prompt: Prompt, group: int, number: int) -> None:
         async def generate(ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None) -> Completion:
             request = PromptRequest(str(number), replace(prompt, token_ids=list(ids)), params, seed, group)
             self.prompt_queue.put(request)
@@ -158,7 +175,8 @@ def create_and_launch_task_pool(
     tokenizer: PreTrainedTokenizerBase,
     longest: int = 4096,
     notify_score_fn: NotifyScore | None = None,
+    begin_group_fn: BeginGroup | None = None,
 ) -> tuple[TaskPool, threading.Thread]:
     """A pool for ``source``, whose episodes have at most ``longest`` tokens, and the thread in which it plays."""
-    server = TaskPool(source, tokenizer, longest, notify_score_fn)
+    server = TaskPool(source, tokenizer, longest, notify_score_fn, begin_group_fn)
     return server, server.thread

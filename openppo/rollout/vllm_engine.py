@@ -16,6 +16,8 @@ from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.sampling import completed_stop
 from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
 
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
 
 def check_vllm() -> None:
     """``ValueError`` if vLLM is not installed."""
@@ -204,14 +206,19 @@ def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool) -> 
 
 @contextmanager
 def _leaving_the_process_alone() -> Iterator[None]:
-    """vLLM reads torchrun's ``RANK``, if need be from here, and sets torch's number of threads, on a CPU for good."""
-    set_threads, n_threads, launched = torch.set_num_threads, torch.get_num_threads(), "RANK" in os.environ
+    """vLLM reads torchrun's ``RANK``, if need be from here, and sets torch's number of threads, on a CPU for good.
+
+    It must not meet torchrun's store: that serves the launch, of which rollout ranks are a part.
+    """
+    set_threads, n_threads, before = torch.set_num_threads, torch.get_num_threads(), dict(os.environ)
     os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
+    os.environ.pop(_AGENT_STORE, None)
     try:
         yield
     finally:
-        if not launched:
-            del os.environ["RANK"]
+        for name in ("RANK", _AGENT_STORE):
+            os.environ.pop(name, None)
+            os.environ |= {name: before[name]} if name in before else {}
         torch.set_num_threads = set_threads
         torch.set_num_threads(n_threads)
 

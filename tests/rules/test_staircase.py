@@ -13,7 +13,7 @@ STAIRCASE: dict[str, set[str]] = {
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
     "agents": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards"},
-    "tasks": LEVEL_0 | {"tracking", "datasets", "rollout", "rewards", "agents", "experience"},
+    "tasks": LEVEL_0 | {"tracking", "datasets", "rollout", "rewards", "agents", "experience", "orchestrator"},
     "experience": LEVEL_0 | {"models", "tracking", "rollout", "rewards"},
     "orchestrator": LEVEL_0 | {"tracking", "strategy", "datasets", "rollout", "rewards", "experience"},
     "trainer": LEVEL_0
