@@ -28,11 +28,8 @@ class FunctionAgent(Agent):
     """A coroutine ``solve(task, session)``."""
 
     def __init__(self, solve: Solve, source: str) -> None:
-        if not inspect.iscoroutinefunction(solve):
-            raise ValueError(f"{source} is not async: write 'async def solve(task, session)'.")
-        n = len(inspect.signature(solve).parameters)
-        if n != 2:
-            raise ValueError(f"{source} takes {n} arguments: write 'async def solve(task, session)'.")
+        if not inspect.iscoroutinefunction(solve) or len(inspect.signature(solve).parameters) != 2:
+            raise ValueError(f"{source} is no coroutine of two arguments: write 'async def solve(task, session)'.")
         self.solve = solve
 
     async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:

@@ -30,8 +30,7 @@ from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, T
 
 NotifyScore = Callable[[str, float | None, int], Any]
 """Called at an episode's end with its id, its score (None if it failed) and its number of turns."""
-BeginGroup = Callable[[int, Sequence[str]], Future[None]]
-"""Called with the number of a row's group and the ids of its episodes, which begin when the result is there."""
+BeginGroup = Callable[[int, Sequence[str]], Future[None]]  # a row's group and episodes, which begin with the result
 
 
 @dataclass(eq=False)
@@ -107,13 +106,13 @@ class TaskPool:
         self,
         source: AgentSource,
         tokenizer: PreTrainedTokenizerBase,
-        longest: int,
-        notify_score_fn: NotifyScore | None,
-        begin_group_fn: BeginGroup | None,
+        longest: int = 4096,  # tokens of an episode
+        notify_score_fn: NotifyScore = lambda *_: None,
+        begin_group_fn: BeginGroup | None = None,
     ) -> None:
         source.check(tokenizer)
-        self.source, self.tokenizer, self.longest, self.notify = source, tokenizer, longest, notify_score_fn
-        self.begin_group = begin_group_fn
+        self.source, self.tokenizer, self.longest = source, tokenizer, longest
+        self.notify, self.begin_group = notify_score_fn, begin_group_fn
         self.renderer = Renderer(tokenizer, source.parser, [tokenizer.eos_token_id])
         self.prompt_queue: Queue[PromptRequest] = Queue()
         self._groups, self._episodes, self._loop = count(), count(), asyncio.new_event_loop()
@@ -166,17 +165,12 @@ class TaskPool:
             score = sum(played.session.rewards.values()) + sum(turn.reward for turn in played.session.turns)
         else:
             logger.warning("episode %d: %s: %s", number, episode.ending.value, episode.error)
-        if self.notify is not None:
-            self.notify(str(number), score, episode.n_turns)
+        self.notify(str(number), score, episode.n_turns)
 
 
 def create_and_launch_task_pool(
-    source: AgentSource,
-    tokenizer: PreTrainedTokenizerBase,
-    longest: int = 4096,
-    notify_score_fn: NotifyScore | None = None,
-    begin_group_fn: BeginGroup | None = None,
+    source: AgentSource, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> tuple[TaskPool, threading.Thread]:
-    """A pool for ``source``, whose episodes have at most ``longest`` tokens, and the thread in which it plays."""
-    server = TaskPool(source, tokenizer, longest, notify_score_fn, begin_group_fn)
+    """A pool with the options of ``TaskPool``, and the thread in which it plays."""
+    server = TaskPool(source, tokenizer, **options)
     return server, server.thread

@@ -1,6 +1,6 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 23351
+PACKAGE_LINES = 23342
 PACKAGE_FILES = 181
 TEST_LINES = 28344
 ORCHESTRATOR_LINES, AGENTS_LINES = 1200, 2600
