@@ -49,10 +49,11 @@ def service():
 
         class Service(BaseHTTPRequestHandler):
             def do_POST(self):
-                jobs.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                jobs.append(job)
                 self.send_response(status)
                 self.end_headers()
-                threading.Thread(target=play, args=(jobs[-1],), daemon=True).start()
+                threading.Thread(target=play, args=(job,), daemon=True).start()
 
             def log_message(self, *_):
                 pass
