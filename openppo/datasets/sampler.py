@@ -13,25 +13,20 @@ T = TypeVar("T")
 class BatchSampler:
     """Batches of row indexes, over all ranks; ``len()`` is their number per epoch.
 
-    With ``shuffle`` each epoch has its own order. The last batch is smaller when ``batch_size`` does not divide
-    ``n_rows``, or left out with ``drop_last``, which raises ``ValueError`` if no batch would be left.
+    Each epoch has its own order. The last batch is smaller when ``batch_size`` does not divide ``n_rows``.
     """
 
-    def __init__(self, n_rows: int, batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = False) -> None:
-        if drop_last and n_rows < batch_size:
-            raise ValueError(f"{n_rows} rows do not fill one batch of {batch_size}: use a smaller batch or more data.")
+    def __init__(self, n_rows: int, batch_size: int, seed: int) -> None:
         self.n_rows, self.batch_size, self.seed = n_rows, batch_size, seed
-        self.shuffle, self.drop_last = shuffle, drop_last
 
     def __len__(self) -> int:
-        return self.n_rows // self.batch_size if self.drop_last else -(-self.n_rows // self.batch_size)
+        return -(-self.n_rows // self.batch_size)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
         """Global row indexes of each batch of ``epoch``, from batch number ``start`` (0 to ``len(self)``) on."""
         if not 0 <= start <= len(self):
             raise ValueError(f"no batch {start} in epoch {epoch}: an epoch has {len(self)} batches.")
-        order = _order(self.n_rows, self.seed, epoch) if self.shuffle else list(range(self.n_rows))
-        size = self.batch_size
+        order, size = _order(self.n_rows, self.seed, epoch), self.batch_size
         return (order[i * size : (i + 1) * size] for i in range(start, len(self)))
 
 

@@ -6,11 +6,9 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.maker import Hooks
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.groups import GroupPlan, GroupPlayer
-from openppo.orchestrator.rollout_rank import RolloutRank
-from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.source import AsyncSource, Engines
 from openppo.orchestrator.work_buffer import WorkBuffer
-from openppo.orchestrator.worker import Worker
+from openppo.orchestrator.worker import RolloutRank, Worker
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
 from openppo.rollout.tasks import TaskMaker, TaskSampler

@@ -7,10 +7,9 @@ from torch.distributed import DistNetworkError
 
 from openppo import logger
 from openppo.orchestrator.groups import GroupPlan, Outcome
-from openppo.orchestrator.messages import Pause
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import Group, WorkBuffer
-from openppo.orchestrator.workers import Workers
+from openppo.orchestrator.workers import Pause, Workers
 from openppo.rollout.kept import as_json, from_json
 from openppo.rollout.rollout import by_episode, episode_reward
 from openppo.rollout.tasks import RunTask

@@ -1,20 +1,24 @@
-"""A rank that samples: it plays the groups that the coordinator hands out."""
+"""A rank that samples: it plays the groups that the coordinator hands out, with the weights that trainers send."""
 
 import asyncio
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import DistNetworkError
 
 from openppo.orchestrator.groups import GroupPlayer, Outcome
-from openppo.orchestrator.messages import Pause, Play
+from openppo.orchestrator.workers import Pause, Play
 from openppo.rollout.driver import Leave
+from openppo.rollout.engine import Engine
+from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.links import Link
+from openppo.strategy.weights import WeightReceiver, WholeWeights
 from openppo.tracking import Metrics
-from openppo.tracking.phase import current
+from openppo.tracking.phase import current, phase
 
 
 class Worker:
@@ -102,3 +106,31 @@ class Worker:
         then, before = self._measured
         self._measured = now, waited = time.monotonic(), self.driver.waited
         metrics.add("async/engine_idle_share", (waited - before) / max(now - then, 1e-9), weight=now - then)
+
+
+@dataclass(eq=False)
+class RolloutRank:
+    """The job of a rank of ``--rollout_ranks``, with ``fit`` and ``close`` as a trainer."""
+
+    strategy: InferenceStrategy
+    engine: Engine
+    weights: WholeWeights
+    receiver: WeightReceiver
+    worker: Worker
+
+    def fit(self) -> None:
+        """Sample until the trainers end."""
+        while True:
+            current.step = self.engine.version + 1
+            with phase("generation"), self.engine.with_weights(self.weights):
+                pause = self.worker.drive()
+            if pause.reason == "end":
+                return
+            with phase("sync"):
+                self.receiver.receive()
+            self.engine.version = pause.version
+
+    def close(self) -> None:
+        """End the agents, and leave the process group."""
+        self.worker.player.sampler.close()
+        self.strategy.close()

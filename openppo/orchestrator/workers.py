@@ -1,17 +1,34 @@
-"""The coordinator's end of its connections to the ranks that sample."""
+"""The coordinator's end of its connections to the ranks that sample, and what it says there."""
 
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import Condition
+from typing import Literal
 
 from openppo.orchestrator.groups import Outcome
-from openppo.orchestrator.messages import Pause, Play
 from openppo.orchestrator.schedule import Start
 from openppo.rollout.tasks import RunTask
 from openppo.strategy.links import Entrance, Link
 from openppo.types import Prompt
+
+
+@dataclass(frozen=True)
+class Play:
+    """Play these groups; tasks that have ``joined`` meanwhile come with their prompts."""
+
+    starts: list[Start]
+    joined: list[tuple[RunTask, list[Prompt]]]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Leave the engine: for ``weights`` of ``version``, for a ``batch`` that is complete, or at the ``end``."""
+
+    reason: Literal["weights", "batch", "end"]
+    version: int = -1
 
 
 class Workers:

@@ -19,8 +19,8 @@ from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
-from openppo.orchestrator.rollout_rank import RolloutRank
 from openppo.orchestrator.source import Engines
+from openppo.orchestrator.worker import RolloutRank
 from openppo.rollout.driver import Leave
 from openppo.rollout.rollout import SamplerMaker, SamplerParts
 from openppo.rollout.sampling import decoder

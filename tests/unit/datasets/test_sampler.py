@@ -7,18 +7,15 @@ import pytest
 from openppo.datasets import BatchSampler, cyclic_batches, shard
 
 
-@pytest.mark.parametrize(
-    ("n_rows", "options", "sizes"),
-    [(10, {}, [4, 4, 2]), (10, {"drop_last": True}, [4, 4]), (8, {}, [4, 4]), (10, {"shuffle": False}, [4, 4, 2])],
-)
-def test_an_epoch_has_every_row_once_and_resumes_at_any_batch(n_rows, options, sizes):
-    sampler = BatchSampler(n_rows, batch_size=4, seed=1, **options)
+@pytest.mark.parametrize(("n_rows", "sizes"), [(10, [4, 4, 2]), (8, [4, 4])])
+def test_an_epoch_has_every_row_once_and_resumes_at_any_batch(n_rows, sizes):
+    sampler = BatchSampler(n_rows, batch_size=4, seed=1)
     batches = list(sampler.batches(epoch=3))
     rows = list(chain(*batches))
     assert [len(batch) for batch in batches] == sizes
     assert len(sampler) == len(sizes)
     assert len({*rows}) == len(rows) == sum(sizes)
-    assert (rows == list(range(n_rows))) == ("shuffle" in options)
+    assert rows != list(range(n_rows))
     for start in range(len(sampler) + 1):
         assert list(sampler.batches(epoch=3, start=start)) == batches[start:]
 
@@ -31,16 +28,9 @@ def test_the_same_seed_and_epoch_give_the_same_order_and_others_another():
     assert len({order(seed, epoch) for seed in range(4) for epoch in range(4)}) == 16
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: BatchSampler(3, 4, seed=0, drop_last=True), "3 rows do not fill one batch of 4"),
-        (lambda: BatchSampler(8, 4, seed=0).batches(0, start=3), "no batch 3 in epoch 0: an epoch has 2 batches"),
-    ],
-)
-def test_impossible_sizes_and_positions_are_errors(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_a_batch_after_the_epoch_is_an_error():
+    with pytest.raises(ValueError, match="no batch 3 in epoch 0: an epoch has 2 batches"):
+        BatchSampler(8, 4, seed=0).batches(0, start=3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5, 7, 16])
