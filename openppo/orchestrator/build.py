@@ -6,6 +6,7 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.maker import Hooks
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.groups import GroupPlan, GroupPlayer
+from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.source import AsyncSource, Engines
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import RolloutRank, Worker

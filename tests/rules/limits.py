@@ -1,6 +1,6 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 23322
+PACKAGE_LINES = 23323
 PACKAGE_FILES = 179
 TEST_LINES = 28335
 ORCHESTRATOR_LINES, AGENTS_LINES = 1200, 2600
