@@ -17,7 +17,10 @@ class WeightSource(Protocol):
     """Weights of the trained policy, for an engine to sample with. All ranks call every method together."""
 
     def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
-        """Inside, the policy's own module may be called: by each rank alone, or ``in_lockstep`` by all together."""
+        """Inside, the policy's own module may be called: by each rank alone, or ``in_lockstep`` by all together.
+
+        Its weights may be merged with its adapters then.
+        """
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole weight, one by one, of the Hugging Face model, adapters added."""
