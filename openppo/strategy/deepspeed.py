@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +32,7 @@ from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import InferenceStrategy, collective
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.saving import save_model, save_tokenizer
-from openppo.strategy.trainable_model import TrainableModel
+from openppo.strategy.trainable_model import TrainableModel, adapted_layers
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # An extra for inference that DeepSpeed would compile at start-up; on a GPU this lookup would probe all operators.
@@ -42,7 +43,7 @@ ds_compiler.compile = lambda: ds_compiler.dummy_decorator
 # DeepSpeed calls collectives that torch 2.13 renames; nothing a user could act on.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
-_SHARE_FOR_GATHERED_WEIGHTS = 0.5
+_SHARE_FOR_WEIGHTS = 0.5
 """Of the free GPU memory; the rest is for the cache and activations of generation."""
 
 
@@ -124,20 +125,39 @@ class DeepspeedStrategy(InferenceStrategy):
 
         Adam's moments, made in the first step, count too unless they are on the host during generation.
         """
-        if self.zero_stage < 3 or self.device.type == "cpu":
+        if self.zero_stage < 3:
             return True
-        parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
-        needed = sum(p.ds_numel * p.element_size() for p in parameters)
+        parameters = list(engine.module.parameters())
+        return self._fits(parameters, moments_offloaded, "The full weights", "so the ranks generate in lockstep")
+
+    def fits_merged(self, engine: TrainableModel, moments_offloaded: bool = False) -> bool:
+        """Whether adapters can be merged for generation: not into 4-bit weights, of others a copy must fit; collective.
+
+        Under ZeRO-3 beside the full weights.
+        """
+        weights = [layer.base_layer.weight for layer in adapted_layers(engine.module).values()]
+        if not all(weight.is_floating_point() for weight in weights):
+            if self.is_main:
+                logger.info("--load_in_4bit: responses are sampled with the adapters beside the weights, not merged")
+            return False
+        whole = list(engine.module.parameters()) if self.zero_stage == 3 else []
+        what = "Copies of the weights that have adapters"
+        return self._fits(whole + weights, moments_offloaded, what, "so adapters are not merged for generation")
+
+    def _fits(self, weights: Sequence[Any], moments_offloaded: bool, what: str, otherwise: str) -> bool:
+        """Whether every rank has memory for ``weights``, whole; collective. Else a warning says what happens."""
+        if self.device.type == "cpu":
+            return True
+        needed = sum(_numel(weight) * weight.element_size() for weight in weights)
         free, _ = torch.cuda.mem_get_info(self.device)
         if not (moments_offloaded or self.config.adam_offload):
-            trained: list[Any] = [p for made in self._prepared for p in made.module.parameters() if p.requires_grad]
-            free -= sum(2 * 4 * p.ds_tensor.numel() for p in trained)
-        fits = not self.any_rank(needed > _SHARE_FOR_GATHERED_WEIGHTS * free)
+            trained = [p for made in self._prepared for p in made.module.parameters() if p.requires_grad]
+            share = 1 if self.zero_stage == 0 else self.comm.world_size
+            free -= sum(2 * 4 * _numel(p) for p in trained) // share
+        fits = not self.any_rank(needed > _SHARE_FOR_WEIGHTS * free)
         if not fits and self.is_main:
             sizes = f"{needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free"
-            logger.warning(
-                "The full weights do not fit on a GPU, so the ranks generate in lockstep, which is slower: %s.", sizes
-            )
+            logger.warning("%s do not fit on a GPU, %s, which is slower: %s.", what, otherwise, sizes)
         return fits
 
     def any_rank(self, flag: bool) -> bool:
@@ -184,6 +204,11 @@ def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, t
     theirs = get_scheduler(adam.lr_scheduler, optimizer, n_warmup, max(1, total_steps), scheduler_specific_kwargs=more)
     after_warmup = theirs.lr_lambdas[0]
     return LambdaLR(optimizer, lambda step: (step + 1) / n_warmup if step < n_warmup else after_warmup(step))
+
+
+def _numel(parameter: Any) -> int:
+    """Elements of a whole parameter, also one that ZeRO-3 partitions."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _compile_layers(module: nn.Module, device: torch.device) -> None:

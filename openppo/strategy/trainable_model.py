@@ -24,6 +24,9 @@ class TrainableModel:
     ``uncompiled`` is ``DeepspeedStrategy.uncompiled``.
     """
 
+    merges_adapters = False
+    """Whether ``gathered`` merges adapters, see ``DeepspeedStrategy.fits_merged``; not in lockstep."""
+
     def __init__(
         self,
         engine: deepspeed.DeepSpeedEngine,
@@ -118,7 +121,12 @@ class TrainableModel:
         Under ZeRO-3 it has whole weights and no hooks, unless in lockstep. All ranks enter together.
         """
         whole = self.deepspeed.zero_optimization_stage() == 3 and not in_lockstep
-        with unwrap_model_for_generation(self.deepspeed) if whole else nullcontext(), self._uncompiled():
+        merging = self.merges_adapters and not in_lockstep
+        with (
+            unwrap_model_for_generation(self.deepspeed) if whole else nullcontext(),
+            adapters_merged(self.module) if merging else nullcontext(),
+            self._uncompiled(),
+        ):
             yield
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
@@ -127,15 +135,40 @@ class TrainableModel:
         return merged_weights(policy.model)
 
 
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """Layers of PEFT with adapters, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # seconds of imports
+
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)}
+
+
+@contextmanager
+def adapters_merged(module: nn.Module) -> Iterator[None]:
+    """Inside, adapters are merged into the weights, which are bit for bit as before afterwards.
+
+    Weights keep their addresses, which recorded decode steps read.
+    """
+    kept: dict[Any, Tensor] = {}
+    try:
+        for layer in adapted_layers(module).values():
+            weight = layer.base_layer.weight.data
+            kept[layer] = weight.clone()
+            weight.copy_(_merged(weight, layer))
+            layer.merged_adapters = list(layer.active_adapters)  # forwards of peft leave them out then
+        yield
+    finally:
+        for layer, before in kept.items():
+            layer.base_layer.weight.data.copy_(before)
+            layer.merged_adapters = []
+
+
 def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     """Name and whole weight, one by one, of a Hugging Face or PEFT model with adapters added; nothing changes.
 
     Under ZeRO-3 each is gathered when it is its turn, and copied.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer  # seconds of imports
-
     model: nn.Module = policy.get_base_model() if hasattr(policy, "peft_config") else policy
-    layers: dict[str, Any] = {n: layer for n, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+    layers = adapted_layers(model)
     adapters = {f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()}
     for name, parameter in model.named_parameters():
         layer_name = name.removesuffix(".base_layer.weight")

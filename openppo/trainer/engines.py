@@ -57,6 +57,8 @@ def training_engine(
     engine = new_engine(config, policy, tokenizer, stop, actor_config, together, strategy.is_main)
     checked: dict[str, Engine] = {"": engine}
     if isinstance(engine, HFEngine):
+        if config.lora.lora_rank > 0 and together is None:
+            actor.merges_adapters = strategy.fits_merged(actor, config.ppo.offload_idle)
         checked = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
         if engine.new_recorder is not None:
             checked[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=engine.new_recorder)

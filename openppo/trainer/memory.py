@@ -196,6 +196,8 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     else:  # the engine's cache, and reading prompts or sampling
         free = 2**62 if machine.on_cpu else max(0, machine.memory - resident)
         gathered = whole if whole <= free // 2 else machine.live(whole)  # then ranks decode in lockstep
+        copies = s * actor.n_quantized * (config.lora.lora_rank > 0 and not config.lora.load_in_4bit)
+        gathered += copies * (gathered == whole and whole + copies <= free // 2)  # adapters are merged if they fit
         most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * actor.cache * (longest + SLACK_COLUMNS)
         rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
         sampling = rows * actor.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))

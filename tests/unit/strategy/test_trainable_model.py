@@ -5,9 +5,11 @@ import logging
 import math
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -16,6 +18,7 @@ from openppo.strategy import DeepspeedStrategy, deepspeed
 from openppo.strategy.deepspeed import learning_rate_schedule
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.ema import ParameterAverage
+from openppo.strategy.trainable_model import adapters_merged
 
 
 def trained_for(steps: int, stage: int, bf16: bool, offloads: bool) -> list[torch.Tensor]:
@@ -132,6 +135,68 @@ def test_only_trained_parameters_are_averaged_and_come_back_after_an_error():
         assert weight.item() == 0.75 * 4 + 0.25 * 8
         raise OSError("disk full")
     assert weight.item() == 8.0
+
+
+def adapted(dtype: torch.dtype = torch.float32) -> Any:
+    """A model of two layers with adapters that change its outputs."""
+    layers = nn.Sequential(nn.Linear(6, 5, dtype=dtype), nn.Linear(5, 4, dtype=dtype))
+    model: Any = get_peft_model(layers, LoraConfig(target_modules=["0", "1"], r=2), autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_weights_return_after_an_error(dtype):
+    model, inputs = adapted(dtype), torch.randn(3, 6, dtype=dtype)
+    base, before = [layer.base_layer.weight for layer in model.base_model.model], model(inputs)
+    kept = [(weight.clone(), weight.data_ptr()) for weight in base]
+    expected = [
+        layer.base_layer.weight.double()
+        + 4 * layer.lora_B.default.weight.double() @ layer.lora_A.default.weight.double()
+        for layer in model.base_model.model
+    ]
+    atol = 1e-6 if dtype is torch.float32 else 2**-6
+    with pytest.raises(OSError), adapters_merged(model):
+        for weight, merged in zip(base, expected, strict=True):
+            torch.testing.assert_close(weight.double(), merged, rtol=0, atol=atol)
+        raise OSError("the rollout failed")
+    assert all(
+        torch.equal(weight, was) and weight.data_ptr() == place for weight, (was, place) in zip(base, kept, strict=True)
+    )
+    assert torch.equal(model(inputs), before), "adapters take part again"
+
+
+def test_merging_that_runs_out_of_memory_changes_nothing(monkeypatch):
+    model, inputs = adapted(), torch.randn(3, 6)
+    before, second = model(inputs), model.base_model.model[1]
+    monkeypatch.setattr(second, "get_delta_weight", Mock(side_effect=torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError), adapters_merged(model):
+        raise AssertionError("it was not merged")
+    assert torch.equal(model(inputs), before)
+
+
+@pytest.mark.parametrize(("free", "merges"), [(4, True), (3.9, False)])
+def test_adapters_are_merged_where_two_copies_fit(free, merges, monkeypatch, caplog):
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=2))
+    model = strategy.prepare(adapted(), AdamConfig(), 1e-3, total_steps=1)
+    assert strategy.fits_merged(model)
+    monkeypatch.setattr(strategy, "device", torch.device("cuda"))
+    copies, moments = 4 * (6 * 5 + 5 * 4), 2 * 4 * 2 * (6 + 5 + 5 + 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free / 2 * copies + moments, 0))
+    with caplog.at_level(logging.WARNING, "openppo"):
+        assert strategy.fits_merged(model) == merges
+    assert ("adapters are not merged for generation" in caplog.text) != merges
+
+
+def test_adapters_are_not_merged_into_4_bits(caplog):
+    strategy, model = DeepspeedStrategy(DeepSpeedConfig(zero_stage=2)), adapted()
+    packed = nn.Parameter(torch.zeros(15, 1, dtype=torch.uint8), requires_grad=False)  # as bitsandbytes has them
+    model.base_model.model[0].base_layer.weight = packed
+    with caplog.at_level(logging.INFO, "openppo"):
+        assert not strategy.fits_merged(strategy.prepare(model, AdamConfig(), 1e-3, total_steps=1))
+    assert caplog.text.count("not merged") == 1
 
 
 def test_compiling_is_announced_and_needs_a_compiler(monkeypatch, caplog):

@@ -151,6 +151,14 @@ def test_what_rests_in_the_host_leaves_the_device() -> None:
     assert gpu.host - ppo(adam_offload=True).host == 4 * M, "the average"
 
 
+def test_merging_adapters_takes_a_copy_of_their_weights_where_it_fits() -> None:
+    sizes = SIZES | {"actor": SIZE._replace(n_quantized=100 * M)}
+    plain, merged = (ppo(sizes_of, lora_rank=8, max_num_seqs=1).phases for sizes_of in (SIZES, sizes))
+    assert merged["generation"] - plain["generation"] == 4 * (100 * M - SIZE.n_quantized)
+    beside = ppo(sizes, lora_rank=8, max_num_seqs=1, on={"memory": 800 * M}).phases
+    assert merged["generation"] - beside["generation"] == 4 * 100 * M, "more than half of what is free"
+
+
 def test_what_the_table_names_lowers_the_phase() -> None:
     before, training = ppo().phases, {"micro_train_batch_size": 2, "micro_train_tokens": 300, "lora_rank": 8}
     lowering = {
