@@ -72,7 +72,7 @@ class ExperienceMaker:
             self.kl_controller = AdaptiveKLController(coef, target, self.config.kl.kl_horizon)
 
     def make(self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0) -> list[Experience]:
-        """One experience per trajectory, in their order, on this maker's device.
+        """One experience per trajectory, in their order, on this maker's device (``buffer_cpu_offload``: the host).
 
         Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
         ``n_done`` global steps have been trained before, which is the policy's version.
