@@ -73,7 +73,7 @@ def test_long_responses_of_one_rank_are_shared_and_change_nothing(estimator, tin
         metrics = result["metrics"]
         assert metrics["speed/experience_imbalance"] == pytest.approx(max(tokens) / 150 - 1)
         assert metrics["speed/training_tokens_per_s"] * metrics["time/training_s"] == pytest.approx(300)
-        assert 0 <= metrics["speed/training_imbalance"] < 0.1, "micro-batches are dealt in any case"
+        assert 0 <= metrics["speed/training_imbalance"] <= 42 / 150, "each of two steps is even up to the longest row"
     assert alone == alone_too | {"metrics": alone["metrics"]}
     for result in (dealt, kept):
         for name in (name for name in alone["metrics"] if not name.startswith(("time/", "speed/"))):

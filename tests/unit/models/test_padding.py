@@ -70,7 +70,7 @@ def test_shares_differ_by_at_most_one_sequence_and_its_tokens(n_shares):
 @pytest.mark.parametrize(
     ("lengths", "tokens"),  # of the rows of each rank; of its share
     [
-        ([[9, 8, 7], [2, 1], []], [9, 9, 9]),
+        ([[1, 9, 8], [2, 7], []], [9, 9, 9]),
         ([[6], []], [6, 0]),  # one row cannot be shared
         ([[5, 5], [5, 4]], [10, 9]),
         ([[10], [4, 4, 3]], [10, 11]),  # dealing would make it 13 and 8
