@@ -108,7 +108,7 @@ class DeepSpeedConfig(Options):
     zpg: int = option(1, at_least(1))
     """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
     compile: bool = False
-    """Compile the layers of trained models with torch.compile (not with --zero_stage 3; CPUs need a C++ compiler)."""
+    """Compile trained models' layers with torch.compile (not with --zero_stage 3; needs a C compiler, on CPUs C++)."""
     overlap_comm: bool = False
     """Reduce gradients during the backward pass (more memory; --zero_stage 3 does it anyway)."""
     seed: int = option(42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset"))

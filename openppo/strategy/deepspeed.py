@@ -183,7 +183,7 @@ class DeepspeedStrategy(InferenceStrategy):
         options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
         if not self.config.adam_offload:
             return torch.optim.AdamW(parameters, fused=True, **options)
-        _require_compiler("--adam_offload", "c++")
+        _require_compiler("--adam_offload", "CXX", "c++")
         if self.is_main and not self._prepared:
             logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
         return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
@@ -213,8 +213,7 @@ def _numel(parameter: Any) -> int:
 
 def _compile_layers(module: nn.Module, device: torch.device) -> None:
     """Have torch.compile take the repeated layers one by one: all of a model share one graph, whatever the shapes."""
-    if device.type == "cpu":
-        _require_compiler("--compile", "g++")
+    _require_compiler("--compile", *(("CXX", "g++") if device.type == "cpu" else ("CC", "gcc", "clang")))  # Triton's
     names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
     layers = [child for child in module.modules() if type(child).__name__ in names]
     if not layers:
@@ -223,10 +222,12 @@ def _compile_layers(module: nn.Module, device: torch.device) -> None:
         layer.compile(dynamic=True)
 
 
-def _require_compiler(flag: str, compiler: str) -> None:
-    compiler = os.environ.get("CXX", compiler)
-    if shutil.which(compiler) is None:
-        raise ValueError(f"{flag} needs a C++ compiler, and there is none ({compiler}): install one, or omit the flag.")
+def _require_compiler(flag: str, variable: str, *names: str) -> None:
+    """``ValueError`` if there is neither the compiler that the environment names nor one of ``names``."""
+    compilers = [os.environ[variable]] if variable in os.environ else names
+    if not any(map(shutil.which, compilers)):
+        need = f"{flag} needs a {'C++' if variable == 'CXX' else 'C'} compiler"
+        raise ValueError(f"{need}, and there is none ({' or '.join(compilers)}): install one, or omit the flag.")
 
 
 def _enable_gradient_checkpointing(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate, groupby
 from typing import Any
 
 import deepspeed
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, by their names in its state."""
+GATHERED_BYTES = 2**30
+"""Of weights gathered together, and one more: each time waits for the device."""
 
 
 class TrainableModel:
@@ -165,23 +168,23 @@ def adapters_merged(module: nn.Module) -> Iterator[None]:
 def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     """Name and whole weight, one by one, of a Hugging Face or PEFT model with adapters added; nothing changes.
 
-    Under ZeRO-3 each is gathered when it is its turn, and copied.
+    Under ZeRO-3 they are gathered about 1 GiB at a time, and copied.
     """
     model: nn.Module = policy.get_base_model() if hasattr(policy, "peft_config") else policy
     layers = adapted_layers(model)
     adapters = {f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()}
-    for name, parameter in model.named_parameters():
-        layer_name = name.removesuffix(".base_layer.weight")
-        partitioned = hasattr(parameter, "ds_id")
-        if layer_name in layers:
-            involved: list[Any] = list(layers[layer_name].parameters())
-            with GatheredParameters(involved, enabled=partitioned):
-                weight = _merged(parameter, layers[layer_name])
-            yield f"{layer_name}.weight", weight
-        elif name not in adapters or ".base_layer." in name:
-            with GatheredParameters([parameter], enabled=partitioned):
-                weight = parameter.detach().clone() if partitioned else parameter.detach()
-            yield name.replace(".base_layer.", "."), weight
+    weights: list[Any] = [(n, p) for n, p in model.named_parameters() if n not in adapters or ".base_layer." in n]
+    partitioned = any(hasattr(p, "ds_id") for _, p in weights)
+    sizes = (p.ds_numel * p.element_size() if partitioned else GATHERED_BYTES for _, p in weights)
+    numbered = zip(accumulate(sizes, initial=0), weights, strict=False)
+    for _, together in groupby(numbered, lambda each: each[0] // GATHERED_BYTES):
+        group = [(name, p, layers.get(name.removesuffix(".base_layer.weight"))) for _, (name, p) in together]
+        involved = [p for _, weight, layer in group for p in ([weight] if layer is None else layer.parameters())]
+        with GatheredParameters(involved, enabled=partitioned):
+            copy = Tensor.clone if partitioned else Tensor.detach
+            whole = [copy(p.detach()) if layer is None else _merged(p, layer) for _, p, layer in group]
+        yield from zip((name.replace(".base_layer.", ".") for name, *_ in group), whole, strict=True)
+        del whole  # before the next are gathered
 
 
 @torch.no_grad()

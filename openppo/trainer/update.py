@@ -93,8 +93,6 @@ class Update:
         trains_actor = self.state.global_step >= self.components.maker.frozen_steps
         with self.timer.phase("training"):
             self._train(buffer, n_samples, metrics, kl.value if trains_actor else None)
-        n_tokens = sum(int(item.attention_mask.sum()) for item in buffer.items)
-        self.timer.count_tokens("training", n_tokens * self.config.batch.max_epochs)
         self.state.global_step += 1
         reduced = metrics.reduced(self.comm)
         spread = reduced.get("returns_std", 0.0) ** 2
@@ -126,6 +124,8 @@ class Update:
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
         with progress_bar(n_updates, "training", enabled=self.components.strategy.is_main) as bar:
             for number, mini_batch in enumerate(mini_batches(buffer, self.config, step)):
+                for micro, places in zip(mini_batch.micro_batches, mini_batch.places, strict=True):
+                    self.timer.count_tokens("training", int(micro.attention_mask.sum()) if places else 0)
                 self._step(mini_batch, metrics, kl_coef, number)
                 bar.update()
         self._move_moments(to_host=True)

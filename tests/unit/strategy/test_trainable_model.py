@@ -209,7 +209,15 @@ def test_compiling_is_announced_and_needs_a_compiler(monkeypatch, caplog):
         strategy._adam(list(module.parameters()), AdamConfig(), 1e-3)
     assert caplog.text
     monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ValueError, match=r"--adam_offload needs a C\+\+ compiler"):
         strategy.prepare(module, AdamConfig(), 1e-3, total_steps=1)
     with pytest.raises(ValueError, match=r"--compile needs a C\+\+ compiler.*omit the flag"):
         DeepspeedStrategy(DeepSpeedConfig(compile=True)).prepare(module, AdamConfig(), 1e-3, total_steps=1)
+    with pytest.raises(ValueError, match=r"--compile needs a C compiler, and there is none \(gcc or clang\)"):
+        deepspeed._compile_layers(module, torch.device("cuda"))
+    for found, of_environment in (("clang", None), ("/my/cc", "/my/cc")):
+        monkeypatch.setattr("shutil.which", lambda name, found=found: name if name == found else None)
+        monkeypatch.setenv("CC", of_environment) if of_environment else monkeypatch.delenv("CC", raising=False)
+        with pytest.raises(ValueError, match="does not name its layers"):
+            deepspeed._compile_layers(module, torch.device("cuda"))
