@@ -1,15 +1,20 @@
 """The policy: a causal language model whose forward returns log-probs of the tokens it was given."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
+from openppo import logger
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.loading import disable_dropout, load_causal_lm, load_options
-from openppo.models.log_probs import log_probs_and_entropy, log_probs_from_logits
+from openppo.models.log_probs import linear_log_probs, log_probs_and_entropy, log_probs_from_logits
 from openppo.models.padding import pack_rows, pad_width
 
 
@@ -42,6 +47,8 @@ class Actor(nn.Module):
         if options.lora_rank > 0:
             self.model = add_adapters(model, options, "CAUSAL_LM")
         self.temperature = temperature
+        self.ends_in_head = ends_in_head(model)
+        """Whether log-probs are computed by the head, without whole logits."""
         self.packs_rows = False
         """Whether the rows of a batch go through the model as one, without padding: see ``pack_where_exact``."""
 
@@ -80,14 +87,67 @@ class Actor(nn.Module):
             else:
                 inputs = {"input_ids": sequences, "position_ids": position_ids}
             labels, dim = sequences[:, places], 1  # (B, K)
-        logits = self.model(**inputs, logits_to_keep=kept, use_cache=False).logits.view(*labels.shape, -1)
+        inputs |= {"logits_to_keep": kept, "use_cache": False}
+        values = self._log_probs(inputs, labels, temperature, return_entropy)  # labels' shape, and 1 or 2
 
         def placed(values: Tensor) -> Tensor:
             """``values`` at their places of a (B, L) tensor, 0 elsewhere."""
             empty = torch.zeros(wanted.flatten(dim).shape, dtype=values.dtype, device=values.device)
             return torch.where(wanted, empty.index_copy(dim, places, values).view(wanted.shape), 0.0)
 
-        if not return_entropy:
-            return placed(log_probs_from_logits(logits, labels, temperature))
-        log_probs, entropy = log_probs_and_entropy(logits, labels, temperature)
-        return placed(log_probs), placed(entropy)
+        log_probs, *entropy = (placed(tensor) for tensor in values.unbind(-1))
+        return (log_probs, *entropy) if return_entropy else log_probs
+
+    def _log_probs(self, inputs: dict[str, Any], labels: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+        if self.ends_in_head:
+            head: Any = self.model.get_output_embeddings()
+            options = {"labels": labels, "temperature": temperature, "with_entropy": with_entropy}
+            with _forward_of(head, partial(linear_log_probs, head=head, **options)):  # where ZeRO-3 gathers its weight
+                return self.model(**inputs).logits.view(*labels.shape, -1)
+        logits = self.model(**inputs).logits.view(*labels.shape, -1)
+        if with_entropy:
+            return torch.stack(log_probs_and_entropy(logits, labels, temperature), -1)
+        return log_probs_from_logits(logits, labels, temperature)[..., None]
+
+
+@torch.no_grad()
+def ends_in_head(model: Any) -> bool:
+    """Whether a model's logits are what its linear head returns, which nothing scales, caps or cuts; logged if not.
+
+    Its own code runs, between stand-ins for the transformer and the head: no weight is looked at.
+    """
+    head, why = model.get_output_embeddings(), "they are more than the outputs of a linear layer"
+    body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), None)
+    if type(head) is nn.Linear and body is not None:
+        logits = torch.linspace(-99, 99, head.out_features)[None, None]
+        hidden = _Output(last_hidden_state=torch.zeros(1, 1, head.in_features))
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        try:
+            with _forward_of(body, lambda *_, **__: hidden), _forward_of(head, lambda _: logits):
+                if torch.equal(model(input_ids=ids, logits_to_keep=1, use_cache=False).logits, logits):
+                    return True
+        except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
+            why = f"its code was not understood ({error})"
+    logger.info("%s: logits are held whole: %s", type(model).__name__, why)
+    return False
+
+
+class _Output(BaseModelOutput):
+    """A transformer's output that has None where models have more."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``module`` runs ``forward`` for its own; hooks on it stay."""
+    attributes = vars(module)
+    before = attributes.get("forward")  # of libraries that move weights
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        del attributes["forward"]
+        if before is not None:
+            attributes["forward"] = before
