@@ -48,7 +48,9 @@ class Actor(nn.Module):
             self.model = add_adapters(model, options, "CAUSAL_LM")
         self.temperature = temperature
         self.ends_in_head = ends_in_head(model)
-        """Whether log-probs are computed by the head, without whole logits."""
+        """Whether log-probs are computed in its head: there logits are never whole where they are many."""
+        if not self.ends_in_head:
+            logger.info("%s: logits are held whole, as they are not simply a linear head's", type(model).__name__)
         self.packs_rows = False
         """Whether the rows of a batch go through the model as one, without padding: see ``pack_where_exact``."""
 
@@ -87,24 +89,26 @@ class Actor(nn.Module):
             else:
                 inputs = {"input_ids": sequences, "position_ids": position_ids}
             labels, dim = sequences[:, places], 1  # (B, K)
-        inputs |= {"logits_to_keep": kept, "use_cache": False}
-        values = self._log_probs(inputs, labels, temperature, return_entropy)  # labels' shape, and 1 or 2
+        values = self._selected(inputs | {"logits_to_keep": kept}, labels, temperature, return_entropy)
 
         def placed(values: Tensor) -> Tensor:
             """``values`` at their places of a (B, L) tensor, 0 elsewhere."""
             empty = torch.zeros(wanted.flatten(dim).shape, dtype=values.dtype, device=values.device)
             return torch.where(wanted, empty.index_copy(dim, places, values).view(wanted.shape), 0.0)
 
-        log_probs, *entropy = (placed(tensor) for tensor in values.unbind(-1))
-        return (log_probs, *entropy) if return_entropy else log_probs
+        return (placed(values[..., 0]), placed(values[..., 1])) if return_entropy else placed(values[..., 0])
 
-    def _log_probs(self, inputs: dict[str, Any], labels: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+    def _selected(self, inputs: dict[str, Tensor], labels: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        if self.ends_in_head and hasattr(head.weight, "ds_id"):
+            self.ends_in_head = False
+            logger.info("ZeRO-3: logits are held whole, as the head's weight is partitioned")
         if self.ends_in_head:
-            head: Any = self.model.get_output_embeddings()
-            options = {"labels": labels, "temperature": temperature, "with_entropy": with_entropy}
-            with _forward_of(head, partial(linear_log_probs, head=head, **options)):  # where ZeRO-3 gathers its weight
-                return self.model(**inputs).logits.view(*labels.shape, -1)
-        logits = self.model(**inputs).logits.view(*labels.shape, -1)
+            select = partial(linear_log_probs, head, labels, temperature, with_entropy)
+            with _forward_of(head, select):  # as a part of the model, so that ZeRO-3 gathers its weight
+                return model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
+        logits = model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
         if with_entropy:
             return torch.stack(log_probs_and_entropy(logits, labels, temperature), -1)
         return log_probs_from_logits(logits, labels, temperature)[..., None]
@@ -112,24 +116,21 @@ class Actor(nn.Module):
 
 @torch.no_grad()
 def ends_in_head(model: Any) -> bool:
-    """Whether a model's logits are what its linear head returns, which nothing scales, caps or cuts; logged if not.
+    """Whether a model's logits are what its linear head returns, neither scaled nor capped nor cut afterwards.
 
-    Its own code runs, between stand-ins for the transformer and the head: no weight is looked at.
+    Its own code runs, between stand-ins for the transformer and the head: no weight is read.
     """
-    head, why = model.get_output_embeddings(), "they are more than the outputs of a linear layer"
+    head = model.get_output_embeddings()
     body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), None)
-    if type(head) is nn.Linear and body is not None:
-        logits = torch.linspace(-99, 99, head.out_features)[None, None]
-        hidden = _Output(last_hidden_state=torch.zeros(1, 1, head.in_features))
-        ids = torch.zeros(1, 1, dtype=torch.int64)
-        try:
-            with _forward_of(body, lambda *_, **__: hidden), _forward_of(head, lambda _: logits):
-                if torch.equal(model(input_ids=ids, logits_to_keep=1, use_cache=False).logits, logits):
-                    return True
-        except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
-            why = f"its code was not understood ({error})"
-    logger.info("%s: logits are held whole: %s", type(model).__name__, why)
-    return False
+    if type(head) is not nn.Linear or body is None:
+        return False
+    logits, ids = torch.linspace(-99, 99, head.out_features)[None, None], torch.zeros(1, 1, dtype=torch.int64)
+    hidden = _Output(last_hidden_state=torch.zeros(1, 1, head.in_features))
+    try:
+        with _forward_of(body, lambda *_, **__: hidden), _forward_of(head, lambda _: logits):
+            return torch.equal(model(input_ids=ids, logits_to_keep=1, use_cache=False).logits, logits)
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):  # of code that wants more than those
+        return False
 
 
 class _Output(BaseModelOutput):

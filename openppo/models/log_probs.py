@@ -20,6 +20,11 @@ _LEAST = -1e4
 """For entropy: a token of probability 0 adds 0 to sums of p log p, where minus infinity would make them NaN."""
 
 
+def logits_at_once(on_cpu: bool) -> int:
+    """``LOGITS_AT_ONCE`` of a device."""
+    return LOGITS_AT_ONCE_ON_CPU if on_cpu else LOGITS_AT_ONCE
+
+
 def _chunks(logits: Tensor) -> list[slice]:
     rows = max(1, (CHUNK_ELEMENTS_ON_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS) // logits.shape[-1])
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
@@ -77,8 +82,8 @@ class _SelectedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        logits = ctx.saved_tensors[0]
-        return _gradient(*ctx.saved_tensors, grad_outputs, ctx.temperature, logits.dtype), None, None, None
+        logits, labels, entropy = ctx.saved_tensors
+        return _gradient(logits, labels, entropy, grad_outputs, ctx.temperature, logits.dtype), None, None, None
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -88,8 +93,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor]:
-        limit = LOGITS_AT_ONCE_ON_CPU if hidden.device.type == "cpu" else LOGITS_AT_ONCE
-        size = -(-len(labels) // -(-len(labels) * len(weight) // limit))  # of equal pieces
+        n_pieces = -(-len(labels) * len(weight) // logits_at_once(hidden.device.type == "cpu"))
+        size = -(-len(labels) // n_pieces)
         ctx.options, ctx.pieces = options, [slice(start, start + size) for start in range(0, len(labels), size)]
         found = []
         for rows in ctx.pieces:
@@ -158,9 +163,7 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return log_probs_and_entropy(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), temperature)[1]
 
 
-def linear_log_probs(
-    hidden: Tensor, head: Any, labels: Tensor, temperature: float = 1.0, with_entropy: bool = False
-) -> Tensor:
+def linear_log_probs(head: Any, labels: Tensor, temperature: float, with_entropy: bool, hidden: Tensor) -> Tensor:
     """Log-probs at ``labels``, and entropy beside them if wanted, of a linear ``head``'s logits: float32 (..., 1 or 2).
 
     ``hidden`` (..., H) are its inputs. At most ``LOGITS_AT_ONCE`` logits exist at a time.
