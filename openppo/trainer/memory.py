@@ -143,10 +143,9 @@ class Estimate:
 
     def summary(self) -> str:
         """The models and the highest peak in a line."""
-        n_ranks, most = self.machine.n_ranks, _format(self.phases[self.largest])
-        title = f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
+        most, on_each = _format(self.phases[self.largest]), f" on each of {self.machine.n_ranks} ranks"
         roles = ", ".join(f"{role} {_format(total)}" for role, total in self.roles.items())
-        return f"{title}: {roles}; at most {most}, in {self.largest}"
+        return f"estimated memory{on_each * (self.machine.n_ranks > 1)}: {roles}; at most {most}, in {self.largest}"
 
     def table(self) -> list[str]:
         """The summary, phases, checkpoint and verdict."""
@@ -217,8 +216,8 @@ def estimate_supervised(
     config: SupervisedCommand, longest: int, rows: int, scored: int, sizes: dict[str, ModelSize], machine: Machine
 ) -> Estimate:
     """Memory of training one model on examples of ``rows`` of ``longest`` tokens with at most ``scored`` logits."""
-    (size,), batch = sizes.values(), config.batch
-    model, n = model_memory(size, machine, config.lora), batch.micro_train_batch_size
+    (size,), batch, n = sizes.values(), config.batch, config.batch.micro_train_batch_size
+    model = model_memory(size, machine, config.lora)
     work = rows * min(machine.share(batch.train_batch_size), n), longest, min(longest, scored * n)
     phases = {
         "loading": model.lasting - model.moments + model.loading,
@@ -272,8 +271,8 @@ def log_memory(
     if run.dry_run_memory is not None:
         memory = round(run.dry_run_memory * 2**30)
     elif on_cpu:
-        here = run.dry_run_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory //= run.dry_run_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
     try:
@@ -282,7 +281,8 @@ def log_memory(
             for role, (flag, name) in models.items()
             if name is not None
         }
-        sizes |= {role: size._replace(whole_logits=True) for role, size in sizes.items() if role == _PROCESS}
+        some = sizes if config.deepspeed.zero_stage == 3 else sizes.keys() & {_PROCESS}
+        sizes |= {role: sizes[role]._replace(whole_logits=True) for role in some}
     except ValueError as error:
         if run.dry_run:
             raise
