@@ -17,7 +17,7 @@ from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, flat_dic
 from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
 from openppo.experience.maker import forward_size
-from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
+from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU, logits_at_once
 from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import check_model
 from openppo.models.size import ModelSize, model_size
@@ -32,7 +32,7 @@ from openppo.trainer.supervised.batches import PACKED_ROW
 
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
-_SCALAR = ("reward model", "critic")  # roles with a scalar head
+_SCALAR, _PROCESS = ("reward model", "critic"), "process reward model"  # roles with a scalar head, with whole logits
 _EXPERIENCE = 42  # bytes of a token in an Experience
 
 
@@ -103,11 +103,13 @@ def pass_bytes(size: ModelSize, machine: Machine, rows: int, length: int, scored
     """
     s, hidden = machine.element, machine.element * size.hidden * rows * length
     layer, logits = s * size.width * rows * length, rows * scored * size.vocabulary
+    kept = s if machine.on_cpu or size.whole_logits else 4  # GPUs compute them in float32
+    logits = logits if size.whole_logits else min(logits, logits_at_once(machine.on_cpu))
     chunks = 8 * min(logits, CHUNK_ELEMENTS_ON_CPU if machine.on_cpu else CHUNK_ELEMENTS)  # two copies in float32
     if saving == 0:
-        return 2 * hidden + max(s * logits + chunks, layer // 2)
+        return 2 * hidden + max(kept * logits + chunks, layer // 2)
     checkpoints = hidden * size.layers if saving < size.layers else 0
-    return 2 * hidden + checkpoints + saving * layer + 2 * s * logits + chunks
+    return 2 * hidden + checkpoints + saving * layer + (kept + s) * logits + chunks
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,9 @@ class Estimate:
 
     def summary(self) -> str:
         """The models and the highest peak in a line."""
-        n_ranks, most = self.machine.n_ranks, _format(self.phases[self.largest])
-        title = f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
+        most, on_each = _format(self.phases[self.largest]), f" on each of {self.machine.n_ranks} ranks"
         roles = ", ".join(f"{role} {_format(total)}" for role, total in self.roles.items())
-        return f"{title}: {roles}; at most {most}, in {self.largest}"
+        return f"estimated memory{on_each * (self.machine.n_ranks > 1)}: {roles}; at most {most}, in {self.largest}"
 
     def table(self) -> list[str]:
         """The summary, phases, checkpoint and verdict."""
@@ -188,8 +189,8 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     loaded = accumulate(model.lasting - model.moments for model in models.values())
     passes = {role: pass_bytes(size, machine, rows, longest, scored) for role, size in sizes.items()}
     inference = max(passes[role] + machine.live(model.gathered) for role, model in models.items())
-    work = train_rows, length, max(scored, lengths.document)
-    training = max(_training(sizes[role], models[role], machine, *work) for role in trained)
+    work = machine, train_rows, length, max(scored, lengths.document)
+    training = max(_training(sizes[role], models[role], loras[role], *work) for role in trained)
     actor, whole, options, s = sizes["actor"], models["actor"].gathered, config.generation, machine.element
     if options.rollout_engine == "vllm":
         generation = max(int(options.vllm_gpu_memory_utilization * machine.memory), s * actor.n_parameters)
@@ -201,8 +202,7 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
         most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * actor.cache * (longest + SLACK_COLUMNS)
         rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
         sampling = rows * actor.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))
-        prompt = lengths.longest_prompt
-        prompts = s * actor.width // 2 * min(rows * prompt, max(PREFILL_TOKENS, prompt))
+        prompts = s * actor.width // 2 * min(rows * lengths.longest_prompt, max(PREFILL_TOKENS, lengths.longest_prompt))
         generation = gathered + rows * row + max(sampling, prompts)
     phases = {
         "loading": max(total + model.loading for total, model in zip(loaded, models.values(), strict=True)),
@@ -218,21 +218,24 @@ def estimate_supervised(
     config: SupervisedCommand, longest: int, rows: int, scored: int, sizes: dict[str, ModelSize], machine: Machine
 ) -> Estimate:
     """Memory of training one model on examples of ``rows`` of ``longest`` tokens with at most ``scored`` logits."""
-    (size,), batch = sizes.values(), config.batch
-    model, n = model_memory(size, machine, config.lora), batch.micro_train_batch_size
+    (size,), batch, n = sizes.values(), config.batch, config.batch.micro_train_batch_size
+    model = model_memory(size, machine, config.lora)
     work = rows * min(machine.share(batch.train_batch_size), n), longest, min(longest, scored * n)
     phases = {
         "loading": model.lasting - model.moments + model.loading,
-        "training": model.lasting + model.host * machine.on_cpu + _training(size, model, machine, *work),
+        "training": model.lasting + model.host * machine.on_cpu + _training(size, model, config.lora, machine, *work),
     }
-    checkpoint = 12 * size.n_trained(config.lora.lora_rank)
-    return Estimate({"model": model.lasting}, phases, model.host, checkpoint, machine)
+    return Estimate({"model": model.lasting}, phases, model.host, 12 * size.n_trained(config.lora.lora_rank), machine)
 
 
-def _training(size: ModelSize, model: ModelMemory, machine: Machine, rows: int, length: int, scored: int) -> int:
+def _training(
+    size: ModelSize, model: ModelMemory, lora: LoRAConfig, machine: Machine, rows: int, length: int, scored: int
+) -> int:
     """The larger of a backward pass and an optimizer step."""
     saving = 1 if machine.options.gradient_checkpointing else size.layers
     backward = pass_bytes(size, machine, rows, length, scored, saving)
+    if not size.whole_logits and rows * scored * size.vocabulary > logits_at_once(machine.on_cpu):
+        backward += 4 * size.vocabulary * size.hidden * (machine.options.bf16 and lora.lora_rank == 0)  # in float32
     return model.gradients + max(backward, model.copies) + machine.live(model.gathered)
 
 
@@ -242,7 +245,7 @@ def log_ppo_memory(config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStr
     reference = model.ref_pretrain or (model.pretrain if config.lora.lora_rank == 0 else None)
     models = {
         "reward model": ("--reward_pretrain", rewards.reward_pretrain),
-        "process reward model": ("--prm_pretrain", rewards.prm_pretrain),
+        _PROCESS: ("--prm_pretrain", rewards.prm_pretrain),
         "critic": critic_start(config) or ("", None),
         "actor": ("--pretrain", model.pretrain),
         "reference": ("--ref_pretrain", reference if config.kl.init_kl_coef > 0 else None),
@@ -270,8 +273,8 @@ def log_memory(
     if run.dry_run_memory is not None:
         memory = round(run.dry_run_memory * 2**30)
     elif on_cpu:
-        here = run.dry_run_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory //= run.dry_run_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
     try:
@@ -280,6 +283,8 @@ def log_memory(
             for role, (flag, name) in models.items()
             if name is not None
         }
+        some = sizes if config.deepspeed.zero_stage == 3 else sizes.keys() & {_PROCESS}
+        sizes |= {role: sizes[role]._replace(whole_logits=True) for role in some}
     except ValueError as error:
         if run.dry_run:
             raise

@@ -118,11 +118,15 @@ def test_what_a_forward_saves_is_within_a_quarter(config: PreTrainedConfig, dtyp
 def test_a_pass_by_hand() -> None:
     bf16 = machine(bf16=True)
     layer, hidden, logits = 2 * 2_000 * 100, 2 * 100 * 100, 2 * 10 * 1_000  # bytes, bytes, elements
-    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=4) == 4 * layer + 2 * hidden + (2 + 2 + 4 + 4) * logits
-    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=1) == layer + (4 + 2) * hidden + (2 + 2 + 4 + 4) * logits
-    assert pass_bytes(SIZE, bf16, 2, 50, 10) == 2 * hidden + max((2 + 4 + 4) * logits, layer // 2)
+    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=4) == 4 * layer + 2 * hidden + (4 + 2 + 4 + 4) * logits
+    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=1) == layer + (4 + 2) * hidden + (4 + 2 + 4 + 4) * logits
+    assert pass_bytes(SIZE, bf16, 2, 50, 10) == 2 * hidden + max((4 + 4 + 4) * logits, layer // 2)
     gpu, cpu = (pass_bytes(SIZE, machine(on_cpu=on_cpu), 64, 1000, 1000) for on_cpu in (False, True))
     assert gpu - cpu == 8 * ((1 << 24) - (1 << 20)), "chunks of float32 logits are bounded"
+    once, twice = (pass_bytes(SIZE, bf16, 200, 1000, scored) for scored in (1000, 2000))
+    assert once == twice, "logits are not whole"
+    whole = [pass_bytes(SIZE._replace(whole_logits=True), bf16, 200, 1000, scored) for scored in (1000, 2000)]
+    assert whole[1] - whole[0] == 2 * 200 * 1000 * 1000
 
 
 def test_roles_and_phases_are_those_of_the_run() -> None:
