@@ -75,8 +75,8 @@ class Actor(nn.Module):
         wanted = F.pad(wanted[:, 1:], (1, 0))  # (B, L)
         temperature = self.temperature if temperature is None else temperature
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
-        if self.packs_rows and position_ids is None:
-            inputs, in_row = pack_rows(sequences, attention_mask)
+        if self.packs_rows:
+            inputs, in_row = pack_rows(sequences, attention_mask, self.model, position_ids)
             places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch
             places = places if len(places) > 0 else places.new_full((1,), wanted.numel() - 1)
             labels, kept, dim = sequences.flatten()[places], in_row[places - 1], 0  # (K,)

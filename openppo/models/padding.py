@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo import logger
+from openppo.models.attention import BY_LENGTHS
 from openppo.models.pretrained import context_length
 from openppo.types import Comm
 
@@ -150,16 +151,26 @@ def pad_width(sequences: Tensor, model: Any) -> Tensor:
     return sequences if positions is not None and width > positions else F.pad(sequences, (0, width - length))
 
 
-def pack_rows(sequences: Tensor, attention_mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Real tokens of a batch in one row of T: a model's inputs, and where in the row each token of the batch is.
+def pack_rows(
+    sequences: Tensor, attention_mask: Tensor, model: Any, position_ids: Tensor | None = None
+) -> tuple[dict[str, Any], Tensor]:
+    """Real tokens of a batch in one row of T: inputs of ``model``, and where in the row each token of the batch is.
 
-    ``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L); inputs int64 (1, T), with positions
-    from 0 in each row of the batch; places int64 (B x L,), of padding that of the last real token before it.
+    ``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L); ``position_ids`` int64 (B, L), if
+    rows hold several documents. Inputs int64 (1, T), with positions from 0 in each document, and int32 where each
+    begins, once for all layers; places int64 (B x L,), of padding that of the last real token before it.
     """
-    real = attention_mask.bool().flatten()  # (B x L,)
-    positions = torch.arange(sequences.shape[1], device=sequences.device).repeat(len(sequences))
-    places = (real.cumsum(0) - 1).clamp(min=0)
-    return {"input_ids": sequences.flatten()[real][None], "position_ids": positions[real][None]}, places
+    real, length = attention_mask.bool().flatten(), sequences.shape[1]  # (B x L,)
+    if position_ids is None:
+        position_ids = torch.arange(length, device=sequences.device).expand_as(sequences)
+    positions = position_ids.flatten()[real]  # (T,)
+    starts = F.pad((positions == 0).nonzero()[:, 0], (0, 1), value=len(positions)).int()
+    inputs: dict[str, Any] = {"input_ids": sequences.flatten()[real][None], "position_ids": positions[None]}
+    inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
+    if model.config._attn_implementation == BY_LENGTHS:
+        # transformers takes a mask of four dimensions for a finished one, and makes none of T x T.
+        inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=sequences.device)
+    return inputs, (real.cumsum(0) - 1).clamp(min=0)
 
 
 @torch.no_grad()
@@ -182,9 +193,18 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
 def pack_where_exact(module: Any, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str) -> None:
     """Have ``module`` put a batch's samples into one unpadded row if they stay apart there, by tiny forwards.
 
-    ``forward`` is the module or the engine around it, called by all ranks together. Kernels for unequal lengths, such
-    as FlashAttention-2's, compute no padding then.
+    ``forward`` is the module or the engine around it, called by all ranks together. That is for attention by lengths,
+    which computes no padding then; on a GPU without it a line says so.
     """
+    attention = module.model.config._attn_implementation
+    if attention not in (BY_LENGTHS, "flash_attention_2"):
+        if device.type == "cuda":
+            said = (
+                "samples of the %s are padded: its attention is %s. That by lengths needs bfloat16, compute capability "
+            )
+            said += "8.0, torch 2.13 (this is %s), and a model that supports FlashAttention."
+            logger.info(said, name, attention, torch.__version__)
+        return
 
     def beside(first: list[int]) -> Tensor:
         module.packs_rows = len(first) > 0
@@ -198,8 +218,8 @@ def _is_exact(otherwise: str, beside: Callable[[list[int]], Tensor]) -> bool:
     """Whether the outputs of ``_ROW`` are the same ``beside`` two others, and without others up to rounding."""
     try:
         alone, one, another = beside([]), beside([0, 1, 2]), beside([3, 1, 0])
-    except TypeError as error:
-        logger.warning("%s: the model takes no position ids (%s)", otherwise, error)
+    except (TypeError, ValueError) as error:
+        logger.warning("%s: the model cannot read one row of them (%s)", otherwise, error)
         return False
     leak, shift = float((one - another).abs().max()), float((one - alone).abs().max() / alone.abs().max().clamp(min=1))
     if leak <= _LEAK and shift <= _NOISE:

@@ -55,7 +55,7 @@ class ScalarHeadModel(nn.Module):
     def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
         if self.packs_rows:
-            inputs, in_row = pack_rows(sequences, attention_mask)
+            inputs, in_row = pack_rows(sequences, attention_mask, self.model)
             outputs = self._outputs(**inputs)[0]  # (T,)
             outputs = outputs[in_row].view(sequences.shape)
         else:  # without attention mask for the reason given in Actor.forward
@@ -66,7 +66,7 @@ class ScalarHeadModel(nn.Module):
         last = torch.where(attention_mask.bool(), places, 0).amax(-1, keepdim=True)  # (B, 1)
         return outputs.gather(1, last)[:, 0]
 
-    def _outputs(self, **inputs: Tensor) -> Tensor:
+    def _outputs(self, **inputs: Any) -> Tensor:
         """The head's, float32, of each token of ``input_ids``."""
         hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
         return self.classifier.get_submodule(HEAD)(hidden)[..., 0].float()

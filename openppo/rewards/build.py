@@ -121,8 +121,7 @@ class ScorerSetup:
             prefix = self.value_head_prefix
             reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **self.loading)
         frozen = self.prepare_frozen(reward)
-        if self.loading["flash_attn"]:
-            pack_where_exact(reward, frozen, self.device, "reward model")
+        pack_where_exact(reward, frozen, self.device, "reward model")
         pad = pad_token_id(own or self.tokenizer)
         return ModelScorer(frozen, self.size, pad, self.comm, self.device, name, read, *normalization)
 

@@ -232,16 +232,15 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
 def _prepared(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, role: Literal["actor", "critic", "reference"], n_steps: int = 0
 ) -> Any:
-    """The loaded model of ``role``, wrapped for training or as a frozen one; FlashAttention packs its rows."""
+    """The loaded model of ``role``, wrapped for training or as a frozen one; it packs rows where that is exact."""
     module: Any = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
     if role == "reference":
         model: Any = strategy.prepare_frozen(module)
     else:
         rate = config.ppo.actor_learning_rate if role == "actor" else config.ppo.critic_learning_rate
         model = strategy.prepare(module, config.adam, rate, n_steps)
-    if config.model.flash_attn:
-        with strategy.uncompiled():
-            pack_where_exact(module, model, strategy.device, role)
+    with strategy.uncompiled():
+        pack_where_exact(module, model, strategy.device, role)
     return model
 
 

@@ -12,6 +12,7 @@ from openppo.config.commands import SupervisedCommand
 from openppo.datasets import load_mixed_rows, load_preferences, load_process_examples, load_sft_examples
 from openppo.models.actor import Actor
 from openppo.models.loading import load_options, model_error_context
+from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
 from openppo.strategy.comm import check_same, collective
@@ -60,7 +61,11 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, {"--dataset": examples_fingerprint(train)})
     n_steps = total_optimizer_steps(config, len(train))
-    model = strategy.prepare(load_model(config, tokenizer), config.adam, options.learning_rate, n_steps)
+    module = load_model(config, tokenizer)
+    model = strategy.prepare(module, config.adam, options.learning_rate, n_steps)
+    if not isinstance(module, ProcessRewardModel):
+        with strategy.uncompiled():
+            pack_where_exact(module, model, strategy.device, role)
     checkpointer.attach({"model": model})
     trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
     parts = strategy, tokenizer, model, train, held_out, trackers, checkpointer, SignalStop(comm), estimate
