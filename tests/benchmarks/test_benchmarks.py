@@ -34,7 +34,7 @@ def test_help_answers(launcher: Launcher, script: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "rows"),
-    [("gpu.py --shape tiny --steps 1 --cache .", 4), SWEEP, ASYNC],
+    [("gpu.py --shape tiny --steps 1 --cache .", 8), SWEEP, ASYNC],
     ids=lambda value: str(value).split(".")[0],
 )
 def test_a_tiny_case_runs_on_a_cpu(command: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
