@@ -146,10 +146,16 @@ class BatchConfig(Options):
 
     train_batch_size: int = option(128, at_least(1), resume="must match")
     """Samples of one optimizer step, over all ranks and micro-batches."""
-    micro_train_batch_size: int = option(4, at_least(1))
-    """Samples of one forward and backward pass on one rank; changes memory and speed, never the gradient."""
+    micro_train_batch_size: int | None = option(None, at_least(1))
+    """Samples of one forward and backward pass on one rank (default: 4; of train_ppo on GPUs --micro_train_tokens);
+    changes memory and speed, never the gradient."""
     max_epochs: int = option(1, at_least(1))
     """Passes over the data (for train_ppo: over each rollout batch)."""
+
+    @property
+    def micro_rows(self) -> int:
+        """``micro_train_batch_size``, or its default."""
+        return self.micro_train_batch_size or 4
 
 
 @dataclass(frozen=True)

@@ -257,5 +257,5 @@ def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: b
 
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     """Size of a forward that trains nothing."""
-    rows, tokens = config.ppo.micro_rollout_batch_size, config.ppo.micro_rollout_tokens
+    rows, tokens = config.ppo.forward_rows, config.ppo.micro_rollout_tokens
     return MicroBatchSize(rows, tokens, split_overhead(config.deepspeed.zero_stage))

@@ -164,5 +164,5 @@ def _one(of_row: Tensor | None) -> float:
 def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> Iterator[MiniBatch]:
     """The optimizer steps of the global step after ``n_done`` of them, with their samples."""
     batch, seed = config.batch, config.deepspeed.seed + n_done
-    sizes = batch.train_batch_size, batch.micro_train_batch_size, batch.max_epochs
+    sizes = batch.train_batch_size, batch.micro_rows, batch.max_epochs
     return buffer.mini_batches(*sizes, seed, config.ppo.micro_train_tokens)

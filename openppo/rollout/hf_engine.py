@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.requests import Queue, Request, longest
+from openppo.rollout.requests import Queue, Request, longest, prefill_tokens
 from openppo.rollout.row_cache import RowCache, check_cache
 from openppo.rollout.sampling import finish_reason, request_uniforms, sample_rows
 from openppo.types import Completion, SamplingParams, StopCheck
@@ -144,7 +144,8 @@ class HFEngine(Engine):
                 return []
             self._cache = RowCache(self.model, self.max_batch_size, self._sizes_itself, self.version)
             self._cache.fit(longest(self._waiting))
-        return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept)
+        most = prefill_tokens(self._device.type == "cpu")
+        return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)
 
     def _prefill(self, requests: list[Request]) -> None:
         """One forward over what is not kept of the prompts of ``requests``."""

@@ -47,7 +47,7 @@ from openppo.trainer.data import (
 )
 from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.memory import log_ppo_memory
+from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, start_trackers
@@ -70,10 +70,11 @@ def build_ppo_trainer(
     strategy, samples = strategy or _strategy(config), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
     tokenizer, actor_config, data = _checked(config, strategy, samples, maker)
+    config, estimate = estimated_ppo(config, data, strategy) if samples or run.dry_run else (config, None)
     rewards = TaskRewards(TaskMaker.of(config, maker), tokenizer, strategy, data)
     if run.dry_run and samples:
         rewards.check()
-    estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
+    log_estimate(estimate, config, strategy)
     plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
     scorer = rewards.build() if samples else None  # before the large models

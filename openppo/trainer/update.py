@@ -158,7 +158,7 @@ class Update:
         """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
         parts, size, start = self.components, self.config.batch.train_batch_size, self.state.document_batches
         documents, pad, pack_to = parts.data.documents, pad_token_id(parts.tokenizer), parts.pack_documents_to
-        limit = MicroBatchSize(self.config.batch.micro_train_batch_size, self.config.ppo.micro_train_tokens)
+        limit = MicroBatchSize(self.config.batch.micro_rows, self.config.ppo.micro_train_tokens)
         rows = limit.rows_of(pack_to or max((len(document.token_ids) for document in documents), default=1))
         for indices in cyclic_batches(len(documents), size, self.config.deepspeed.seed, start):
             yield token_batch([documents[i] for i in indices], rows, pad, self.comm, pack_to)

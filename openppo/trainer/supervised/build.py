@@ -19,7 +19,8 @@ from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.memory import estimate_supervised, log_memory
+from openppo.trainer.memory.estimate import estimate_supervised
+from openppo.trainer.memory.sizing import log_memory
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_options, load_policy_tokenizer, start_trackers, tokenizing
 from openppo.trainer.summary import log_supervised_start

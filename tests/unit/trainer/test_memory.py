@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainSFTConfig, from_options
 from openppo.models import Actor
 from openppo.models.size import ModelSize, model_size
-from openppo.trainer.memory import (
+from openppo.trainer.memory.estimate import (
     Estimate,
     Lengths,
     Machine,
@@ -20,6 +20,7 @@ from openppo.trainer.memory import (
     model_memory,
     pass_bytes,
 )
+from openppo.trainer.memory.sizing import TOKEN_BUDGETS, sizes_for_gpu
 
 M, GIB = 1_000_000, 2**30
 SIZE = ModelSize(
@@ -194,12 +195,12 @@ def test_generation_fits_wherever_the_models_do(memory: int) -> None:
 
 
 def test_verdict_and_tables_name_phase_and_device() -> None:
-    fits, large = (ppo(on={"n_ranks": 4, "memory": memory}) for memory in (GIB, M))
+    fits, large = (ppo(on={"n_ranks": 4, "memory": memory}) for memory in (4 * GIB, M))
     assert fits.fits and not large.fits
     roles = "reward model 3 MiB, critic 6 MiB, actor 7 MiB, reference 4 MiB"  # 4 bytes, and (4 + 8) / 4 where trained
     peak = f"at most {max(fits.phases.values()) / 2**20:.0f} MiB, in {fits.largest}"
     assert fits.summary() == f"estimated memory on each of 4 ranks: {roles}; {peak}"
-    for estimate, verdict in ((fits, "fits into 1.0 GiB"), (large, "DOES NOT FIT into 1 MiB")):
+    for estimate, verdict in ((fits, "fits into 4.0 GiB"), (large, "DOES NOT FIT into 1 MiB")):
         table = "\n".join(estimate.table())
         assert f"the highest, {estimate.largest}, {verdict} of device memory" in table
         assert all(name in table for name in (*SIZES, *estimate.phases, "host"))
@@ -213,3 +214,49 @@ def test_pairs_of_supervised_training_are_two_rows() -> None:
     )
     assert list(one.phases) == ["loading", "training"]
     assert two.phases["training"] - one.roles["model"] > 1.9 * (one.phases["training"] - one.roles["model"])
+
+
+WIDE = {role: SIZES[role]._replace(width=20_000, vocabulary=50_000) for role in ("actor", "critic")}
+
+
+def sized(memory: float, on_cpu: bool = False, **options: Any) -> tuple[dict[str, int | None], Estimate]:
+    """Budgets of training and experience on a fake device of so many GiB, and the estimate with them."""
+    given = {"pretrain": "p", "prompt_data": "d", "reward_fn": "r", "train_batch_size": 512}
+    config = from_options(TrainPPOConfig, **given, **options)
+    fake = Machine(config.deepspeed, on_cpu=on_cpu, memory=round(memory * GIB))
+    made = sizes_for_gpu(config, lambda one: estimate_ppo(one, LENGTHS, WIDE, fake))
+    budgets = {"train": made.ppo.micro_train_tokens, "rollout": made.ppo.micro_rollout_tokens}
+    return budgets, estimate_ppo(made, LENGTHS, WIDE, fake)
+
+
+def test_a_gpu_gets_the_largest_budgets_that_its_memory_takes() -> None:
+    found = {gib: sized(gib)[0] for gib in (0.5, 4, 8, 16, 80)}
+    assert found[80] == {"train": 32768, "rollout": 32768}
+    assert found[0.5] == {"train": None, "rollout": None}, "the context takes it all"
+    for name in ("train", "rollout"):
+        budgets = [of[name] or 0 for of in found.values()]
+        assert budgets == sorted(budgets) and set(budgets) <= {0, *TOKEN_BUDGETS}
+    assert 0 < (found[4]["train"] or 0) < 16384
+
+
+def test_given_sizes_and_cpus_keep_theirs() -> None:
+    assert sized(80, on_cpu=True)[0] == {"train": None, "rollout": None}
+    assert sized(80, micro_train_batch_size=4)[0] == {"train": None, "rollout": 32768}
+    assert sized(80, micro_rollout_batch_size=8)[0] == {"train": 32768, "rollout": None}
+    assert sized(80, micro_train_tokens=1000, micro_rollout_tokens=77)[0] == {"train": 1000, "rollout": 77}
+
+
+def test_a_chosen_budget_is_within_nine_tenths_and_twice_is_not() -> None:
+    (budgets, estimate), room = sized(8), 0.9 * (8 - 0.5) * GIB
+    assert budgets["train"] in TOKEN_BUDGETS[1:]
+    twice = sized(8, micro_train_tokens=2 * (budgets["train"] or 0))[1]
+    assert estimate.phases["training"] <= room < twice.phases["training"]
+
+
+def test_graphs_hold_logits_of_each_shape() -> None:
+    """Rows and halves of them, for each 256 columns; and CUDA and NCCL hold memory that torch does not count."""
+    launched, recorded = (ppo(max_num_seqs=8, cuda_graphs=on) for on in (False, True))
+    assert recorded.phases["generation"] - launched.phases["generation"] == 2 * 8 * 1_000 * 4 * 1
+    assert recorded.phases["training"] == launched.phases["training"]
+    on_cpu, one, two = (Machine(DeepSpeedConfig(), n, cpu, 8 * GIB) for n, cpu in ((2, True), (1, False), (2, False)))
+    assert [8 * GIB - here.room for here in (on_cpu, one, two)] == [0, GIB // 2, GIB]

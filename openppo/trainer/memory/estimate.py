@@ -3,36 +3,27 @@
 States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0.19.8, activations arXiv 2205.05198.
 """
 
-import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
-
-from openppo import logger
-from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, flat_dict
+from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig
 from openppo.config.commands import SupervisedCommand
-from openppo.config.remedies import remedies
 from openppo.experience.maker import forward_size
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU, logits_at_once
 from openppo.models.padding import MicroBatchSize
-from openppo.models.pretrained import check_model
-from openppo.models.size import ModelSize, model_size
+from openppo.models.size import ModelSize
+from openppo.rollout.decode_graphs import COLUMNS_TOGETHER
 from openppo.rollout.hf_engine import ROWS_ON_CPU, ROWS_ON_GPU
-from openppo.rollout.requests import PREFILL_TOKENS
+from openppo.rollout.requests import prefill_tokens
 from openppo.rollout.row_cache import SLACK_COLUMNS, rows_that_fit
-from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ds_config import LARGEST_BUCKET
 from openppo.tracking.console import table_lines
-from openppo.trainer.data import PPOData, critic_lora, critic_start
-from openppo.trainer.supervised.batches import PACKED_ROW
+from openppo.trainer.data import critic_lora
 
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
-_SCALAR, _PROCESS = ("reward model", "critic"), "process reward model"  # roles with a scalar head, with whole logits
+_CONTEXT, _COMMUNICATORS = 2**29, 2**29  # bytes of CUDA itself, and of NCCL's buffers: as published, not measured
 _EXPERIENCE = 42  # bytes of a token in an Experience
 
 
@@ -49,6 +40,16 @@ class Machine:
     def element(self) -> int:
         """Bytes of a weight or activation."""
         return 2 if self.options.bf16 else 4
+
+    @property
+    def outside(self) -> int:
+        """What a GPU's memory holds beside what torch allocates: CUDA's context, and NCCL's buffers."""
+        return 0 if self.on_cpu else _CONTEXT + _COMMUNICATORS * (self.n_ranks > 1)
+
+    @property
+    def room(self) -> int:
+        """Bytes that torch may allocate."""
+        return max(0, self.memory - self.outside)
 
     def share(self, n: int) -> int:
         """One rank's part of ``n``."""
@@ -138,8 +139,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is below the device's memory."""
-        return self.phases[self.largest] <= self.machine.memory
+        """Whether the peak is below the device's memory, less what is outside of torch."""
+        return self.phases[self.largest] <= self.machine.room
 
     def summary(self) -> str:
         """The models and the highest peak in a line."""
@@ -150,6 +151,8 @@ class Estimate:
     def table(self) -> list[str]:
         """The summary, phases, checkpoint and verdict."""
         rows = {f"peak in {phase}": total for phase, total in self.phases.items()}
+        if self.machine.outside:
+            rows["outside of PyTorch"] = self.machine.outside
         rows |= {"in the host's memory": self.host, "checkpoint on disk": self.checkpoint}
         lines = table_lines([(name, _format(total)) for name, total in rows.items()])
         verdict = f"{'fits' if self.fits else 'DOES NOT FIT'} into {_format(self.machine.memory)} of device memory"
@@ -176,7 +179,7 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     longest = lengths.longest_prompt + config.generation.generate_max_len
     scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
     rows = min(samples, forward_size(config).rows_of(longest))
-    train_rows = MicroBatchSize(batch.micro_train_batch_size, ppo.micro_train_tokens).rows_of(length)
+    train_rows = MicroBatchSize(batch.micro_rows, ppo.micro_train_tokens).rows_of(length)
     train_rows = min(machine.share(batch.train_batch_size), train_rows)
     models = {role: model_memory(size, machine, loras.get(role)) for role, size in sizes.items()}
     trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items() if role in sizes}
@@ -195,15 +198,19 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     if options.rollout_engine == "vllm":
         generation = max(int(options.vllm_gpu_memory_utilization * machine.memory), s * actor.n_parameters)
     else:  # the engine's cache, and reading prompts or sampling
-        free = 2**62 if machine.on_cpu else max(0, machine.memory - resident)
+        free = 2**62 if machine.on_cpu else max(0, machine.room - resident)
         gathered = whole if whole <= free // 2 else machine.live(whole)  # then ranks decode in lockstep
         copies = s * actor.n_quantized * (config.lora.lora_rank > 0 and not config.lora.load_in_4bit)
         gathered += copies * (gathered == whole and whole + copies <= free // 2)  # adapters are merged if they fit
         most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * actor.cache * (longest + SLACK_COLUMNS)
         rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
         sampling = rows * actor.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))
-        prompts = s * actor.width // 2 * min(rows * lengths.longest_prompt, max(PREFILL_TOKENS, lengths.longest_prompt))
-        generation = gathered + rows * row + max(sampling, prompts)
+        prompt = lengths.longest_prompt
+        prompts = s * actor.width // 2 * min(rows * prompt, max(prefill_tokens(machine.on_cpu), prompt))
+        graphs = 0  # logits of each: for rows, half of them and so on, and for each width of the cache
+        if options.cuda_graphs and not machine.on_cpu:
+            graphs = 2 * rows * actor.vocabulary * s * -(-longest // COLUMNS_TOGETHER)
+        generation = gathered + rows * row + max(sampling, prompts) + graphs
     phases = {
         "loading": max(total + model.loading for total, model in zip(loaded, models.values(), strict=True)),
         "generation": resident + generation,
@@ -218,7 +225,7 @@ def estimate_supervised(
     config: SupervisedCommand, longest: int, rows: int, scored: int, sizes: dict[str, ModelSize], machine: Machine
 ) -> Estimate:
     """Memory of training one model on examples of ``rows`` of ``longest`` tokens with at most ``scored`` logits."""
-    (size,), batch, n = sizes.values(), config.batch, config.batch.micro_train_batch_size
+    (size,), batch, n = sizes.values(), config.batch, config.batch.micro_rows
     model = model_memory(size, machine, config.lora)
     work = rows * min(machine.share(batch.train_batch_size), n), longest, min(longest, scored * n)
     phases = {
@@ -237,66 +244,3 @@ def _training(
     if not size.whole_logits and rows * scored * size.vocabulary > logits_at_once(machine.on_cpu):
         backward += 4 * size.vocabulary * size.hidden * (machine.options.bf16 and lora.lora_rank == 0)  # in float32
     return model.gradients + max(backward, model.copies) + machine.live(model.gathered)
-
-
-def log_ppo_memory(config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStrategy) -> Estimate | None:
-    """``log_memory`` of a train_ppo run; without prompts as if they had ``--prompt_max_len`` tokens."""
-    model, rewards = config.model, config.rewards
-    reference = model.ref_pretrain or (model.pretrain if config.lora.lora_rank == 0 else None)
-    models = {
-        "reward model": ("--reward_pretrain", rewards.reward_pretrain),
-        _PROCESS: ("--prm_pretrain", rewards.prm_pretrain),
-        "critic": critic_start(config) or ("", None),
-        "actor": ("--pretrain", model.pretrain),
-        "reference": ("--ref_pretrain", reference if config.kl.init_kl_coef > 0 else None),
-    }
-    prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
-    documents = [len(document.token_ids) for document in data.documents]
-    document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
-    lengths = Lengths(min(prompts), data.longest - config.generation.generate_max_len, document)
-    return log_memory(partial(estimate_ppo, config, lengths), models, config, strategy)
-
-
-def log_memory(
-    estimate_of: Callable[[dict[str, ModelSize], Machine], Estimate],
-    models: Mapping[str, tuple[str, str | None]],
-    config: TrainPPOConfig | SupervisedCommand,
-    strategy: DeepspeedStrategy,
-) -> Estimate | None:
-    """Log an estimate of ``models``, flag and name by role; with --dry_run, end the process.
-
-    None, with a warning, where a model cannot be counted.
-    """
-    run, on_cpu = config.run, strategy.device.type == "cpu" and config.run.dry_run_memory is None
-    trust = (config.model if isinstance(config, TrainPPOConfig) else config.supervised).trust_remote_code
-    n_ranks = run.dry_run_ranks or strategy.comm.world_size
-    if run.dry_run_memory is not None:
-        memory = round(run.dry_run_memory * 2**30)
-    elif on_cpu:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        memory //= run.dry_run_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    else:
-        memory = torch.cuda.get_device_properties(strategy.device).total_memory
-    try:
-        sizes = {
-            role: model_size(check_model(name, flag, trust), role in _SCALAR, config.lora.target_modules, trust)
-            for role, (flag, name) in models.items()
-            if name is not None
-        }
-        some = sizes if config.deepspeed.zero_stage == 3 else sizes.keys() & {_PROCESS}
-        sizes |= {role: sizes[role]._replace(whole_logits=True) for role in some}
-    except ValueError as error:
-        if run.dry_run:
-            raise
-        logger.warning("no estimate of memory: %s", error)
-        return None
-    estimate = estimate_of(sizes, Machine(config.deepspeed, n_ranks, on_cpu, memory))
-    for line in estimate.table() if run.dry_run or not estimate.fits else [estimate.summary()]:
-        logger.info("%s", line)
-    if not estimate.fits and strategy.is_main:
-        flags = remedies(estimate.largest, flat_dict(config), on_cpu)
-        logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
-    if run.dry_run:
-        strategy.close()
-        raise SystemExit(0)
-    return estimate
