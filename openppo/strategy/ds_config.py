@@ -50,9 +50,10 @@ def train_config(
     return config
 
 
-def eval_config(bf16: bool) -> dict[str, Any]:
-    """Configuration of a frozen model whose parameters are partitioned (ZeRO-3)."""
-    return {**_EVERY_ENGINE, "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16}}
+def eval_config(bf16: bool, zpg: int = 1) -> dict[str, Any]:
+    """Configuration of a frozen model whose parameters are partitioned (ZeRO-3), or of one that is being loaded."""
+    zero = {"stage": 3, "zero_hpz_partition_size": zpg}
+    return {**_EVERY_ENGINE, "zero_optimization": zero, "bf16": {"enabled": bf16}}
 
 
 def merge(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

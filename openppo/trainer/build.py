@@ -165,7 +165,7 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
     tasks.check(tokenizer)
     data = load_tasks_data(tasks, tokenizer, actor_config, strategy.comm)
     scorer = None if scored_by_trainers(config) else TaskRewards(tasks, tokenizer, strategy, data).build()
-    with model_error_context("--pretrain", config.model.pretrain):
+    with model_error_context("--pretrain", config.model.pretrain), strategy.loading():
         actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **loading(config))
     policy: Any = actor.eval().to(strategy.device).model  # not frozen: torch rounds otherwise with frozen weights
     if config.deepspeed.bf16:
@@ -212,7 +212,7 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Lea
 
 
 def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
-    """The policy before training, or the ``reference`` where that is a model of its own, on the host."""
+    """The policy before training, or the ``reference`` where that is a model of its own."""
     model, lora, flag, name = config.model, {} if reference else vars(config.lora), "--pretrain", config.model.pretrain
     if reference and model.ref_pretrain is not None:
         flag, name = "--ref_pretrain", model.ref_pretrain
@@ -221,7 +221,7 @@ def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
 
 
 def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
-    """The critic before training, on the host."""
+    """The critic before training."""
     start = critic_start(config)
     assert start is not None, "the estimator has a critic"
     options = {"value_head_prefix": config.model.value_head_prefix, **loading(config), **vars(critic_lora(config))}
@@ -233,7 +233,8 @@ def _prepared(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, role: Literal["actor", "critic", "reference"], n_steps: int = 0
 ) -> Any:
     """The loaded model of ``role``, wrapped for training or as a frozen one; FlashAttention packs its rows."""
-    module: Any = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
+    with strategy.loading(frozen=role == "reference"):
+        module: Any = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
     if role == "reference":
         model: Any = strategy.prepare_frozen(module)
     else:

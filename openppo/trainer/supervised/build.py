@@ -60,7 +60,9 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, {"--dataset": examples_fingerprint(train)})
     n_steps = total_optimizer_steps(config, len(train))
-    model = strategy.prepare(load_model(config, tokenizer), config.adam, options.learning_rate, n_steps)
+    with strategy.loading():
+        module = load_model(config, tokenizer)
+    model = strategy.prepare(module, config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": model})
     trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
     parts = strategy, tokenizer, model, train, held_out, trackers, checkpointer, SignalStop(comm), estimate
