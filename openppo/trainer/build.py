@@ -47,7 +47,7 @@ from openppo.trainer.data import (
 )
 from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.memory import log_ppo_memory
+from openppo.trainer.memory import Estimate, log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, start_trackers
@@ -85,7 +85,7 @@ def build_ppo_trainer(
     hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
-    ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
+    ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
     with strategy.uncompiled():
         pack_documents_to = packed_row_length(actor, data.documents, data.longest, device)
@@ -244,6 +244,11 @@ def _prepared(
         with strategy.uncompiled():
             pack_where_exact(module, model, strategy.device, role)
     return model
+
+
+def _spare(estimate: Estimate | None) -> int:
+    """Bytes of the device that an estimate leaves free, but for a tenth of all."""
+    return 0 if estimate is None else estimate.machine.memory * 9 // 10 - estimate.phases[estimate.largest]
 
 
 def _reference(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel) -> Any:
