@@ -5,7 +5,7 @@ States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -76,7 +76,7 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     s, options, several = machine.element, machine.options, machine.n_ranks > 1
     if lora is None:
         weights = s * size.n_parameters
-        partitioned = ModelMemory(machine.share(weights), loading=weights, gathered=weights * several)
+        partitioned = ModelMemory(machine.share(weights), gathered=weights * several)
         return partitioned if options.zero_stage == 3 else ModelMemory(weights)
     n, quantized = size.n_trained(lora.lora_rank), size.n_quantized if lora.load_in_4bit else 0
     frozen = round(_NF4 * quantized) + s * (size.n_parameters - quantized) if lora.lora_rank > 0 else 0
@@ -89,7 +89,7 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     if stage == 3:
         kept, copied = (0, 0) if away else (4 * share, 4 * min(share, _LIVE))
         lasting = machine.share(weights) + bucket + adam + kept
-        return ModelMemory(lasting, moments, host, weights, 0, bucket + copied, weights * several)
+        return ModelMemory(lasting, moments, host, weights * bool(quantized), 0, bucket + copied, weights * several)
     if stage == 1 and options.bf16 and not away:  # DeepSpeed's BF16_Optimizer keeps gradients
         return ModelMemory(weights + 6 * n + adam, moments, loading=s * n)
     copies = bucket // 2 + bucket * several if options.bf16 else bucket + 4 * share
@@ -283,12 +283,15 @@ def log_memory(
             raise
         logger.warning("no estimate of memory: %s", error)
         return None
-    estimate = estimate_of(sizes, Machine(config.deepspeed, n_ranks, on_cpu, memory))
+    estimate = estimate_of(sizes, machine := Machine(config.deepspeed, n_ranks, on_cpu, memory))
     for line in estimate.table() if run.dry_run or not estimate.fits else [estimate.summary()]:
         logger.info("%s", line)
     if not estimate.fits and strategy.is_main:
         flags = remedies(estimate.largest, flat_dict(config), on_cpu)
         logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
+    stage_1 = replace(machine, options=replace(config.deepspeed, zero_stage=1))
+    if config.deepspeed.zero_stage == 2 and n_ranks > 1 and not on_cpu and estimate_of(sizes, stage_1).fits:
+        logger.info("--zero_stage 1 fits too, and reduces gradients once in an optimizer step, not per micro-batch")
     if run.dry_run:
         strategy.close()
         raise SystemExit(0)

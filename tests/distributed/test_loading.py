@@ -156,7 +156,7 @@ def test_partitions_hold_the_weights_that_are_loaded_whole(loaded, case):
 @CASES
 def test_no_rank_holds_more_than_its_share_and_a_weight(loaded, case):
     element = 2 if case.startswith("bf16") and "merged" not in case else 4  # adapters are added in float32
-    share, more = (1.0 if "zpg" in case else 0.5), (0.25 if "merged" in case else 0.15)  # with copies of a weight
+    share, more = (1.0 if "zpg" in case else 0.5), (0.3 if "merged" in case else 0.15)  # with copies of a weight
     for rank in loaded["ranks"]:
         found = rank[case]
         assert found["largest"] == element * 2 * HIDDEN * HIDDEN  # of an MLP
