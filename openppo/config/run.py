@@ -109,8 +109,8 @@ class DeepSpeedConfig(Options):
     """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
     compile: bool = False
     """Compile trained models' layers with torch.compile (not with --zero_stage 3; needs a C compiler, on CPUs C++)."""
-    overlap_comm: bool = False
-    """Reduce gradients during the backward pass (more memory; --zero_stage 3 does it anyway)."""
+    overlap_comm: Literal["auto", "on", "off"] = "auto"
+    """Reduce gradients during the backward pass, for one more bucket (auto: on several GPUs and in --zero_stage 3)."""
     seed: int = option(42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset"))
     """Seed of data order, initialization and sampling."""
 

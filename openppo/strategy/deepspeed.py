@@ -5,8 +5,8 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime import compiler as ds_compiler
 from transformers import PreTrainedModel, get_scheduler
+from transformers.integrations import HfDeepSpeedConfig
 
 from openppo import logger
 from openppo.config import AdamConfig, DeepSpeedConfig
@@ -87,6 +88,21 @@ class DeepspeedStrategy(InferenceStrategy):
         """Give each rank its own stream of random numbers; call it when the models are made."""
         self.seed_everything(self.config.seed + 1 + self.comm.rank)
 
+    @contextmanager
+    def loading(self, frozen: bool = False) -> Iterator[None]:
+        """Inside, models are loaded in partitions under ZeRO-3, and straight to a GPU below; on all ranks together.
+
+        ``frozen`` ones are for ``prepare_frozen``. transformers finds the partitions by an object that must be alive.
+        """
+        if self.zero_stage < 3:
+            with super().loading():
+                yield
+            return
+        zpg = 1 if frozen else self.config.zpg
+        alive = HfDeepSpeedConfig(merge(eval_config(self.config.bf16, zpg), self.overrides))
+        yield
+        del alive
+
     def prepare(self, module: nn.Module, adam: AdamConfig, learning_rate: float, total_steps: int) -> TrainableModel:
         """Wrap a module whose parameters with ``requires_grad`` are trained with AdamW for ``total_steps`` steps."""
         if self.config.gradient_checkpointing:
@@ -97,7 +113,11 @@ class DeepspeedStrategy(InferenceStrategy):
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = self._adam(trained, adam, learning_rate)
         scheduler = learning_rate_schedule(optimizer, adam, total_steps)
-        sizes = (sum(p.numel() for p in trained), self.comm.world_size, self.device.type == "cuda")
+        sizes = (
+            sum(getattr(p, "ds_numel", p.numel()) for p in trained),
+            self.comm.world_size,
+            self.device.type == "cuda",
+        )
         options = train_config(self.config, self.zero_stage, *sizes)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):

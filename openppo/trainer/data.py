@@ -150,9 +150,7 @@ class TaskRewards:
         return ScorerSetup(
             config.rewards,
             self.tokenizer,
-            comm=self.strategy.comm,
-            device=self.strategy.device,
-            prepare_frozen=self.strategy.prepare_frozen,
+            strategy=self.strategy,
             prompts=[prompt for prompt in prompts if prompt.task == task.name],
             actor=config.model.pretrain,
             size=forward_size(config),

@@ -40,7 +40,7 @@ PROMPTS = ([3, 4, 5], [9, 8, 7, 3, 10, 4])
 LEARNING_RATE, MAX_NORM, N_STEPS, N_ROWS, BETA = 1e-2, 0.5, 4, 12, 0.7
 ADAPTED: dict[str, dict[str, Any]] = {
     "0": {"zero_stage": 0, "gradient_checkpointing": True},
-    "2": {"zero_stage": 2, "overlap_comm": True},
+    "2": {"zero_stage": 2, "overlap_comm": "on"},
     "3": {"zero_stage": 3, "gradient_checkpointing": True},
     "3 zpg": {"zero_stage": 3, "zpg": 2},
     "3 bf16": {"zero_stage": 3, "bf16": True, "gradient_checkpointing": True},

@@ -77,7 +77,7 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     s, options, several = machine.element, machine.options, machine.n_ranks > 1
     if lora is None:
         weights = s * size.n_parameters
-        partitioned = ModelMemory(machine.share(weights), loading=weights, gathered=weights * several)
+        partitioned = ModelMemory(machine.share(weights), gathered=weights * several)
         return partitioned if options.zero_stage == 3 else ModelMemory(weights)
     n, quantized = size.n_trained(lora.lora_rank), size.n_quantized if lora.load_in_4bit else 0
     frozen = round(_NF4 * quantized) + s * (size.n_parameters - quantized) if lora.lora_rank > 0 else 0
@@ -90,7 +90,7 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     if stage == 3:
         kept, copied = (0, 0) if away else (4 * share, 4 * min(share, _LIVE))
         lasting = machine.share(weights) + bucket + adam + kept
-        return ModelMemory(lasting, moments, host, weights, 0, bucket + copied, weights * several)
+        return ModelMemory(lasting, moments, host, weights * bool(quantized), 0, bucket + copied, weights * several)
     if stage == 1 and options.bf16 and not away:  # DeepSpeed's BF16_Optimizer keeps gradients
         return ModelMemory(weights + 6 * n + adam, moments, loading=s * n)
     copies = bucket // 2 + bucket * several if options.bf16 else bucket + 4 * share

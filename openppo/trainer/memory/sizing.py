@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,13 +66,13 @@ def estimated_ppo(
     sizes = _count(models, config)
     if sizes is None:
         return config, None
-    on = sizes, _machine(config, strategy)
-    sized = sizes_for_gpu(config, lambda one: estimate_ppo(one, lengths, *on))
+    machine = _machine(config, strategy)
+    sized = sizes_for_gpu(config, lambda one: estimate_ppo(one, lengths, sizes, machine))
     chosen = {name: n for name, n in vars(sized.ppo).items() if n != vars(config.ppo)[name]}
     if chosen:
         flags = " ".join(f"--{name} {tokens}" for name, tokens in chosen.items())
         logger.info("micro-batches by the GPU's memory: %s", flags)
-    return sized, estimate_ppo(sized, lengths, *on)
+    return sized, _estimate(partial(estimate_ppo, sized, lengths, sizes), machine)
 
 
 def log_memory(
@@ -82,7 +83,7 @@ def log_memory(
 ) -> Estimate | None:
     """Log an estimate of ``models``, flag and name by role; None where a model cannot be counted."""
     sizes = _count(models, config)
-    estimate = None if sizes is None else estimate_of(sizes, _machine(config, strategy))
+    estimate = None if sizes is None else _estimate(partial(estimate_of, sizes), _machine(config, strategy))
     log_estimate(estimate, config, strategy)
     return estimate
 
@@ -102,6 +103,14 @@ def log_estimate(
     if run.dry_run:
         strategy.close()
         raise SystemExit(0)
+
+
+def _estimate(estimate_of: Callable[[Machine], Estimate], machine: Machine) -> Estimate:
+    """The estimate; suggests ZeRO-1 where it fits in place of ZeRO-2."""
+    stage_1 = replace(machine, options=replace(machine.options, zero_stage=1))
+    if machine.options.zero_stage == 2 and machine.n_ranks > 1 and not machine.on_cpu and estimate_of(stage_1).fits:
+        logger.info("--zero_stage 1 fits too, and reduces gradients once in an optimizer step, not per micro-batch")
+    return estimate_of(machine)
 
 
 def _count(models: Mapping[str, tuple[str, str | None]], config: TrainPPOConfig | SupervisedCommand) -> Sizes | None:

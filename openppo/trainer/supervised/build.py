@@ -62,7 +62,8 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, {"--dataset": examples_fingerprint(train)})
     n_steps = total_optimizer_steps(config, len(train))
-    module = load_model(config, tokenizer)
+    with strategy.loading():
+        module = load_model(config, tokenizer)
     model = strategy.prepare(module, config.adam, options.learning_rate, n_steps)
     if not isinstance(module, ProcessRewardModel):
         with strategy.uncompiled():

@@ -17,7 +17,7 @@ from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy import DeepspeedStrategy, deepspeed
 from openppo.strategy.deepspeed import learning_rate_schedule
 from openppo.strategy.ds_config import eval_config, merge, train_config
-from openppo.strategy.ema import ParameterAverage
+from openppo.strategy.ema import ParameterAverage, average_device
 from openppo.strategy.trainable_model import adapters_merged
 
 
@@ -76,7 +76,7 @@ def test_flags_and_overrides_reach_deepspeed_which_scales_nothing():
     merged = merge(options, {"zero_optimization": {"cpu_offload": 0}})
     assert merged == {"zero_optimization": {"stage": 3, "cpu_offload": 0}, "bf16": {"enabled": True}}
     assert options["zero_optimization"] == {"stage": 3}
-    zero = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm=True), 3, 7, n_ranks=8)["zero_optimization"]
+    zero = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm="on"), 3, 7, n_ranks=8)["zero_optimization"]
     assert (zero["zero_hpz_partition_size"], zero["overlap_comm"]) == (4, True)
     with pytest.raises(ValueError, match="--zpg 2 does not divide the 1 ranks"):
         DeepspeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
@@ -84,7 +84,22 @@ def test_flags_and_overrides_reach_deepspeed_which_scales_nothing():
         options = train_config(DeepSpeedConfig(max_norm=0.5), stage, n_trained=7, n_ranks=1)
         assert (options["gradient_accumulation_steps"], options["gradient_clipping"]) == (1, 0.5)
         assert not {"offload_optimizer", "overlap_comm"} & options["zero_optimization"].keys()
-    assert eval_config(bf16=False)["zero_optimization"] == {"stage": 3}
+    assert eval_config(bf16=False)["zero_optimization"] == {"stage": 3, "zero_hpz_partition_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("flag", "n_ranks", "on_gpu", "expected"),
+    [
+        ("auto", 8, True, True),
+        ("auto", 1, True, None),
+        ("auto", 8, False, None),
+        ("on", 1, False, True),
+        ("off", 8, True, False),
+    ],
+)
+def test_several_gpus_reduce_gradients_during_the_backward_pass(flag, n_ranks, on_gpu, expected):
+    options = train_config(DeepSpeedConfig(overlap_comm=flag), 2, 7, n_ranks, on_gpu)
+    assert options["zero_optimization"].get("overlap_comm") is expected
 
 
 PEAK, TOTAL, WARM_UP = 0.5, 20, 4
@@ -197,6 +212,27 @@ def test_adapters_are_not_merged_into_4_bits(caplog):
     with caplog.at_level(logging.INFO, "openppo"):
         assert not strategy.fits_merged(strategy.prepare(model, AdamConfig(), 1e-3, total_steps=1))
     assert caplog.text.count("not merged") == 1
+
+
+def test_the_average_lies_on_a_device_that_has_room(caplog):
+    with caplog.at_level(logging.INFO, "openppo"):
+        places = [average_device(2**30, room, "cuda:1").type for room in (2**30, 2**30 - 1, -1)]
+    assert places == ["cuda", "cpu", "cpu"]
+    assert [f"the average lies on the {place}" in caplog.text for place in ("device", "host")] == [True, True]
+    assert average_device(1, 0, "cpu") == average_device(1, 1, "cpu") == torch.device("cpu")
+
+
+def test_averages_are_equal_wherever_they_lie():
+    module: Any = nn.Linear(3, 2)
+    engine = DeepspeedStrategy(DeepSpeedConfig(zero_stage=0)).prepare(module, AdamConfig(), 1e-3, total_steps=1)
+    on_host = ParameterAverage(engine, 0.7)
+    on_device = ParameterAverage(engine, 0.7, room=32)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        nn.init.normal_(module.weight)
+        on_host.update(), on_device.update()
+    for name, fragment in on_host.fragments().items():
+        assert fragment.values.equal(on_device.fragments()[name].values)
 
 
 def test_compiling_is_announced_and_needs_a_compiler(monkeypatch, caplog):

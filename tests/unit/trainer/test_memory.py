@@ -1,5 +1,6 @@
 """The memory estimate, against hand-computed numbers, DeepSpeed's own formulas and tensors that real models save."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from openppo.trainer.memory.estimate import (
     Machine,
     estimate_ppo,
     estimate_supervised,
+    log_memory,
     model_memory,
     pass_bytes,
 )
@@ -205,6 +207,22 @@ def test_verdict_and_tables_name_phase_and_device() -> None:
         assert f"the highest, {estimate.largest}, {verdict} of device memory" in table
         assert all(name in table for name in (*SIZES, *estimate.phases, "host"))
         assert "checkpoint on disk    22 MiB" in table
+
+
+@pytest.mark.parametrize(
+    ("stage", "n_ranks", "memory", "expected"), [(2, 8, 80, 1), (2, 8, 0.001, 0), (2, 1, 80, 0), (3, 8, 80, 0)]
+)
+def test_stage_1_is_suggested_where_it_fits_on_several_gpus(stage, n_ranks, memory, expected, caplog) -> None:
+    run = {"dry_run": True, "dry_run_ranks": n_ranks, "dry_run_memory": memory}
+    config = from_options(TrainSFTConfig, pretrain="p", dataset="d", zero_stage=stage, **run)
+    strategy: Any = SimpleNamespace(device=torch.device("cpu"), is_main=False, close=lambda: None)
+
+    def estimate(_: dict[str, ModelSize], machine: Machine) -> Estimate:
+        return estimate_supervised(config, 512, 1, 512, {"model": SIZE}, machine)
+
+    with caplog.at_level("INFO"), pytest.raises(SystemExit):
+        log_memory(estimate, {}, config, strategy)
+    assert caplog.text.count("--zero_stage 1 fits too") == expected
 
 
 def test_pairs_of_supervised_training_are_two_rows() -> None:
