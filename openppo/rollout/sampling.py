@@ -1,6 +1,6 @@
 """Choosing the next token (temperature, top-k, top-p, one uniform number per row), and whether it is the last."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -110,35 +110,11 @@ def _invert(cumulative: Tensor, shares: Tensor) -> Tensor:
     return places.clamp_(max=cumulative.shape[-1] - 1)  # NaN: past the end
 
 
-def sample_rows(
-    logits: Tensor,
-    uniforms: Tensor,
-    params: Sequence[SamplingParams],
-    n_sampled: Sequence[int],
-    eos_token_ids: Collection[int],
-) -> tuple[list[int], list[float]]:
-    """``sample`` for rows with ``params`` of their own, of which ``n_sampled`` tokens are there already."""
-    early = [row for row, n in enumerate(n_sampled) if n < params[row].min_new_tokens]
-    if early:
-        logits = logits.clone()
-    for row in early:
-        logits[row, [*eos_token_ids, *params[row].stop_token_ids]] = -torch.inf
-    tokens, chosen = [0] * len(params), [0.0] * len(params)
-    for kind in set(params):
-        rows = [row for row, its in enumerate(params) if its == kind]
-        part = rows if len(rows) < len(params) else slice(None)
-        drawn, log_probs = sample(logits[part], uniforms[part], kind)
-        for row, token, log_prob in zip(rows, drawn.tolist(), log_probs.tolist(), strict=True):
-            tokens[row], chosen[row] = token, log_prob
-    return tokens, chosen
-
-
 def finish_reason(
-    token_ids: Sequence[int], params: SamplingParams, eos_token_ids: Collection[int], decode: Decode | None
+    token_ids: Sequence[int], params: SamplingParams, is_end: bool, decode: Decode | None
 ) -> FinishReason | None:
-    """Why a response of ``token_ids`` ends with the last of them; None if it does not."""
-    last = token_ids[-1]
-    if last in eos_token_ids or last in params.stop_token_ids or completed_stop(token_ids, params, decode) is not None:
+    """Why a response of ``token_ids`` ends with the last of them, which ``is_end`` tells an end token; None if not."""
+    if is_end or completed_stop(token_ids, params, decode) is not None:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(token_ids) == params.max_new_tokens else None
 

@@ -149,6 +149,7 @@ def cut_by_hand(ids, stop):
     return ids[:n]
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("stop", [("abba",), ("cab",), ("bc", "aaa"), ("no such text",)])
 def test_a_stop_string_ends_a_response_where_it_is_complete(stop, models, prompts):
     free = sampled(models["llama"], prompts, FREE)
@@ -162,6 +163,7 @@ def test_a_stop_string_ends_a_response_where_it_is_complete(stop, models, prompt
     assert len(lengths) > 1 or stop == ("no such text",), "else the claim would be weak"
 
 
+@pytest.mark.usefixtures("late")
 def test_a_stop_token_ends_a_response_as_eos_does(models, prompts):
     by_eos = sampled(models["llama"], prompts, FREE, eos=[5, 9])
     by_stop = sampled(models["llama"], prompts, dataclasses.replace(FREE, stop_token_ids=(9,)), eos=[5])
@@ -169,6 +171,7 @@ def test_a_stop_token_ends_a_response_as_eos_does(models, prompts):
     assert FinishReason.STOP in {ours.finish_reason for ours in by_stop}
 
 
+@pytest.mark.usefixtures("late")
 def test_nothing_ends_a_response_before_the_least_length(models):
     model, least = models["llama"], 4
     ends = [i for i, piece in enumerate(PIECES) if piece in ("", "b", "ab")]
