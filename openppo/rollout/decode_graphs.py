@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs: the kernels of a forward take less time than launching them one by one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,25 +30,24 @@ class DecodeGraphs:
 
     model: Any
     cache: RowCache
-    device: torch.device
     record: Recorder
 
     def __post_init__(self) -> None:
         self._recorded: dict[tuple[int, int], tuple[Tensor, Forward]] = {}
 
-    def __call__(self, last: Sequence[int]) -> Tensor:
-        """Logits (rows, V) after the ids ``last``, one of each row; good until the next call."""
+    def __call__(self, last: Tensor) -> Tensor:
+        """Logits (rows, V) after the ids ``last`` (rows,), one of each row; good until the next call."""
         self.cache.make_room()
         n_rows, column = len(last), self.cache.window.end
         rows = min(1 << (n_rows - 1).bit_length(), self.cache.shape[0])
         columns = min(-(-(column + 1) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER, self.cache.shape[1])
-        idle = [(0, column, column)] * (rows - n_rows)  # rows that see themselves alone: nothing else is theirs
-        steps = [*((token, start, column) for token, start in zip(last, self.cache.starts, strict=True)), *idle]
-        if (rows, columns) in self._recorded:
-            inputs, forward = self._recorded[rows, columns]
-            inputs.copy_(torch.tensor(steps))
-        else:
-            inputs = torch.tensor(steps, device=self.device)
+        inputs, forward = self._recorded.get((rows, columns), (None, None))
+        if inputs is None:
+            inputs = torch.empty(rows, 3, dtype=torch.long, device=last.device)
+        inputs[:, 1:].fill_(column)
+        inputs[:n_rows, 0], inputs[:n_rows, 1] = last, self.cache.device_starts()
+        inputs[n_rows:, 0].zero_()  # idle rows see themselves alone: nothing else is theirs
+        if forward is None:
             forward = self.record(partial(self._forward, columns, inputs))
             self._recorded[rows, columns] = inputs, forward
         return forward()[:n_rows]

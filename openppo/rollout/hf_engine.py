@@ -3,17 +3,17 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
+from openppo.rollout.device_rows import DeviceRows, Sampled
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.requests import Queue, Request, longest, prefill_tokens
 from openppo.rollout.row_cache import RowCache, check_cache
-from openppo.rollout.sampling import finish_reason, request_uniforms, sample_rows
+from openppo.rollout.sampling import finish_reason, request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
 
 ROWS_ON_CPU, ROWS_ON_GPU = 64, 256
@@ -58,6 +58,7 @@ class HFEngine(Engine):
         self._waiting = Queue()
         self._running: list[Request] = []  # in the order of the cache's rows
         self._cache: RowCache | None = None
+        self._rows: DeviceRows | None = None  # as long as there is a cache
         self._graphs: DecodeGraphs | None = None
 
     @property
@@ -75,7 +76,7 @@ class HFEngine(Engine):
         """Queue a request and return its number."""
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
-        uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
+        uniforms = request_uniforms(seed, params.max_new_tokens)
         request = Request(next(self._numbers), tuple(prompt_ids), params, uniforms, park, resume)
         self._waiting.append(request)
         if self._cache is not None:
@@ -125,17 +126,19 @@ class HFEngine(Engine):
         return busy if self.any_rank_busy is None else self.any_rank_busy(busy)
 
     def _drop_all(self) -> None:
-        self._waiting, self._running, self._cache, self._graphs = Queue(), [], None, None
+        self._waiting, self._running = Queue(), []
+        self._cache = self._rows = self._graphs = None
 
     def _read_anew(self) -> None:
         """Drop all keys and values; rows under way are read again, prompt and response, and continue."""
+        self._accept(late=0)
         self._waiting[:0] = self._running
-        self._running, self._cache, self._graphs = [], None, None
+        self._running, self._cache, self._rows, self._graphs = [], None, None, None
 
     def _release(self) -> None:
         """Free the buffers if nothing is under way, nor kept to be resumed."""
         if not self.busy and self._cache is not None and not self._cache.prefixes:
-            self._cache = self._graphs = None
+            self._cache = self._rows = self._graphs = None
 
     def _admit(self) -> list[Request]:
         """Requests whose prompts are read next, taken from those that wait; none if too little room is free."""
@@ -144,12 +147,13 @@ class HFEngine(Engine):
                 return []
             self._cache = RowCache(self.model, self.max_batch_size, self._sizes_itself, self.version)
             self._cache.fit(longest(self._waiting))
+            self._rows = DeviceRows(self._device, self.eos_token_ids)
         most = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)
 
     def _prefill(self, requests: list[Request]) -> None:
         """One forward over what is not kept of the prompts of ``requests``."""
-        assert self._cache is not None
+        assert self._cache is not None and self._rows is not None
         everyone = [*self._running, *requests, *self._waiting]
         if self._cache.reserve(len(everyone), longest(everyone)):
             self._graphs = None
@@ -162,56 +166,65 @@ class HFEngine(Engine):
         logits = self._forward(ids, mask, positions, self._cache)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests])
-        first = len(self._running)
         self._running += requests
-        self._accept(first, logits[self._tensor(rows)])
+        self._rows.enter(requests)
+        self._rows.sample(logits[self._tensor(rows)], requests, self.version)
+        self._accept()
 
     def _decode(self) -> None:
         """One forward over the last token of each row."""
-        assert self._cache is not None
-        last = [request.token_ids[-1] for request in self._running]
+        assert self._cache is not None and self._rows is not None
         if self.new_recorder is not None:
             if self._graphs is None:
-                self._graphs = DecodeGraphs(self.model, self._cache, self._device, self.new_recorder())
-            logits = self._graphs(last)
+                self._graphs = DecodeGraphs(self.model, self._cache, self.new_recorder())
+            logits = self._graphs(self._rows.last)
         else:
             mask, positions = self._cache.next_column()
-            logits = self._forward(self._tensor(last)[:, None], mask, positions, self._cache)
+            logits = self._forward(self._rows.last[:, None], mask, positions, self._cache)
         self._cache.window.end += 1
-        self._accept(0, logits)
+        self._rows.sample(logits, [*self._running], self.version)
+        self._accept()
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
         return self.model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
 
-    def _accept(self, first: int, logits: Tensor) -> None:
-        """Sample the next token of the rows from ``first`` on, record it, and let ended rows go."""
+    def _accept(self, late: int | None = None) -> None:
+        """Record the tokens that have arrived, and let ended rows go."""
+        for sampled in () if self._rows is None else self._rows.arrived(late):
+            self._record(sampled)
+
+    def _record(self, sampled: Sampled) -> None:
         assert self._cache is not None
-        requests, ended = self._running[first:], []
-        params, n_sampled = [request.params for request in requests], [len(request.token_ids) for request in requests]
-        uniforms = self._tensor([request.uniforms[len(request.token_ids)] for request in requests], torch.float64)
-        tokens, log_probs = sample_rows(logits, uniforms, params, n_sampled, self.eos_token_ids)
+        token_ids, log_probs, is_end = sampled.read()
         if not math.isfinite(sum(log_probs)):
             raise FloatingPointError("generation: the policy's logits are not finite, nor may be its weights.")
-        for row, request, token, log_prob in zip(count(first), requests, tokens, log_probs, strict=False):
-            request.token_ids.append(token)
+        places, ended = {request.number: row for row, request in enumerate(self._running)}, []
+        for request, token, log_prob, ends in zip(sampled.requests, token_ids, log_probs, is_end, strict=True):
+            if (row := places.get(request.number)) is None:
+                continue  # it ended, or was cancelled, while this token was under way
+            request.token_ids.append(int(token))
             request.log_probs.append(log_prob)
-            request.versions.append(self.version)
-            reason = finish_reason(request.token_ids, request.params, self.eos_token_ids, self.decode)
+            request.versions.append(sampled.version)
+            reason = finish_reason(request.token_ids, request.params, bool(ends), self.decode)
             if reason is not None:
-                parked = self._cache.prefixes.park(request, self._cache.park(row)) if request.park else None
-                sampled = request.token_ids, request.log_probs, request.versions
-                self._ended[request.number] = Completion(*sampled, reason, parked)
+                parked, n_kept = None, len(request.known_ids) - 1
+                if request.park:
+                    parked = self._cache.prefixes.park(request, self._cache.park(row, n_kept))
+                whole = request.token_ids, request.log_probs, request.versions
+                self._ended[request.number] = Completion(*whole, reason, parked)
                 ended.append(row)
         self._let_go(ended)
 
     def _let_go(self, rows: list[int]) -> None:
         """Free ``rows``; the last rows take their places."""
         if rows:
-            assert self._cache is not None
-            for source, target in self._cache.leave(rows):
+            assert self._cache is not None and self._rows is not None
+            moves = self._cache.leave(rows)
+            for source, target in moves:
                 self._running[target] = self._running[source]
             del self._running[len(self._running) - len(rows) :]
+            self._rows.leave(moves, len(self._running))
 
     @property
     def _device(self) -> torch.device:

@@ -25,7 +25,7 @@ class Request:
     number: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    uniforms: list[float]
+    uniforms: Tensor  # float64, one for each token at most
     park: bool = False
     resume: int | None = None
     n_kept: int = 0  # of the prompt's tokens, whose keys and values need not be computed

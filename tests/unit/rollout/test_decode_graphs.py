@@ -41,6 +41,7 @@ def generate(model, prompts, recorder, rows=8):
     return engine(model, recorder, rows).generate(prompts, PARAMS, [100 + i for i in range(len(prompts))])
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_replayed_steps_give_the_same_responses(models, prompts, name, rows, monkeypatch):
@@ -70,6 +71,7 @@ def test_a_longer_request_that_comes_later_gets_graphs_of_its_larger_buffers(mod
     assert_same(*results)
 
 
+@pytest.mark.usefixtures("late")
 def test_turns_that_resume_are_decoded_with_the_graphs_of_before(models, monkeypatch):
     """Buffers and graphs stay while tools run, as long as something is kept."""
     monkeypatch.setattr(decode_graphs, "COLUMNS_TOGETHER", 64)
