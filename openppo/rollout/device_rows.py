@@ -1,5 +1,6 @@
 """What sampling needs of each row, on the device: a decode step copies nothing there, and one small tensor back."""
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.rollout.requests import Request
-from openppo.rollout.sampling import sample
-from openppo.types import SamplingParams
+from openppo.rollout.sampling import Decode, finish_reason, sample
+from openppo.types import FinishReason, SamplingParams
 
 
 def steps_late(device: torch.device) -> int:
@@ -28,12 +29,25 @@ class Sampled:
     packed: Tensor  # (3, requests) float64: token id, log-prob, whether EOS or a stop token ends it there
     copied: torch.cuda.Event | None
 
-    def read(self) -> tuple[list[float], list[float], list[float]]:
-        """The three rows of ``packed``, once they are there."""
+    def record(self, current: Collection[int], decode: Decode | None) -> list[tuple[Request, FinishReason]]:
+        """Add the tokens to requests that are ``current``, by number; returns those that end, and why.
+
+        Others have ended or were cancelled while their token was under way. ``FloatingPointError`` for logits of NaN.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         token_ids, log_probs, is_end = self.packed.tolist()
-        return token_ids, log_probs, is_end
+        if not math.isfinite(sum(log_probs)):
+            raise FloatingPointError("generation: the policy's logits are not finite, nor may be its weights.")
+        ended = []
+        for request, token, log_prob, ends in zip(self.requests, token_ids, log_probs, is_end, strict=True):
+            if request.number in current:
+                request.token_ids.append(int(token))
+                request.log_probs.append(log_prob)
+                request.versions.append(self.version)
+                reason = finish_reason(request.token_ids, request.params, bool(ends), decode)
+                ended += [] if reason is None else [(request, reason)]
+        return ended
 
 
 class DeviceRows:

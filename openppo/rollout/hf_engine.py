@@ -1,6 +1,5 @@
 """Generation with the actor's own Hugging Face module: its weights are read in place, nothing is copied."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,11 +8,11 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
-from openppo.rollout.device_rows import DeviceRows, Sampled
+from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.requests import Queue, Request, longest, prefill_tokens
 from openppo.rollout.row_cache import RowCache, check_cache
-from openppo.rollout.sampling import finish_reason, request_uniforms
+from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
 
 ROWS_ON_CPU, ROWS_ON_GPU = 64, 256
@@ -58,7 +57,6 @@ class HFEngine(Engine):
         self._waiting = Queue()
         self._running: list[Request] = []  # in the order of the cache's rows
         self._cache: RowCache | None = None
-        self._rows: DeviceRows | None = None  # as long as there is a cache
         self._graphs: DecodeGraphs | None = None
 
     @property
@@ -127,33 +125,33 @@ class HFEngine(Engine):
 
     def _drop_all(self) -> None:
         self._waiting, self._running = Queue(), []
-        self._cache = self._rows = self._graphs = None
+        self._cache = self._graphs = None
 
     def _read_anew(self) -> None:
         """Drop all keys and values; rows under way are read again, prompt and response, and continue."""
         self._accept(late=0)
         self._waiting[:0] = self._running
-        self._running, self._cache, self._rows, self._graphs = [], None, None, None
+        self._running, self._cache, self._graphs = [], None, None
 
     def _release(self) -> None:
         """Free the buffers if nothing is under way, nor kept to be resumed."""
         if not self.busy and self._cache is not None and not self._cache.prefixes:
-            self._cache = self._rows = self._graphs = None
+            self._cache = self._graphs = None
 
     def _admit(self) -> list[Request]:
         """Requests whose prompts are read next, taken from those that wait; none if too little room is free."""
         if self._cache is None:
             if not self._waiting:
                 return []
-            self._cache = RowCache(self.model, self.max_batch_size, self._sizes_itself, self.version)
+            rows = DeviceRows(self._device, self.eos_token_ids)
+            self._cache = RowCache(self.model, rows, self.max_batch_size, self._sizes_itself, self.version)
             self._cache.fit(longest(self._waiting))
-            self._rows = DeviceRows(self._device, self.eos_token_ids)
         most = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)
 
     def _prefill(self, requests: list[Request]) -> None:
         """One forward over what is not kept of the prompts of ``requests``."""
-        assert self._cache is not None and self._rows is not None
+        assert self._cache is not None
         everyone = [*self._running, *requests, *self._waiting]
         if self._cache.reserve(len(everyone), longest(everyone)):
             self._graphs = None
@@ -167,22 +165,22 @@ class HFEngine(Engine):
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests])
         self._running += requests
-        self._rows.enter(requests)
-        self._rows.sample(logits[self._tensor(rows)], requests, self.version)
+        self._cache.on_device.enter(requests)
+        self._cache.on_device.sample(logits[self._tensor(rows)], requests, self.version)
         self._accept()
 
     def _decode(self) -> None:
         """One forward over the last token of each row."""
-        assert self._cache is not None and self._rows is not None
+        assert self._cache is not None
         if self.new_recorder is not None:
             if self._graphs is None:
                 self._graphs = DecodeGraphs(self.model, self._cache, self.new_recorder())
-            logits = self._graphs(self._rows.last)
+            logits = self._graphs(self._cache.on_device.last)
         else:
             mask, positions = self._cache.next_column()
-            logits = self._forward(self._rows.last[:, None], mask, positions, self._cache)
+            logits = self._forward(self._cache.on_device.last[:, None], mask, positions, self._cache)
         self._cache.window.end += 1
-        self._rows.sample(logits, [*self._running], self.version)
+        self._cache.on_device.sample(logits, [*self._running], self.version)
         self._accept()
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
@@ -191,40 +189,28 @@ class HFEngine(Engine):
 
     def _accept(self, late: int | None = None) -> None:
         """Record the tokens that have arrived, and let ended rows go."""
-        for sampled in () if self._rows is None else self._rows.arrived(late):
-            self._record(sampled)
-
-    def _record(self, sampled: Sampled) -> None:
-        assert self._cache is not None
-        token_ids, log_probs, is_end = sampled.read()
-        if not math.isfinite(sum(log_probs)):
-            raise FloatingPointError("generation: the policy's logits are not finite, nor may be its weights.")
-        places, ended = {request.number: row for row, request in enumerate(self._running)}, []
-        for request, token, log_prob, ends in zip(sampled.requests, token_ids, log_probs, is_end, strict=True):
-            if (row := places.get(request.number)) is None:
-                continue  # it ended, or was cancelled, while this token was under way
-            request.token_ids.append(int(token))
-            request.log_probs.append(log_prob)
-            request.versions.append(sampled.version)
-            reason = finish_reason(request.token_ids, request.params, bool(ends), self.decode)
-            if reason is not None:
+        if (cache := self._cache) is None:
+            return
+        for sampled in cache.on_device.arrived(late):
+            places = {request.number: row for row, request in enumerate(self._running)}
+            ended = sampled.record(places, self.decode)
+            for request, reason in ended:
                 parked, n_kept = None, len(request.known_ids) - 1
                 if request.park:
-                    parked = self._cache.prefixes.park(request, self._cache.park(row, n_kept))
+                    parked = cache.prefixes.park(request, cache.park(places[request.number], n_kept))
                 whole = request.token_ids, request.log_probs, request.versions
                 self._ended[request.number] = Completion(*whole, reason, parked)
-                ended.append(row)
-        self._let_go(ended)
+            self._let_go([places[request.number] for request, _ in ended])
 
     def _let_go(self, rows: list[int]) -> None:
         """Free ``rows``; the last rows take their places."""
         if rows:
-            assert self._cache is not None and self._rows is not None
+            assert self._cache is not None
             moves = self._cache.leave(rows)
             for source, target in moves:
                 self._running[target] = self._running[source]
             del self._running[len(self._running) - len(rows) :]
-            self._rows.leave(moves, len(self._running))
+            self._cache.on_device.leave(moves, len(self._running))
 
     @property
     def _device(self) -> torch.device:

@@ -16,6 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from transformers.cache_utils import Cache, DynamicLayer
 
 from openppo.models.size import cache_elements
+from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.requests import Prefixes, States, free_memory
 
 SLACK_COLUMNS = 64
@@ -125,13 +126,16 @@ class RowCache(Cache):
     """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become.
 
     All are of weights of one ``version``. ``starts`` are the first columns of the rows. There are ``max_rows`` at most;
-    with ``measure`` what fits in half of the memory that is free now. ``prefixes`` are kept of rows that have left.
+    with ``measure`` what fits in half of the memory that is free now. ``prefixes`` are kept of rows that have left, and
+    ``on_device`` has what sampling needs of those that are here.
     """
 
     layers: list[Any]
 
-    def __init__(self, model: PreTrainedModel, max_rows: int, measure: bool, version: int) -> None:
-        weight = next(model.parameters())
+    def __init__(
+        self, model: PreTrainedModel, on_device: DeviceRows, max_rows: int, measure: bool, version: int
+    ) -> None:
+        weight, self.on_device = next(model.parameters()), on_device
         self.config, self.dtype, self.device = model.config, weight.dtype, weight.device
         self.max_rows = max_rows
         self.free = free_memory(weight.device) if measure else None

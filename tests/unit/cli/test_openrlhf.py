@@ -48,6 +48,8 @@ DEFAULTS_THAT_DIFFER = {
     "ckpt_path",
     "input_key",
     "max_samples",
+    "micro_rollout_batch_size",
+    "micro_train_batch_size",
     "pretrain",
     "pretrain_data_probs",
     "prompt_data",

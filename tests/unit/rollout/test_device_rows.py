@@ -51,8 +51,8 @@ class Crossings(TorchDispatchMode):
 def read(monkeypatch):
     """What the host has read: of each step the number of values."""
     sizes: list[int] = []
-    original = Sampled.read
-    monkeypatch.setattr(Sampled, "read", lambda self: sizes.append(self.packed.numel()) or original(self))
+    original = Sampled.record
+    monkeypatch.setattr(Sampled, "record", lambda self, *to: sizes.append(self.packed.numel()) or original(self, *to))
     return sizes
 
 
@@ -84,8 +84,8 @@ def test_crossings_counts_what_it_names():
 
 def test_the_next_forward_is_launched_before_the_last_is_read(models, late, monkeypatch):
     events: list[str] = []
-    original = Sampled.read
-    monkeypatch.setattr(Sampled, "read", lambda self: events.append("read") or original(self))
+    original = Sampled.record
+    monkeypatch.setattr(Sampled, "record", lambda self, *to: events.append("read") or original(self, *to))
     hook = models["llama"].register_forward_pre_hook(lambda *_: events.append("forward"))
     HFEngine(models["llama"], [], 0, 8).generate([[3, 4]], SamplingParams(4), [0])
     hook.remove()
