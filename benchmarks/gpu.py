@@ -1,6 +1,6 @@
 """One PPO step on one GPU in bf16, beside plain transformers: seconds, tokens/s, shares of the device's peaks, memory.
 
-    python benchmarks/gpu.py [--shape 0.5b 7b] [--tuning full lora] [--cuda_graphs] [--write]
+    python benchmarks/gpu.py [--shape 0.5b 7b] [--tuning full lora] [--cuda_graphs off] [--write]
 
 Models are shaped like Qwen2.5 with random weights (benchmarks/peers/gpu_models.py, which also says why no response
 ends early): 64 sequences of 1024 prompt and 1024 response tokens. OpenPPO runs ``trainer.step`` with a Python reward
@@ -45,8 +45,7 @@ def run_side(side: str, name: str, tuning: str, arguments: argparse.Namespace) -
     command = [sys.executable, str(HERE / "gpu_step.py"), "--side", side, "--assets", str(assets)]
     command += ["--shape", name, "--tuning", tuning]
     command += ["--warm_up", str(arguments.warm_up), "--steps", str(arguments.steps)]
-    if arguments.cuda_graphs:
-        command.append("--cuda_graphs")
+    command += ["--cuda_graphs", arguments.cuda_graphs]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tempfile.gettempdir())
     result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
@@ -116,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> list[str]:
                 lines.append(row(f"{side}, {name}, {tuning}", took, by_side[side]))
             targets += target_rows(name, tuning, by_side["OpenPPO"], by_side["transformers"])
             given = " ".join(f"--{key} {value}" for key, value in shape.options[tuning].items())
-            given += " --cuda_graphs" if arguments.cuda_graphs else ""
+            given += f" --cuda_graphs {arguments.cuda_graphs}"
             notes.append(f"- {name}, {tuning}: {given}. {shape.notes.get(tuning, '')}".rstrip())
     peak = f"Shares are of {peaks[0]:g} TFLOP/s and {peaks[1]:g} TB/s; medians of {arguments.steps} steps."
     plain = "Plain transformers trains one model, without a critic and without float32 master weights."
@@ -133,7 +132,7 @@ def main() -> None:
     parser.add_argument("--peak_tb_s", type=float, default=4.8, help="memory bandwidth; default: H200")
     parser.add_argument("--warm_up", type=int, default=1, help="steps that do not count")
     parser.add_argument("--steps", type=int, default=3, help="steps that count")
-    parser.add_argument("--cuda_graphs", action="store_true", help="OpenPPO samples with its flag of this name")
+    parser.add_argument("--cuda_graphs", default="auto", help="OpenPPO samples with its flag of this name")
     parser.add_argument("--cache", type=Path, default=CACHE / "gpu", help="models, built on first use (16 GB for 7b)")
     parser.add_argument("--write", action="store_true", help="keep the tables in benchmarks/results")
     arguments = parser.parse_args()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
+from openppo import logger
+from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.device_rows import DeviceRows, Sampled
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.requests import Queue, Request, longest
@@ -106,14 +107,17 @@ class HFEngine(Engine):
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
         chosen = self.model.config._attn_implementation
         with weights.gathered(in_lockstep=self.any_rank_busy is not None):
+            self._read_anew()  # unless weights are where they were, what was recorded is of no use
             if chosen == "flash_attention_2":  # copies keys and values of padded rows in each step
                 self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
             try:
                 yield
             finally:
-                self._read_anew()  # later: memory is for other work now, and weights may change
+                self._read_anew()  # later: weights may change
                 if chosen == "flash_attention_2":
                     self.model.set_attn_implementation(chosen)
+        if self._graphs is not None and not (self._graphs.still_fit() and self._graphs.cache.is_small()):
+            self._cache = self._graphs = None  # memory is for other work now
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
 
@@ -133,11 +137,15 @@ class HFEngine(Engine):
         """Drop all keys and values; rows under way are read again, prompt and response, and continue."""
         self._accept(late=0)
         self._waiting[:0] = self._running
-        self._running, self._cache, self._rows, self._graphs = [], None, None, None
+        self._running, self._rows = [], None
+        if self._cache is not None and self._graphs is not None and self._graphs.still_fit():
+            self._cache.clear(self.version)  # whatever it had is of old weights; its buffers are those of the graphs
+        else:
+            self._cache = self._graphs = None
 
     def _release(self) -> None:
-        """Free the buffers if nothing is under way, nor kept to be resumed."""
-        if not self.busy and self._cache is not None and not self._cache.prefixes:
+        """Free the buffers if nothing is under way, nor kept to be resumed, nor recorded."""
+        if not self.busy and self._cache is not None and self._graphs is None and not self._cache.prefixes:
             self._cache = self._rows = self._graphs = None
 
     def _admit(self) -> list[Request]:
@@ -147,6 +155,7 @@ class HFEngine(Engine):
                 return []
             self._cache = RowCache(self.model, self.max_batch_size, self._sizes_itself, self.version)
             self._cache.fit(longest(self._waiting))
+        if self._rows is None:
             self._rows = DeviceRows(self._device, self.eos_token_ids)
         return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept)
 
@@ -173,16 +182,27 @@ class HFEngine(Engine):
     def _decode(self) -> None:
         """One forward over the last token of each row."""
         assert self._cache is not None and self._rows is not None
-        if self.new_recorder is not None:
-            if self._graphs is None:
-                self._graphs = DecodeGraphs(self.model, self._cache, self.new_recorder())
-            logits = self._graphs(self._rows.last)
-        else:
+        logits = self._replay()
+        if logits is None:
             mask, positions = self._cache.next_column()
             logits = self._forward(self._rows.last[:, None], mask, positions, self._cache)
         self._cache.window.end += 1
         self._rows.sample(logits, [*self._running], self.version)
         self._accept()
+
+    def _replay(self) -> Tensor | None:
+        """Logits of a recorded step; None if steps are launched."""
+        if self.new_recorder is None:
+            return None
+        assert self._cache is not None and self._rows is not None
+        if self._graphs is None:
+            self._graphs = DecodeGraphs(self.model, self._cache, self.new_recorder())
+        try:
+            return self._graphs(self._rows.last)
+        except CannotRecordError as error:
+            logger.warning(f"decode steps are launched one by one: they cannot be recorded ({error})")
+            self.new_recorder = self._graphs = None
+            return None
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
