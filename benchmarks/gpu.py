@@ -48,8 +48,7 @@ def run_side(side: str, graphs: bool, name: str, tuning: str, arguments: argpars
     command = [sys.executable, str(HERE / "gpu_step.py"), "--side", side, "--assets", str(assets)]
     command += ["--shape", name, "--tuning", tuning]
     command += ["--warm_up", str(arguments.warm_up), "--steps", str(arguments.steps)]
-    if graphs:
-        command.append("--cuda_graphs")
+    command += ["--cuda_graphs", "on" if graphs else "off"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tempfile.gettempdir())
     result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)

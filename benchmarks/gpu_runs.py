@@ -38,10 +38,10 @@ def fill_memory(response):
     return float(len(response) % 7)
 """
 COMPARED = ("reward", "kl", "policy_loss", "value_loss", "grad_norm", "response_length")
-GRAPHS = ["--cuda_graphs"] if ON_GPU else []
+GRAPHS = ["--cuda_graphs", "on"] if ON_GPU else []
 RUNS: dict[str, dict[str, list[str]]] = {
     "start": {
-        "launched": [],
+        "launched": ["--cuda_graphs", "off"],
         "recorded": GRAPHS,
         "profiled": [*GRAPHS, "--profile_steps", "2"],
         "float32": [*GRAPHS, "--no_bf16"],

@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--tuning", choices=["full", "lora"], required=True)
     parser.add_argument("--warm_up", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--cuda_graphs", action="store_true")
+    parser.add_argument("--cuda_graphs", default="auto")
     arguments = parser.parse_args()
     run = run_openppo if arguments.side == "OpenPPO" else run_transformers
     with tempfile.TemporaryDirectory() as folder:

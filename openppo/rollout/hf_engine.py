@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
+from openppo import logger
+from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.requests import Queue, Request, longest, prefill_tokens
@@ -27,8 +28,7 @@ class HFEngine(Engine):
     may equal EOS.
 
     ``any_rank_busy`` puts ranks in lockstep, for partitioned weights that cannot be gathered: it combines the ranks'
-    ``busy`` before each step, and a rank with nothing to do runs along. ``new_recorder`` records decode steps
-    (``DecodeGraphs``); not in lockstep.
+    ``busy`` before each step, and a rank with nothing to do runs along. Else ``new_recorder`` may record decode steps.
     """
 
     def __init__(
@@ -102,16 +102,14 @@ class HFEngine(Engine):
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
-        chosen = self.model.config._attn_implementation
-        with weights.gathered(in_lockstep=self.any_rank_busy is not None):
-            if chosen == "flash_attention_2":  # copies keys and values of padded rows in each step
-                self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
+        with weights.gathered(in_lockstep=self.any_rank_busy is not None), _without_flash_attention(self.model):
+            self._read_anew()  # unless weights are where they were, what was recorded is of no use
             try:
                 yield
             finally:
-                self._read_anew()  # later: memory is for other work now, and weights may change
-                if chosen == "flash_attention_2":
-                    self.model.set_attn_implementation(chosen)
+                self._read_anew()  # later: weights may change
+        if self._graphs is not None and not (self._graphs.still_fit() and self._graphs.cache.is_small()):
+            self._cache = self._graphs = None  # memory is for other work now
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
 
@@ -131,12 +129,16 @@ class HFEngine(Engine):
         """Drop all keys and values; rows under way are read again, prompt and response, and continue."""
         self._accept(late=0)
         self._waiting[:0] = self._running
-        self._running, self._cache, self._graphs = [], None, None
+        self._running = []
+        if self._graphs is not None and self._graphs.still_fit():
+            self._graphs.cache.clear(self.version)  # all it had is of old weights; its buffers are those of the graphs
+        else:
+            self._cache = self._graphs = None
 
     def _release(self) -> None:
-        """Free the buffers if nothing is under way, nor kept to be resumed."""
-        if not self.busy and self._cache is not None and not self._cache.prefixes:
-            self._cache = self._graphs = None
+        """Free the buffers if nothing is under way, nor kept to be resumed, nor recorded."""
+        if not self.busy and self._cache is not None and self._graphs is None and not self._cache.prefixes:
+            self._cache = None
 
     def _admit(self) -> list[Request]:
         """Requests whose prompts are read next, taken from those that wait; none if too little room is free."""
@@ -161,7 +163,7 @@ class HFEngine(Engine):
         prompts, width = list(kept), max(request.n_unread for request in requests)
         mask, positions = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
         ids = self._tensor([([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts])
-        logits = self._forward(ids, mask, positions, self._cache)  # (prompts, V)
+        logits = _last_logits(self.model, ids, mask, positions, self._cache)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests])
         self._running += requests
@@ -172,26 +174,25 @@ class HFEngine(Engine):
     def _decode(self) -> None:
         """One forward over the last token of each row."""
         assert self._cache is not None
+        logits = None
         if self.new_recorder is not None:
-            if self._graphs is None:
-                self._graphs = DecodeGraphs(self.model, self._cache, self.new_recorder())
-            logits = self._graphs(self._cache.on_device.last)
-        else:
+            try:
+                self._graphs = self._graphs or DecodeGraphs(self.model, self._cache, self.new_recorder())
+                logits = self._graphs(self._cache.on_device.last)
+            except CannotRecordError as error:
+                logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
+                self.new_recorder = self._graphs = None
+        if logits is None:
             mask, positions = self._cache.next_column()
-            logits = self._forward(self._cache.on_device.last[:, None], mask, positions, self._cache)
+            logits = _last_logits(self.model, self._cache.on_device.last[:, None], mask, positions, self._cache)
         self._cache.window.end += 1
         self._cache.on_device.sample(logits, [*self._running], self.version)
         self._accept()
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-        return self.model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
-
     def _accept(self, late: int | None = None) -> None:
         """Record the tokens that have arrived, and let ended rows go."""
-        if (cache := self._cache) is None:
-            return
-        for sampled in cache.on_device.arrived(late):
+        for sampled in () if (cache := self._cache) is None else cache.on_device.arrived(late):
+            assert cache is not None
             places = {request.number: row for row, request in enumerate(self._running)}
             ended = sampled.record(places, self.decode)
             for request, reason in ended:
@@ -218,3 +219,21 @@ class HFEngine(Engine):
 
     def _tensor(self, values: list, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _last_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+    return model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
+
+
+@contextmanager
+def _without_flash_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, SDPA takes its place: it copies keys and values of padded rows in each step."""
+    chosen = model.config._attn_implementation
+    if chosen == "flash_attention_2":
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        if chosen == "flash_attention_2":
+            model.set_attn_implementation(chosen)

@@ -22,6 +22,7 @@ from openppo.rollout.requests import Prefixes, States, free_memory
 SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
 _SHARE_FOR_ROWS = 0.5  # of free memory
+_SHARE_TO_KEEP = 0.125  # of free memory, between rollouts
 
 
 @dataclass
@@ -146,6 +147,19 @@ class RowCache(Cache):
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
         self.starts: list[int] = []
         self._device_starts: Tensor | None = None  # the same, once they are needed; None: other ones
+
+    def clear(self, version: int) -> None:
+        """Empty the buffers, for weights of another ``version``; nothing that was kept is known any more."""
+        self.version, self.prefixes = version, Prefixes(self.device)
+        self.on_device = DeviceRows(self.device, self.on_device.eos_token_ids)
+        self.starts, self._device_starts = [], None
+        self.window.n_rows = self.window.start = self.window.end = 0
+
+    def is_small(self) -> bool:
+        """Whether its buffers may stay while other work needs memory; on CPUs they may."""
+        n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        free = free_memory(self.device)
+        return free is None or n_bytes <= _SHARE_TO_KEEP * free
 
     @property
     def shape(self) -> tuple[int, int]:

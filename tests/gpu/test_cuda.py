@@ -103,7 +103,7 @@ def test_turns_that_resume_equal_those_that_read_all_on_the_gpu(actor: Actor, ne
     assert engine.reused_tokens > engine.read_tokens / 2
 
 
-@pytest.mark.parametrize("more", [[], ["--cuda_graphs"]], ids=["launched", "recorded"])
+@pytest.mark.parametrize("more", [["--cuda_graphs", "off"], ["--cuda_graphs", "on"]], ids=["launched", "recorded"])
 @pytest.mark.parametrize("zero_stage", ["0", "2", "3"])
 @needs_cuda
 def test_ppo_runs_in_bf16_on_one_gpu(zero_stage: str, more: list[str], tmp_path: Path) -> None:

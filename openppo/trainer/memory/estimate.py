@@ -208,7 +208,7 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
         prompt = lengths.longest_prompt
         prompts = s * actor.width // 2 * min(rows * prompt, max(prefill_tokens(machine.on_cpu), prompt))
         graphs = 0  # logits of each: for rows, half of them and so on, and for each width of the cache
-        if options.cuda_graphs and not machine.on_cpu:
+        if options.cuda_graphs != "off" and not machine.on_cpu:
             graphs = 2 * rows * actor.vocabulary * s * -(-longest // COLUMNS_TOGETHER)
         generation = gathered + rows * row + max(sampling, prompts) + graphs
     phases = {

@@ -18,11 +18,10 @@ from openppo.trainer.memory.estimate import (
     Machine,
     estimate_ppo,
     estimate_supervised,
-    log_memory,
     model_memory,
     pass_bytes,
 )
-from openppo.trainer.memory.sizing import TOKEN_BUDGETS, sizes_for_gpu
+from openppo.trainer.memory.sizing import TOKEN_BUDGETS, log_memory, sizes_for_gpu
 
 M, GIB = 1_000_000, 2**30
 SIZE = ModelSize(
@@ -273,7 +272,7 @@ def test_a_chosen_budget_is_within_nine_tenths_and_twice_is_not() -> None:
 
 def test_graphs_hold_logits_of_each_shape() -> None:
     """Rows and halves of them, for each 256 columns; and CUDA and NCCL hold memory that torch does not count."""
-    launched, recorded = (ppo(max_num_seqs=8, cuda_graphs=on) for on in (False, True))
+    launched, recorded = (ppo(max_num_seqs=8, cuda_graphs=on) for on in ("off", "on"))
     assert recorded.phases["generation"] - launched.phases["generation"] == 2 * 8 * 1_000 * 4 * 1
     assert recorded.phases["training"] == launched.phases["training"]
     on_cpu, one, two = (Machine(DeepSpeedConfig(), n, cpu, 8 * GIB) for n, cpu in ((2, True), (1, False), (2, False)))
