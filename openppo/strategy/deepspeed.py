@@ -98,8 +98,10 @@ class DeepspeedStrategy(InferenceStrategy):
             with super().loading():
                 yield
             return
-        zpg = 1 if frozen else self.config.zpg
-        alive = HfDeepSpeedConfig(merge(eval_config(self.config.bf16, zpg), self.overrides))
+        if self.config.zpg > 1:  # DeepSpeed makes groups of zpg once in a process: the models are loaded whole
+            yield
+            return
+        alive = HfDeepSpeedConfig(merge(eval_config(self.config.bf16), self.overrides))
         yield
         del alive
 
