@@ -82,15 +82,16 @@ def test_no_more_groups_begin_than_the_bound_allows():
 
 def test_groups_older_than_the_bound_are_dropped_and_replaced():
     dataset = OverlappingDataset(batch_groups=1, max_staleness=1)
-    groups = begin(dataset, 0, 1, 2)
+    groups = begin(dataset, 0, 1, 2, 3)
     play(dataset, 0, 1.0, 2.0)
     assert len(dataset.take_groups()) == 2
     dataset.advance(1)
     dataset.work.advance(2)  # as if another loop had trained
     play(dataset, 1, 1.0, 2.0, versions=(0, 1))
+    assert not groups[3].done(), "its place is taken by what is too old"
     assert dataset.take_groups(timeout=0.0) == []
     assert dataset.work.counts["stale"] == 1
-    assert groups[2].done()
+    assert groups[3].done()
     play(dataset, 2, 1.0, 2.0, versions=(1, 1))
     assert [turn.scores["score"] for turn in dataset.take_groups()] == [1.0, 2.0]
 
