@@ -30,7 +30,7 @@ from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, T
 
 NotifyScore = Callable[[str, float | None, int], Any]
 """Called at an episode's end with its id, its score (None if it failed) and its number of turns."""
-BeginGroup = Callable[[int, Sequence[str]], Future[None]]  # a row's group and episodes, which begin with the result
+BeginGroup = Callable[[int, Sequence[str]], Future[None]]  # of a row's group and episodes: they begin when it is done
 
 
 @dataclass(eq=False)

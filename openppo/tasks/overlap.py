@@ -15,7 +15,7 @@ class OverlappingDataset(MultiRoundBufferDataset):
     """Turns of whole groups, the samples of one row, for training while agents play others; any thread may call it.
 
     ``work`` decides how many groups may be under way and which are too old, as for ``--max_staleness`` and ``--stale``
-    of the trainer. A group whose members failed but for one continues no further: it is dropped.
+    of the trainer. A group of several samples is dropped if fewer than two succeed.
     """
 
     def __init__(self, batch_groups: int, max_staleness: int, stale: Literal["drop", "mask"] = "drop") -> None:
