@@ -46,9 +46,9 @@ setup(
     package_data={"": ["py.typed", "**/*.html", "**/*.css", "**/*.js"]},
     entry_points={"console_scripts": ["openppo=openppo.__main__:main"]},
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.8",  # tested with 2.13, which samples without padding need on GPUs (or flash-attn)
         "deepspeed>=0.19",
-        "transformers>=5.0",
+        "transformers>=5.0",  # tested with 5.23
         "aiohttp>=3.9",
         "peft>=0.18",
         "datasets>=4.0",

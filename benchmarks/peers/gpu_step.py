@@ -19,6 +19,7 @@ import gpu_models
 import turns
 
 GIB = 2**30
+PHASES = ("generation", "experience", "training")
 
 
 def reward_fn(response: str) -> float:
@@ -45,6 +46,16 @@ def peak_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     return turns.peak_megabytes() * 1e6 / GIB
+
+
+def take_peak() -> float:
+    """``peak_gib`` since the last call."""
+    import torch
+
+    peak = peak_gib()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def n_adapters(model: Any) -> int:
@@ -75,14 +86,13 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
         "cuda_graphs": arguments.cuda_graphs,
     }
     trainer = build_ppo_trainer(from_options(TrainPPOConfig, **given, **own))
-    measured, peaks = [], [peak_gib()]  # of loading; the trainer measures each phase anew
+    measured, loading = [], peak_gib()  # the trainer measures each phase anew
     for turn, prompts in zip(range(arguments.warm_up + arguments.steps), trainer.prompt_batches(), strict=False):
         metrics = trainer.step(prompts)
         print(f"step {turn}:", {key: round(value, 4) for key, value in metrics.items()}, flush=True)
         if metrics["response_length"] != shape.response or metrics["skipped_steps"]:
             sys.exit(f"responses of {metrics['response_length']} tokens, {metrics['skipped_steps']} skipped steps")
         measured.append(metrics)
-        peaks.append(metrics.get("memory/step_peak_gib", 0.0))
     trainer.update.set_training(False)
     rows = [prompt.token_ids for prompt in prompts for _ in range(own.get("n_samples_per_prompt", 1))]
     with trainer.source.with_weights():
@@ -93,6 +103,7 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
             for _ in range(arguments.steps)
         ]
     estimate = trainer.components.estimate
+    peaks = {name: max(m.get(f"memory/{name}_peak_gib", 0.0) for m in measured) for name in PHASES}
     counted = {
         key: statistics.median(metrics[f"time/{key}_s"] for metrics in measured[arguments.warm_up :])
         for key in ("generation", "scoring", "experience", "training", "step")
@@ -101,8 +112,9 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
     trainer.close()
     return counted | {
         "prefill": statistics.median(prefill),
-        "peak_gib": max(*peaks, peak_gib()),
-        "estimated_gib": max(estimate.phases.values()) / GIB if estimate else None,
+        "peak_gib": max(loading, *peaks.values(), peak_gib()),
+        "peaks": {name: peak for name, peak in peaks.items() if peak > 0},
+        "estimates": {name: estimate.phases[name] / GIB for name in PHASES} if estimate else {},
     }
 
 
@@ -111,6 +123,7 @@ def run_transformers(arguments: argparse.Namespace, shape: gpu_models.Shape, fol
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as OpenPPO: else each new length of the cache gets a plan of its own
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = shape.options[arguments.tuning]
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.assets / "policy", dtype=torch.bfloat16).to(device)
@@ -136,10 +149,13 @@ def run_transformers(arguments: argparse.Namespace, shape: gpu_models.Shape, fol
     sequences = kept[-1]  # (B, prompt + response)
     if sequences.shape[1] != shape.prompt + shape.response or (sequences == gpu_models.EOS).any():
         sys.exit(f"sequences {tuple(sequences.shape)} with EOS: the weights were to prevent it")
+    peaks = {"generation": take_peak()}
     step = training_step(model, sequences, shape.prompt, options)
     training = [seconds(step) for _ in range(arguments.warm_up + arguments.steps)][arguments.warm_up :]
     medians = {"generation": generation, "prefill": prefill, "training": training}
-    return {key: statistics.median(times) for key, times in medians.items()} | {"adapters": n_adapters(model)}
+    peaks["training"] = take_peak()
+    memory = {"peak_gib": max(peaks.values()), "peaks": peaks if device == "cuda" else {}, "estimates": {}}
+    return {key: statistics.median(times) for key, times in medians.items()} | {"adapters": n_adapters(model)} | memory
 
 
 def training_step(model: Any, sequences: Any, n_prompt: int, options: dict[str, Any]) -> Callable[[], None]:
@@ -177,12 +193,16 @@ def main() -> None:
     parser.add_argument("--tuning", choices=["full", "lora"], required=True)
     parser.add_argument("--warm_up", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--cuda_graphs", action="store_true")
+    parser.add_argument("--cuda_graphs", default="auto")
     arguments = parser.parse_args()
     run = run_openppo if arguments.side == "OpenPPO" else run_transformers
     with tempfile.TemporaryDirectory() as folder:
         result = run(arguments, gpu_models.SHAPES[arguments.shape], folder)
-    print("RESULT", json.dumps({"peak_gib": peak_gib()} | result), flush=True)
+    import torch
+
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        sys.exit(f"{arguments.side} ran with cuDNN attention, which plans anew for each length: no fair figure")
+    print("RESULT", json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

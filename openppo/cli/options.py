@@ -33,6 +33,9 @@ _SECONDS_FOR_FIRST_RANK = 20
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
 _HOW_TO_RESUME = "the same command with --load_checkpoint resumes from the newest checkpoint"
 
+_ALONE = {"__use_wandb": KEY_FROM_ELSEWHERE, "__overlap_comm": "on"}
+"""Values of options that may stand without one."""
+
 Config = TypeVar("Config", bound=Options)
 
 
@@ -133,8 +136,8 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
         name = argument.partition("=")[0][2:].replace("-", "_")
         if argument.startswith("--") and name.removeprefix("no_") not in ("", "help", *known):
             raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
-        if argument in ("--use_wandb", "--use-wandb") and following.startswith("--"):  # it may stand alone
-            given[i] = f"--use_wandb={KEY_FROM_ELSEWHERE}"
+        if (value := _ALONE.get(argument.replace("-", "_"))) is not None and following.startswith("--"):
+            given[i] = f"--{name}={value}"
     called = sys.argv[0]  # by "openppo COMMAND" that
     shown = sys.stderr if first_rank else io.StringIO()  # some errors ignore console_outputs
     with contextlib.redirect_stderr(shown):

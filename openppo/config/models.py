@@ -19,7 +19,7 @@ class ModelConfig(Options):
     pretrain: str = option(place=True, resume="must match")
     """Model to start from: a local folder or a hub name."""
     flash_attn: bool = field(default=False, kw_only=True)
-    """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
+    """Use FlashAttention-2 (must be installed) instead of PyTorch's attention."""
     trust_remote_code: bool = field(default=False, kw_only=True)
     """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 

@@ -26,12 +26,15 @@ class PPOConfig(Options):
     """End after this many global steps (default: those of --num_episodes)."""
     rollout_batch_size: int = option(512, at_least(1), resume="must match")
     """Prompts of one rollout batch, over all ranks."""
-    micro_rollout_batch_size: int = option(8, at_least(1))
-    """Samples of one forward pass while experience is made, on one rank, at most: fewer where that saves padding."""
+    micro_rollout_batch_size: int | None = option(None, at_least(1))
+    """Samples of one forward pass while experience is made, on one rank, at most: fewer where that saves padding
+    (default: 8; on GPUs what --micro_rollout_tokens says)."""
     micro_rollout_tokens: int | None = option(None, at_least(1))
-    """Tokens of such a pass of actor, reference and critic, padding included, instead of a number of samples."""
+    """Tokens of such a pass of actor, reference and critic, padding included, instead of a number of samples (default
+    on GPUs: 32768, or less by the estimate of memory)."""
     micro_train_tokens: int | None = option(None, at_least(1))
-    """Tokens of a training micro-batch on one rank, padding included, instead of --micro_train_batch_size samples."""
+    """Tokens of a training micro-batch on one rank, padding included, instead of --micro_train_batch_size samples
+    (default on GPUs: 32768, or less by the estimate of memory)."""
     n_samples_per_prompt: int = option(1, at_least(1), resume="must match")
     """Responses sampled for each prompt."""
     dynamic_sampling: bool = option(False, resume="must match")
@@ -58,6 +61,11 @@ class PPOConfig(Options):
     """Keep an exponential moving average of the actor's weights, and save it instead of the actor."""
     ema_beta: float = option(0.992, inside("[0, 1)"))
     """Share of the old average in the new one, at each optimizer step."""
+
+    @property
+    def forward_rows(self) -> int:
+        """``micro_rollout_batch_size``, or its default."""
+        return self.micro_rollout_batch_size or 8
 
     @property
     def frozen_actor_steps(self) -> int:

@@ -51,12 +51,12 @@ class GenerationConfig(SamplingConfig):
     """Share of a GPU's memory (without GPUs: of the host's) for vLLM's copy and its key-value cache, on each rank."""
     max_num_seqs: int | None = option(None, at_least(1))
     """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
-    cuda_graphs: bool = False
-    """Replay recorded decode steps on the GPU (with --rollout_engine hf; not for models with a sliding window)."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay recorded decode steps on a GPU (auto: where the model allows it; not with vLLM, nor a sliding window)."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.cuda_graphs and self.rollout_engine == "vllm":
+        if self.cuda_graphs == "on" and self.rollout_engine == "vllm":
             yield "--cuda_graphs works with --rollout_engine hf only; vLLM records its own graphs: leave it out."
 
 

@@ -108,9 +108,9 @@ class DeepSpeedConfig(Options):
     zpg: int = option(1, at_least(1))
     """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
     compile: bool = False
-    """Compile the layers of trained models with torch.compile (not with --zero_stage 3; CPUs need a C++ compiler)."""
-    overlap_comm: bool = False
-    """Reduce gradients during the backward pass (more memory; --zero_stage 3 does it anyway)."""
+    """Compile trained models' layers with torch.compile (not with --zero_stage 3; needs a C compiler, on CPUs C++)."""
+    overlap_comm: Literal["auto", "on", "off"] = "auto"
+    """Reduce gradients during the backward pass, for one more bucket (auto: on several GPUs and in --zero_stage 3)."""
     seed: int = option(42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset"))
     """Seed of data order, initialization and sampling."""
 
@@ -146,10 +146,16 @@ class BatchConfig(Options):
 
     train_batch_size: int = option(128, at_least(1), resume="must match")
     """Samples of one optimizer step, over all ranks and micro-batches."""
-    micro_train_batch_size: int = option(4, at_least(1))
-    """Samples of one forward and backward pass on one rank; changes memory and speed, never the gradient."""
+    micro_train_batch_size: int | None = option(None, at_least(1))
+    """Samples of one forward and backward pass on one rank (default: 4; of train_ppo on GPUs --micro_train_tokens);
+    changes memory and speed, never the gradient."""
     max_epochs: int = option(1, at_least(1))
     """Passes over the data (for train_ppo: over each rollout batch)."""
+
+    @property
+    def micro_rows(self) -> int:
+        """``micro_train_batch_size``, or its default."""
+        return self.micro_train_batch_size or 4
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class ServeRMConfig(Options):
     bf16: bool = False
     """Load the model in bfloat16."""
     flash_attn: bool = False
-    """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
+    """Use FlashAttention-2 (must be installed) instead of PyTorch's attention."""
     trust_remote_code: bool = False
     """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 

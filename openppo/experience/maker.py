@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.measure import measure_experience, measure_scores, measure_staleness, measure_tasks, staleness
-from openppo.experience.replay_buffer import collate, idle_experience, join_rows, split_rows
+from openppo.experience.replay_buffer import collate, split_rows
 from openppo.experience.token_rewards import (
     AdaptiveKLController,
     EpisodeParts,
@@ -24,7 +25,7 @@ from openppo.experience.token_rewards import (
     overlong_mask,
     shape_scores,
 )
-from openppo.models.padding import MicroBatchSize, equal_batches, split_overhead
+from openppo.models.padding import Deal, MicroBatchSize, equal_batches, pad_right, split_overhead
 from openppo.rollout.rollout import Rollout, by_episode, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.types import Comm, Experience, FinishReason, StopCheck, Trajectory
@@ -71,7 +72,7 @@ class ExperienceMaker:
             self.kl_controller = AdaptiveKLController(coef, target, self.config.kl.kl_horizon)
 
     def make(self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0) -> list[Experience]:
-        """One experience per trajectory, in their order, on this maker's device.
+        """One experience per trajectory, in their order, on this maker's device (``buffer_cpu_offload``: the host).
 
         Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
         ``n_done`` global steps have been trained before, which is the policy's version.
@@ -101,13 +102,10 @@ class ExperienceMaker:
         timer, shaping = self.hooks.timer, self.config.shaping
         with timer.phase("experience"):
             source, is_stale = self._old_log_probs_from(trajectories, unscored, n_done)
-            experiences = self._run_models(unscored, source, values)
-            if is_stale:
-                of_each = zip(experiences, unscored, strict=True)
-                experiences = [
-                    made.with_fields(staleness=staleness(t, n_done).to(self.device)[None]) for made, t in of_each
-                ]
-        timer.count_tokens("experience", sum(len(t.token_ids) for t in unscored))
+            batch = self._run_models(unscored, source, values)
+            if is_stale and batch is not None:
+                behind = pad_sequence([staleness(t, n_done) for t in unscored], batch_first=True)
+                batch = batch.with_fields(staleness=behind.to(self.device))
         with timer.phase("scoring"):
             wait_for_scores(trajectories, self.hooks.stop)
         if isinstance(trajectories, Rollout):
@@ -117,11 +115,11 @@ class ExperienceMaker:
                 steps = torch.tensor([r for t in unscored for r in t.step_rewards])
                 self.moments.update(self._total_scores([parts[-1] for parts in by_episode(unscored)]), self.comm)
                 self.step_moments.update(steps, self.comm)
-            if not experiences:
+            if batch is None:
                 return None
             measure_scores(unscored, self.weights, metrics)
             scores = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
-            batch = join_rows(experiences).with_fields(scores=scores)
+            batch = batch.with_fields(scores=scores)
             measure_tasks(unscored, batch, self.weights, n_done, metrics)
             return self._add_rewards(batch, unscored, metrics)
 
@@ -134,7 +132,7 @@ class ExperienceMaker:
             measure_experience(batch, metrics)
             if self.config.shaping.overlong_filter:
                 batch = batch.with_fields(action_mask=overlong_mask(batch.action_mask, batch.truncated))
-            return list(split_rows(batch))
+            return list(split_rows(batch.to("cpu") if self.config.ppo.buffer_cpu_offload else batch))
 
     def _old_log_probs_from(
         self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int
@@ -150,30 +148,48 @@ class ExperienceMaker:
         trains_actor = n_done >= self.frozen_steps
         return old_log_probs_from(self.config, single_update and trains_actor, by_engine=n_foreign == 0), n_stale > 0
 
-    @torch.no_grad()
     def _run_models(
         self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom, values: bool
-    ) -> list[Experience]:
-        """Log-probs of actor and reference, entropy and values. Equally many forwards on all ranks."""
-        batches = equal_batches([len(t.token_ids) for t in trajectories], forward_size(self.config), self.comm)
-        made: dict[int, Experience] = {}
-        with self.hooks.uncompiled():
-            for rows in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
-                batch = collate([trajectories[i] for i in rows], self.pad_token_id) if rows else idle_experience()
-                batch = self._forward(batch.to(self.device), old_log_probs, values)
-                made.update(zip(rows, split_rows(batch), strict=False))
-        return [made[i] for i in range(len(trajectories))]
+    ) -> Experience | None:
+        """One batch with log-probs of actor and reference, entropy and values; None on a rank without trajectories."""
+        runs_any = old_log_probs == "recompute" or (values and self.critic is not None) or self.reference is not None
+        outputs = self._outputs(trajectories, old_log_probs, values) if runs_any else {}
+        if not trajectories:
+            return None
+        batch = collate(trajectories, self.pad_token_id).to(self.device).with_fields(**outputs)
+        return batch.with_fields(log_probs=batch.rollout_log_probs) if old_log_probs == "rollout" else batch
 
-    def _forward(self, batch: Experience, old_log_probs: OldLogProbsFrom, values: bool) -> Experience:
-        inputs = batch.sequences, batch.attention_mask, batch.action_mask
+    @torch.no_grad()
+    def _outputs(
+        self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom, values: bool
+    ) -> dict[str, Tensor]:
+        """Fields (B, L) of own trajectories, some from forwards on other ranks. Equally many forwards on all ranks."""
+        deal, outputs = Deal([len(t.token_ids) for t in trajectories], self.comm), dict[str, Tensor]()
+        rows = deal.out([torch.tensor([t.token_ids, t.action_mask], dtype=torch.int32) for t in trajectories])
+        made, lengths = rows[:], [row.shape[1] for row in rows]
+        with self.hooks.uncompiled():
+            batches = equal_batches(lengths, forward_size(self.config), self.comm)
+            for chosen in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
+                outputs = self._forward([rows[i] for i in chosen], old_log_probs, values)
+                stacked = torch.stack([*outputs.values()]).float()  # (N, B, L)
+                for row, i in enumerate(chosen):
+                    made[i] = stacked[:, row, : lengths[i]].clone()  # no row keeps the whole batch in memory
+        self.hooks.timer.count_tokens("experience", sum(lengths))
+        own = [row.T for row in deal.back(made)]
+        joined = pad_sequence(own, batch_first=True).to(self.device).permute(2, 0, 1).contiguous() if own else ()
+        return dict(zip(outputs, joined, strict=False))
+
+    def _forward(self, rows: list[Tensor], old_log_probs: OldLogProbsFrom, values: bool) -> dict[str, Tensor]:
+        """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions. Without rows of an idle forward."""
+        rows = rows or [torch.zeros(2, 2)]
+        ids, mask = (tensor.to(self.device) for tensor in pad_right([row[0] for row in rows], self.pad_token_id))
+        actions = pad_right([row[1] for row in rows], 0)[0].bool().to(self.device)
+        outputs: dict[str, Tensor] = {}
         if old_log_probs == "recompute":
-            log_probs, entropy = self.actor(*inputs, return_entropy=True)
-            batch = batch.with_fields(log_probs=log_probs, entropy=entropy)
-        elif old_log_probs == "rollout":
-            batch = batch.with_fields(log_probs=batch.rollout_log_probs)
+            outputs["log_probs"], outputs["entropy"] = self.actor(ids, mask, actions, return_entropy=True)
         if self.critic is not None and values:
-            batch = batch.with_fields(values=torch.where(batch.action_mask, self.critic(*inputs[:2]), 0.0))
-        return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
+            outputs["values"] = torch.where(actions, self.critic(ids, mask), 0.0)
+        return outputs if self.reference is None else outputs | {"ref_log_probs": self.reference(ids, mask, actions)}
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """Add token rewards: KL penalty, scores and steps after the baseline."""
@@ -241,5 +257,5 @@ def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: b
 
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     """Size of a forward that trains nothing."""
-    rows, tokens = config.ppo.micro_rollout_batch_size, config.ppo.micro_rollout_tokens
+    rows, tokens = config.ppo.forward_rows, config.ppo.micro_rollout_tokens
     return MicroBatchSize(rows, tokens, split_overhead(config.deepspeed.zero_stage))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
-from openppo.models.padding import MicroBatchSize, micro_batches, pad_right, split_overhead
+from openppo.models.padding import MicroBatchSize, deal, micro_batches, pad_right, split_overhead
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, FinishReason, SingleProcess, Trajectory
 
@@ -96,7 +96,7 @@ class ReplayBuffer:
 
     def append(self, experience: Experience) -> None:
         """Add every row of a batch."""
-        self.items += [row.to("cpu") if self.cpu_offload else row for row in split_rows(experience)]
+        self.items += split_rows(experience.to("cpu") if self.cpu_offload else experience)  # one copy for each field
         self.items = self.items[-self.limit :]  # all of them if it is 0
 
     def fill(self, experiences: Iterable[Experience]) -> None:
@@ -143,19 +143,14 @@ class ReplayBuffer:
 
     def _share(self, step: dict[int, Experience], size: int, tokens: int | None) -> MiniBatch:
         """This rank's micro-batches of a step, whose samples come with their places among all ranks'."""
-        world, lengths = self.comm.world_size, {place: item.sequences.shape[1] for place, item in step.items()}
-        ordered = sorted(step, key=lambda place: lengths[place], reverse=True)
-        rounds = [ordered[start : start + world] for start in range(0, len(ordered), world)]
-        shares: list[list[int]] = [[] for _ in range(world)]
-        for i, dealt in enumerate(rounds):  # to and fro, so that shares differ by one sample and few tokens
-            for rank, place in enumerate(dealt):
-                shares[rank if i % 2 == 0 else world - 1 - rank].append(place)
+        places, lengths = list(step), [item.sequences.shape[1] for item in step.values()]
+        shares = deal(lengths, self.comm.world_size)
         limit = MicroBatchSize(size, tokens, split_overhead(self.zero_stage))
-        plans = [micro_batches([lengths[place] for place in share], limit) for share in shares]
-        mine = [[shares[self.comm.rank][i] for i in rows] for rows in plans[self.comm.rank]]
-        joined = [join_rows([step[place] for place in places]) for places in mine]
+        plans = [micro_batches([lengths[i] for i in share], limit) for share in shares]
+        mine = [[places[shares[self.comm.rank][i]] for i in rows] for rows in plans[self.comm.rank]]
+        joined = [join_rows([step[place] for place in of_micro]) for of_micro in mine]
         n_idle = max(map(len, plans)) - len(joined)
-        joined += [idle_experience().to(step[ordered[0]].sequences.device) for _ in range(n_idle)]
+        joined += [idle_experience().to(step[places[0]].sequences.device) for _ in range(n_idle)]
         counts = [(_one(x.weight), _one(x.share), int(x.action_mask.sum())) for x in step.values()]
         n_tokens = sum(weight * n for weight, _, n in counts)
         n_sequences = sum(weight * share for weight, share, n in counts if n > 0)
@@ -169,5 +164,5 @@ def _one(of_row: Tensor | None) -> float:
 def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> Iterator[MiniBatch]:
     """The optimizer steps of the global step after ``n_done`` of them, with their samples."""
     batch, seed = config.batch, config.deepspeed.seed + n_done
-    sizes = batch.train_batch_size, batch.micro_train_batch_size, batch.max_epochs
+    sizes = batch.train_batch_size, batch.micro_rows, batch.max_epochs
     return buffer.mini_batches(*sizes, seed, config.ppo.micro_train_tokens)

@@ -1,15 +1,20 @@
 """The policy: a causal language model whose forward returns log-probs of the tokens it was given."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
+from openppo import logger
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.loading import disable_dropout, load_causal_lm, load_options
-from openppo.models.log_probs import log_probs_and_entropy, log_probs_from_logits
+from openppo.models.log_probs import linear_log_probs, log_probs_and_entropy, log_probs_from_logits
 from openppo.models.padding import pack_rows, pad_width
 
 
@@ -42,6 +47,10 @@ class Actor(nn.Module):
         if options.lora_rank > 0:
             self.model = add_adapters(model, options, "CAUSAL_LM")
         self.temperature = temperature
+        self.ends_in_head = ends_in_head(model)
+        """Whether log-probs are computed in its head: there logits are never whole where they are many."""
+        if not self.ends_in_head:
+            logger.info("%s: logits are held whole, as they are not simply a linear head's", type(model).__name__)
         self.packs_rows = False
         """Whether the rows of a batch go through the model as one, without padding: see ``pack_where_exact``."""
 
@@ -66,8 +75,8 @@ class Actor(nn.Module):
         wanted = F.pad(wanted[:, 1:], (1, 0))  # (B, L)
         temperature = self.temperature if temperature is None else temperature
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
-        if self.packs_rows and position_ids is None:
-            inputs, in_row = pack_rows(sequences, attention_mask)
+        if self.packs_rows:
+            inputs, in_row = pack_rows(sequences, attention_mask, self.model, position_ids)
             places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch
             places = places if len(places) > 0 else places.new_full((1,), wanted.numel() - 1)
             labels, kept, dim = sequences.flatten()[places], in_row[places - 1], 0  # (K,)
@@ -80,14 +89,66 @@ class Actor(nn.Module):
             else:
                 inputs = {"input_ids": sequences, "position_ids": position_ids}
             labels, dim = sequences[:, places], 1  # (B, K)
-        logits = self.model(**inputs, logits_to_keep=kept, use_cache=False).logits.view(*labels.shape, -1)
+        values = self._selected(inputs | {"logits_to_keep": kept}, labels, temperature, return_entropy)
 
         def placed(values: Tensor) -> Tensor:
             """``values`` at their places of a (B, L) tensor, 0 elsewhere."""
             empty = torch.zeros(wanted.flatten(dim).shape, dtype=values.dtype, device=values.device)
             return torch.where(wanted, empty.index_copy(dim, places, values).view(wanted.shape), 0.0)
 
-        if not return_entropy:
-            return placed(log_probs_from_logits(logits, labels, temperature))
-        log_probs, entropy = log_probs_and_entropy(logits, labels, temperature)
-        return placed(log_probs), placed(entropy)
+        return (placed(values[..., 0]), placed(values[..., 1])) if return_entropy else placed(values[..., 0])
+
+    def _selected(self, inputs: dict[str, Tensor], labels: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        if self.ends_in_head and hasattr(head.weight, "ds_id"):
+            self.ends_in_head = False
+            logger.info("ZeRO-3: logits are held whole, as the head's weight is partitioned")
+        if self.ends_in_head:
+            select = partial(linear_log_probs, head, labels, temperature, with_entropy)
+            with _forward_of(head, select):  # as a part of the model, so that ZeRO-3 gathers its weight
+                return model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
+        logits = model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
+        if with_entropy:
+            return torch.stack(log_probs_and_entropy(logits, labels, temperature), -1)
+        return log_probs_from_logits(logits, labels, temperature)[..., None]
+
+
+@torch.no_grad()
+def ends_in_head(model: Any) -> bool:
+    """Whether a model's logits are what its linear head returns, neither scaled nor capped nor cut afterwards.
+
+    Its own code runs, between stand-ins for the transformer and the head: no weight is read.
+    """
+    head = model.get_output_embeddings()
+    body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), None)
+    if type(head) is not nn.Linear or body is None:
+        return False
+    logits, ids = torch.linspace(-99, 99, head.out_features)[None, None], torch.zeros(1, 1, dtype=torch.int64)
+    hidden = _Output(last_hidden_state=torch.zeros(1, 1, head.in_features))
+    try:
+        with _forward_of(body, lambda *_, **__: hidden), _forward_of(head, lambda _: logits):
+            return torch.equal(model(input_ids=ids, logits_to_keep=1, use_cache=False).logits, logits)
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):  # of code that wants more than those
+        return False
+
+
+class _Output(BaseModelOutput):
+    """A transformer's output that has None where models have more."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``module`` runs ``forward`` for its own; hooks on it stay."""
+    attributes = vars(module)
+    before = attributes.get("forward")  # of libraries that move weights
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        del attributes["forward"]
+        if before is not None:
+            attributes["forward"] = before

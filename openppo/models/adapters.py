@@ -1,5 +1,7 @@
 """LoRA adapters: trained on a frozen model, switched off for the reference, merged wherever a model is loaded."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -7,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from openppo import logger
 from openppo.config import LoRAConfig
@@ -76,6 +79,15 @@ def refuse_tied(adapted: nn.Module) -> None:
             )
 
 
+def whole_weights(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    """Inside, ``parameters`` are whole while ZeRO-3 loads in partitions; what rank 0 writes to them stays."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    from peft.utils.integrations import gather_params_ctx
+
+    return gather_params_ctx(parameters)
+
+
 class AdapterOffReference:
     """The trained model with its adapters off, without gradients: a reference that takes no memory.
 
@@ -103,6 +115,7 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     adapters that do not fit, are incomplete or broken, or are of another kind than LoRA.
     """
     from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     config = PeftConfig.from_pretrained(folder)
     if not isinstance(config, LoraConfig):
@@ -123,7 +136,11 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         wrong += [key for key in result.unexpected_keys if not (is_classifier and ".lm_head." in key)]
         if wrong:
             raise ValueError(f"weights are missing or have no place, such as {wrong[0]}")
-        merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+        for layer in adapted.modules():
+            if isinstance(layer, BaseTunerLayer):
+                with whole_weights([*layer.get_base_layer().parameters()]):
+                    layer.merge(safe_merge=True)
+        merged: Any = adapted.unload()
     except UntrustedModelError:
         raise
     except (ValueError, KeyError, RuntimeError, OSError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""Attention where SDPA is slow: on CPUs decode steps, and causal in bfloat16; on GPUs grouped heads in float32."""
+"""Attention where SDPA is slow: on CPUs decode steps, and causal in bfloat16; on GPUs unequal rows, and float32."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +9,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+HAS_LENGTHS = torch.__version__ >= "2.13"
+"""Whether torch has ``varlen_attn`` with windows and shared keys."""
+if HAS_LENGTHS:
+    from torch.nn.attention.varlen import varlen_attn
+
+BY_LENGTHS = "openppo_lengths"
+"""Name of the attention that computes the documents of one row apart, and nothing of padding."""
+_WIDEST = 192
+"""Of wider heads FlashAttention has no backward pass on some GPUs."""
 _BLOCK = 64
 """Queries at a time; of the keys after them nothing is computed."""
 _LONGEST = 1024
@@ -20,16 +29,15 @@ _SCORES = 1 << 20
 
 
 def use_fast_attention(model: PreTrainedModel) -> None:
-    """Replace SDPA in a model on CPUs, and on GPUs if its dtype and the GPU need it."""
+    """Replace SDPA in a model on CPUs, and on GPUs by what its dtype, the GPU and torch allow."""
     if model.config._attn_implementation != "sdpa":
         return
-    name, attend = "openppo_cpu", _attend_on_cpu
+    name = "openppo_cpu"
     if torch.cuda.is_available():
+        name = "openppo_cuda"
         if model.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability() >= (8, 0):
-            return  # FlashAttention lets heads share keys
-        name, attend = "openppo_cuda", _attend_on_gpu
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, sdpa_mask)
+            # Here FlashAttention lets heads share keys. Models that support it state their windows beside the mask.
+            name = BY_LENGTHS if HAS_LENGTHS and model._supports_flash_attn else "sdpa"
     model.set_attn_implementation(name)
 
 
@@ -38,8 +46,7 @@ def _attend_on_cpu(
 ) -> tuple[Tensor, None]:
     """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
     decodes, scale = query.shape[2] == 1, options.get("scaling") or query.shape[-1] ** -0.5
-    unused = ("position_bias", "softcap", "cache")  # where nothing is asked for but a softmax
-    is_plain = not options.get("dropout") and all(options.get(name) is None for name in unused)
+    is_plain = not _extras(options)
     of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
     if decodes and query.dtype is torch.float32 and is_plain and of_columns:
         return _attend_once(query, key, value, attention_mask, scale), None
@@ -55,6 +62,12 @@ def _attend_on_cpu(
                 attention_mask = attention_mask.float()
             return sdpa_attention_forward(module, *inputs, attention_mask, **options)[0].bfloat16(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+def _extras(options: dict[str, Any]) -> list[str]:
+    """What is asked for besides a softmax."""
+    extras = [name for name in ("position_bias", "softcap", "s_aux", "cache") if options.get(name) is not None]
+    return [*extras, "dropout"] if options.get("dropout") else extras
 
 
 def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
@@ -197,3 +210,31 @@ def _attend_on_gpu(
             options["is_causal"] = _is_causal(module, options)
             module, key, value = None, repeat_kv(key, groups), repeat_kv(value, groups)  # its groups would reach SDPA
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+def _attend_by_lengths(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """As on CPUs. With ``cu_seq_lens_q`` the one row is documents, which begin there; its mask means nothing then."""
+    starts = options.get("cu_seq_lens_q")
+    if starts is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    extras, width = _extras(options), query.shape[-1]
+    if extras or not _is_causal(module, options) or value.shape[-1] != width or width > _WIDEST or width % 8 > 0:
+        asked = ", ".join([*extras, f"heads of {width} and {value.shape[-1]}"])
+        raise ValueError(f"varlen_attn is for causal attention with heads of 8, 16 to {_WIDEST}, and here for {asked}")
+    longest, window = options["max_length_q"], (options.get("sliding_window") or 0) - 1  # keys before a query's own
+    queries, keys, values = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, H, D), (T, G, D) twice
+    shared: dict[str, Any] = {"window_size": (window, 0), "enable_gqa": keys.shape[1] != queries.shape[1]}
+    scale = options.get("scaling")
+    output: Any = varlen_attn(queries, keys, values, starts, starts, longest, longest, scale=scale, **shared)
+    return output.unsqueeze(0), None
+
+
+for _name, _attend in {
+    "openppo_cpu": _attend_on_cpu,
+    "openppo_cuda": _attend_on_gpu,
+    BY_LENGTHS: _attend_by_lengths,
+}.items():
+    AttentionInterface.register(_name, _attend)
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -1,7 +1,7 @@
 """From a local folder or hub name to a Hugging Face model: dtype, attention, 4 bits, PEFT folders."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.integrations import deepspeed as zero3
 
 from openppo import logger
 from openppo.models.adapters import merge_adapters
@@ -59,18 +60,39 @@ def load_causal_lm(name: str, base: str | None = None, **load: Any) -> PreTraine
     ``ValueError`` for a checkpoint without all weights or with code in it, and as in ``merge_adapters``.
     """
     config = load_config(name, base, trust_remote_code=load["trust_remote_code"])
+
+    def check(_: PreTrainedModel, report: dict[str, Any]) -> None:
+        if missing := sorted(report["missing_keys"])[:5]:
+            raise ValueError(
+                f"{name} is not a whole causal language model: it lacks {', '.join(missing)}, which would be random. "
+                "Give a checkpoint that has them."
+            )
+
     with forbid_remote_code(name):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            base or base_model_of(name), config=config, output_loading_info=True, **load
-        )
-    model, report = loaded
-    if report["missing_keys"]:
-        raise ValueError(
-            f"{name} is not a whole causal language model: it lacks {', '.join(sorted(report['missing_keys'])[:5])}, "
-            "which would be random. Give a checkpoint that has them."
-        )
+        model, _ = load_weights(AutoModelForCausalLM, check, base or base_model_of(name), config=config, **load)
     use_fast_attention(model)
     return merge_adapters(model, name) if is_peft_folder(name) else model
+
+
+def load_weights(
+    kind: Any, check: Callable[[PreTrainedModel, dict[str, Any]], None], source: str, **load: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Model and report of ``from_pretrained``, once ``check`` has accepted them; in partitions where ZeRO-3 loads.
+
+    There transformers compares shapes on rank 0 alone, so what is checked is a model without weights.
+    """
+    load["output_loading_info"], partitions = True, zero3._hf_deepspeed_config_weak_ref
+    if not zero3.is_deepspeed_zero3_enabled() or "quantization_config" in load:
+        model, report = kind.from_pretrained(source, **load)
+        check(model, report)
+        return model, report
+    zero3.unset_hf_deepspeed_config()
+    try:
+        model, report = kind.from_pretrained(source, device_map="meta", **load)
+    finally:
+        zero3._hf_deepspeed_config_weak_ref = partitions
+    check(model, report)
+    return kind.from_pretrained(source, **load)[0], report
 
 
 @contextmanager

@@ -1,22 +1,71 @@
 """Log-probs and entropy of chosen tokens, without a float32 copy of all logits; ratios, KL estimates, masked means."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CHUNK_ELEMENTS = 1 << 24
 """Logits handled at a time, in elements: bounds the float32 copies to 64 MiB each."""
 CHUNK_ELEMENTS_ON_CPU = 1 << 20
 """There they stay in the cache: a forward takes a third of the time."""
+LOGITS_AT_ONCE = 1 << 27
+"""Logits that ``linear_log_probs`` holds, in elements: 512 MiB in float32. A backward pass recomputes more."""
+LOGITS_AT_ONCE_ON_CPU = 1 << 29
+"""There recomputing them takes a quarter longer, and memory is plentiful."""
 _LEAST = -1e4
 """For entropy: a token of probability 0 adds 0 to sums of p log p, where minus infinity would make them NaN."""
+
+
+def logits_at_once(on_cpu: bool) -> int:
+    """``LOGITS_AT_ONCE`` of a device."""
+    return LOGITS_AT_ONCE_ON_CPU if on_cpu else LOGITS_AT_ONCE
 
 
 def _chunks(logits: Tensor) -> list[slice]:
     rows = max(1, (CHUNK_ELEMENTS_ON_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS) // logits.shape[-1])
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+
+
+def _select(logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """``logits`` (N, V), ``labels`` (N,); returns log-probs and entropy, float32 (N,), empty if not wanted."""
+    n, dtype = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
+    chosen = torch.empty(n, dtype=dtype, device=logits.device)
+    entropy = torch.empty(n if with_entropy else 0, dtype=dtype, device=logits.device)
+    for rows in _chunks(logits):
+        log_probs = torch.log_softmax(_scaled(logits[rows], temperature, dtype), dim=-1)
+        chosen[rows] = log_probs.gather(-1, labels[rows, None])[:, 0]
+        if with_entropy:
+            log_probs.clamp_(min=_LEAST)
+            entropy[rows] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
+    return chosen, entropy
+
+
+def _gradient(
+    logits: Tensor, labels: Tensor, entropy: Tensor, grads: Sequence[Tensor], temperature: float, dtype: torch.dtype
+) -> Tensor:
+    """Of the logits, (N, V) in ``dtype``, from those of log-probs and entropy; the latter is empty if not wanted.
+
+    d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature.
+    """
+    scale, entropy_scale = (gradient / temperature for gradient in grads)
+    grad = torch.empty_like(logits, dtype=dtype)
+    for rows in _chunks(logits):
+        scaled = _scaled(logits[rows], temperature, torch.promote_types(logits.dtype, torch.float32))
+        part = grad[rows] if dtype == scaled.dtype else torch.empty_like(scaled)
+        if len(entropy) == 0:
+            torch.softmax(scaled, dim=-1, out=part).mul_(-scale[rows, None])
+        else:
+            log_probs = torch.log_softmax(scaled, dim=-1).clamp_(min=_LEAST)
+            torch.exp(log_probs, out=part)
+            part.mul_(log_probs.add_(entropy[rows, None]).mul_(-entropy_scale[rows, None]).sub_(scale[rows, None]))
+        part.scatter_add_(-1, labels[rows, None], scale[rows, None])
+        if part.dtype != dtype:
+            grad[rows] = part
+    return grad
 
 
 class _SelectedLogProbs(torch.autograd.Function):
@@ -26,39 +75,70 @@ class _SelectedLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """``logits`` (N, V), ``labels`` (N,); returns log-probs and entropy, float32 (N,), empty if not wanted."""
-        n, dtype = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
-        chosen = torch.empty(n, dtype=dtype, device=logits.device)
-        entropy = torch.empty(n if with_entropy else 0, dtype=dtype, device=logits.device)
-        for rows in _chunks(logits):
-            log_probs = torch.log_softmax(_scaled(logits[rows], temperature, dtype), dim=-1)
-            chosen[rows] = log_probs.gather(-1, labels[rows, None])[:, 0]
-            if with_entropy:
-                log_probs.clamp_(min=_LEAST)
-                entropy[rows] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
+        chosen, entropy = _select(logits, labels, temperature, with_entropy)
         ctx.save_for_backward(logits, labels, entropy)
         ctx.temperature = temperature
         return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        """d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature."""
         logits, labels, entropy = ctx.saved_tensors
-        scale, entropy_scale = (gradient / ctx.temperature for gradient in grad_outputs)
-        grad = torch.empty_like(logits)
-        for rows in _chunks(logits):
-            scaled = _scaled(logits[rows], ctx.temperature, torch.promote_types(logits.dtype, torch.float32))
-            part = grad[rows] if grad.dtype == scaled.dtype else torch.empty_like(scaled)
-            if len(entropy) == 0:
-                torch.softmax(scaled, dim=-1, out=part).mul_(-scale[rows, None])
-            else:
-                log_probs = torch.log_softmax(scaled, dim=-1).clamp_(min=_LEAST)
-                torch.exp(log_probs, out=part)
-                part.mul_(log_probs.add_(entropy[rows, None]).mul_(-entropy_scale[rows, None]).sub_(scale[rows, None]))
-            part.scatter_add_(-1, labels[rows, None], scale[rows, None])
-            if part.dtype != grad.dtype:
-                grad[rows] = part
-        return grad, None, None, None
+        return _gradient(logits, labels, entropy, grad_outputs, ctx.temperature, logits.dtype), None, None, None
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Saves the hidden states, and logits that are one piece; going backward, others are computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        n_pieces = -(-len(labels) * len(weight) // logits_at_once(hidden.device.type == "cpu"))
+        size = -(-len(labels) // n_pieces)
+        ctx.options, ctx.pieces = options, [slice(start, start + size) for start in range(0, len(labels), size)]
+        found = []
+        for rows in ctx.pieces:
+            logits = _logits(hidden[rows], weight, bias)
+            found.append(_select(logits, labels[rows], *options))
+        chosen, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, labels, entropy, logits if len(found) == 1 else None)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, entropy, kept = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = torch.empty_like(hidden), None, None
+        for rows in ctx.pieces:
+            logits = _logits(hidden[rows], weight, bias) if kept is None else kept
+            grads = [grad[rows] for grad in grad_outputs]
+            grad = _gradient(logits, labels[rows], entropy[rows], grads, ctx.options[0], weight.dtype)
+            torch.mm(grad, weight, out=of_hidden[rows])
+            if ctx.needs_input_grad[1]:
+                of_weight = grad.t() @ hidden if kept is not None else _add_product(of_weight, grad.t(), hidden[rows])
+            if ctx.needs_input_grad[2]:
+                of_bias = grad.sum(0, dtype=entropy.dtype).add_(0 if of_bias is None else of_bias)
+        of_weight, of_bias = (x if x is None else x.to(weight.dtype) for x in (of_weight, of_bias))
+        return of_hidden, of_weight, of_bias, None, *(None for _ in ctx.options)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(N, H) and (V, H) to (N, V); of bfloat16 in float32 on GPUs, since its steps near 30 are an eighth."""
+    if not hidden.is_cuda or weight.element_size() > 2:
+        return F.linear(hidden, weight, bias)
+    logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """``total``, float32 at least, plus ``left`` times ``right``, in place."""
+    if total is None:
+        dtype = torch.promote_types(left.dtype, torch.float32)
+        total = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+    if total.dtype == left.dtype:
+        return total.addmm_(left, right)
+    if total.is_cuda:
+        return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    return total.add_(left @ right)
 
 
 def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
@@ -81,6 +161,16 @@ def log_probs_and_entropy(logits: Tensor, labels: Tensor, temperature: float = 1
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): (..., V) to float32 (...). Differentiable."""
     return log_probs_and_entropy(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), temperature)[1]
+
+
+def linear_log_probs(head: Any, labels: Tensor, temperature: float, with_entropy: bool, hidden: Tensor) -> Tensor:
+    """Log-probs at ``labels``, and entropy beside them if wanted, of a linear ``head``'s logits: float32 (..., 1 or 2).
+
+    ``hidden`` (..., H) are its inputs. At most ``LOGITS_AT_ONCE`` logits exist at a time.
+    """
+    flat = hidden.flatten(0, -2), head.weight, head.bias, labels.flatten()
+    chosen, entropy = _LinearLogProbs.apply(*flat, temperature, with_entropy)
+    return torch.stack((chosen, entropy) if with_entropy else (chosen,), -1).view(*hidden.shape[:-1], -1)
 
 
 def masked_sum(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,9 +20,9 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIER
 
 from openppo import logger
 from openppo.config import LoRAConfig
-from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters
+from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, whole_weights
 from openppo.models.attention import use_fast_attention
-from openppo.models.loading import disable_dropout, load_options
+from openppo.models.loading import disable_dropout, load_options, load_weights
 from openppo.models.padding import pack_rows, pad_width
 from openppo.models.pretrained import adapter_config, base_model_of, forbid_remote_code, is_peft_folder, load_config
 
@@ -55,7 +55,7 @@ class ScalarHeadModel(nn.Module):
     def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
         if self.packs_rows:
-            inputs, in_row = pack_rows(sequences, attention_mask)
+            inputs, in_row = pack_rows(sequences, attention_mask, self.model)
             outputs = self._outputs(**inputs)[0]  # (T,)
             outputs = outputs[in_row].view(sequences.shape)
         else:  # without attention mask for the reason given in Actor.forward
@@ -66,7 +66,7 @@ class ScalarHeadModel(nn.Module):
         last = torch.where(attention_mask.bool(), places, 0).amax(-1, keepdim=True)  # (B, 1)
         return outputs.gather(1, last)[:, 0]
 
-    def _outputs(self, **inputs: Tensor) -> Tensor:
+    def _outputs(self, **inputs: Any) -> Tensor:
         """The head's, float32, of each token of ``input_ids``."""
         hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
         return self.classifier.get_submodule(HEAD)(hidden)[..., 0].float()
@@ -166,8 +166,9 @@ def get_llm_for_sequence_regression(
                 f"{name} has no scalar head '{value_head_prefix}.weight', so as a reward model it would give random "
                 "scores. Train one with openppo.cli.train_rm, or name its head with --value_head_prefix."
             )
-        hidden_size, head = model.config.get_text_config().hidden_size, model.get_submodule(HEAD)
-        nn.init.normal_(head.get_parameter("weight"), mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
+        hidden_size, head = model.config.get_text_config().hidden_size, model.get_parameter(f"{HEAD}.weight")
+        with whole_weights([head]):
+            nn.init.normal_(head, mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
         logger.info("%s: fresh scalar head for the %s, normal(0, 1/sqrt(%d + 1))", name, role, hidden_size)
     return ScalarHeadModel(model, role, options)
 
@@ -181,15 +182,15 @@ def load_classifier(
     """
     classifier, config = classifier_of(load_config(name, base, trust_remote_code=load["trust_remote_code"]))
     with forbid_remote_code(name):
-        model, report = classifier.from_pretrained(
+        model, report = load_weights(
+            classifier,
+            partial(_check_head, name, value_head_prefix),
             base or base_model_of(name),
             config=config,
-            output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with a message that helps
             key_mapping=None if value_head_prefix == HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."},
             **load,
         )
-    _check_head(name, model, report, value_head_prefix)
     use_fast_attention(model)
     headless = f"{HEAD}.weight" in report["missing_keys"]
     if is_peft_folder(name):
@@ -197,7 +198,7 @@ def load_classifier(
     return model, headless
 
 
-def _check_head(name: str, model: PreTrainedModel, report: dict[str, set], value_head_prefix: str) -> None:
+def _check_head(name: str, value_head_prefix: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
             f"{name} ({type(model).__name__}) keeps no linear head named '{HEAD}' on a causal transformer; "

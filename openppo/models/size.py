@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from openppo.models.actor import ends_in_head
 from openppo.models.scalar_head import classifier_of
 
 
@@ -23,6 +24,7 @@ class ModelSize(NamedTuple):
     adapter: int  # LoRA parameters of rank 1
     cache: int  # keys and values of one token
     vocabulary: int  # 0 with a scalar head
+    whole_logits: bool = False  # also where there are many: see ``ends_in_head``
 
     def n_trained(self, lora_rank: int) -> int:
         """Trained parameters: all, or with LoRA the adapters and a scalar head."""
@@ -52,6 +54,7 @@ def model_size(
         adapter=sum(sum(shape) for name, shape in shapes.items() if name.endswith(ends)),
         cache=cache_elements(config),
         vocabulary=0 if scalar else text.vocab_size,
+        whole_logits=not scalar and not ends_in_head(module),
     )
 
 

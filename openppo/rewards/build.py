@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
@@ -33,8 +31,8 @@ from openppo.rewards.model import (
 )
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
-from openppo.strategy.comm import check_same, collective
-from openppo.types import Comm, Prompt, Trajectory
+from openppo.strategy.comm import InferenceStrategy, check_same, collective
+from openppo.types import Prompt, Trajectory
 from openppo.user_code import load_callable
 
 
@@ -42,18 +40,15 @@ from openppo.user_code import load_callable
 class ScorerSetup:
     """Options of the sources of rewards, and what these need to know of their run.
 
-    ``tokenizer`` is that of ``actor``, ``--pretrain``, whose token ids the trajectories hold. ``prepare_frozen`` brings
-    a module that is only evaluated to the device, partitioned if need be. ``prompts`` are all that will be scored:
-    their columns, labels and chats are checked. ``size`` is that of a forward. ``loading`` holds ``bf16``,
-    ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward model's stored mean and std.
-    ``episodes``: whole conversations are scored.
+    ``tokenizer`` is that of ``actor``, ``--pretrain``, whose token ids the trajectories hold. ``prompts`` are all
+    that will be scored: their columns, labels and chats are checked. ``size`` is that of a forward. ``loading`` holds
+    ``bf16``, ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward model's stored mean and
+    std. ``episodes``: whole conversations are scored.
     """
 
     source: RewardConfig
     tokenizer: PreTrainedTokenizerBase
-    comm: Comm
-    device: torch.device
-    prepare_frozen: Callable[[nn.Module], Any]
+    strategy: InferenceStrategy
     prompts: Sequence[Prompt]
     actor: str
     size: MicroBatchSize
@@ -99,13 +94,14 @@ class ScorerSetup:
 
     def _config(self, model: str, flag: str) -> PreTrainedConfig:
         """A model's config; ``ValueError`` naming ``flag`` on all ranks if one of them cannot read it."""
-        return collective(self.comm, lambda: check_model(model, flag, self.loading["trust_remote_code"]))
+        return collective(self.strategy.comm, lambda: check_model(model, flag, self.loading["trust_remote_code"]))
 
     def _function(self, location: str, name: str, flag: str, default: str) -> Scorer:
         """The user's function at ``location``, which is called ``default`` unless the location says more."""
         columns, where = {column for prompt in self.prompts for column in prompt.row}, f"{flag} {location}"
-        function = collective(self.comm, lambda: RewardFunction(load_callable(location, flag, default), where, columns))
-        check_same(self.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
+        comm = self.strategy.comm
+        function = collective(comm, lambda: RewardFunction(load_callable(location, flag, default), where, columns))
+        check_same(comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
         source = self.source
         options = source.reward_error_value, source.step_separator, source.weights().get(name, 1.0)
         return FunctionScorer(function, self.tokenizer, name, *options)
@@ -117,14 +113,13 @@ class ScorerSetup:
         ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
         logger.info("%s %s reads %s", flag, model, ids)
         normalization = stored_normalization(config, f"{flag} {model}") if self.normalize else ()
-        with model_error_context(flag, model, "reward model"):
+        with model_error_context(flag, model, "reward model"), self.strategy.loading():
             prefix = self.value_head_prefix
             reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **self.loading)
-        frozen = self.prepare_frozen(reward)
-        if self.loading["flash_attn"]:
-            pack_where_exact(reward, frozen, self.device, "reward model")
+        frozen = self.strategy.prepare_frozen(reward)
+        pack_where_exact(reward, frozen, self.strategy.device, "reward model")
         pad = pad_token_id(own or self.tokenizer)
-        return ModelScorer(frozen, self.size, pad, self.comm, self.device, name, read, *normalization)
+        return ModelScorer(frozen, self.size, pad, self.strategy.comm, self.strategy.device, name, read, *normalization)
 
     def _reader(
         self, model: str
@@ -166,9 +161,11 @@ class ScorerSetup:
         check_token_ids(config, named, own, [[good, bad]])
         if chat:
             check_chats(self.prompts, named, "--prm_apply_chat_template", lambda prompt: render(prompt, ["a"]))
-        with model_error_context(flag, model, "process reward model"):
-            judge = self.prepare_frozen(ProcessRewardModel(Actor(model, **self.loading).model))
-        where, run = (named, context_length(config), pad_token_id(own)), (self.size, self.comm, self.device)
+        with model_error_context(flag, model, "process reward model"), self.strategy.loading():
+            module = ProcessRewardModel(Actor(model, **self.loading).model)
+        judge = self.strategy.prepare_frozen(module)
+        run = self.size, self.strategy.comm, self.strategy.device
+        where = named, context_length(config), pad_token_id(own)
         return ProcessScorer(judge, render, self.tokenizer, (good, bad), source, *where, *run, name)
 
 

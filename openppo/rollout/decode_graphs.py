@@ -1,14 +1,16 @@
 """Decode steps as CUDA graphs: the kernels of a forward take less time than launching them one by one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from openppo import logger
 from openppo.rollout.row_cache import RowCache, layer_kinds
 
 COLUMNS_TOGETHER = 256
@@ -25,30 +27,30 @@ class DecodeGraphs:
 
     A graph always has the same shapes and addresses. So rows are rounded up to a power of two and columns to
     ``COLUMNS_TOGETHER``, what differs between steps is read from one small tensor, and the graphs are good for these
-    buffers and weights only: whoever makes others makes a new object.
+    buffers and weights only, though not for their values: whoever makes others makes a new object.
     """
 
     model: Any
     cache: RowCache
-    device: torch.device
     record: Recorder
 
     def __post_init__(self) -> None:
+        self._addresses = addresses(self.model)
         self._recorded: dict[tuple[int, int], tuple[Tensor, Forward]] = {}
 
-    def __call__(self, last: Sequence[int]) -> Tensor:
-        """Logits (rows, V) after the ids ``last``, one of each row; good until the next call."""
+    def __call__(self, last: Tensor) -> Tensor:
+        """Logits (rows, V) after the ids ``last`` (rows,), one of each row; good until the next call."""
         self.cache.make_room()
         n_rows, column = len(last), self.cache.window.end
         rows = min(1 << (n_rows - 1).bit_length(), self.cache.shape[0])
         columns = min(-(-(column + 1) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER, self.cache.shape[1])
-        idle = [(0, column, column)] * (rows - n_rows)  # rows that see themselves alone: nothing else is theirs
-        steps = [*((token, start, column) for token, start in zip(last, self.cache.starts, strict=True)), *idle]
-        if (rows, columns) in self._recorded:
-            inputs, forward = self._recorded[rows, columns]
-            inputs.copy_(torch.tensor(steps))
-        else:
-            inputs = torch.tensor(steps, device=self.device)
+        inputs, forward = self._recorded.get((rows, columns), (None, None))
+        if inputs is None:
+            inputs = torch.empty(rows, 3, dtype=torch.long, device=last.device)
+        inputs[:, 1:].fill_(column)
+        inputs[:n_rows, 0], inputs[:n_rows, 1] = last, self.cache.device_starts()
+        inputs[n_rows:, 0].zero_()  # idle rows see themselves alone: nothing else is theirs
+        if forward is None:
             forward = self.record(partial(self._forward, columns, inputs))
             self._recorded[rows, columns] = inputs, forward
         return forward()[:n_rows]
@@ -58,11 +60,25 @@ class DecodeGraphs:
         ids, starts, column = inputs.unbind(1)
         places = torch.arange(columns, device=inputs.device)
         mask = (places >= starts[:, None]) & (places <= column[:, None])  # (rows, columns)
-        self.cache.window.fixed = len(inputs), columns, column[:1]
         where = {"attention_mask": mask, "position_ids": (column - starts)[:, None], "past_key_values": self.cache}
-        output = self.model(input_ids=ids[:, None], **where, use_cache=True, logits_to_keep=1)
-        self.cache.window.fixed = None
-        return output.logits[:, -1]
+        self.cache.window.fixed = len(inputs), columns, column[:1]
+        try:
+            return self.model(input_ids=ids[:, None], **where, use_cache=True, logits_to_keep=1).logits[:, -1]
+        finally:
+            self.cache.window.fixed = None
+
+    def still_fit(self) -> bool:
+        """Whether weights and buffers of the model are where they were."""
+        return self._addresses == addresses(self.model)
+
+
+def addresses(model: Any) -> list[int]:
+    """Where a model's parameters and buffers are."""
+    return [tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())]
+
+
+class CannotRecordError(RuntimeError):
+    """A decode step cannot be recorded, and need not be."""
 
 
 class CUDARecorder:
@@ -71,11 +87,12 @@ class CUDARecorder:
     Its graphs are let go together: torch takes a pool of memory for dead that no graph uses any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_required: bool = False) -> None:
+        self.is_required = is_required
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Forward) -> Forward:
-        """``forward`` as one launch. ``RuntimeError`` names the flag if it cannot be recorded."""
+        """``forward`` as one launch. ``CannotRecordError``, or if required ``RuntimeError``, if it cannot be."""
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):  # libraries make what they need at a first call, which cannot be recorded
@@ -89,8 +106,10 @@ class CUDARecorder:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            if not self.is_required:
+                raise CannotRecordError(str(error)) from error
             raise RuntimeError(
-                f"--cuda_graphs: a decode step of this model cannot be recorded ({error}). Leave the flag away."
+                f"--cuda_graphs on: a decode step of this model cannot be recorded ({error}). Leave the flag out."
             ) from error
 
         def replay() -> Tensor:
@@ -98,6 +117,25 @@ class CUDARecorder:
             return output
 
         return replay
+
+
+def choose_recorder(
+    choice: str, config: PreTrainedConfig, device: torch.device, in_lockstep: bool = False
+) -> Callable[[], Recorder] | None:
+    """What makes recorders for ``--cuda_graphs``; None where steps are launched, with a log line on a GPU."""
+    if choice == "off" or device.type != "cuda":
+        return None
+    problem = "ranks in lockstep cannot replay steps" if in_lockstep else None
+    try:
+        check_layers(config)
+    except ValueError as error:
+        if choice == "on":
+            raise
+        problem = str(error)
+    if problem is not None:
+        logger.warning(f"decode steps are launched one by one: {problem}")
+        return None
+    return partial(CUDARecorder, choice == "on")
 
 
 def check_layers(config: PreTrainedConfig) -> None:

@@ -17,7 +17,7 @@ class WeightSource(Protocol):
     """Weights of the trained policy, for an engine to sample with. All ranks call every method together."""
 
     def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
-        """Inside, the policy's own module may be called: by each rank alone, or ``in_lockstep`` by all together."""
+        """Inside, the policy's module, perhaps merged, may be called by each rank alone, or ``in_lockstep`` by all."""
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole weight, one by one, of the Hugging Face model, adapters added."""

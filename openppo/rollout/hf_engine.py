@@ -1,19 +1,19 @@
 """Generation with the actor's own Hugging Face module: its weights are read in place, nothing is copied."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
+from openppo import logger
+from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
+from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.requests import Queue, Request, longest
+from openppo.rollout.requests import Queue, Request, longest, prefill_tokens
 from openppo.rollout.row_cache import RowCache, check_cache
-from openppo.rollout.sampling import finish_reason, request_uniforms, sample_rows
+from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
 
 ROWS_ON_CPU, ROWS_ON_GPU = 64, 256
@@ -28,8 +28,7 @@ class HFEngine(Engine):
     may equal EOS.
 
     ``any_rank_busy`` puts ranks in lockstep, for partitioned weights that cannot be gathered: it combines the ranks'
-    ``busy`` before each step, and a rank with nothing to do runs along. ``new_recorder`` records decode steps
-    (``DecodeGraphs``); not in lockstep.
+    ``busy`` before each step, and a rank with nothing to do runs along. Else ``new_recorder`` may record decode steps.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class HFEngine(Engine):
         """Queue a request and return its number."""
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
-        uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
+        uniforms = request_uniforms(seed, params.max_new_tokens)
         request = Request(next(self._numbers), tuple(prompt_ids), params, uniforms, park, resume)
         self._waiting.append(request)
         if self._cache is not None:
@@ -103,16 +102,14 @@ class HFEngine(Engine):
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
-        chosen = self.model.config._attn_implementation
-        with weights.gathered(in_lockstep=self.any_rank_busy is not None):
-            if chosen == "flash_attention_2":  # copies keys and values of padded rows in each step
-                self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
+        with weights.gathered(in_lockstep=self.any_rank_busy is not None), _without_flash_attention(self.model):
+            self._read_anew()  # unless weights are where they were, what was recorded is of no use
             try:
                 yield
             finally:
-                self._read_anew()  # later: memory is for other work now, and weights may change
-                if chosen == "flash_attention_2":
-                    self.model.set_attn_implementation(chosen)
+                self._read_anew()  # later: weights may change
+        if self._graphs is not None and not (self._graphs.still_fit() and self._graphs.cache.is_small()):
+            self._cache = self._graphs = None  # memory is for other work now
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
 
@@ -125,26 +122,34 @@ class HFEngine(Engine):
         return busy if self.any_rank_busy is None else self.any_rank_busy(busy)
 
     def _drop_all(self) -> None:
-        self._waiting, self._running, self._cache, self._graphs = Queue(), [], None, None
+        self._waiting, self._running = Queue(), []
+        self._cache = self._graphs = None
 
     def _read_anew(self) -> None:
         """Drop all keys and values; rows under way are read again, prompt and response, and continue."""
+        self._accept(late=0)
         self._waiting[:0] = self._running
-        self._running, self._cache, self._graphs = [], None, None
+        self._running = []
+        if self._graphs is not None and self._graphs.still_fit():
+            self._graphs.cache.clear(self.version)  # all it had is of old weights; its buffers are those of the graphs
+        else:
+            self._cache = self._graphs = None
 
     def _release(self) -> None:
-        """Free the buffers if nothing is under way, nor kept to be resumed."""
-        if not self.busy and self._cache is not None and not self._cache.prefixes:
-            self._cache = self._graphs = None
+        """Free the buffers if nothing is under way, nor kept to be resumed, nor recorded."""
+        if not self.busy and self._cache is not None and self._graphs is None and not self._cache.prefixes:
+            self._cache = None
 
     def _admit(self) -> list[Request]:
         """Requests whose prompts are read next, taken from those that wait; none if too little room is free."""
         if self._cache is None:
             if not self._waiting:
                 return []
-            self._cache = RowCache(self.model, self.max_batch_size, self._sizes_itself, self.version)
+            rows = DeviceRows(self._device, self.eos_token_ids)
+            self._cache = RowCache(self.model, rows, self.max_batch_size, self._sizes_itself, self.version)
             self._cache.fit(longest(self._waiting))
-        return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept)
+        most = prefill_tokens(self._device.type == "cpu")
+        return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)
 
     def _prefill(self, requests: list[Request]) -> None:
         """One forward over what is not kept of the prompts of ``requests``."""
@@ -158,59 +163,55 @@ class HFEngine(Engine):
         prompts, width = list(kept), max(request.n_unread for request in requests)
         mask, positions = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
         ids = self._tensor([([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts])
-        logits = self._forward(ids, mask, positions, self._cache)  # (prompts, V)
+        logits = _last_logits(self.model, ids, mask, positions, self._cache)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests])
-        first = len(self._running)
         self._running += requests
-        self._accept(first, logits[self._tensor(rows)])
+        self._cache.on_device.enter(requests)
+        self._cache.on_device.sample(logits[self._tensor(rows)], requests, self.version)
+        self._accept()
 
     def _decode(self) -> None:
         """One forward over the last token of each row."""
         assert self._cache is not None
-        last = [request.token_ids[-1] for request in self._running]
+        logits = None
         if self.new_recorder is not None:
-            if self._graphs is None:
-                self._graphs = DecodeGraphs(self.model, self._cache, self._device, self.new_recorder())
-            logits = self._graphs(last)
-        else:
+            try:
+                self._graphs = self._graphs or DecodeGraphs(self.model, self._cache, self.new_recorder())
+                logits = self._graphs(self._cache.on_device.last)
+            except CannotRecordError as error:
+                logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
+                self.new_recorder = self._graphs = None
+        if logits is None:
             mask, positions = self._cache.next_column()
-            logits = self._forward(self._tensor(last)[:, None], mask, positions, self._cache)
+            logits = _last_logits(self.model, self._cache.on_device.last[:, None], mask, positions, self._cache)
         self._cache.window.end += 1
-        self._accept(0, logits)
+        self._cache.on_device.sample(logits, [*self._running], self.version)
+        self._accept()
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-        return self.model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
-
-    def _accept(self, first: int, logits: Tensor) -> None:
-        """Sample the next token of the rows from ``first`` on, record it, and let ended rows go."""
-        assert self._cache is not None
-        requests, ended = self._running[first:], []
-        params, n_sampled = [request.params for request in requests], [len(request.token_ids) for request in requests]
-        uniforms = self._tensor([request.uniforms[len(request.token_ids)] for request in requests], torch.float64)
-        tokens, log_probs = sample_rows(logits, uniforms, params, n_sampled, self.eos_token_ids)
-        if not math.isfinite(sum(log_probs)):
-            raise FloatingPointError("generation: the policy's logits are not finite, nor may be its weights.")
-        for row, request, token, log_prob in zip(count(first), requests, tokens, log_probs, strict=False):
-            request.token_ids.append(token)
-            request.log_probs.append(log_prob)
-            request.versions.append(self.version)
-            reason = finish_reason(request.token_ids, request.params, self.eos_token_ids, self.decode)
-            if reason is not None:
-                parked = self._cache.prefixes.park(request, self._cache.park(row)) if request.park else None
-                sampled = request.token_ids, request.log_probs, request.versions
-                self._ended[request.number] = Completion(*sampled, reason, parked)
-                ended.append(row)
-        self._let_go(ended)
+    def _accept(self, late: int | None = None) -> None:
+        """Record the tokens that have arrived, and let ended rows go."""
+        for sampled in () if (cache := self._cache) is None else cache.on_device.arrived(late):
+            assert cache is not None
+            places = {request.number: row for row, request in enumerate(self._running)}
+            ended = sampled.record(places, self.decode)
+            for request, reason in ended:
+                parked, n_kept = None, len(request.known_ids) - 1
+                if request.park:
+                    parked = cache.prefixes.park(request, cache.park(places[request.number], n_kept))
+                whole = request.token_ids, request.log_probs, request.versions
+                self._ended[request.number] = Completion(*whole, reason, parked)
+            self._let_go([places[request.number] for request, _ in ended])
 
     def _let_go(self, rows: list[int]) -> None:
         """Free ``rows``; the last rows take their places."""
         if rows:
             assert self._cache is not None
-            for source, target in self._cache.leave(rows):
+            moves = self._cache.leave(rows)
+            for source, target in moves:
                 self._running[target] = self._running[source]
             del self._running[len(self._running) - len(rows) :]
+            self._cache.on_device.leave(moves, len(self._running))
 
     @property
     def _device(self) -> torch.device:
@@ -218,3 +219,21 @@ class HFEngine(Engine):
 
     def _tensor(self, values: list, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _last_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+    return model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
+
+
+@contextmanager
+def _without_flash_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, SDPA takes its place: it copies keys and values of padded rows in each step."""
+    chosen = model.config._attn_implementation
+    if chosen == "flash_attention_2":
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        if chosen == "flash_attention_2":
+            model.set_attn_implementation(chosen)

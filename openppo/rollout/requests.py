@@ -8,8 +8,7 @@ from torch import Tensor
 
 from openppo.types import SamplingParams
 
-PREFILL_TOKENS = 4096
-"""Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
+_PREFILL_ON_CPU, _PREFILL_ON_GPU = 4096, 16384
 _ROOM_TO_REFILL = 1 / 8  # share of the rows that must be free before waiting requests interrupt the others
 PARKED_BYTES_ON_CPU = 2 * 2**30
 """What each process keeps at most; on a GPU it is a quarter of the memory that is free at the first."""
@@ -26,7 +25,7 @@ class Request:
     number: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    uniforms: list[float]
+    uniforms: Tensor  # float64, one for each token at most
     park: bool = False
     resume: int | None = None
     n_kept: int = 0  # of the prompt's tokens, whose keys and values need not be computed
@@ -45,6 +44,11 @@ class Request:
         return len(self.prompt_ids) + len(self.token_ids) - self.n_kept
 
 
+def prefill_tokens(on_cpu: bool) -> int:
+    """Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
+    return _PREFILL_ON_CPU if on_cpu else _PREFILL_ON_GPU
+
+
 def longest(requests: Sequence[Request]) -> int:
     """Tokens that the longest of these may have."""
     return max(len(request.prompt_ids) + request.params.max_new_tokens for request in requests)
@@ -55,11 +59,11 @@ class Queue(list[Request]):
 
     _filling = False
 
-    def take(self, running: int, rows: int, n_kept: Callable[[Request], int]) -> list[Request]:
+    def take(self, running: int, rows: int, n_kept: Callable[[Request], int], most: int) -> list[Request]:
         """Take out the first, as many as one forward should read; none if too few rows are free to interrupt others.
 
         ``running`` counts the taken ``rows``. ``n_kept`` tells how many of a prompt's tokens need not be read; equal
-        prompts are read once.
+        prompts are read once. ``most`` tokens are read.
         """
         free = rows - running
         enough = 1 if self._filling else max(1, _ROOM_TO_REFILL * rows)
@@ -70,8 +74,8 @@ class Queue(list[Request]):
             request.n_kept = n_kept(request)
             length = request.n_unread
             n_tokens = len(prompts | {request.known_ids}) * max(width, length)
-            wasteful = len(prompts) * width > PREFILL_TOKENS / 4 and not 0.8 * width < length <= width
-            if n_taken > 0 and (n_tokens > PREFILL_TOKENS or wasteful):
+            wasteful = len(prompts) * width > most / 4 and not 0.8 * width < length <= width
+            if n_taken > 0 and (n_tokens > most or wasteful):
                 break
             prompts.add(request.known_ids)
             width = max(width, length)

@@ -16,11 +16,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from transformers.cache_utils import Cache, DynamicLayer
 
 from openppo.models.size import cache_elements
+from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.requests import Prefixes, States, free_memory
 
 SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
 _SHARE_FOR_ROWS = 0.5  # of free memory
+_SHARE_TO_KEEP = 0.125  # of free memory, between rollouts
 
 
 @dataclass
@@ -125,13 +127,16 @@ class RowCache(Cache):
     """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become.
 
     All are of weights of one ``version``. ``starts`` are the first columns of the rows. There are ``max_rows`` at most;
-    with ``measure`` what fits in half of the memory that is free now. ``prefixes`` are kept of rows that have left.
+    with ``measure`` what fits in half of the memory that is free now. ``prefixes`` are kept of rows that have left, and
+    ``on_device`` has what sampling needs of those that are here.
     """
 
     layers: list[Any]
 
-    def __init__(self, model: PreTrainedModel, max_rows: int, measure: bool, version: int) -> None:
-        weight = next(model.parameters())
+    def __init__(
+        self, model: PreTrainedModel, on_device: DeviceRows, max_rows: int, measure: bool, version: int
+    ) -> None:
+        weight, self.on_device = next(model.parameters()), on_device
         self.config, self.dtype, self.device = model.config, weight.dtype, weight.device
         self.max_rows = max_rows
         self.free = free_memory(weight.device) if measure else None
@@ -141,6 +146,20 @@ class RowCache(Cache):
         n_layers = model.config.get_text_config().num_hidden_layers
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
         self.starts: list[int] = []
+        self._device_starts: Tensor | None = None  # the same, once they are needed; None: other ones
+
+    def clear(self, version: int) -> None:
+        """Empty the buffers, for weights of another ``version``; nothing that was kept is known any more."""
+        self.version, self.prefixes = version, Prefixes(self.device)
+        self.on_device = DeviceRows(self.device, self.on_device.eos_token_ids)
+        self.starts, self._device_starts = [], None
+        self.window.n_rows = self.window.start = self.window.end = 0
+
+    def is_small(self) -> bool:
+        """Whether its buffers may stay while other work needs memory; on CPUs they may."""
+        n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        free = free_memory(self.device)
+        return free is None or n_bytes <= _SHARE_TO_KEEP * free
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -195,12 +214,13 @@ class RowCache(Cache):
                 for kept in (layer.keys, layer.values):
                     kept[first : first + len(rows), :, columns] = kept[indices, :, columns]
         self.starts += [window.end - length for length in lengths]
+        self._device_starts = None
         window.n_rows += len(rows)
         window.start = min(self.starts)
 
-    def park(self, row: int) -> States:
-        """A copy of a row's keys and values."""
-        columns = slice(self.starts[row], self.window.end)
+    def park(self, row: int, length: int) -> States:
+        """A copy of keys and values of a row's first ``length`` tokens."""
+        columns = slice(self.starts[row], self.starts[row] + length)
         return [(layer.keys[row, :, columns].clone(), layer.values[row, :, columns].clone()) for layer in self.layers]
 
     def leave(self, gone: Sequence[int]) -> list[tuple[int, int]]:
@@ -216,6 +236,7 @@ class RowCache(Cache):
                 layer.values[target, :, columns] = layer.values[source, :, columns]
             self.starts[target] = self.starts[source]
         del self.starts[n_left:]
+        self._device_starts = None
         self.window.n_rows = n_left
         if n_left == 0:
             self.window.end = 0
@@ -225,10 +246,15 @@ class RowCache(Cache):
     def next_column(self) -> tuple[Tensor, Tensor]:
         """For a forward over each row's next token: bool mask (rows, columns so far + 1) and position ids (rows, 1)."""
         self.make_room()
-        window, device = self.window, self.device
+        window, starts = self.window, self.device_starts()[:, None]
         window.rows, window.columns, window.n_new = slice(window.n_rows), slice(window.start, window.end + 1), 1
-        starts = torch.tensor(self.starts, device=device)[:, None]
-        return torch.arange(window.start, window.end + 1, device=device) >= starts, window.end - starts
+        return torch.arange(window.start, window.end + 1, device=self.device) >= starts, window.end - starts
+
+    def device_starts(self) -> Tensor:
+        """``starts`` on the device; copied there when rows have changed."""
+        if self._device_starts is None:
+            self._device_starts = torch.tensor(self.starts, device=self.device)
+        return self._device_starts
 
     def make_room(self) -> None:
         """Have a free column at ``window.end``."""
@@ -249,7 +275,7 @@ class RowCache(Cache):
             for buffer in (layer.keys, layer.values):
                 buffer[: window.n_rows, :, new] = buffer[: window.n_rows, :, old].clone()
         window.start, window.end = new.start, new.stop
-        self.starts = [start + columns for start in self.starts]
+        self.starts, self._device_starts = [start + columns for start in self.starts], None
 
 
 def rows_that_fit(free: int, row: int, most: int) -> int:

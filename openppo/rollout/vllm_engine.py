@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.sampling import completed_stop
 from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_PROBE = (0, 1, 2, 3)  # token ids
 
 
 def check_vllm() -> None:
@@ -33,9 +35,10 @@ class VLLMEngine(Engine):
 
     ``name`` is a folder or hub name with the config of the policy; its weights are not read. A prompt and its response
     have ``max_tokens`` at most. Weights come through ``with_weights`` only, so requests are submitted and decoded
-    inside it. Outside it the copy takes no GPU memory. A sampled id in ``eos_token_ids`` ends a response and belongs
-    to it. Each request has a random stream of its own, but vLLM's arithmetic may depend on the batch, and with it the
-    last digits of probabilities. All ranks make their engines together, in a process group that has begun.
+    inside it. Outside it, from the first time on, the copy takes no GPU memory. A sampled id in ``eos_token_ids`` ends
+    a response and belongs to it. Each request has a random stream of its own, but vLLM's arithmetic may depend on the
+    batch, and with it the last digits of probabilities. All ranks make their engines together, in a process group that
+    has begun.
     """
 
     def __init__(
@@ -52,11 +55,10 @@ class VLLMEngine(Engine):
         self.eos_token_ids = sorted(eos_token_ids)
         self.max_tokens = max_tokens
         self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
-        self._awake = False
+        self._sleep_level: int | None = None  # until the first weights have come
+        self._asleep = self._awake = False
         self._under_way: dict[str, SamplingParams] = {}
         self._llm = _start(name, config, max_tokens, self._sleeps)
-        if self._sleeps:
-            self._llm.sleep(level=2)
 
     @property
     def busy(self) -> bool:
@@ -122,19 +124,57 @@ class VLLMEngine(Engine):
         All ranks enter together.
         """
         try:
-            if self._sleeps:
-                self._wake_up("weights")  # the cache later: memory may not hold both beside gathered weights
-            self._llm.collective_rpc(_take_in, args=(weights.merged(),))
-            if self._sleeps:
-                self._wake_up("kv_cache")
-            self._llm.reset_prefix_cache()  # keys and values of the old weights
-            self._awake = True
+            self._hand_over(weights)
+            if self._sleeps and self._sleep_level is None:
+                self._sleep_level = self._check_sleep(weights)
             yield
         finally:
             self._drop_all()
             self._awake = False
             if self._sleeps:
-                self._llm.sleep(level=2)
+                self._sleep(self._sleep_level or 1)
+
+    def _hand_over(self, weights: WeightSource) -> None:
+        if self._asleep:
+            self._wake_up("weights")  # the cache later: memory may not hold both beside gathered weights
+        self._llm.collective_rpc(_take_in, args=(weights.merged(),))
+        if self._asleep:
+            self._wake_up("kv_cache")
+        self._llm.reset_prefix_cache()  # keys and values of the old weights
+        self._asleep, self._awake = False, True
+
+    def _sleep(self, level: int) -> None:
+        self._llm.sleep(level=level)
+        self._asleep = True
+
+    def _check_sleep(self, weights: WeightSource) -> int:
+        """Sleep level 2, which takes no host memory, if a completion is the same after it; else 1.
+
+        Level 2 has returned gibberish (vllm#29341): it drops all tensors, and only weights are handed over. All ranks
+        hand over equally often, whatever they find.
+        """
+        [kept], before = self._llm.collective_rpc(_copy_other_tensors), self._greedy_ids()
+        self._sleep(2)
+        self._hand_over(weights)
+        if self._greedy_ids() == before:
+            return 2
+        for (module, name), copy in kept.items():
+            getattr(module, name).copy_(copy)
+        self._llm.reset_prefix_cache()
+        if self._greedy_ids() != before:
+            raise ValueError(
+                "--rollout_engine vllm: after vLLM's sleep level 2 a greedy completion differs, and restoring all but "
+                "weights does not mend it. Use --rollout_engine hf, or another release of vLLM."
+            )
+        logger.warning("vLLM's sleep level 2 changes completions: level 1 is used, which keeps weights in host memory")
+        return 1
+
+    def _greedy_ids(self) -> list[int]:
+        n_new = min(16, self.max_tokens - len(_PROBE))
+        number = self.submit(_PROBE, SamplingParams(n_new, temperature=0.0), seed=0)
+        while self.busy:
+            self.step()
+        return self._ended.pop(number).token_ids
 
     def _wake_up(self, tag: str) -> None:
         """vLLM allocates outside of torch's pool, which holds on to what training has left free."""
@@ -221,6 +261,17 @@ def _leaving_the_process_alone() -> Iterator[None]:
             os.environ |= {name: before[name]} if name in before else {}
         torch.set_num_threads = set_threads
         torch.set_num_threads(n_threads)
+
+
+def _copy_other_tensors(worker: Any) -> dict[tuple[Any, str], Tensor]:
+    """Runs in vLLM's worker: copies of all tensors of modules but parameters, by module and attribute."""
+    tensors = {
+        (module, name): value
+        for module in worker.get_model().modules()
+        for name, value in {**module._buffers, **vars(module)}.items()
+        if isinstance(value, Tensor)
+    }
+    return {place: tensor.to("cpu", copy=True) for place, tensor in tensors.items()}
 
 
 def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

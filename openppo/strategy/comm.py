@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any, TypeVar, cast
@@ -181,6 +182,10 @@ class InferenceStrategy:
     def is_main(self) -> bool:
         """True on the first rank of the launch, which alone writes logs and checkpoints."""
         return self.launch.rank == 0
+
+    def loading(self) -> AbstractContextManager[Any]:
+        """Inside, models that are made and loaded go straight to a GPU; on all ranks together."""
+        return nullcontext() if self.device.type == "cpu" else self.device
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
         """A module for evaluation only, on this rank's device."""

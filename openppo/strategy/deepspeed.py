@@ -5,7 +5,8 @@ import os
 import random
 import shutil
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime import compiler as ds_compiler
 from transformers import PreTrainedModel, get_scheduler
+from transformers.integrations import HfDeepSpeedConfig
 
 from openppo import logger
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import InferenceStrategy, collective
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.saving import save_model, save_tokenizer
-from openppo.strategy.trainable_model import TrainableModel
+from openppo.strategy.trainable_model import TrainableModel, adapted_layers
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # An extra for inference that DeepSpeed would compile at start-up; on a GPU this lookup would probe all operators.
@@ -42,7 +44,7 @@ ds_compiler.compile = lambda: ds_compiler.dummy_decorator
 # DeepSpeed calls collectives that torch 2.13 renames; nothing a user could act on.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
-_SHARE_FOR_GATHERED_WEIGHTS = 0.5
+_SHARE_FOR_WEIGHTS = 0.5
 """Of the free GPU memory; the rest is for the cache and activations of generation."""
 
 
@@ -86,6 +88,19 @@ class DeepspeedStrategy(InferenceStrategy):
         """Give each rank its own stream of random numbers; call it when the models are made."""
         self.seed_everything(self.config.seed + 1 + self.comm.rank)
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, models are loaded in partitions under ZeRO-3, and straight to a GPU below; on all ranks together.
+
+        transformers finds the partitions by an object that must be alive. DeepSpeed can make the groups of ``zpg``
+        once in a process only, so with these the models are loaded whole.
+        """
+        partitioned = self.zero_stage == 3 and self.config.zpg == 1
+        alive = HfDeepSpeedConfig(merge(eval_config(self.config.bf16), self.overrides)) if partitioned else None
+        with nullcontext() if self.zero_stage == 3 else super().loading():
+            yield
+        del alive
+
     def prepare(self, module: nn.Module, adam: AdamConfig, learning_rate: float, total_steps: int) -> TrainableModel:
         """Wrap a module whose parameters with ``requires_grad`` are trained with AdamW for ``total_steps`` steps."""
         if self.config.gradient_checkpointing:
@@ -96,7 +111,11 @@ class DeepspeedStrategy(InferenceStrategy):
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = self._adam(trained, adam, learning_rate)
         scheduler = learning_rate_schedule(optimizer, adam, total_steps)
-        sizes = (sum(p.numel() for p in trained), self.comm.world_size, self.device.type == "cuda")
+        sizes = (
+            sum(getattr(p, "ds_numel", p.numel()) for p in trained),
+            self.comm.world_size,
+            self.device.type == "cuda",
+        )
         options = train_config(self.config, self.zero_stage, *sizes)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
@@ -124,20 +143,39 @@ class DeepspeedStrategy(InferenceStrategy):
 
         Adam's moments, made in the first step, count too unless they are on the host during generation.
         """
-        if self.zero_stage < 3 or self.device.type == "cpu":
+        if self.zero_stage < 3:
             return True
-        parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
-        needed = sum(p.ds_numel * p.element_size() for p in parameters)
+        parameters = list(engine.module.parameters())
+        return self._fits(parameters, moments_offloaded, "The full weights", "so the ranks generate in lockstep")
+
+    def fits_merged(self, engine: TrainableModel, moments_offloaded: bool = False) -> bool:
+        """Whether adapters can be merged for generation: not into 4-bit weights, of others a copy must fit; collective.
+
+        Under ZeRO-3 beside the full weights.
+        """
+        weights = [layer.base_layer.weight for layer in adapted_layers(engine.module).values()]
+        if not all(weight.is_floating_point() for weight in weights):
+            if self.is_main:
+                logger.info("--load_in_4bit: responses are sampled with the adapters beside the weights, not merged")
+            return False
+        whole = list(engine.module.parameters()) if self.zero_stage == 3 else []
+        what = "Copies of the weights that have adapters"
+        return self._fits(whole + weights, moments_offloaded, what, "so adapters are not merged for generation")
+
+    def _fits(self, weights: Sequence[Any], moments_offloaded: bool, what: str, otherwise: str) -> bool:
+        """Whether every rank has memory for ``weights``, whole; collective. Else a warning says what happens."""
+        if self.device.type == "cpu":
+            return True
+        needed = sum(_numel(weight) * weight.element_size() for weight in weights)
         free, _ = torch.cuda.mem_get_info(self.device)
         if not (moments_offloaded or self.config.adam_offload):
-            trained: list[Any] = [p for made in self._prepared for p in made.module.parameters() if p.requires_grad]
-            free -= sum(2 * 4 * p.ds_tensor.numel() for p in trained)
-        fits = not self.any_rank(needed > _SHARE_FOR_GATHERED_WEIGHTS * free)
+            trained = [p for made in self._prepared for p in made.module.parameters() if p.requires_grad]
+            share = 1 if self.zero_stage == 0 else self.comm.world_size
+            free -= sum(2 * 4 * _numel(p) for p in trained) // share
+        fits = not self.any_rank(needed > _SHARE_FOR_WEIGHTS * free)
         if not fits and self.is_main:
             sizes = f"{needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free"
-            logger.warning(
-                "The full weights do not fit on a GPU, so the ranks generate in lockstep, which is slower: %s.", sizes
-            )
+            logger.warning("%s do not fit on a GPU, %s, which is slower: %s.", what, otherwise, sizes)
         return fits
 
     def any_rank(self, flag: bool) -> bool:
@@ -163,7 +201,7 @@ class DeepspeedStrategy(InferenceStrategy):
         options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
         if not self.config.adam_offload:
             return torch.optim.AdamW(parameters, fused=True, **options)
-        _require_compiler("--adam_offload", "c++")
+        _require_compiler("--adam_offload", "CXX", "c++")
         if self.is_main and not self._prepared:
             logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
         return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
@@ -186,10 +224,14 @@ def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, t
     return LambdaLR(optimizer, lambda step: (step + 1) / n_warmup if step < n_warmup else after_warmup(step))
 
 
+def _numel(parameter: Any) -> int:
+    """Elements of a whole parameter, also one that ZeRO-3 partitions."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def _compile_layers(module: nn.Module, device: torch.device) -> None:
     """Have torch.compile take the repeated layers one by one: all of a model share one graph, whatever the shapes."""
-    if device.type == "cpu":
-        _require_compiler("--compile", "g++")
+    _require_compiler("--compile", *(("CXX", "g++") if device.type == "cpu" else ("CC", "gcc", "clang")))  # Triton's
     names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
     layers = [child for child in module.modules() if type(child).__name__ in names]
     if not layers:
@@ -198,10 +240,12 @@ def _compile_layers(module: nn.Module, device: torch.device) -> None:
         layer.compile(dynamic=True)
 
 
-def _require_compiler(flag: str, compiler: str) -> None:
-    compiler = os.environ.get("CXX", compiler)
-    if shutil.which(compiler) is None:
-        raise ValueError(f"{flag} needs a C++ compiler, and there is none ({compiler}): install one, or omit the flag.")
+def _require_compiler(flag: str, variable: str, *names: str) -> None:
+    """``ValueError`` if there is neither the compiler that the environment names nor one of ``names``."""
+    compilers = [os.environ[variable]] if variable in os.environ else names
+    if not any(map(shutil.which, compilers)):
+        need = f"{flag} needs a {'C++' if variable == 'CXX' else 'C'} compiler"
+        raise ValueError(f"{need}, and there is none ({' or '.join(compilers)}): install one, or omit the flag.")
 
 
 def _enable_gradient_checkpointing(module: nn.Module) -> None:

@@ -21,7 +21,8 @@ def train_config(
     Accumulation boundaries are set by hand at each micro-batch, so DeepSpeed is given one micro-batch per step and
     never scales a loss. With bf16, gradients are accumulated and reduced in float32; a single rank of ZeRO-2, which has
     nothing to reduce, skips the copy. ``n_trained`` parameters bound the reduction buckets, which DeepSpeed would
-    otherwise allocate for 500 million elements. ``on_gpu`` pins offloaded memory, for faster copies.
+    otherwise allocate for 500 million elements. ``on_gpu`` pins offloaded memory, for faster copies, and
+    overlaps the reduction by nccl with the backward pass.
     """
     bucket = min(max(2, n_trained + n_trained % 2), LARGEST_BUCKET)  # DeepSpeed wants an even number
     zero: dict[str, Any] = {
@@ -31,8 +32,8 @@ def train_config(
         "zero_hpz_partition_size": options.zpg,
         "reduce_scatter": zero_stage == 3,  # below, DeepSpeed would all-reduce all the same, but a copy of the bucket
     }
-    if options.overlap_comm:  # else DeepSpeed's own choice, which is to overlap in stage 3 only
-        zero["overlap_comm"] = True
+    if options.overlap_comm != "auto" or (on_gpu and n_ranks > 1):  # else DeepSpeed's own choice: in stage 3 only
+        zero["overlap_comm"] = options.overlap_comm != "off"
     if options.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     config: dict[str, Any] = {
@@ -51,7 +52,7 @@ def train_config(
 
 
 def eval_config(bf16: bool) -> dict[str, Any]:
-    """Configuration of a frozen model whose parameters are partitioned (ZeRO-3)."""
+    """Configuration of a frozen model whose parameters are partitioned (ZeRO-3), or of one that is being loaded."""
     return {**_EVERY_ENGINE, "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16}}
 
 

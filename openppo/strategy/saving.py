@@ -52,7 +52,7 @@ def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
         with GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
             assert tensor.numel() > 0, f"{name} has no elements: it would be saved empty"
             if keep and id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().cpu().clone()
+                copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
     return {name: copies[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate, groupby
 from typing import Any
 
 import deepspeed
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, by their names in its state."""
+GATHERED_BYTES = 2**30
+"""Of weights gathered together, and one more: each time waits for the device."""
 
 
 class TrainableModel:
@@ -23,6 +26,9 @@ class TrainableModel:
 
     ``uncompiled`` is ``DeepspeedStrategy.uncompiled``.
     """
+
+    merges_adapters = False
+    """Whether ``gathered`` merges adapters, see ``DeepspeedStrategy.fits_merged``; not in lockstep."""
 
     def __init__(
         self,
@@ -118,7 +124,12 @@ class TrainableModel:
         Under ZeRO-3 it has whole weights and no hooks, unless in lockstep. All ranks enter together.
         """
         whole = self.deepspeed.zero_optimization_stage() == 3 and not in_lockstep
-        with unwrap_model_for_generation(self.deepspeed) if whole else nullcontext(), self._uncompiled():
+        merging = self.merges_adapters and not in_lockstep
+        with (
+            unwrap_model_for_generation(self.deepspeed) if whole else nullcontext(),
+            adapters_merged(self.module) if merging else nullcontext(),
+            self._uncompiled(),
+        ):
             yield
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
@@ -127,28 +138,53 @@ class TrainableModel:
         return merged_weights(policy.model)
 
 
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """Layers of PEFT with adapters, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # seconds of imports
+
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)}
+
+
+@contextmanager
+def adapters_merged(module: nn.Module) -> Iterator[None]:
+    """Inside, adapters are merged into the weights, which are bit for bit as before afterwards.
+
+    Weights keep their addresses, which recorded decode steps read.
+    """
+    kept: dict[Any, Tensor] = {}
+    try:
+        for layer in adapted_layers(module).values():
+            weight = layer.base_layer.weight.data
+            kept[layer] = weight.clone()
+            weight.copy_(_merged(weight, layer))
+            layer.merged_adapters = list(layer.active_adapters)  # forwards of peft leave them out then
+        yield
+    finally:
+        for layer, before in kept.items():
+            layer.base_layer.weight.data.copy_(before)
+            layer.merged_adapters = []
+
+
 def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     """Name and whole weight, one by one, of a Hugging Face or PEFT model with adapters added; nothing changes.
 
-    Under ZeRO-3 each is gathered when it is its turn, and copied.
+    Under ZeRO-3 they are gathered about 1 GiB at a time, and copied.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer  # seconds of imports
-
     model: nn.Module = policy.get_base_model() if hasattr(policy, "peft_config") else policy
-    layers: dict[str, Any] = {n: layer for n, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+    layers = adapted_layers(model)
     adapters = {f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()}
-    for name, parameter in model.named_parameters():
-        layer_name = name.removesuffix(".base_layer.weight")
-        partitioned = hasattr(parameter, "ds_id")
-        if layer_name in layers:
-            involved: list[Any] = list(layers[layer_name].parameters())
-            with GatheredParameters(involved, enabled=partitioned):
-                weight = _merged(parameter, layers[layer_name])
-            yield f"{layer_name}.weight", weight
-        elif name not in adapters or ".base_layer." in name:
-            with GatheredParameters([parameter], enabled=partitioned):
-                weight = parameter.detach().clone() if partitioned else parameter.detach()
-            yield name.replace(".base_layer.", "."), weight
+    weights: list[Any] = [(n, p) for n, p in model.named_parameters() if n not in adapters or ".base_layer." in n]
+    partitioned = any(hasattr(p, "ds_id") for _, p in weights)
+    sizes = (p.ds_numel * p.element_size() if partitioned else GATHERED_BYTES for _, p in weights)
+    numbered = zip(accumulate(sizes, initial=0), weights, strict=False)
+    for _, together in groupby(numbered, lambda each: each[0] // GATHERED_BYTES):
+        group = [(name, p, layers.get(name.removesuffix(".base_layer.weight"))) for _, (name, p) in together]
+        involved = [p for _, weight, layer in group for p in ([weight] if layer is None else layer.parameters())]
+        with GatheredParameters(involved, enabled=partitioned):
+            copy = Tensor.clone if partitioned else Tensor.detach
+            whole = [copy(p.detach()) if layer is None else _merged(p, layer) for _, p, layer in group]
+        yield from zip((name.replace(".base_layer.", ".") for name, *_ in group), whole, strict=True)
+        del whole  # before the next are gathered
 
 
 @torch.no_grad()

@@ -97,21 +97,26 @@ class PhaseTimer:
     def take_metrics(self, comm: Comm) -> dict[str, float]:
         """``time/<phase>_s`` of the slowest rank and ``speed/<phase>_tokens_per_s`` of all ranks together; then reset.
 
+        With several ranks also ``speed/<phase>_imbalance``: tokens of the rank with the most, over the mean, minus 1.
         On GPUs also ``memory/<phase>_peak_gib`` of the highest rank, and ``memory/<phase>_estimated_gib``.
         Collective: every rank must call it. Only finished phases count.
         """
         seconds: dict[str, float] = {}
-        tokens: Counter[str] = Counter()
+        tokens: dict[str, list[int]] = {}  # of the ranks that count any
         peaks: dict[str, int] = {}
         for of_seconds, of_tokens, of_peaks in comm.all_gather_object((self._seconds, self._tokens, self._peaks)):
             seconds |= {name: max(seconds.get(name, 0.0), value) for name, value in of_seconds.items()}
             peaks |= {name: max(peaks.get(name, 0), peak) for name, peak in of_peaks.items()}
-            tokens.update(of_tokens)
+            tokens |= {name: [*tokens.get(name, []), count] for name, count in of_tokens.items()}
         self._seconds, self._tokens, self._peaks = {}, Counter(), {}
-        speeds = {name: count / seconds[name] for name, count in tokens.items() if seconds.get(name, 0.0) > 0}
+        tokens = {name: counts for name, counts in tokens.items() if seconds.get(name, 0.0) > 0}
+        shares = {
+            name: max(counts) / sum(counts) for name, counts in tokens.items() if any(counts) and comm.world_size > 1
+        }
         return {
             **{f"time/{name}_s": value for name, value in seconds.items()},
-            **{f"speed/{name}_tokens_per_s": value for name, value in speeds.items()},
+            **{f"speed/{name}_tokens_per_s": sum(counts) / seconds[name] for name, counts in tokens.items()},
+            **{f"speed/{name}_imbalance": comm.world_size * share - 1 for name, share in shares.items()},
             **{f"memory/{name}_peak_gib": peak / GIB for name, peak in peaks.items()},
             **{f"memory/{name}_estimated_gib": n / GIB for name, n in self._estimated.items() if name in peaks},
         }

@@ -47,7 +47,8 @@ from openppo.trainer.data import (
 )
 from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.memory import log_ppo_memory
+from openppo.trainer.memory.estimate import Estimate
+from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, start_trackers
@@ -70,10 +71,11 @@ def build_ppo_trainer(
     strategy, samples = strategy or _strategy(config), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
     tokenizer, actor_config, data = _checked(config, strategy, samples, maker)
+    config, estimate = estimated_ppo(config, data, strategy) if samples or run.dry_run else (config, None)
     rewards = TaskRewards(TaskMaker.of(config, maker), tokenizer, strategy, data)
     if run.dry_run and samples:
         rewards.check()
-    estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
+    log_estimate(estimate, config, strategy)
     plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
     scorer = rewards.build() if samples else None  # before the large models
@@ -85,7 +87,7 @@ def build_ppo_trainer(
     hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
-    ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
+    ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
     with strategy.uncompiled():
         pack_documents_to = packed_row_length(actor, data.documents, data.longest, device)
@@ -165,7 +167,7 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
     tasks.check(tokenizer)
     data = load_tasks_data(tasks, tokenizer, actor_config, strategy.comm)
     scorer = None if scored_by_trainers(config) else TaskRewards(tasks, tokenizer, strategy, data).build()
-    with model_error_context("--pretrain", config.model.pretrain):
+    with model_error_context("--pretrain", config.model.pretrain), strategy.loading():
         actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **loading(config))
     policy: Any = actor.eval().to(strategy.device).model  # not frozen: torch rounds otherwise with frozen weights
     if config.deepspeed.bf16:
@@ -212,7 +214,7 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Lea
 
 
 def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
-    """The policy before training, or the ``reference`` where that is a model of its own, on the host."""
+    """The policy before training, or the ``reference`` where that is a model of its own."""
     model, lora, flag, name = config.model, {} if reference else vars(config.lora), "--pretrain", config.model.pretrain
     if reference and model.ref_pretrain is not None:
         flag, name = "--ref_pretrain", model.ref_pretrain
@@ -221,7 +223,7 @@ def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
 
 
 def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
-    """The critic before training, on the host."""
+    """The critic before training."""
     start = critic_start(config)
     assert start is not None, "the estimator has a critic"
     options = {"value_head_prefix": config.model.value_head_prefix, **loading(config), **vars(critic_lora(config))}
@@ -232,17 +234,22 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
 def _prepared(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, role: Literal["actor", "critic", "reference"], n_steps: int = 0
 ) -> Any:
-    """The loaded model of ``role``, wrapped for training or as a frozen one; FlashAttention packs its rows."""
-    module: Any = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
+    """The loaded model of ``role``, wrapped for training or as a frozen one; it packs rows where that is exact."""
+    with strategy.loading():
+        module: Any = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
     if role == "reference":
         model: Any = strategy.prepare_frozen(module)
     else:
         rate = config.ppo.actor_learning_rate if role == "actor" else config.ppo.critic_learning_rate
         model = strategy.prepare(module, config.adam, rate, n_steps)
-    if config.model.flash_attn:
-        with strategy.uncompiled():
-            pack_where_exact(module, model, strategy.device, role)
+    with strategy.uncompiled():
+        pack_where_exact(module, model, strategy.device, role)
     return model
+
+
+def _spare(estimate: Estimate | None) -> int:
+    """Bytes of the device that an estimate leaves free, but for a tenth of all."""
+    return 0 if estimate is None else estimate.machine.room * 9 // 10 - estimate.phases[estimate.largest]
 
 
 def _reference(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel) -> Any:

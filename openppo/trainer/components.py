@@ -17,7 +17,7 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.data import PPOData
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.memory import Estimate
+from openppo.trainer.memory.estimate import Estimate
 from openppo.types import StopCheck
 
 

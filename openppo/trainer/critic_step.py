@@ -10,7 +10,7 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import loss_aggregation
 from openppo.experience.maker import ExperienceMaker
 from openppo.experience.measure import measure_staleness
-from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, join_rows, mini_batches, split_rows
+from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, join_rows, mini_batches
 from openppo.models.loss import ValueLoss, token_weights
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
@@ -86,13 +86,14 @@ class OnePassCritic(ExperienceMaker):
         batch = self._rewarded(trajectories, metrics, n_done, values=False)
         measure_staleness(trajectories, n_done, metrics)
         with self.hooks.timer.phase("training"):
-            rows = self._with_values([] if batch is None else list(split_rows(batch)), n_done)
+            rows = self._with_values(batch, n_done)
         return self._completed(join_rows(rows).to(self.device) if rows else None, metrics, n_done)
 
-    def _with_values(self, rows: list[Experience], n_done: int) -> list[Experience]:
+    def _with_values(self, own: Experience | None, n_done: int) -> list[Experience]:
         """This rank's samples with values, by an optimizer step on all ranks' samples."""
         buffer, measured = ReplayBuffer(self.comm, zero_stage=self.config.deepspeed.zero_stage), Metrics()
-        buffer.fill(rows)
+        if own is not None:
+            buffer.append(own)
         model, clip = self.critic_step.model, n_done >= self.config.ppo.value_pretrain_steps
         model.train()
         if self.config.ppo.offload_idle:
@@ -106,7 +107,7 @@ class OnePassCritic(ExperienceMaker):
             return self._add_returns(micro.with_fields(values=values), n_done)
 
         self.critic_step.taken = self.critic_step.train(batch, measured, clip, with_returns), measured
-        of_ranks = self.comm.all_gather_object((len(rows), found))
+        of_ranks = self.comm.all_gather_object((len(buffer), found))
         everyones = {place: values for _, of_rank in of_ranks for place, values in of_rank.items()}
         first = sum(n for n, _ in of_ranks[: self.comm.rank])
         return [

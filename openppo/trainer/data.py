@@ -150,9 +150,7 @@ class TaskRewards:
         return ScorerSetup(
             config.rewards,
             self.tokenizer,
-            comm=self.strategy.comm,
-            device=self.strategy.device,
-            prepare_frozen=self.strategy.prepare_frozen,
+            strategy=self.strategy,
             prompts=[prompt for prompt in prompts if prompt.task == task.name],
             actor=config.model.pretrain,
             size=forward_size(config),
@@ -185,9 +183,9 @@ def check_models(
             raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
     actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust))
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
-    if samples and config.generation.cuda_graphs:
+    if samples and config.generation.cuda_graphs == "on":
         if strategy.device.type == "cpu" and not config.run.dry_run:  # which may be about another machine
-            raise ValueError("--cuda_graphs records steps on a GPU, and this run is on a CPU: leave it out.")
+            raise ValueError("--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out.")
         check_layers(actor_config)
     if samples and config.generation.rollout_engine == "vllm":
         collective(strategy.comm, check_vllm)

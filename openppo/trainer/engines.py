@@ -16,7 +16,7 @@ from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, pad_token_id
-from openppo.rollout.decode_graphs import CUDARecorder
+from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.sampling import decoder
@@ -57,11 +57,16 @@ def training_engine(
     engine = new_engine(config, policy, tokenizer, stop, actor_config, together, strategy.is_main)
     checked: dict[str, Engine] = {"": engine}
     if isinstance(engine, HFEngine):
+        if config.lora.lora_rank > 0 and together is None:
+            actor.merges_adapters = strategy.fits_merged(actor, config.ppo.offload_idle)
         checked = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
         if engine.new_recorder is not None:
             checked[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=engine.new_recorder)
     if config.generation.engine_check == "on":
         check_engines(config, strategy, actor, checked)
+        last = [*checked.values()][-1]
+        if isinstance(engine, HFEngine) and isinstance(last, HFEngine):
+            engine.new_recorder = last.new_recorder  # none where recording was refused
     engine.decode = decoder(tokenizer)
     return engine
 
@@ -83,9 +88,8 @@ def new_engine(
         longest = max(config.data.prompt_max_len + generation.generate_max_len, episode, LONGEST)
         max_tokens = min(longest, context_length(actor_config) or longest)
         return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
-    recorder = CUDARecorder if generation.cuda_graphs and together is None else None
-    if generation.cuda_graphs and recorder is None:
-        logger.warning("--cuda_graphs: ranks in lockstep cannot replay steps; they are launched as usual")
+    device = next(policy.parameters()).device
+    recorder = choose_recorder(generation.cuda_graphs, actor_config, device, together is not None)
     common |= {"any_rank_busy": together, "new_recorder": recorder}
     return HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
 

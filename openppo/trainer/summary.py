@@ -118,8 +118,8 @@ def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
     samples = f"{count(first, 'prompt')} x {count(ppo.n_samples_per_prompt, 'response')} = {sampled:,} samples"
     kept = f", {trained:,} kept by --buffer_limit" if trained < sampled else ""
     sizes = (
-        (ppo.micro_rollout_tokens, ppo.micro_rollout_batch_size),
-        (ppo.micro_train_tokens, batch.micro_train_batch_size),
+        (ppo.micro_rollout_tokens, ppo.forward_rows),
+        (ppo.micro_train_tokens, batch.micro_rows),
     )
     passes, micro = (f"up to {tokens:,} tokens" if tokens else f"up to {rows:,} samples" for tokens, rows in sizes)
     mini = count(plan.mini_batches(first), "mini-batch", "mini-batches")
@@ -148,11 +148,11 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     size = min(batch.train_batch_size, n)
     share = -(-size // ranks)
-    micro = count(-(-share // batch.micro_train_batch_size), "micro-batch", "micro-batches")
+    micro = count(-(-share // batch.micro_rows), "micro-batch", "micro-batches")
     whole = batch.max_epochs * -(-n // batch.train_batch_size)
     cut = f"; --max_steps ends it after {trainer.total_steps:,}" if trainer.total_steps < whole else ""
     facts = [
-        ("each step", f"{size:,} samples, in {micro} of up to {batch.micro_train_batch_size}{each}"),
+        ("each step", f"{size:,} samples, in {micro} of up to {batch.micro_rows}{each}"),
         ("in all", f"{count(batch.max_epochs, 'epoch')} of {count(n, 'sample')}, {count(whole, 'step')}{cut}"),
     ]
     if components.eval_examples:

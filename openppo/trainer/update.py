@@ -93,8 +93,6 @@ class Update:
         trains_actor = self.state.global_step >= self.components.maker.frozen_steps
         with self.timer.phase("training"):
             self._train(buffer, n_samples, metrics, kl.value if trains_actor else None)
-        n_tokens = sum(int(item.attention_mask.sum()) for item in buffer.items)
-        self.timer.count_tokens("training", n_tokens * self.config.batch.max_epochs)
         self.state.global_step += 1
         reduced = metrics.reduced(self.comm)
         spread = reduced.get("returns_std", 0.0) ** 2
@@ -126,6 +124,8 @@ class Update:
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
         with progress_bar(n_updates, "training", enabled=self.components.strategy.is_main) as bar:
             for number, mini_batch in enumerate(mini_batches(buffer, self.config, step)):
+                for micro, places in zip(mini_batch.micro_batches, mini_batch.places, strict=True):
+                    self.timer.count_tokens("training", int(micro.attention_mask.sum()) if places else 0)
                 self._step(mini_batch, metrics, kl_coef, number)
                 bar.update()
         self._move_moments(to_host=True)
@@ -158,7 +158,7 @@ class Update:
         """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
         parts, size, start = self.components, self.config.batch.train_batch_size, self.state.document_batches
         documents, pad, pack_to = parts.data.documents, pad_token_id(parts.tokenizer), parts.pack_documents_to
-        limit = MicroBatchSize(self.config.batch.micro_train_batch_size, self.config.ppo.micro_train_tokens)
+        limit = MicroBatchSize(self.config.batch.micro_rows, self.config.ppo.micro_train_tokens)
         rows = limit.rows_of(pack_to or max((len(document.token_ids) for document in documents), default=1))
         for indices in cyclic_batches(len(documents), size, self.config.deepspeed.seed, start):
             yield token_batch([documents[i] for i in indices], rows, pad, self.comm, pack_to)

@@ -27,6 +27,7 @@ from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.models.padding import pad_right
 from openppo.strategy import DeepspeedStrategy
+from openppo.strategy.checkpoint import model_state
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import setup_logging
@@ -37,6 +38,7 @@ from openppo.types import Interrupted, Trajectory
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 HANG_AFTER = timedelta(seconds=100)
+SMALL_PIECES = mock.patch.object(model_state, "PIECE_BYTES", 20_000)
 TRAINERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "train_ppo": (
         TrainPPOConfig,
@@ -183,6 +185,7 @@ def run(case: Case, folder: Path, mode: str) -> dict[str, Any]:
     setup_logging(strategy.comm.rank)
     stop = StopAt(case["stop_at"] if mode == "first" else 0)
     with ExitStack() as changed:
+        changed.enter_context(SMALL_PIECES)
         changed.enter_context(mock.patch.object(SignalStop, "__call__", lambda _: stop()))
         if case.get("lockstep"):
             changed.enter_context(mock.patch.object(DeepspeedStrategy, "fits_gathered", return_value=False))

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from run_cases import HANG_AFTER, PARTITION_EVERYTHING
+from run_cases import HANG_AFTER, PARTITION_EVERYTHING, SMALL_PIECES
 
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
@@ -31,7 +31,8 @@ def session(rank: int, port: int, arguments: list[str], started: int) -> None:
     config = parse_options(TrainPPOConfig, arguments)
     trainer = build_ppo_trainer(config, DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING))
     os.write(started, b".")
-    trainer.fit()
+    with SMALL_PIECES:
+        trainer.fit()
     trainer.close()
 
 

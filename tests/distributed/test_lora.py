@@ -27,17 +27,20 @@ from transformers import (
 from openppo.config import AdamConfig, DeepSpeedConfig, LoRAConfig
 from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.adapters import AdapterOffReference
+from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
+from openppo.types import SamplingParams
 from tests.distributed.run_cases import PARTITION_EVERYTHING, leave
 
 LORA = LoRAConfig(lora_rank=4, lora_alpha=8)
 ADAM = AdamConfig(lr_scheduler="constant", lr_warmup_ratio=0)
+PROMPTS = ([3, 4, 5], [9, 8, 7, 3, 10, 4])
 LEARNING_RATE, MAX_NORM, N_STEPS, N_ROWS, BETA = 1e-2, 0.5, 4, 12, 0.7
 ADAPTED: dict[str, dict[str, Any]] = {
     "0": {"zero_stage": 0, "gradient_checkpointing": True},
-    "2": {"zero_stage": 2, "overlap_comm": True},
+    "2": {"zero_stage": 2, "overlap_comm": "on"},
     "3": {"zero_stage": 3, "gradient_checkpointing": True},
     "3 zpg": {"zero_stage": 3, "zpg": 2},
     "3 bf16": {"zero_stage": 3, "bf16": True, "gradient_checkpointing": True},
@@ -112,7 +115,35 @@ def adapt(models: Path, out: Path, config: DeepSpeedConfig, load_in_4bit: bool =
         result[role] = outputs(engine)
         result[f"trained {role}"] = list(full_weights(engine))
         strategy.save_pretrained(engine.module.model, out / role)
-    return result
+    return result | sample(engines["actor"], strategy)
+
+
+def sample(actor: TrainableModel, strategy: DeepspeedStrategy) -> dict[str, Any]:
+    """Completions of the engine, and what sampling calls and leaves behind; under ZeRO-3 of gathered weights."""
+    layers, calls = [layer for name, layer in actor.module.named_modules() if name.endswith(".lora_A.default")], []
+    assert layers
+    hooks = [layer.register_forward_hook(lambda *_: calls.append(1)) for layer in layers]
+    before, was = whole_weights(actor), outputs(actor)
+    calls.clear()
+    actor.merges_adapters = strategy.fits_merged(actor)
+    engine = HFEngine(actor.module.model, (), 0)  # type: ignore[arg-type]
+    with engine.with_weights(actor):
+        sampled = engine.generate(PROMPTS, SamplingParams(8), range(len(PROMPTS)))
+    found = {"sampled": [(c.token_ids, c.log_probs) for c in sampled], "adapter calls": len(calls)}
+    found["same weights"] = all(map(torch.equal, before, whole_weights(actor)))
+    found["same outputs"] = torch.equal(outputs(actor), was) and len(calls) > found["adapter calls"]
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def whole_weights(actor: TrainableModel) -> list[Tensor]:
+    """Copies of all parameters."""
+    copies = []
+    for parameter in actor.module.parameters():
+        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            copies.append(parameter.detach().clone())
+    return copies
 
 
 def average(models: Path, out: Path, config: DeepSpeedConfig, lora: bool) -> dict[str, Any]:
@@ -253,6 +284,19 @@ def test_training_equals_a_naive_loop_and_peft_alone_reads_what_is_saved(found, 
         assert all(close(base, reference, 1e-6) for reference in result["reference"])
 
 
+@pytest.mark.parametrize("case", ADAPTED)
+@torch.no_grad()
+def test_sampling_with_merged_adapters_leaves_no_trace(found, case):
+    folder, result = found[0] / f"adapted {case}", found[1][f"adapted {case}"]
+    merged = load(folder / "actor", "actor").merge_and_unload()
+    atol = 0.2 if "bf16" in case else 1e-4
+    for prompt, (token_ids, sampled) in zip(PROMPTS, result["sampled"], strict=True):
+        theirs = log_probs(merged, torch.tensor([*prompt, *token_ids]))[len(prompt) - 1 :]
+        torch.testing.assert_close(torch.tensor(sampled), theirs, rtol=0, atol=atol)
+    assert result["adapter calls"] == 0, "forwards skip merged adapters"
+    assert result["same weights"] and result["same outputs"]
+
+
 @ROLES
 def test_training_on_4_bits_equals_a_naive_loop_with_plain_bitsandbytes(tmp_path, launch, role):
     """The models are as wide as a block of 4-bit weights is long."""
@@ -270,6 +314,7 @@ def test_training_on_4_bits_equals_a_naive_loop_with_plain_bitsandbytes(tmp_path
     loop = NaiveLoop(folder, role, quantization_config=four_bits)
     assert result["norms"][role] == pytest.approx([loop.step(step) for step in range(N_STEPS)], rel=1e-3)
     assert close(plain_outputs(loop.model, role), result[role], 5e-3)
+    assert result["adapter calls"] > 0 and result["same weights"], "4-bit weights are not merged"
     exact = plain_outputs(load(folder / role, role), role)  # the saved folder asks for no 4 bits
     assert not close(exact, result[role], 0.01)
 

@@ -91,8 +91,9 @@ SOMETIMES = (
     "stale/share_by_length/",
     *OF_FORMS,
     *(() if torch.cuda.is_available() else ("memory/",)),
+    "speed/<phase>_imbalance",
 )
-"""Beginnings of names that are logged only where there is an error, a GPU, older samples, or another form of agent."""
+"""Beginnings of names that are logged only where there is an error, a GPU, two ranks, older samples, other agents."""
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ export folder=c | ...FOLDER c is CHECKPOINT c
 export folder="" | ...FOLDER is empty
 export ranks=2 | ...export runs in one process
 report run_dirs=[] | ...name the folder of a run
-ppo cuda_graphs=true rollout_engine=vllm | works with --rollout_engine hf only
+ppo cuda_graphs="'on'" rollout_engine=vllm | works with --rollout_engine hf only
 ppo rollout_engine=vllm load_in_4bit=true lora_rank=4 | vllm takes whole weights
 ppo offload_idle=true adam_offload=true | ...leave one of them out
 ppo old_log_probs=rollout top_k=5 | rollout: with --top_p, --top_k or --min_new_tokens

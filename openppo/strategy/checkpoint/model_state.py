@@ -19,6 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from openppo.strategy.trainable_model import MOMENTS, TrainableModel
+from openppo.strategy.weights import buckets
+
+PIECE_BYTES = 4 * 2**30
+"""Of one file, and of what is copied to the host at a time."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,18 @@ class Fragment:
 
 
 def write_fragments(file: Path, fragments: Mapping[str, Fragment]) -> None:
-    """One safetensors file with all fragments; a key is the tensor's name and the fragment's start."""
-    save_file({f"{name}@{f.start}": f.values.detach().cpu() for name, f in fragments.items()}, file)
+    """Safetensors ``file``, and numbered ones beside it, of ``PIECE_BYTES``; a key is a tensor's name and a start."""
+    for number, piece in enumerate(buckets(_cut(fragments), PIECE_BYTES)):
+        place = file if number == 0 else file.with_stem(f"{file.stem}-{number:05d}")
+        save_file({key: values.detach().cpu() for key, values in piece}, place)
+
+
+def _cut(fragments: Mapping[str, Fragment]) -> Iterator[tuple[str, Tensor]]:
+    """Keys and values of parts that a piece has room for."""
+    for name, fragment in fragments.items():
+        n_fit = PIECE_BYTES // fragment.values.element_size()
+        for number, part in enumerate(fragment.values.split(n_fit)):
+            yield f"{name}@{fragment.start + number * n_fit}", part
 
 
 class FragmentReader(ExitStack):

@@ -104,7 +104,8 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     ),
     "Speed": (
         Chart("Seconds per phase", ("time/*",), "Of the slowest rank."),
-        Chart("Tokens per second", ("speed/*",), "Of all ranks together."),
+        Chart("Tokens per second", ("speed/*_tokens_per_s",), "Of all ranks together."),
+        Chart("Imbalance of the ranks", ("speed/*_imbalance",), "Tokens of the rank with the most over the mean, - 1."),
         Chart("GPU memory per phase", ("memory/*",), "GiB at the peak, of the rank that took most, and as estimated."),
     ),
 }

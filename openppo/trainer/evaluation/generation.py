@@ -137,9 +137,7 @@ class EvaluateJob(_Job):
         setup = ScorerSetup(
             config.rewards,
             self.tokenizer,
-            self.comm,
-            self.strategy.device,
-            self.strategy.prepare_frozen,
+            self.strategy,
             self.prompts,
             config.pretrain,
             MicroBatchSize(config.micro_batch_size),

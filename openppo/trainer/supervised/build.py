@@ -12,13 +12,15 @@ from openppo.config.commands import SupervisedCommand
 from openppo.datasets import load_mixed_rows, load_preferences, load_process_examples, load_sft_examples
 from openppo.models.actor import Actor
 from openppo.models.loading import load_options, model_error_context
+from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.memory import estimate_supervised, log_memory
+from openppo.trainer.memory.estimate import estimate_supervised
+from openppo.trainer.memory.sizing import log_memory
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_options, load_policy_tokenizer, start_trackers, tokenizing
 from openppo.trainer.summary import log_supervised_start
@@ -60,7 +62,12 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, {"--dataset": examples_fingerprint(train)})
     n_steps = total_optimizer_steps(config, len(train))
-    model = strategy.prepare(load_model(config, tokenizer), config.adam, options.learning_rate, n_steps)
+    with strategy.loading():
+        module = load_model(config, tokenizer)
+    model = strategy.prepare(module, config.adam, options.learning_rate, n_steps)
+    if not isinstance(module, ProcessRewardModel):
+        with strategy.uncompiled():
+            pack_where_exact(module, model, strategy.device, role)
     checkpointer.attach({"model": model})
     trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
     parts = strategy, tokenizer, model, train, held_out, trackers, checkpointer, SignalStop(comm), estimate

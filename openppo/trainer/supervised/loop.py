@@ -18,7 +18,7 @@ from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progre
 from openppo.tracking.phase import current, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
-from openppo.trainer.memory import Estimate
+from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.self_check import show_examples
 from openppo.trainer.supervised.batches import StepBatch, equal_micro_batches
 from openppo.trainer.update import SkippedSteps
@@ -83,7 +83,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
     def make_batch(self, examples: Sequence[Example]) -> StepBatch:
         """This rank's share of the ``examples`` of the whole step."""
-        micro_batches = equal_micro_batches(examples, self.config.batch.micro_train_batch_size, self.comm)
+        micro_batches = equal_micro_batches(examples, self.config.batch.micro_rows, self.comm)
         n_tokens = sum(len(row) for micro in micro_batches for example in micro for row in self.rows_of(example))
         return StepBatch(micro_batches, sum(map(self.n_scored, examples)), n_tokens)
 

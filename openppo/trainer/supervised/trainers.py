@@ -31,7 +31,7 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
 
     def make_batch(self, examples: Sequence[TokenExample]) -> StepBatch:
         pad = pad_token_id(self.components.tokenizer)
-        return token_batch(examples, self.config.batch.micro_train_batch_size, pad, self.comm)
+        return token_batch(examples, self.config.batch.micro_rows, pad, self.comm)
 
     def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
         """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""

@@ -97,7 +97,8 @@ class ScriptedEngine(Engine):
     def step(self) -> None:
         for number, (prompt, answer, sampled, params) in list(self.running.items()):
             sampled.append(answer[len(sampled)])
-            reason = finish_reason(sampled, params, [self.tokenizer.eos_token_id], self.decode)
+            ends = {self.tokenizer.eos_token_id, *params.stop_token_ids}
+            reason = finish_reason(sampled, params, sampled[-1] in ends, self.decode)
             if reason is not None:
                 n = len(sampled)
                 self._ended[number] = Completion(sampled, [-0.5] * n, [self.version] * n, reason, parked=number)

@@ -9,11 +9,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
-from openppo.experience import ExperienceMaker
+from openppo.experience import ExperienceMaker, ReplayBuffer
+from openppo.experience.replay_buffer import join_rows
 from openppo.models import Actor, ScalarHeadModel
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
-from openppo.types import Ending, Episode, FinishReason, SingleProcess
+from openppo.types import Ending, Episode, Experience, FinishReason, SingleProcess
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODEL = LlamaConfig(vocab_size=20, num_labels=1, pad_token_id=None, initializer_range=0.3, **SIZES)
@@ -168,6 +169,18 @@ def test_responses_that_were_cut_off_are_penalized_and_left_out_of_the_losses(tr
         assert experience.rewards.sum().item() == row.scores["score"] - 0.25 * truncated
     assert found["shaped_reward"] == pytest.approx((0.75 + 3.0 - 2.0 + 0.5 + 1.0 - 0.5) / 5)
     assert found["response_length"] == sum(sum(t.action_mask) for t in trajectories) / 5
+
+
+def test_a_batch_moves_whole_not_row_by_row(trajectories, monkeypatch):
+    moved: list[int] = []
+    to = Experience.to
+    monkeypatch.setattr(Experience, "to", lambda self, device: moved.append(len(self)) or to(self, device))
+    made, _ = make(trajectories)
+    assert moved == [5, 5], "to the models, then to the host"
+    make(trajectories, buffer_cpu_offload=False)
+    assert moved == [5, 5, 5]
+    ReplayBuffer().append(join_rows(made))
+    assert moved == [5, 5, 5, 5]
 
 
 def test_monte_carlo_returns_while_only_the_critic_learns(trajectories):

@@ -69,10 +69,10 @@ def test_the_first_token_has_no_log_prob_and_rows_without_action_take_part(any_c
 
 
 def test_logits_are_computed_only_where_some_row_asks(llama):
-    model, seen = llama(), []
-    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
-    Actor(model)(padded(ROWS), attention(), ACTION_MASK)
-    assert seen == [(3, 4, 40)]  # tokens 1, 2, 3 and 6
+    actor, seen = Actor(llama()), []
+    actor.model.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
+    actor(padded(ROWS), attention(), ACTION_MASK)
+    assert [shape[:2] for shape in seen] == [(3, 4)]  # tokens 1, 2, 3 and 6
 
 
 DROPOUT = {"gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}, "llama": {"attention_dropout": 0.5}}

@@ -1,17 +1,23 @@
-"""Attention in blocks on CPUs and repeated keys on GPUs are attention: the outputs and gradients of torch's own."""
+"""Attention in blocks on CPUs and repeated keys on GPUs are attention: the outputs and gradients of torch's own.
+
+That attention by lengths is, test_packing.py says; here is how its operator is called, on fake tensors.
+"""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaForCausalLM
 
 from openppo.models import attention
 from openppo.models.actor import Actor
-from openppo.models.attention import causal_attention, n_weights
+from openppo.models.attention import BY_LENGTHS, causal_attention, n_weights
 from openppo.models.loading import load_causal_lm, load_options
+from openppo.models.padding import pack_where_exact
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import SamplingParams
 
@@ -179,3 +185,95 @@ def test_models_compile_in_one_piece_and_save_nothing_of_it(saved, tmp_path, on_
     torch.testing.assert_close(compiled(input_ids=IDS).logits, model(input_ids=IDS).logits)
     model.save_pretrained(tmp_path / "again")
     assert "openppo" not in (tmp_path / "again" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "changed", "expected"),
+    [
+        (H100, True, {}, BY_LENGTHS),
+        (H100, True, {"attention.HAS_LENGTHS": False}, "sdpa"),
+        (H100, True, {"LlamaForCausalLM._supports_flash_attn": False}, "sdpa"),
+        (H100, False, {}, "openppo_cuda"),
+        (T4, True, {}, "openppo_cuda"),
+    ],
+)
+def test_lengths_need_bfloat16_a_newer_gpu_torch_and_model(
+    on_gpu, capability, bf16, changed, expected, monkeypatch, caplog
+):
+    for name, value in changed.items():
+        owner, name = name.split(".")
+        monkeypatch.setattr({"attention": attention}.get(owner, LlamaForCausalLM), name, value)
+    actor = Actor(on_gpu(capability, bf16))
+    assert actor.model.config._attn_implementation == expected
+    if expected != BY_LENGTHS:
+        with caplog.at_level("INFO", logger="openppo"):
+            pack_where_exact(actor, actor, torch.device("cuda"), "critic")
+        [said] = caplog.messages
+        assert "samples of the critic are padded" in said and f"is {expected}." in said and not actor.packs_rows
+
+
+class VarlenCalls(TorchDispatchMode):
+    """Arguments of torch's operators over unequal lengths, by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "torch_attn":
+            names = [argument.name for argument in function._schema.arguments]
+            self.seen[function._schema.name] = dict(zip(names, args, strict=False)) | (kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("window", "given"), [(None, -1), (128, 127)])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_operator_takes_what_a_packed_row_gives(window, given, device):
+    learns = device == "cpu"  # builds without CUDA have no backward pass of fake CUDA tensors
+    with FakeTensorMode(), VarlenCalls() as calls:
+        like = {"device": device, "dtype": torch.bfloat16, "requires_grad": learns}
+        query, key, value = (torch.empty(1, 300, n, 64, **like).transpose(1, 2) for n in (14, 2, 2))
+        starts = torch.empty(6, dtype=torch.int32, device=device)
+        options = {"scaling": SCALE, "sliding_window": window, "cu_seq_lens_q": starts, "max_length_q": 120}
+        output, _ = attention._attend_by_lengths(None, query, key, value, None, **options, is_causal=True)
+        if learns:
+            gradients = torch.autograd.grad(output.float().sum(), (query, key, value))
+            assert [tuple(g.shape) for g in gradients] == [(1, 14, 300, 64), (1, 2, 300, 64), (1, 2, 300, 64)]
+    assert output.shape == (1, 300, 14, 64) and output.dtype is torch.bfloat16 and output.device.type == device
+    forward = calls.seen["torch_attn::_varlen_attn"]
+    assert [tuple(forward[name].shape) for name in ("query", "key", "value")] == [(300, 14, 64), *[(300, 2, 64)] * 2]
+    assert forward["cu_seq_q"] is starts and forward["cu_seq_k"] is starts
+    backward = calls.seen["torch_attn::_varlen_attn_backward"] if learns else forward
+    for call in (forward, backward):
+        assert (call["max_q"], call["max_k"], call["scale"], call["window_size"]) == (120, 120, SCALE, [given, 0])
+        assert call["is_causal"] == (window is None), "a window that ends at the query is causal by itself"
+    assert forward["enable_gqa"] and forward["query"].stride() == (14 * 64, 64, 1), "no copy"
+
+
+@pytest.mark.parametrize(
+    ("asked", "width"), [({"softcap": 9.0}, 64), ({"is_causal": False}, 64), ({"s_aux": 0}, 64), ({}, 60), ({}, 256)]
+)
+def test_lengths_with_what_the_operator_lacks_are_refused(asked, width):
+    inputs = [torch.empty(1, 2, 5, width)] * 3
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 5]), "max_length_q": 5}
+    with pytest.raises(ValueError, match=f"and here for .*heads of {width}"):
+        attention._attend_by_lengths(None, *inputs, None, **({"is_causal": True} | asked), **lengths)
+
+
+def test_flash_attention_gets_lengths_once_and_no_mask(saved, monkeypatch):
+    """transformers derives them in each layer otherwise, by a comparison that the host waits for."""
+    seen = []
+
+    def flash(query, key, value, mask, **options):
+        seen.append(
+            (mask, *(options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")))
+        )
+        return query
+
+    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
+    actor = Actor(load(saved))
+    actor.model.config._attn_implementation, actor.packs_rows = "flash_attention_2", True
+    actor(IDS, torch.arange(20) < torch.tensor([20, 1, 7])[:, None])
+    (mask, starts, same, *longest), other = seen
+    assert mask is None and starts is same is other[1] and longest == [20, 20]
+    assert starts.tolist() == [0, 20, 21, 28] and starts.dtype is torch.int32

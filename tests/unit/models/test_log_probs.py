@@ -144,3 +144,38 @@ def test_kl_estimates_keep_their_digits():
     assert (estimate.dtype, estimate.item()) == (torch.float32, -0.9990234375)
     with pytest.raises(ValueError, match="k1, k2 or k3, got 'k4'"):
         compute_approx_kl(torch.zeros(1, 1), torch.zeros(1, 1), kl_estimator="k4")
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * VOCAB, 1 << 29])
+@pytest.mark.parametrize("bias", [False, True])
+def test_log_probs_from_hidden_states_equal_those_of_whole_logits(monkeypatch, at_once, bias):
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE_ON_CPU", at_once)
+    torch.manual_seed(2)
+    head, hidden = torch.nn.Linear(4, VOCAB, bias=bias).double(), torch.randn(ROWS, 4).double().requires_grad_()
+    labels, leaves = torch.randint(0, VOCAB, (ROWS,)), [hidden, *head.parameters()]
+    found = module.linear_log_probs(head, labels, 0.7, True, hidden)
+    expected = torch.stack(log_probs_and_entropy(head(hidden), labels, 0.7), -1)
+    weights = torch.randn(ROWS, 2).double()
+    gradients = [torch.autograd.grad((x * weights).sum(), leaves) for x in (found, expected)]
+    for one, other in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda x, *_: module.linear_log_probs(head, labels, 0.7, True, x), leaves)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Elements of the largest tensor that an operation returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **kwargs or {})
+        self.size = max(self.size, output.numel() if isinstance(output, Tensor) else 0)
+        return output
+
+
+def test_logits_are_never_whole_where_they_are_many(monkeypatch):
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE_ON_CPU", 8 * VOCAB)
+    head, hidden = torch.nn.Linear(4, VOCAB), torch.randn(64, 4, requires_grad=True)
+    with Largest() as largest:
+        module.linear_log_probs(head, torch.zeros(64, dtype=torch.int64), 1.0, True, hidden).sum().backward()
+    assert largest.size == 64 * 4, "hidden states; of logits, 8 rows of 11"

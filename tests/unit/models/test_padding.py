@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from openppo.models import Actor, ScalarHeadModel
-from openppo.models.padding import MicroBatchSize, micro_batches, rounded_width, split_overhead
+from openppo.models.padding import Deal, MicroBatchSize, deal, micro_batches, rounded_width, split_overhead
 from openppo.models.scalar_head import ProcessRewardModel
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,44 @@ def test_no_other_cut_costs_less_in_padding_and_batches(tokens):
         assert cost([len(b) for b in found], ordered, rows) == min(cost(cut, ordered, rows) for cut in every_cut(8))
         under_zero_3 = micro_batches(lengths, MicroBatchSize(rows, overhead=split_overhead(3)))
         assert len(under_zero_3) == -(-8 // rows), "as few as possible"
+
+
+@pytest.mark.parametrize("n_shares", [1, 2, 3, 8])
+def test_shares_differ_by_at_most_one_sequence_and_its_tokens(n_shares):
+    rng = random.Random(n_shares)
+    for n in range(20):
+        lengths = [round(rng.expovariate(1 / 9)) + 1 for _ in range(n)]
+        shares = deal(lengths, n_shares)
+        tokens, counts = [sum(lengths[i] for i in share) for share in shares], [len(share) for share in shares]
+        assert sorted(i for share in shares for i in share) == list(range(n)), "each is in one share"
+        assert max(counts) - min(counts) <= 1 and max(tokens) - min(tokens) <= max(lengths, default=0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),  # of the rows of each rank; of its share
+    [
+        ([[1, 9, 8], [2, 7], []], [9, 9, 9]),
+        ([[6], []], [6, 0]),  # one row cannot be shared
+        ([[5, 5], [5, 4]], [10, 9]),
+        ([[10], [4, 4, 3]], [10, 11]),  # dealing would make it 13 and 8
+        ([[9, 1, 5]], [15]),
+        ([[], []], [0, 0]),
+    ],
+)
+def test_rows_move_off_full_ranks_only_and_outputs_come_back(lengths, tokens):
+    rows = [[torch.full((2, n), 10 * rank + i) for i, n in enumerate(own)] for rank, own in enumerate(lengths)]
+
+    def work(comm):
+        dealt = Deal(lengths[comm.rank], comm)
+        share = dealt.out(rows[comm.rank])
+        return share, dealt.back([-row.float() for row in share])
+
+    found = on_ranks(len(lengths), work)
+    assert [sum(row.shape[1] for row in share) for share, _ in found] == tokens
+    moved = sorted(tokens) != sorted(map(sum, lengths))
+    for (share, back), own in zip(found, rows, strict=True):
+        assert moved or share is own, "nothing is sent"
+        assert [row.tolist() for row in back] == [(-row).tolist() for row in own]
 
 
 def test_few_widths_hold_all_lengths_with_little_padding():

@@ -13,7 +13,8 @@ from openppo.models.padding import MicroBatchSize
 from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, VerifiableScorer
 from openppo.rewards import build as module
 from openppo.rewards.build import ScorerSetup
-from openppo.types import Prompt, SingleProcess
+from openppo.strategy.comm import InferenceStrategy
+from openppo.types import Prompt
 from tests.conftest import save_tokenizer
 from tests.unit.rewards.conftest import score_by_transformers
 
@@ -59,11 +60,12 @@ def build(folder):
         placed = {k: v.replace("M/", f"{folder}/") if isinstance(v, str) else v for k, v in options.items()}
         source = RewardConfig(**placed)
         source.validate()
-        where = SingleProcess(), torch.device("cpu"), lambda model: model.eval()
         actor = str(folder / "actor")
         loading = {"bf16": False, "flash_attn": False, "trust_remote_code": False}
         given = source, AutoTokenizer.from_pretrained(actor)
-        return ScorerSetup(*given, *where, prompts, actor, MicroBatchSize(2), loading, normalize=normalize).build()
+        return ScorerSetup(
+            *given, InferenceStrategy(False), prompts, actor, MicroBatchSize(2), loading, normalize=normalize
+        ).build()
 
     return run
 

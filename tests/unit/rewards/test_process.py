@@ -12,6 +12,7 @@ from openppo.models.padding import MicroBatchSize, equal_batches
 from openppo.models.scalar_head import ProcessRewardModel
 from openppo.rewards.build import ScorerSetup
 from openppo.rewards.model import ProcessScorer
+from openppo.strategy.comm import InferenceStrategy
 from openppo.types import Prompt, SingleProcess
 from tests.conftest import save_tokenizer
 
@@ -128,9 +129,8 @@ def judge(tmp_path):
 
 def built_scorer(judge, policy, prompts=(), template=None, **options):
     source = RewardConfig(prm_pretrain=str(judge), prm_placeholder_token="#", **options)
-    where = SingleProcess(), torch.device("cpu"), lambda model: model
     loading = {"bf16": False, "flash_attn": False, "trust_remote_code": False}
-    run = *where, prompts, "policy", MicroBatchSize(2), loading
+    run = InferenceStrategy(False), prompts, "policy", MicroBatchSize(2), loading
     return ScorerSetup(source, policy, *run, input_template=template).build()
 
 

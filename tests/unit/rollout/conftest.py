@@ -5,6 +5,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from openppo.rollout import device_rows
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
@@ -69,3 +71,10 @@ def naive_sample(warp_by_transformers):
         return tokens, log_probs
 
     return sample
+
+
+@pytest.fixture(params=[0, 1], ids=["read at once", "read late"])
+def late(request, monkeypatch):
+    """Steps after which the engine reads what was sampled: none, and one as on a GPU."""
+    monkeypatch.setattr(device_rows, "steps_late", lambda device: request.param)
+    return request.param

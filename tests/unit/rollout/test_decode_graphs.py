@@ -1,16 +1,18 @@
 """Decode steps in recorded shapes, by a recorder that runs them again; tests/gpu records CUDA graphs."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
+import copy
+import logging
 
 import pytest
+import torch
 
 from openppo.rollout import decode_graphs, row_cache
-from openppo.rollout.decode_graphs import check_layers
+from openppo.rollout.decode_graphs import CannotRecordError, check_layers, choose_recorder
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import Completion, SamplingParams
 from tests.architectures import tiny_config
 from tests.unit.rollout.conftest import assert_same
+from tests.unit.rollout.test_hf_engine import WHOLE
 
 EOS_IDS = [0, 12, 17, 19]
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.3)
@@ -41,6 +43,7 @@ def generate(model, prompts, recorder, rows=8):
     return engine(model, recorder, rows).generate(prompts, PARAMS, [100 + i for i in range(len(prompts))])
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_replayed_steps_give_the_same_responses(models, prompts, name, rows, monkeypatch):
@@ -70,6 +73,7 @@ def test_a_longer_request_that_comes_later_gets_graphs_of_its_larger_buffers(mod
     assert_same(*results)
 
 
+@pytest.mark.usefixtures("late")
 def test_turns_that_resume_are_decoded_with_the_graphs_of_before(models, monkeypatch):
     """Buffers and graphs stay while tools run, as long as something is kept."""
     monkeypatch.setattr(decode_graphs, "COLUMNS_TOGETHER", 64)
@@ -86,17 +90,73 @@ def test_turns_that_resume_are_decoded_with_the_graphs_of_before(models, monkeyp
     assert recorder.n_recorded == 1 and recorder.n_replayed >= 14
 
 
-def test_graphs_do_not_outlive_the_weights_they_were_recorded_with(models):
-    weights = SimpleNamespace(gathered=lambda in_lockstep: nullcontext())
-    recorder = RunsAgain()
-    mine = engine(models["llama"], recorder, eos=[])
-    mine.submit([3, 4], SamplingParams(30), 1)
-    for n_recorded in (1, 2):
-        with mine.with_weights(weights):
-            for _ in range(3):
-                mine.step()
-            assert mine.busy
-        assert recorder.n_recorded == n_recorded
+def test_three_rollouts_record_once_while_weights_stay_where_they_are(models, prompts):
+    """Their values change, and nothing of the old ones is used."""
+    model, recorder = copy.deepcopy(models["llama"]), RunsAgain()
+    mine, counts = engine(model, recorder, eos=[]), []
+    for version in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.2)
+        mine.version = version
+        seeds = range(100 * version, 100 * version + len(prompts))
+        with mine.with_weights(WHOLE):
+            found = mine.generate(prompts, PARAMS, seeds)
+        counts.append(recorder.n_recorded)
+        expected = engine(model, None, eos=[]).generate(prompts, PARAMS, seeds)
+        assert {v for each in found for v in each.versions} == {version}
+        assert_same(found, expected)
+    assert counts == [1] * 3
+
+
+@pytest.mark.parametrize("why", ["moved", "moved while it samples", "memory is short"])
+def test_recorded_steps_are_dropped_where_they_cannot_stay(models, prompts, why, monkeypatch):
+    model, recorder = copy.deepcopy(models["llama"]), RunsAgain()
+    mine = engine(model, recorder, eos=[])
+    if why == "memory is short":
+        monkeypatch.setattr(row_cache, "free_memory", lambda device: 1000)
+    with mine.with_weights(WHOLE):
+        number = mine.submit([3, 4], SamplingParams(9), 1)
+        for _ in range(3):
+            mine.step()
+        if why == "moved while it samples":
+            model.lm_head.weight.data, mine.version = model.lm_head.weight.data.clone(), 1
+            mine.step()
+            mine.step()
+            assert recorder.n_recorded == 2
+    assert (mine._cache is None) == (why == "memory is short"), "else buffers stay"
+    if why == "moved":
+        model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    done = {}
+    with mine.with_weights(WHOLE):
+        while mine.busy:
+            mine.step()
+            done |= mine.collect()
+    assert recorder.n_recorded == 2
+    assert_same([done[number]], engine(model, None, eos=[]).generate([[3, 4]], SamplingParams(9), [1]))
+
+
+def test_steps_that_cannot_be_recorded_are_launched(models, prompts, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("openppo"), "propagate", True)
+
+    def refuse(forward):
+        raise CannotRecordError("a sync")
+
+    mine = HFEngine(models["llama"], EOS_IDS, 0, 8, new_recorder=lambda: refuse)
+    assert_same(
+        mine.generate(prompts, PARAMS, range(5)), engine(models["llama"], None).generate(prompts, PARAMS, range(5))
+    )
+    assert caplog.text.count("launched one by one") == 1
+
+
+def test_graphs_are_chosen_on_gpus_where_nothing_refuses_them():
+    llama, mistral = tiny_config("llama"), tiny_config("mistral", sliding_window=8)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert choose_recorder("auto", llama, gpu) and choose_recorder("on", llama, gpu)
+    refused = [("off", llama, gpu), ("auto", llama, cpu), ("auto", mistral, gpu), ("auto", llama, gpu, True)]
+    assert [choose_recorder(*given) for given in refused] == [None] * 4
+    with pytest.raises(ValueError, match="sliding_attention"):
+        choose_recorder("on", mistral, gpu)
 
 
 def test_only_layers_that_see_the_whole_row_are_recorded(models):

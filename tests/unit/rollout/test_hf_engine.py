@@ -148,6 +148,7 @@ def test_a_step_is_one_forward_pass_without_equal_prompts_and_finished_rows(mode
     assert shapes == [(n_different, max(map(len, prompts))), *((rows, 1) for rows in still_running[1:])]
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("slack", [1, 64])
 def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(model, prompts, slack, monkeypatch):
     """Also where columns are moved often, for little slack."""

@@ -98,6 +98,7 @@ def test_a_forward_reads_only_new_tokens(models):
     assert shapes == [(2, 3), *[(2, 1)] * 4], "the last sampled token has no keys yet"
 
 
+@pytest.mark.usefixtures("late")
 def test_branches_of_one_handle_are_independent(models):
     model, engine = models["llama"], HFEngine(models["llama"], EOS_IDS, 0, 8)
     [(ids, handle)] = park(engine, [[3, 4, 5, 6]])
@@ -120,6 +121,7 @@ def test_a_handle_that_does_not_match_is_a_miss(models, prompt, known):
     assert engine.reused_tokens == 0
 
 
+@pytest.mark.usefixtures("late")
 def test_a_prompt_of_the_kept_tokens_alone_reads_its_last(models):
     engine = HFEngine(models["llama"], [], 0, 8)
     [(ids, handle)] = park(engine, [[3, 4, 5, 6]])
@@ -145,6 +147,7 @@ def test_the_least_recently_used_are_evicted_where_memory_is_full(models, monkey
     assert [reused(first, a), reused(second, b), reused(third, c)] == [True, False, True]
 
 
+@pytest.mark.usefixtures("late")
 def test_a_conversation_is_kept_once_however_many_turns_it_has(models, monkeypatch):
     """Room for one of 40 tokens; the sum over its turns would be three times that."""
     monkeypatch.setattr(requests, "PARKED_BYTES_ON_CPU", 40 * 2 * 2 * 2 * 4 * 4)
@@ -160,6 +163,7 @@ def test_a_conversation_is_kept_once_however_many_turns_it_has(models, monkeypat
     assert engine.reused_tokens - before == sum(len(ids) - 1 for ids, _ in handles)
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("how", ["a new version", "with_weights again", "while a row is decoded"])
 def test_keys_of_old_weights_are_never_resumed(models, how):
     model = copy.deepcopy(models["llama"])

@@ -47,6 +47,7 @@ def assert_versions_explain_log_probs(model: Any, asked: list[tuple[list[int], C
                 assert of_token != version or abs(ours - theirs) < 1e-4
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("way", ["in one with_weights", "between two"])
 def test_requests_under_way_continue_with_the_new_weights(model, prompts, way):
     engine = HFEngine(model, (), 0, 3)  # fewer rows than prompts
@@ -107,6 +108,7 @@ def ask(driver: EngineDriver, prompts: list[list[int]], params: SamplingParams =
     ]
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("leave", ["drain", "continue", "abort"])
 def test_requests_outlive_the_work_as_leave_says(model, driver, prompts, leave):
     train(model, 0)
@@ -144,6 +146,7 @@ def test_requests_of_one_hold_are_sampled_as_one_batch(model, driver, prompts):
 SIZES = [pytest.param(24, 5, id="24"), pytest.param(256, 20, id="256", marks=pytest.mark.slow)]
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("leave", ["drain", "continue"])
 @pytest.mark.parametrize("n_sessions, n_syncs", SIZES)
 def test_sessions_keep_their_history_over_syncs(model, driver, leave, n_sessions, n_syncs):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from openppo.rollout import sampling
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.sampling import completed_stop, decoder, request_uniforms, sample, text_before_stop, warp_logits
 from openppo.types import FinishReason, SamplingParams
@@ -19,6 +20,51 @@ PARAMS = [
 ]
 
 
+@pytest.fixture(params=[None, (8, 16)], ids=["usual blocks", "small blocks"])
+def blocks(request, monkeypatch):
+    """All claims hold of the small vocabularies here as they would of large ones."""
+    if request.param is not None:
+        for name, value in zip(("_BLOCK", "_ONE_LEVEL"), request.param, strict=True):
+            monkeypatch.setattr(sampling, name, value)
+
+
+def by_formula(logits, params):
+    """In float64: the distribution, and of each token the probability of those that are likelier."""
+    probs = (logits.double() / params.temperature).softmax(-1)
+    if params.top_k is not None:
+        probs = probs * (logits >= logits.topk(params.top_k).values[:, -1:])
+    probs /= probs.sum(-1, keepdim=True)
+    ordered, order = probs.sort(descending=True)
+    before = torch.empty_like(probs).scatter_(-1, order, ordered.cumsum(-1) - ordered)
+    probs = probs * (before < params.top_p)
+    return probs / probs.sum(-1, keepdim=True), before
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize(("n_draws", "n_ids", "spread"), [(25_000, 101, 2), (300, 9_001, 4), (8, 152_000, 4)])
+@pytest.mark.parametrize("warp", [{}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 40, "top_p": 0.8}], ids=str)
+def test_draws_are_those_of_one_cumulative_sum(n_draws, n_ids, spread, warp):
+    """But where a uniform number, or top-p, lies within rounding of a token's border."""
+    torch.manual_seed(2)
+    logits, params = spread * torch.randn(n_draws, n_ids), SamplingParams(1, temperature=0.8, **warp)
+    uniforms = torch.rand(n_draws, dtype=torch.float64)
+    expected, before = by_formula(logits, params)
+    differs = warp_logits(logits, params).isinf() != (expected == 0)
+    assert ((before - params.top_p).abs() < 1e-4)[differs].all()
+    tokens, log_probs = sample(logits, uniforms, params)
+    cumulative = expected.cumsum(-1)
+    naive = torch.searchsorted(cumulative, uniforms[:, None], right=True)[:, 0]
+    first = torch.minimum(tokens, naive)[:, None]
+    at_border = (cumulative.gather(-1, first)[:, 0] - uniforms).abs() < (1e-4 if n_ids > 1000 else 1e-6)
+    assert (at_border | (tokens == naive)).all()
+    assert (tokens != naive).sum() <= 1, "of so many draws"
+    same = tokens == naive
+    torch.testing.assert_close(
+        log_probs[same].exp().double(), expected.gather(-1, naive[:, None])[same, 0], rtol=1e-3, atol=0
+    )
+
+
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("params", PARAMS, ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}")
 def test_warped_distribution_is_that_of_transformers(params, warp_by_transformers):
     torch.manual_seed(1)
@@ -47,6 +93,7 @@ def test_a_uniform_number_selects_the_token_whose_share_of_the_unit_interval_it_
     assert tokens.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, LARGEST_UNIFORM])
 def test_a_token_of_probability_zero_is_never_drawn(uniform):
     torch.manual_seed(5)
@@ -102,6 +149,7 @@ def cut_by_hand(ids, stop):
     return ids[:n]
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("stop", [("abba",), ("cab",), ("bc", "aaa"), ("no such text",)])
 def test_a_stop_string_ends_a_response_where_it_is_complete(stop, models, prompts):
     free = sampled(models["llama"], prompts, FREE)
@@ -115,6 +163,7 @@ def test_a_stop_string_ends_a_response_where_it_is_complete(stop, models, prompt
     assert len(lengths) > 1 or stop == ("no such text",), "else the claim would be weak"
 
 
+@pytest.mark.usefixtures("late")
 def test_a_stop_token_ends_a_response_as_eos_does(models, prompts):
     by_eos = sampled(models["llama"], prompts, FREE, eos=[5, 9])
     by_stop = sampled(models["llama"], prompts, dataclasses.replace(FREE, stop_token_ids=(9,)), eos=[5])
@@ -122,6 +171,7 @@ def test_a_stop_token_ends_a_response_as_eos_does(models, prompts):
     assert FinishReason.STOP in {ours.finish_reason for ours in by_stop}
 
 
+@pytest.mark.usefixtures("late")
 def test_nothing_ends_a_response_before_the_least_length(models):
     model, least = models["llama"], 4
     ends = [i for i, piece in enumerate(PIECES) if piece in ("", "b", "ab")]

@@ -2,10 +2,12 @@
 
 import copy
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -18,10 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from openppo.config import DeepSpeedConfig, MergeLoRAConfig
+from openppo.config import AdamConfig, DeepSpeedConfig, MergeLoRAConfig
 from openppo.models import Actor
 from openppo.models.merge_lora import LoRAMerge
-from openppo.strategy import DeepspeedStrategy
+from openppo.strategy import DeepspeedStrategy, trainable_model
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import merged_weights
 from tests.unit.models.conftest import make_gpt2, make_llama
@@ -111,6 +113,32 @@ def test_weights_are_the_models_with_adapters_added_as_peft_merges_them(model):
     assert list(found) == names
     for name, tensor in copy.deepcopy(policy).merge_and_unload().named_parameters():
         torch.testing.assert_close(found[name], tensor, msg=name)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_partitioned_weights_are_gathered_in_groups_not_one_by_one(lora, monkeypatch):
+    model = adapted(make_llama()) if lora else make_llama()
+    plain = {name: weight.clone() for name, weight in merged_weights(model)}
+    gathered: list[list[Any]] = []
+
+    def gather(parameters: list[Any], enabled: bool) -> AbstractContextManager[None]:
+        gathered.append(parameters)
+        return GatheredParameters(parameters, enabled=enabled)
+
+    monkeypatch.setattr(trainable_model, "GatheredParameters", gather)
+    partitioned = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3), overrides=partitioned)
+    strategy.prepare(model, AdamConfig(), 1e-3, total_steps=1)
+    largest = max(weight.nbytes for weight in plain.values())
+    for limit, n_gathers in ((2**30, {1}), (2 * largest, range(2, len(plain) // 2)), (1, {len(plain)})):
+        gathered.clear()
+        monkeypatch.setattr(trainable_model, "GATHERED_BYTES", limit)
+        found = dict(merged_weights(model))
+        assert list(found) == list(plain) and all(torch.equal(found[name], plain[name]) for name in plain)
+        assert len(gathered) in n_gathers
+        sizes = [sum(p.ds_numel * p.element_size() for p in group) for group in gathered]
+        assert lora or max(sizes) <= limit + largest
+    assert all(p.numel() == 0 for p in model.parameters()), "they are partitioned again"
 
 
 def test_in_bfloat16_the_sum_is_rounded_once():

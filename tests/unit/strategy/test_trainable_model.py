@@ -5,9 +5,11 @@ import logging
 import math
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -15,7 +17,8 @@ from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy import DeepspeedStrategy, deepspeed
 from openppo.strategy.deepspeed import learning_rate_schedule
 from openppo.strategy.ds_config import eval_config, merge, train_config
-from openppo.strategy.ema import ParameterAverage
+from openppo.strategy.ema import ParameterAverage, average_device
+from openppo.strategy.trainable_model import adapters_merged
 
 
 def trained_for(steps: int, stage: int, bf16: bool, offloads: bool) -> list[torch.Tensor]:
@@ -73,7 +76,7 @@ def test_flags_and_overrides_reach_deepspeed_which_scales_nothing():
     merged = merge(options, {"zero_optimization": {"cpu_offload": 0}})
     assert merged == {"zero_optimization": {"stage": 3, "cpu_offload": 0}, "bf16": {"enabled": True}}
     assert options["zero_optimization"] == {"stage": 3}
-    zero = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm=True), 3, 7, n_ranks=8)["zero_optimization"]
+    zero = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm="on"), 3, 7, n_ranks=8)["zero_optimization"]
     assert (zero["zero_hpz_partition_size"], zero["overlap_comm"]) == (4, True)
     with pytest.raises(ValueError, match="--zpg 2 does not divide the 1 ranks"):
         DeepspeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
@@ -82,6 +85,21 @@ def test_flags_and_overrides_reach_deepspeed_which_scales_nothing():
         assert (options["gradient_accumulation_steps"], options["gradient_clipping"]) == (1, 0.5)
         assert not {"offload_optimizer", "overlap_comm"} & options["zero_optimization"].keys()
     assert eval_config(bf16=False)["zero_optimization"] == {"stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("flag", "n_ranks", "on_gpu", "expected"),
+    [
+        ("auto", 8, True, True),
+        ("auto", 1, True, None),
+        ("auto", 8, False, None),
+        ("on", 1, False, True),
+        ("off", 8, True, False),
+    ],
+)
+def test_several_gpus_reduce_gradients_during_the_backward_pass(flag, n_ranks, on_gpu, expected):
+    options = train_config(DeepSpeedConfig(overlap_comm=flag), 2, 7, n_ranks, on_gpu)
+    assert options["zero_optimization"].get("overlap_comm") is expected
 
 
 PEAK, TOTAL, WARM_UP = 0.5, 20, 4
@@ -134,6 +152,89 @@ def test_only_trained_parameters_are_averaged_and_come_back_after_an_error():
     assert weight.item() == 8.0
 
 
+def adapted(dtype: torch.dtype = torch.float32) -> Any:
+    """A model of two layers with adapters that change its outputs."""
+    layers = nn.Sequential(nn.Linear(6, 5, dtype=dtype), nn.Linear(5, 4, dtype=dtype))
+    model: Any = get_peft_model(layers, LoraConfig(target_modules=["0", "1"], r=2), autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_weights_return_after_an_error(dtype):
+    model, inputs = adapted(dtype), torch.randn(3, 6, dtype=dtype)
+    base, before = [layer.base_layer.weight for layer in model.base_model.model], model(inputs)
+    kept = [(weight.clone(), weight.data_ptr()) for weight in base]
+    expected = [
+        layer.base_layer.weight.double()
+        + 4 * layer.lora_B.default.weight.double() @ layer.lora_A.default.weight.double()
+        for layer in model.base_model.model
+    ]
+    atol = 1e-6 if dtype is torch.float32 else 2**-6
+    with pytest.raises(OSError), adapters_merged(model):
+        for weight, merged in zip(base, expected, strict=True):
+            torch.testing.assert_close(weight.double(), merged, rtol=0, atol=atol)
+        raise OSError("the rollout failed")
+    assert all(
+        torch.equal(weight, was) and weight.data_ptr() == place for weight, (was, place) in zip(base, kept, strict=True)
+    )
+    assert torch.equal(model(inputs), before), "adapters take part again"
+
+
+def test_merging_that_runs_out_of_memory_changes_nothing(monkeypatch):
+    model, inputs = adapted(), torch.randn(3, 6)
+    before, second = model(inputs), model.base_model.model[1]
+    monkeypatch.setattr(second, "get_delta_weight", Mock(side_effect=torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError), adapters_merged(model):
+        raise AssertionError("it was not merged")
+    assert torch.equal(model(inputs), before)
+
+
+@pytest.mark.parametrize(("free", "merges"), [(4, True), (3.9, False)])
+def test_adapters_are_merged_where_two_copies_fit(free, merges, monkeypatch, caplog):
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=2))
+    model = strategy.prepare(adapted(), AdamConfig(), 1e-3, total_steps=1)
+    assert strategy.fits_merged(model)
+    monkeypatch.setattr(strategy, "device", torch.device("cuda"))
+    copies, moments = 4 * (6 * 5 + 5 * 4), 2 * 4 * 2 * (6 + 5 + 5 + 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free / 2 * copies + moments, 0))
+    with caplog.at_level(logging.WARNING, "openppo"):
+        assert strategy.fits_merged(model) == merges
+    assert ("adapters are not merged for generation" in caplog.text) != merges
+
+
+def test_adapters_are_not_merged_into_4_bits(caplog):
+    strategy, model = DeepspeedStrategy(DeepSpeedConfig(zero_stage=2)), adapted()
+    packed = nn.Parameter(torch.zeros(15, 1, dtype=torch.uint8), requires_grad=False)  # as bitsandbytes has them
+    model.base_model.model[0].base_layer.weight = packed
+    with caplog.at_level(logging.INFO, "openppo"):
+        assert not strategy.fits_merged(strategy.prepare(model, AdamConfig(), 1e-3, total_steps=1))
+    assert caplog.text.count("not merged") == 1
+
+
+def test_the_average_lies_on_a_device_that_has_room(caplog):
+    with caplog.at_level(logging.INFO, "openppo"):
+        places = [average_device(2**30, room, "cuda:1").type for room in (2**30, 2**30 - 1, -1)]
+    assert places == ["cuda", "cpu", "cpu"]
+    assert [f"the average lies on the {place}" in caplog.text for place in ("device", "host")] == [True, True]
+    assert average_device(1, 0, "cpu") == average_device(1, 1, "cpu") == torch.device("cpu")
+
+
+def test_averages_are_equal_wherever_they_lie():
+    module: Any = nn.Linear(3, 2)
+    engine = DeepspeedStrategy(DeepSpeedConfig(zero_stage=0)).prepare(module, AdamConfig(), 1e-3, total_steps=1)
+    on_host = ParameterAverage(engine, 0.7)
+    on_device = ParameterAverage(engine, 0.7, room=32)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        nn.init.normal_(module.weight)
+        on_host.update(), on_device.update()
+    for name, fragment in on_host.fragments().items():
+        assert fragment.values.equal(on_device.fragments()[name].values)
+
+
 def test_compiling_is_announced_and_needs_a_compiler(monkeypatch, caplog):
     def compile_adam(*parameters: Any, **options: Any) -> None:
         assert "--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds" in caplog.text
@@ -144,7 +245,15 @@ def test_compiling_is_announced_and_needs_a_compiler(monkeypatch, caplog):
         strategy._adam(list(module.parameters()), AdamConfig(), 1e-3)
     assert caplog.text
     monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ValueError, match=r"--adam_offload needs a C\+\+ compiler"):
         strategy.prepare(module, AdamConfig(), 1e-3, total_steps=1)
     with pytest.raises(ValueError, match=r"--compile needs a C\+\+ compiler.*omit the flag"):
         DeepspeedStrategy(DeepSpeedConfig(compile=True)).prepare(module, AdamConfig(), 1e-3, total_steps=1)
+    with pytest.raises(ValueError, match=r"--compile needs a C compiler, and there is none \(gcc or clang\)"):
+        deepspeed._compile_layers(module, torch.device("cuda"))
+    for found, of_environment in (("clang", None), ("/my/cc", "/my/cc")):
+        monkeypatch.setattr("shutil.which", lambda name, found=found: name if name == found else None)
+        monkeypatch.setenv("CC", of_environment) if of_environment else monkeypatch.delenv("CC", raising=False)
+        with pytest.raises(ValueError, match="does not name its layers"):
+            deepspeed._compile_layers(module, torch.device("cuda"))

@@ -59,12 +59,14 @@ def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock):
         clock[0] += 0.5
     timer.count_tokens("generation", 6)
     timer.count_tokens("never", 5)  # no measured time, no speed
+    timer.count_tokens("step", 3)  # of one rank alone
     other = PhaseTimer()
     with pytest.raises(KeyError), other.phase("generation"):
         clock[0] += 4.0  # of the slowest rank; a phase that fails counts too
         raise KeyError
     other.count_tokens("generation", 10)
     expected = {"time/generation_s": 4.0, "time/step_s": 3.5, "speed/generation_tokens_per_s": 4.0}
+    expected |= {"speed/step_tokens_per_s": 3 / 3.5, "speed/generation_imbalance": 0.25, "speed/step_imbalance": 1.0}
     assert on_ranks(2, lambda comm: (timer, other)[comm.rank].take_metrics(comm)) == [expected] * 2
     assert timer.take_metrics(SingleProcess()) == {}
     with pytest.raises(AssertionError, match="already running"), timer.phase("a"), timer.phase("a"):

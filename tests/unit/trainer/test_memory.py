@@ -1,5 +1,6 @@
 """The memory estimate, against hand-computed numbers, DeepSpeed's own formulas and tensors that real models save."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainSFTConfig, from_options
 from openppo.models import Actor
 from openppo.models.size import ModelSize, model_size
-from openppo.trainer.memory import (
+from openppo.trainer.memory.estimate import (
     Estimate,
     Lengths,
     Machine,
@@ -20,6 +21,7 @@ from openppo.trainer.memory import (
     model_memory,
     pass_bytes,
 )
+from openppo.trainer.memory.sizing import TOKEN_BUDGETS, log_memory, sizes_for_gpu
 
 M, GIB = 1_000_000, 2**30
 SIZE = ModelSize(
@@ -118,11 +120,15 @@ def test_what_a_forward_saves_is_within_a_quarter(config: PreTrainedConfig, dtyp
 def test_a_pass_by_hand() -> None:
     bf16 = machine(bf16=True)
     layer, hidden, logits = 2 * 2_000 * 100, 2 * 100 * 100, 2 * 10 * 1_000  # bytes, bytes, elements
-    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=4) == 4 * layer + 2 * hidden + (2 + 2 + 4 + 4) * logits
-    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=1) == layer + (4 + 2) * hidden + (2 + 2 + 4 + 4) * logits
-    assert pass_bytes(SIZE, bf16, 2, 50, 10) == 2 * hidden + max((2 + 4 + 4) * logits, layer // 2)
+    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=4) == 4 * layer + 2 * hidden + (4 + 2 + 4 + 4) * logits
+    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=1) == layer + (4 + 2) * hidden + (4 + 2 + 4 + 4) * logits
+    assert pass_bytes(SIZE, bf16, 2, 50, 10) == 2 * hidden + max((4 + 4 + 4) * logits, layer // 2)
     gpu, cpu = (pass_bytes(SIZE, machine(on_cpu=on_cpu), 64, 1000, 1000) for on_cpu in (False, True))
     assert gpu - cpu == 8 * ((1 << 24) - (1 << 20)), "chunks of float32 logits are bounded"
+    once, twice = (pass_bytes(SIZE, bf16, 200, 1000, scored) for scored in (1000, 2000))
+    assert once == twice, "logits are not whole"
+    whole = [pass_bytes(SIZE._replace(whole_logits=True), bf16, 200, 1000, scored) for scored in (1000, 2000)]
+    assert whole[1] - whole[0] == 2 * 200 * 1000 * 1000
 
 
 def test_roles_and_phases_are_those_of_the_run() -> None:
@@ -149,6 +155,14 @@ def test_what_rests_in_the_host_leaves_the_device() -> None:
     gpu, cpu = (ppo(enable_ema=True, adam_offload=True, max_num_seqs=8, on={"on_cpu": c}) for c in (False, True))
     assert cpu.phases["generation"] - gpu.phases["generation"] == gpu.host == cpu.host, "the host is the device"
     assert gpu.host - ppo(adam_offload=True).host == 4 * M, "the average"
+
+
+def test_merging_adapters_takes_a_copy_of_their_weights_where_it_fits() -> None:
+    sizes = SIZES | {"actor": SIZE._replace(n_quantized=100 * M)}
+    plain, merged = (ppo(sizes_of, lora_rank=8, max_num_seqs=1).phases for sizes_of in (SIZES, sizes))
+    assert merged["generation"] - plain["generation"] == 4 * (100 * M - SIZE.n_quantized)
+    beside = ppo(sizes, lora_rank=8, max_num_seqs=1, on={"memory": 800 * M}).phases
+    assert merged["generation"] - beside["generation"] == 4 * 100 * M, "more than half of what is free"
 
 
 def test_what_the_table_names_lowers_the_phase() -> None:
@@ -182,16 +196,32 @@ def test_generation_fits_wherever_the_models_do(memory: int) -> None:
 
 
 def test_verdict_and_tables_name_phase_and_device() -> None:
-    fits, large = (ppo(on={"n_ranks": 4, "memory": memory}) for memory in (GIB, M))
+    fits, large = (ppo(on={"n_ranks": 4, "memory": memory}) for memory in (4 * GIB, M))
     assert fits.fits and not large.fits
     roles = "reward model 3 MiB, critic 6 MiB, actor 7 MiB, reference 4 MiB"  # 4 bytes, and (4 + 8) / 4 where trained
     peak = f"at most {max(fits.phases.values()) / 2**20:.0f} MiB, in {fits.largest}"
     assert fits.summary() == f"estimated memory on each of 4 ranks: {roles}; {peak}"
-    for estimate, verdict in ((fits, "fits into 1.0 GiB"), (large, "DOES NOT FIT into 1 MiB")):
+    for estimate, verdict in ((fits, "fits into 4.0 GiB"), (large, "DOES NOT FIT into 1 MiB")):
         table = "\n".join(estimate.table())
         assert f"the highest, {estimate.largest}, {verdict} of device memory" in table
         assert all(name in table for name in (*SIZES, *estimate.phases, "host"))
         assert "checkpoint on disk    22 MiB" in table
+
+
+@pytest.mark.parametrize(
+    ("stage", "n_ranks", "memory", "expected"), [(2, 8, 80, 1), (2, 8, 0.001, 0), (2, 1, 80, 0), (3, 8, 80, 0)]
+)
+def test_stage_1_is_suggested_where_it_fits_on_several_gpus(stage, n_ranks, memory, expected, caplog) -> None:
+    run = {"dry_run": True, "dry_run_ranks": n_ranks, "dry_run_memory": memory}
+    config = from_options(TrainSFTConfig, pretrain="p", dataset="d", zero_stage=stage, **run)
+    strategy: Any = SimpleNamespace(device=torch.device("cpu"), is_main=False, close=lambda: None)
+
+    def estimate(_: dict[str, ModelSize], machine: Machine) -> Estimate:
+        return estimate_supervised(config, 512, 1, 512, {"model": SIZE}, machine)
+
+    with caplog.at_level("INFO"), pytest.raises(SystemExit):
+        log_memory(estimate, {}, config, strategy)
+    assert caplog.text.count("--zero_stage 1 fits too") == expected
 
 
 def test_pairs_of_supervised_training_are_two_rows() -> None:
@@ -201,3 +231,49 @@ def test_pairs_of_supervised_training_are_two_rows() -> None:
     )
     assert list(one.phases) == ["loading", "training"]
     assert two.phases["training"] - one.roles["model"] > 1.9 * (one.phases["training"] - one.roles["model"])
+
+
+WIDE = {role: SIZES[role]._replace(width=20_000, vocabulary=50_000) for role in ("actor", "critic")}
+
+
+def sized(memory: float, on_cpu: bool = False, **options: Any) -> tuple[dict[str, int | None], Estimate]:
+    """Budgets of training and experience on a fake device of so many GiB, and the estimate with them."""
+    given = {"pretrain": "p", "prompt_data": "d", "reward_fn": "r", "train_batch_size": 512}
+    config = from_options(TrainPPOConfig, **given, **options)
+    fake = Machine(config.deepspeed, on_cpu=on_cpu, memory=round(memory * GIB))
+    made = sizes_for_gpu(config, lambda one: estimate_ppo(one, LENGTHS, WIDE, fake))
+    budgets = {"train": made.ppo.micro_train_tokens, "rollout": made.ppo.micro_rollout_tokens}
+    return budgets, estimate_ppo(made, LENGTHS, WIDE, fake)
+
+
+def test_a_gpu_gets_the_largest_budgets_that_its_memory_takes() -> None:
+    found = {gib: sized(gib)[0] for gib in (0.5, 4, 8, 16, 80)}
+    assert found[80] == {"train": 32768, "rollout": 32768}
+    assert found[0.5] == {"train": None, "rollout": None}, "the context takes it all"
+    for name in ("train", "rollout"):
+        budgets = [of[name] or 0 for of in found.values()]
+        assert budgets == sorted(budgets) and set(budgets) <= {0, *TOKEN_BUDGETS}
+    assert 0 < (found[4]["train"] or 0) < 16384
+
+
+def test_given_sizes_and_cpus_keep_theirs() -> None:
+    assert sized(80, on_cpu=True)[0] == {"train": None, "rollout": None}
+    assert sized(80, micro_train_batch_size=4)[0] == {"train": None, "rollout": 32768}
+    assert sized(80, micro_rollout_batch_size=8)[0] == {"train": 32768, "rollout": None}
+    assert sized(80, micro_train_tokens=1000, micro_rollout_tokens=77)[0] == {"train": 1000, "rollout": 77}
+
+
+def test_a_chosen_budget_is_within_nine_tenths_and_twice_is_not() -> None:
+    (budgets, estimate), room = sized(8), 0.9 * (8 - 0.5) * GIB
+    assert budgets["train"] in TOKEN_BUDGETS[1:]
+    twice = sized(8, micro_train_tokens=2 * (budgets["train"] or 0))[1]
+    assert estimate.phases["training"] <= room < twice.phases["training"]
+
+
+def test_graphs_hold_logits_of_each_shape() -> None:
+    """Rows and halves of them, for each 256 columns; and CUDA and NCCL hold memory that torch does not count."""
+    launched, recorded = (ppo(max_num_seqs=8, cuda_graphs=on) for on in ("off", "on"))
+    assert recorded.phases["generation"] - launched.phases["generation"] == 2 * 8 * 1_000 * 4 * 1
+    assert recorded.phases["training"] == launched.phases["training"]
+    on_cpu, one, two = (Machine(DeepSpeedConfig(), n, cpu, 8 * GIB) for n, cpu in ((2, True), (1, False), (2, False)))
+    assert [8 * GIB - here.room for here in (on_cpu, one, two)] == [0, GIB // 2, GIB]

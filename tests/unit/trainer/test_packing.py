@@ -1,20 +1,25 @@
 """Examples become equally many micro-batches on all ranks; what shares a row keeps the numbers that it has alone."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import (
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MistralConfig,
     Qwen2Config,
 )
 
 from openppo.datasets import TokenExample
-from openppo.models import Actor
+from openppo.models import Actor, attention
+from openppo.models.attention import BY_LENGTHS
 from openppo.models.padding import pack_where_exact, packing_is_exact
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.trainer.supervised.batches import pack, token_batch
@@ -27,19 +32,43 @@ COMMON = {"vocab_size": 40, "pad_token_id": 0, "num_labels": 1}
 CONFIGS = {
     "llama": lambda **options: LlamaConfig(**COMMON, **SIZES, **options),
     "qwen2": lambda **options: Qwen2Config(**COMMON, **SIZES, num_key_value_heads=2, **options),
+    "mistral": lambda **options: MistralConfig(**COMMON, **SIZES, num_key_value_heads=1, sliding_window=3, **options),
     "gpt_neox": lambda **options: GPTNeoXConfig(**COMMON, **SIZES, **options),
     "gpt2": lambda **options: GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, **options),
 }
 
 
-def model_of(name, attention="sdpa", dtype=torch.float32, initializer_range=0.2, auto=AutoModelForCausalLM):
+def model_of(name, implementation="sdpa", dtype=torch.float32, initializer_range=0.2, auto=AutoModelForCausalLM):
     torch.manual_seed(5)
-    config = CONFIGS[name](attn_implementation=attention, initializer_range=initializer_range)
+    config = CONFIGS[name](attn_implementation=implementation, initializer_range=initializer_range)
     return auto.from_config(config).to(dtype).eval()
 
 
 def actor_of(name, *options, **more):
     return Actor(model_of(name, *options, **more), temperature=1.3)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """Where documents begin in each call of torch's operator, whose place a loop of SDPA takes: CPUs have no kernel."""
+    begun = []
+
+    def by_document(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert cu_seq_q is cu_seq_k and cu_seq_q.dtype is torch.int32 and max_q == max_k and window_size[1] == 0
+        begun.append(cu_seq_q)
+        outputs = []
+        for start, end in pairwise(cu_seq_q.tolist()):
+            assert 0 < end - start <= max_q
+            heads = [tokens[start:end].transpose(0, 1)[None] for tokens in (query, key, value)]  # (1, H, length, D)
+            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)  # of keys, backwards
+            seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+            output = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+            outputs.append(output[0].transpose(0, 1))
+        assert end == len(query) == len(key) == len(value)
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(attention, "varlen_attn", by_document)
+    return begun
 
 
 PAD = 9
@@ -111,16 +140,19 @@ def log_probs_and_gradient(actor, batch):
     return sorted(found), gradient_of(actor)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", BY_LENGTHS])
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_packed_documents_have_the_numbers_they_have_alone(name, attention):
-    assert packing_is_exact(actor_of(name, attention, torch.bfloat16), CPU)
-    actor = actor_of(name, attention)
-    assert packing_is_exact(actor, CPU)
+def test_packed_documents_have_the_numbers_they_have_alone(name, implementation, calls):
+    assert packing_is_exact(actor_of(name, implementation, torch.bfloat16), CPU)
+    actor = actor_of(name, implementation)
+    pack_where_exact(actor, actor, CPU, "actor")
+    assert actor.packs_rows == (implementation == BY_LENGTHS) and packing_is_exact(actor, CPU)
     alone, gradient = log_probs_and_gradient(actor, token_batch(DOCUMENTS, 1, 0, SingleProcess()))
     packed = token_batch(DOCUMENTS, 2, 0, SingleProcess(), pack_to=16)
     assert len(packed.micro_batches) == 2  # 42 tokens in 3 rows
+    calls.clear()
     together, packed_gradient = log_probs_and_gradient(actor, packed)
+    assert len(calls) == (4 if actor.packs_rows else 0), "two layers, twice"
     assert together == pytest.approx(alone, abs=1e-5)
     torch.testing.assert_close(packed_gradient, gradient, rtol=1e-4, atol=1e-5)
 
@@ -137,11 +169,24 @@ def test_the_probe_finds_models_that_cannot_and_says_so(caplog):
     for model, reason in (
         (lambda sequences, attention_mask, position_ids: llama(sequences, attention_mask), "each other's outputs"),
         (without_restart, "their own by their place"),
-        (lambda sequences, attention_mask: None, "takes no position ids"),
+        (lambda sequences, attention_mask: None, "unexpected keyword argument 'position_ids'"),
     ):
         caplog.clear()
         assert not packing_is_exact(model, CPU)
         assert reason in caplog.text and "documents are not packed" in caplog.text
+
+
+def test_rounding_of_large_logits_is_no_mixing(calls, monkeypatch):
+    """A kernel that rounds otherwise, by a step of bfloat16, where a row holds several documents."""
+    exact = attention.varlen_attn
+    monkeypatch.setattr(attention, "varlen_attn", lambda *x, **more: exact(*x, **more) * (1 + (len(x[3]) > 2) / 128))
+    actor = actor_of("qwen2", BY_LENGTHS, torch.bfloat16)
+    actor.model.get_output_embeddings().weight.data *= 16
+    ids, mask = torch.tensor([[2, 0, 1], [3, 3, 1]]), torch.ones(2, 3, dtype=torch.bool)
+    padded = actor(ids, mask)
+    pack_where_exact(actor, actor, CPU, "actor")
+    assert actor.packs_rows and packing_is_exact(actor, CPU)
+    assert (actor(ids, mask) - padded).abs().max() > 0.05, "an absolute bound would refuse it"
 
 
 def test_rows_are_filled_by_first_fit_of_the_longest_first():
@@ -178,18 +223,22 @@ def outputs_and_gradient(model, role, samples, packs):
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "reward"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
-def test_unpadded_samples_have_the_outputs_and_gradients_of_padded_ones(name, role, samples):
-    model = actor_of(name)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gpt2"])
+def test_unpadded_samples_have_the_outputs_and_gradients_of_padded_ones(name, role, samples, calls):
+    model = actor_of(name, BY_LENGTHS)
     if role != "actor":
-        model = ScalarHeadModel(model_of(name, auto=AutoModelForSequenceClassification), role)
-    padded, unpadded = (outputs_and_gradient(model, role, samples, packs) for packs in (False, True))
+        model = ScalarHeadModel(model_of(name, BY_LENGTHS, auto=AutoModelForSequenceClassification), role)
+    padded = outputs_and_gradient(model, role, samples, packs=False)
+    assert calls == []
+    unpadded = outputs_and_gradient(model, role, samples, packs=True)
     torch.testing.assert_close(unpadded, padded, rtol=1e-4, atol=1e-5)
+    assert calls[-1].tolist() == [0, 7, 9, 14, 21, 22] and calls[-1] is calls[-2], "one tensor for both layers"
 
 
-def test_an_unpadded_batch_without_actions_has_log_probs_of_zero_and_a_backward_pass(samples):
-    actor = actor_of("llama")
+def test_an_unpadded_batch_without_actions_has_log_probs_of_zero_and_a_backward_pass(samples, monkeypatch):
+    actor = actor_of("llama", BY_LENGTHS)
     pack_where_exact(actor, actor, CPU, "actor")
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, BY_LENGTHS, None)  # no mask of T x T is made
     log_probs = actor(*samples[:2], torch.zeros_like(samples[2]))
     log_probs.sum().backward()
     assert actor.packs_rows and not log_probs.any() and not gradient_of(actor).any()
@@ -201,7 +250,7 @@ def test_a_model_that_mixes_the_samples_stays_with_padding(caplog):
             found = super().forward(*args, **kwargs)
             return found + args[0].sum() if self.packs_rows else found
 
-    actor = Mixing(model_of("llama"))
+    actor = Mixing(model_of("llama", BY_LENGTHS))
     pack_where_exact(actor, actor, CPU, "actor")
     assert not actor.packs_rows
     assert "samples of the actor are padded: in one row they change each other's outputs by" in caplog.text

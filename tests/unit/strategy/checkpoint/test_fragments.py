@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from openppo.strategy.checkpoint import model_state
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader, write_fragments
 
 TENSORS = {"a.weight": torch.arange(17.0), "b": torch.arange(100.0, 103.0)}
@@ -37,6 +39,22 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, before, after)
         for part in split(own, after):
             for name, fragment in part.items():
                 reader.read_into(name, fragment)
+    assert all(own[name].equal(TENSORS[name]) for name in TENSORS)
+
+
+def test_files_of_a_piece_at_most_hold_every_element_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_state, "PIECE_BYTES", 24)
+    parts = split(TENSORS, 2)
+    written(tmp_path, parts)
+    names = ["0-00001", "0", "1-00001", "1"]  # 9 and 2 elements, 8 and 1
+    assert sorted(file.stem for file in tmp_path.iterdir()) == sorted(names)
+    held = [load_file(file) for file in tmp_path.iterdir()]
+    assert all(4 * sum(map(len, file.values())) <= 24 for file in held)
+    assert sum(len(values) for file in held for values in file.values()) == 20
+    own = {name: torch.full_like(tensor, -1) for name, tensor in TENSORS.items()}
+    with FragmentReader(tmp_path.iterdir()) as reader:
+        for name, tensor in own.items():
+            reader.read_into(name, Fragment(0, tensor))
     assert all(own[name].equal(TENSORS[name]) for name in TENSORS)
 
 

@@ -3,36 +3,27 @@
 States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0.19.8, activations arXiv 2205.05198.
 """
 
-import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
-
-from openppo import logger
-from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, flat_dict
+from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig
 from openppo.config.commands import SupervisedCommand
-from openppo.config.remedies import remedies
 from openppo.experience.maker import forward_size
-from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
+from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU, logits_at_once
 from openppo.models.padding import MicroBatchSize
-from openppo.models.pretrained import check_model
-from openppo.models.size import ModelSize, model_size
+from openppo.models.size import ModelSize
+from openppo.rollout.decode_graphs import COLUMNS_TOGETHER
 from openppo.rollout.hf_engine import ROWS_ON_CPU, ROWS_ON_GPU
-from openppo.rollout.requests import PREFILL_TOKENS
+from openppo.rollout.requests import prefill_tokens
 from openppo.rollout.row_cache import SLACK_COLUMNS, rows_that_fit
-from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ds_config import LARGEST_BUCKET
 from openppo.tracking.console import table_lines
-from openppo.trainer.data import PPOData, critic_lora, critic_start
-from openppo.trainer.supervised.batches import PACKED_ROW
+from openppo.trainer.data import critic_lora
 
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
-_SCALAR = ("reward model", "critic")  # roles with a scalar head
+_CONTEXT, _COMMUNICATORS = 2**29, 2**29  # bytes of CUDA itself, and of NCCL's buffers: as published, not measured
 _EXPERIENCE = 42  # bytes of a token in an Experience
 
 
@@ -49,6 +40,16 @@ class Machine:
     def element(self) -> int:
         """Bytes of a weight or activation."""
         return 2 if self.options.bf16 else 4
+
+    @property
+    def outside(self) -> int:
+        """What a GPU's memory holds beside what torch allocates: CUDA's context, and NCCL's buffers."""
+        return 0 if self.on_cpu else _CONTEXT + _COMMUNICATORS * (self.n_ranks > 1)
+
+    @property
+    def room(self) -> int:
+        """Bytes that torch may allocate."""
+        return max(0, self.memory - self.outside)
 
     def share(self, n: int) -> int:
         """One rank's part of ``n``."""
@@ -76,7 +77,7 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     s, options, several = machine.element, machine.options, machine.n_ranks > 1
     if lora is None:
         weights = s * size.n_parameters
-        partitioned = ModelMemory(machine.share(weights), loading=weights, gathered=weights * several)
+        partitioned = ModelMemory(machine.share(weights), gathered=weights * several)
         return partitioned if options.zero_stage == 3 else ModelMemory(weights)
     n, quantized = size.n_trained(lora.lora_rank), size.n_quantized if lora.load_in_4bit else 0
     frozen = round(_NF4 * quantized) + s * (size.n_parameters - quantized) if lora.lora_rank > 0 else 0
@@ -89,7 +90,7 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     if stage == 3:
         kept, copied = (0, 0) if away else (4 * share, 4 * min(share, _LIVE))
         lasting = machine.share(weights) + bucket + adam + kept
-        return ModelMemory(lasting, moments, host, weights, 0, bucket + copied, weights * several)
+        return ModelMemory(lasting, moments, host, weights * bool(quantized), 0, bucket + copied, weights * several)
     if stage == 1 and options.bf16 and not away:  # DeepSpeed's BF16_Optimizer keeps gradients
         return ModelMemory(weights + 6 * n + adam, moments, loading=s * n)
     copies = bucket // 2 + bucket * several if options.bf16 else bucket + 4 * share
@@ -103,11 +104,13 @@ def pass_bytes(size: ModelSize, machine: Machine, rows: int, length: int, scored
     """
     s, hidden = machine.element, machine.element * size.hidden * rows * length
     layer, logits = s * size.width * rows * length, rows * scored * size.vocabulary
+    kept = s if machine.on_cpu or size.whole_logits else 4  # GPUs compute them in float32
+    logits = logits if size.whole_logits else min(logits, logits_at_once(machine.on_cpu))
     chunks = 8 * min(logits, CHUNK_ELEMENTS_ON_CPU if machine.on_cpu else CHUNK_ELEMENTS)  # two copies in float32
     if saving == 0:
-        return 2 * hidden + max(s * logits + chunks, layer // 2)
+        return 2 * hidden + max(kept * logits + chunks, layer // 2)
     checkpoints = hidden * size.layers if saving < size.layers else 0
-    return 2 * hidden + checkpoints + saving * layer + 2 * s * logits + chunks
+    return 2 * hidden + checkpoints + saving * layer + (kept + s) * logits + chunks
 
 
 @dataclass(frozen=True)
@@ -136,19 +139,20 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is below the device's memory."""
-        return self.phases[self.largest] <= self.machine.memory
+        """Whether the peak is below the device's memory, less what is outside of torch."""
+        return self.phases[self.largest] <= self.machine.room
 
     def summary(self) -> str:
         """The models and the highest peak in a line."""
-        n_ranks, most = self.machine.n_ranks, _format(self.phases[self.largest])
-        title = f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
+        most, on_each = _format(self.phases[self.largest]), f" on each of {self.machine.n_ranks} ranks"
         roles = ", ".join(f"{role} {_format(total)}" for role, total in self.roles.items())
-        return f"{title}: {roles}; at most {most}, in {self.largest}"
+        return f"estimated memory{on_each * (self.machine.n_ranks > 1)}: {roles}; at most {most}, in {self.largest}"
 
     def table(self) -> list[str]:
         """The summary, phases, checkpoint and verdict."""
         rows = {f"peak in {phase}": total for phase, total in self.phases.items()}
+        if self.machine.outside:
+            rows["outside of PyTorch"] = self.machine.outside
         rows |= {"in the host's memory": self.host, "checkpoint on disk": self.checkpoint}
         lines = table_lines([(name, _format(total)) for name, total in rows.items()])
         verdict = f"{'fits' if self.fits else 'DOES NOT FIT'} into {_format(self.machine.memory)} of device memory"
@@ -175,7 +179,7 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     longest = lengths.longest_prompt + config.generation.generate_max_len
     scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
     rows = min(samples, forward_size(config).rows_of(longest))
-    train_rows = MicroBatchSize(batch.micro_train_batch_size, ppo.micro_train_tokens).rows_of(length)
+    train_rows = MicroBatchSize(batch.micro_rows, ppo.micro_train_tokens).rows_of(length)
     train_rows = min(machine.share(batch.train_batch_size), train_rows)
     models = {role: model_memory(size, machine, loras.get(role)) for role, size in sizes.items()}
     trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items() if role in sizes}
@@ -188,20 +192,25 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     loaded = accumulate(model.lasting - model.moments for model in models.values())
     passes = {role: pass_bytes(size, machine, rows, longest, scored) for role, size in sizes.items()}
     inference = max(passes[role] + machine.live(model.gathered) for role, model in models.items())
-    work = train_rows, length, max(scored, lengths.document)
-    training = max(_training(sizes[role], models[role], machine, *work) for role in trained)
+    work = machine, train_rows, length, max(scored, lengths.document)
+    training = max(_training(sizes[role], models[role], loras[role], *work) for role in trained)
     actor, whole, options, s = sizes["actor"], models["actor"].gathered, config.generation, machine.element
     if options.rollout_engine == "vllm":
         generation = max(int(options.vllm_gpu_memory_utilization * machine.memory), s * actor.n_parameters)
     else:  # the engine's cache, and reading prompts or sampling
-        free = 2**62 if machine.on_cpu else max(0, machine.memory - resident)
+        free = 2**62 if machine.on_cpu else max(0, machine.room - resident)
         gathered = whole if whole <= free // 2 else machine.live(whole)  # then ranks decode in lockstep
+        copies = s * actor.n_quantized * (config.lora.lora_rank > 0 and not config.lora.load_in_4bit)
+        gathered += copies * (gathered == whole and whole + copies <= free // 2)  # adapters are merged if they fit
         most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * actor.cache * (longest + SLACK_COLUMNS)
         rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
         sampling = rows * actor.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))
         prompt = lengths.longest_prompt
-        prompts = s * actor.width // 2 * min(rows * prompt, max(PREFILL_TOKENS, prompt))
-        generation = gathered + rows * row + max(sampling, prompts)
+        prompts = s * actor.width // 2 * min(rows * prompt, max(prefill_tokens(machine.on_cpu), prompt))
+        graphs = 0  # logits of each: for rows, half of them and so on, and for each width of the cache
+        if options.cuda_graphs != "off" and not machine.on_cpu:
+            graphs = 2 * rows * actor.vocabulary * s * -(-longest // COLUMNS_TOGETHER)
+        generation = gathered + rows * row + max(sampling, prompts) + graphs
     phases = {
         "loading": max(total + model.loading for total, model in zip(loaded, models.values(), strict=True)),
         "generation": resident + generation,
@@ -216,80 +225,22 @@ def estimate_supervised(
     config: SupervisedCommand, longest: int, rows: int, scored: int, sizes: dict[str, ModelSize], machine: Machine
 ) -> Estimate:
     """Memory of training one model on examples of ``rows`` of ``longest`` tokens with at most ``scored`` logits."""
-    (size,), batch = sizes.values(), config.batch
-    model, n = model_memory(size, machine, config.lora), batch.micro_train_batch_size
+    (size,), batch, n = sizes.values(), config.batch, config.batch.micro_rows
+    model = model_memory(size, machine, config.lora)
     work = rows * min(machine.share(batch.train_batch_size), n), longest, min(longest, scored * n)
     phases = {
         "loading": model.lasting - model.moments + model.loading,
-        "training": model.lasting + model.host * machine.on_cpu + _training(size, model, machine, *work),
+        "training": model.lasting + model.host * machine.on_cpu + _training(size, model, config.lora, machine, *work),
     }
-    checkpoint = 12 * size.n_trained(config.lora.lora_rank)
-    return Estimate({"model": model.lasting}, phases, model.host, checkpoint, machine)
+    return Estimate({"model": model.lasting}, phases, model.host, 12 * size.n_trained(config.lora.lora_rank), machine)
 
 
-def _training(size: ModelSize, model: ModelMemory, machine: Machine, rows: int, length: int, scored: int) -> int:
+def _training(
+    size: ModelSize, model: ModelMemory, lora: LoRAConfig, machine: Machine, rows: int, length: int, scored: int
+) -> int:
     """The larger of a backward pass and an optimizer step."""
     saving = 1 if machine.options.gradient_checkpointing else size.layers
     backward = pass_bytes(size, machine, rows, length, scored, saving)
+    if not size.whole_logits and rows * scored * size.vocabulary > logits_at_once(machine.on_cpu):
+        backward += 4 * size.vocabulary * size.hidden * (machine.options.bf16 and lora.lora_rank == 0)  # in float32
     return model.gradients + max(backward, model.copies) + machine.live(model.gathered)
-
-
-def log_ppo_memory(config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStrategy) -> Estimate | None:
-    """``log_memory`` of a train_ppo run; without prompts as if they had ``--prompt_max_len`` tokens."""
-    model, rewards = config.model, config.rewards
-    reference = model.ref_pretrain or (model.pretrain if config.lora.lora_rank == 0 else None)
-    models = {
-        "reward model": ("--reward_pretrain", rewards.reward_pretrain),
-        "process reward model": ("--prm_pretrain", rewards.prm_pretrain),
-        "critic": critic_start(config) or ("", None),
-        "actor": ("--pretrain", model.pretrain),
-        "reference": ("--ref_pretrain", reference if config.kl.init_kl_coef > 0 else None),
-    }
-    prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
-    documents = [len(document.token_ids) for document in data.documents]
-    document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
-    lengths = Lengths(min(prompts), data.longest - config.generation.generate_max_len, document)
-    return log_memory(partial(estimate_ppo, config, lengths), models, config, strategy)
-
-
-def log_memory(
-    estimate_of: Callable[[dict[str, ModelSize], Machine], Estimate],
-    models: Mapping[str, tuple[str, str | None]],
-    config: TrainPPOConfig | SupervisedCommand,
-    strategy: DeepspeedStrategy,
-) -> Estimate | None:
-    """Log an estimate of ``models``, flag and name by role; with --dry_run, end the process.
-
-    None, with a warning, where a model cannot be counted.
-    """
-    run, on_cpu = config.run, strategy.device.type == "cpu" and config.run.dry_run_memory is None
-    trust = (config.model if isinstance(config, TrainPPOConfig) else config.supervised).trust_remote_code
-    n_ranks = run.dry_run_ranks or strategy.comm.world_size
-    if run.dry_run_memory is not None:
-        memory = round(run.dry_run_memory * 2**30)
-    elif on_cpu:
-        here = run.dry_run_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
-    else:
-        memory = torch.cuda.get_device_properties(strategy.device).total_memory
-    try:
-        sizes = {
-            role: model_size(check_model(name, flag, trust), role in _SCALAR, config.lora.target_modules, trust)
-            for role, (flag, name) in models.items()
-            if name is not None
-        }
-    except ValueError as error:
-        if run.dry_run:
-            raise
-        logger.warning("no estimate of memory: %s", error)
-        return None
-    estimate = estimate_of(sizes, Machine(config.deepspeed, n_ranks, on_cpu, memory))
-    for line in estimate.table() if run.dry_run or not estimate.fits else [estimate.summary()]:
-        logger.info("%s", line)
-    if not estimate.fits and strategy.is_main:
-        flags = remedies(estimate.largest, flat_dict(config), on_cpu)
-        logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
-    if run.dry_run:
-        strategy.close()
-        raise SystemExit(0)
-    return estimate

@@ -1,0 +1,1 @@
+"""Estimated memory of a run, and sizes of batches by it."""
