@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from openppo import logger
+from openppo.models.attention import LengthsError
+from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.requests import Queue, Request, longest, prefill_tokens
-from openppo.rollout.row_cache import RowCache, check_cache
+from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
 
@@ -163,7 +166,8 @@ class HFEngine(Engine):
         prompts, width = list(kept), max(request.n_unread for request in requests)
         mask, positions = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
         ids = self._tensor([([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts])
-        logits = _last_logits(self.model, ids, mask, positions, self._cache)  # (prompts, V)
+        where = {"attention_mask": mask, "position_ids": positions, "past_key_values": self._cache}
+        logits = _last_logits(self.model, ids, where)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests])
         self._running += requests
@@ -174,20 +178,27 @@ class HFEngine(Engine):
     def _decode(self) -> None:
         """One forward over the last token of each row."""
         assert self._cache is not None
-        logits = None
-        if self.new_recorder is not None:
-            try:
-                self._graphs = self._graphs or DecodeGraphs(self.model, self._cache, self.new_recorder())
-                logits = self._graphs(self._cache.on_device.last)
-            except CannotRecordError as error:
-                logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
-                self.new_recorder = self._graphs = None
-        if logits is None:
-            mask, positions = self._cache.next_column()
-            logits = _last_logits(self.model, self._cache.on_device.last[:, None], mask, positions, self._cache)
+        try:
+            logits = self._next_logits(self._cache)
+        except LengthsError as error:  # of the first forward; it has written nothing that the next does not
+            logger.warning("decode steps take a mask: %s", error)
+            self.model.set_attn_implementation("sdpa")
+            self._cache.window.by_lengths = False
+            logits = self._next_logits(self._cache)
         self._cache.window.end += 1
         self._cache.on_device.sample(logits, [*self._running], self.version)
         self._accept()
+
+    def _next_logits(self, cache: RowCache) -> Tensor:
+        """Logits (rows, V), from a recorded forward or a launched one."""
+        if self.new_recorder is not None:
+            try:
+                self._graphs = self._graphs or DecodeGraphs(self.model, cache, self.new_recorder())
+                return self._graphs(cache.on_device.last)
+            except CannotRecordError as error:
+                logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
+                self.new_recorder = self._graphs = None
+        return _last_logits(self.model, cache.on_device.last[:, None], cache.next_column())
 
     def _accept(self, late: int | None = None) -> None:
         """Record the tokens that have arrived, and let ended rows go."""
@@ -221,8 +232,7 @@ class HFEngine(Engine):
         return torch.tensor(values, dtype=dtype, device=self._device)
 
 
-def _last_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-    where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+def _last_logits(model: PreTrainedModel, ids: Tensor, where: dict[str, Any]) -> Tensor:
     return model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
 
 
