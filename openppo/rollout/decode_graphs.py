@@ -7,10 +7,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from openppo import logger
+from openppo.models.actor import next_logits
 from openppo.models.size import layer_kinds
 from openppo.rollout.row_cache import RowCache
 
@@ -33,6 +34,7 @@ class DecodeGraphs:
     """
 
     model: Any
+    head: nn.Linear | None  # of which logits are float32
     cache: RowCache
     record: Recorder
 
@@ -65,7 +67,7 @@ class DecodeGraphs:
         where = self.cache.inputs(starts, column, slice(0, columns))
         self.cache.window.fixed = len(inputs), columns, column
         try:
-            return self.model(input_ids=ids[:, None], **where, use_cache=True, logits_to_keep=1).logits[:, -1]
+            return next_logits(self.model, self.head, input_ids=ids[:, None], **where)
         finally:
             self.cache.window.fixed = None
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from openppo import logger
+from openppo.models.actor import float32_head, next_logits
 from openppo.models.attention import LengthsError
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
@@ -57,6 +57,7 @@ class HFEngine(Engine):
         self.in_lockstep = any_rank_busy is not None
         self.new_recorder = new_recorder
         self._sizes_itself = max_batch_size is None
+        self._head = None if self.in_lockstep else float32_head(model, self._device)
         self._waiting = Queue()
         self._running: list[Request] = []  # in the order of the cache's rows
         self._cache: RowCache | None = None
@@ -167,7 +168,7 @@ class HFEngine(Engine):
         mask, positions = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
         ids = self._tensor([([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts])
         where = {"attention_mask": mask, "position_ids": positions, "past_key_values": self._cache}
-        logits = _last_logits(self.model, ids, where)  # (prompts, V)
+        logits = next_logits(self.model, self._head, input_ids=ids, **where)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests])
         self._running += requests
@@ -193,12 +194,12 @@ class HFEngine(Engine):
         """Logits (rows, V), from a recorded forward or a launched one."""
         if self.new_recorder is not None:
             try:
-                self._graphs = self._graphs or DecodeGraphs(self.model, cache, self.new_recorder())
+                self._graphs = self._graphs or DecodeGraphs(self.model, self._head, cache, self.new_recorder())
                 return self._graphs(cache.on_device.last)
             except CannotRecordError as error:
                 logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
                 self.new_recorder = self._graphs = None
-        return _last_logits(self.model, cache.on_device.last[:, None], cache.next_column())
+        return next_logits(self.model, self._head, input_ids=cache.on_device.last[:, None], **cache.next_column())
 
     def _accept(self, late: int | None = None) -> None:
         """Record the tokens that have arrived, and let ended rows go."""
@@ -230,10 +231,6 @@ class HFEngine(Engine):
 
     def _tensor(self, values: list, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
-
-
-def _last_logits(model: PreTrainedModel, ids: Tensor, where: dict[str, Any]) -> Tensor:
-    return model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
 
 
 @contextmanager
