@@ -138,7 +138,8 @@ def float32_head(model: Any, device: torch.device) -> nn.Linear | None:
     if device.type != "cuda" or model.dtype.itemsize > 2:
         return None
     model = model.get_base_model() if hasattr(model, "peft_config") else model
-    return model.get_output_embeddings() if ends_in_head(model) else None
+    head = model.get_output_embeddings()
+    return head if ends_in_head(model) and not hasattr(head.weight, "ds_id") else None
 
 
 def next_logits(model: Any, head: nn.Linear | None, **inputs: Any) -> Tensor:

@@ -7,11 +7,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from openppo import logger
-from openppo.models.actor import next_logits
 from openppo.models.size import layer_kinds
 from openppo.rollout.row_cache import RowCache
 
@@ -34,7 +33,6 @@ class DecodeGraphs:
     """
 
     model: Any
-    head: nn.Linear | None  # of which logits are float32
     cache: RowCache
     record: Recorder
 
@@ -67,7 +65,7 @@ class DecodeGraphs:
         where = self.cache.inputs(starts, column, slice(0, columns))
         self.cache.window.fixed = len(inputs), columns, column
         try:
-            return next_logits(self.model, self.head, input_ids=ids[:, None], **where)
+            return self.cache.logits(self.model, ids[:, None], where)
         finally:
             self.cache.window.fixed = None
 

@@ -8,11 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openppo import logger
-from openppo.models.actor import float32_head, next_logits
 from openppo.models.attention import LengthsError
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
-from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.requests import Queue, Request, longest, prefill_tokens
 from openppo.rollout.row_cache import RowCache
@@ -57,7 +55,6 @@ class HFEngine(Engine):
         self.in_lockstep = any_rank_busy is not None
         self.new_recorder = new_recorder
         self._sizes_itself = max_batch_size is None
-        self._head = None if self.in_lockstep else float32_head(model, self._device)
         self._waiting = Queue()
         self._running: list[Request] = []  # in the order of the cache's rows
         self._cache: RowCache | None = None
@@ -100,7 +97,7 @@ class HFEngine(Engine):
         elif self._running:
             self._decode()
         else:
-            self.model(input_ids=self._tensor([[self.pad_token_id]]), use_cache=False)
+            self.model(input_ids=torch.tensor([[self.pad_token_id]], device=self._device), use_cache=False)
         self._release()
 
     @contextmanager
@@ -149,8 +146,8 @@ class HFEngine(Engine):
         if self._cache is None:
             if not self._waiting:
                 return []
-            rows = DeviceRows(self._device, self.eos_token_ids)
-            self._cache = RowCache(self.model, rows, self.max_batch_size, self._sizes_itself, self.version)
+            limits = self.max_batch_size, self._sizes_itself
+            self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version)
             self._cache.fit(longest(self._waiting))
         most = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)
@@ -165,41 +162,40 @@ class HFEngine(Engine):
         self.reused_tokens += sum(request.n_kept for request in requests)
         kept = self._cache.prefixes.states(requests)
         prompts, width = list(kept), max(request.n_unread for request in requests)
-        mask, positions = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
-        ids = self._tensor([([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts])
-        where = {"attention_mask": mask, "position_ids": positions, "past_key_values": self._cache}
-        logits = next_logits(self.model, self._head, input_ids=ids, **where)  # (prompts, V)
+        where = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
+        padded = [([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts]
+        ids = torch.tensor(padded, device=self._device)
+        logits = self._cache.logits(self.model, ids, where)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests])
         self._running += requests
         self._cache.on_device.enter(requests)
-        self._cache.on_device.sample(logits[self._tensor(rows)], requests, self.version)
+        self._cache.on_device.sample(logits[torch.tensor(rows, device=self._device)], requests, self.version)
         self._accept()
 
     def _decode(self) -> None:
         """One forward over the last token of each row."""
         assert self._cache is not None
-        try:
-            logits = self._next_logits(self._cache)
-        except LengthsError as error:  # of the first forward; it has written nothing that the next does not
-            logger.warning("decode steps take a mask: %s", error)
-            self.model.set_attn_implementation("sdpa")
-            self._cache.window.by_lengths = False
-            logits = self._next_logits(self._cache)
+        logits = self._next_logits(self._cache)
         self._cache.window.end += 1
         self._cache.on_device.sample(logits, [*self._running], self.version)
         self._accept()
 
     def _next_logits(self, cache: RowCache) -> Tensor:
         """Logits (rows, V), from a recorded forward or a launched one."""
-        if self.new_recorder is not None:
-            try:
-                self._graphs = self._graphs or DecodeGraphs(self.model, self._head, cache, self.new_recorder())
-                return self._graphs(cache.on_device.last)
-            except CannotRecordError as error:
-                logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
-                self.new_recorder = self._graphs = None
-        return next_logits(self.model, self._head, input_ids=cache.on_device.last[:, None], **cache.next_column())
+        try:
+            if self.new_recorder is None:
+                return cache.logits(self.model, cache.on_device.last[:, None], cache.next_column())
+            self._graphs = self._graphs or DecodeGraphs(self.model, cache, self.new_recorder())
+            return self._graphs(cache.on_device.last)
+        except CannotRecordError as error:
+            logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
+            self.new_recorder = self._graphs = None
+        except LengthsError as error:
+            logger.warning("decode steps take a mask: %s", error)
+            self.model.set_attn_implementation("sdpa")
+            cache.window.by_lengths = False
+        return self._next_logits(cache)  # what the forward has written, the next writes again
 
     def _accept(self, late: int | None = None) -> None:
         """Record the tokens that have arrived, and let ended rows go."""
@@ -228,9 +224,6 @@ class HFEngine(Engine):
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-    def _tensor(self, values: list, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
 
 
 @contextmanager

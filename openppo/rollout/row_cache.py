@@ -4,7 +4,7 @@ Rows come and go: all of them end at the same column, and each begins where its 
 one column, and prompts are read into the rows behind those that are decoded, padded on the left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from openppo.models.actor import float32_head, next_logits
 from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.size import cache_elements
 from openppo.rollout.device_rows import DeviceRows
@@ -106,10 +107,12 @@ class RowCache(Cache):
     layers: list[Any]
 
     def __init__(
-        self, model: PreTrainedModel, on_device: DeviceRows, max_rows: int, measure: bool, version: int
+        self, model: PreTrainedModel, eos_token_ids: Collection[int], max_rows: int, measure: bool, version: int
     ) -> None:
-        weight, self.on_device = next(model.parameters()), on_device
+        weight = next(model.parameters())
         self.config, self.dtype, self.device = model.config, weight.dtype, weight.device
+        self.on_device = DeviceRows(self.device, eos_token_ids)
+        self.head = float32_head(model, self.device)
         self.max_rows = max_rows
         self.free = free_memory(weight.device) if measure else None
         self.version = version
@@ -157,12 +160,12 @@ class RowCache(Cache):
                 layer.keys, layer.values = self.window.buffer(layer.keys), self.window.buffer(layer.values)
         return True
 
-    def begin(self, lengths: Sequence[int], n_new: int, kept: Sequence[States]) -> tuple[Tensor, Tensor]:
+    def begin(self, lengths: Sequence[int], n_new: int, kept: Sequence[States]) -> dict[str, Any]:
         """For a forward over the last ``n_new`` places of prompts of these ``lengths``, padded on the left.
 
         ``kept`` are states of each prompt's first tokens, of all that lie before those places at least: where a prompt
-        has more, they are computed again in place of padding, so that each row is in one piece. Returns a bool mask
-        (prompts, longest length) and position ids (prompts, n_new).
+        has more, they are computed again in place of padding, so that each row is in one piece. Returns inputs: a bool
+        mask (prompts, longest length) and position ids (prompts, n_new).
         """
         window, width, first = self.window, max(lengths), self.window.n_rows
         if width > window.end:
@@ -176,7 +179,8 @@ class RowCache(Cache):
                 layer.keys[row, :, columns], layer.values[row, :, columns] = keys, values
         starts = torch.tensor([[width - length] for length in lengths], device=self.device)
         places = torch.arange(width, device=self.device) - starts  # (prompts, width)
-        return places >= 0, places[:, -n_new:].clamp(min=0)
+        positions = places[:, -n_new:].clamp(min=0)
+        return {"attention_mask": places >= 0, "position_ids": positions, "past_key_values": self}
 
     def enter(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Add rows: ``rows`` of the prompts that the last forward read, with ``lengths`` tokens."""
@@ -238,6 +242,10 @@ class RowCache(Cache):
         inputs |= {"cu_seq_lens_q": rows, "cu_seq_lens_k": rows * self.shape[1] + pad(starts, (0, 1)).int()}
         inputs |= {"max_length_q": 1, "max_length_k": columns.stop - columns.start}
         return inputs | {"seqused_k": (column + 1 - starts).int(), "attention_mask": finished_mask(self.device)}
+
+    def logits(self, model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Logits (rows, V) after ``ids`` (rows, n_new), for ``inputs`` beside them."""
+        return next_logits(model, self.head, input_ids=ids, **inputs)
 
     def device_starts(self) -> Tensor:
         """``starts`` on the device; copied there when rows have changed."""
