@@ -98,7 +98,8 @@ class HFEngine(Engine):
             self._decode()
         else:
             self.model(input_ids=torch.tensor([[self.pad_token_id]], device=self._device), use_cache=False)
-        self._release()
+        if not self.busy and self._cache is not None and self._graphs is None and not self._cache.prefixes:
+            self._cache = None  # nothing is under way, nor kept to be resumed, nor recorded
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
@@ -135,11 +136,6 @@ class HFEngine(Engine):
             self._graphs.cache.clear(self.version)  # all it had is of old weights; its buffers are those of the graphs
         else:
             self._cache = self._graphs = None
-
-    def _release(self) -> None:
-        """Free the buffers if nothing is under way, nor kept to be resumed, nor recorded."""
-        if not self.busy and self._cache is not None and self._graphs is None and not self._cache.prefixes:
-            self._cache = None
 
     def _admit(self) -> list[Request]:
         """Requests whose prompts are read next, taken from those that wait; none if too little room is free."""
