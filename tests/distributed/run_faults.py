@@ -94,7 +94,8 @@ def main() -> None:
             print(f"fault at {time.time()}", flush=True)
             FAULTS[fault]()
 
-    if (os.environ.get("RANK", "0") == rank or fault == "lag") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    meets = fault == "lag" or os.environ.get("RANK", "0") == rank
+    if meets and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         current.on_progress = meet
     sys.argv = [command, *arguments]
     import_module(f"openppo.cli.{command}").main()
