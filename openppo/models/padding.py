@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from openppo import logger
 from openppo.models.attention import BY_LENGTHS
 from openppo.models.pretrained import context_length
-from openppo.types import Comm
+from openppo.types import Comm, on_device
 
 _ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
 _LEAK, _NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
@@ -140,21 +140,26 @@ def rounded_width(length: int) -> int:
 
 
 def pad_width(sequences: Tensor, model: Any) -> Tensor:
-    """Pad ``sequences`` int64 (B, L) to (B, ``rounded_width(L)``) on CPUs in bfloat16, within the model's positions.
+    """``sequences`` int64 (B, L) on the model's device; on CPUs in bfloat16 (B, ``rounded_width(L)``), if that fits it.
 
     oneDNN compiles matrix products for each new shape, keeps a thousand of them, and is faster with even ones.
     """
-    length = sequences.shape[1]
-    if sequences.device.type != "cpu" or model.dtype is not torch.bfloat16:
-        return sequences
+    length, device = sequences.shape[1], device_of(model)
+    if device.type != "cpu" or model.dtype is not torch.bfloat16:
+        return on_device(sequences, device)
     positions, width = context_length(model.config), rounded_width(length)
     return sequences if positions is not None and width > positions else F.pad(sequences, (0, width - length))
+
+
+def device_of(model: Any) -> torch.device:
+    """Where the weights of ``model`` are."""
+    return next(model.parameters()).device
 
 
 def pack_rows(
     sequences: Tensor, attention_mask: Tensor, model: Any, position_ids: Tensor | None = None
 ) -> tuple[dict[str, Any], Tensor]:
-    """Real tokens of a batch in one row of T: inputs of ``model``, and where in the row each token of the batch is.
+    """Real tokens of a batch in one row of T: inputs on ``model``'s device, and where in the row each token is.
 
     ``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L); ``position_ids`` int64 (B, L), if
     rows hold several documents. Inputs int64 (1, T), with positions from 0 in each document, and int32 where each
@@ -170,6 +175,8 @@ def pack_rows(
     if model.config._attn_implementation == BY_LENGTHS:
         # transformers takes a mask of four dimensions for a finished one, and makes none of T x T.
         inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=sequences.device)
+    device = device_of(model)
+    inputs = {name: on_device(value, device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     return inputs, (real.cumsum(0) - 1).clamp(min=0)
 
 

@@ -45,8 +45,8 @@ class CriticStep:
         value_loss = ValueLoss(clip_eps=self.config.loss.value_clip if clip else None, reduction="none")
         counts = batch.n_tokens, batch.n_sequences, self.config.generation.generate_max_len
         for i, micro in enumerate(batch.micro_batches):
-            micro = micro.to(self.device)
             values = self.model(micro.sequences, micro.attention_mask)
+            micro = micro.to(self.device)
             if complete is not None:
                 micro = complete(i, micro, values.detach())
             assert micro.values is not None and micro.returns is not None

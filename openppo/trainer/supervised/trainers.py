@@ -17,7 +17,7 @@ from openppo.models.supervised_loss import IGNORE_INDEX, LogExpLoss, PairWiseLos
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch, TokenMicroBatch, token_batch
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
-from openppo.types import StopCheck
+from openppo.types import StopCheck, on_device
 
 _IDLE_PAIR = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
 _IDLE_STEPS = ProcessExample(token_ids=[0, 0], labels=[IGNORE_INDEX, IGNORE_INDEX])
@@ -35,9 +35,8 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
 
     def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
         """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
-        micro = micro.to(self.device)
         log_probs = self.model(micro.sequences, micro.attention_mask, micro.loss_mask)
-        metrics.add_tensor("loss", -log_probs, micro.loss_mask)
+        metrics.add_tensor("loss", -log_probs, on_device(micro.loss_mask, self.device))
         return -log_probs.sum() / max(n_targets, 1)
 
 
@@ -65,7 +64,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         pairs = micro or [_IDLE_PAIR]
         rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
         sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
-        scores = self.model(sequences.to(self.device), attention_mask.to(self.device))
+        scores = self.model(sequences, attention_mask)
         chosen, rejected = scores.chunk(2)  # (B,) each
         margin = torch.tensor([pair.margin for pair in pairs], device=self.device)
         loss = self.pair_loss(chosen, rejected, margin) if self.uses_margin else self.pair_loss(chosen, rejected)
