@@ -186,13 +186,6 @@ class Score:
     failed: bool = False  # a reward chosen beforehand stands in
 
 
-def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """``tensor`` on ``device``; to a GPU from pinned memory, as the host would wait for the GPU's work else."""
-    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 @dataclass(frozen=True)
 class Experience:
     """A batch of trajectories as tensors. Each stage returns a new object with more fields; none mutates.
@@ -231,9 +224,9 @@ class Experience:
         """A copy that has these fields too."""
         return replace(self, **tensors)
 
-    def to(self, device: torch.device | str) -> Experience:
-        """A copy on ``device``."""
-        return Experience(**{name: on_device(tensor, device) for name, tensor in self.tensors().items()})
+    def to(self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to) -> Experience:
+        """A copy on ``device``, where ``move`` takes each tensor."""
+        return Experience(**{name: move(tensor, device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are set."""

@@ -25,10 +25,10 @@ from openppo.experience.token_rewards import (
     overlong_mask,
     shape_scores,
 )
-from openppo.models.padding import Deal, MicroBatchSize, equal_batches, pad_right, split_overhead
+from openppo.models.padding import Deal, MicroBatchSize, equal_batches, on_device, pad_right, split_overhead
 from openppo.rollout.rollout import Rollout, by_episode, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
-from openppo.types import Comm, Experience, FinishReason, StopCheck, Trajectory, on_device
+from openppo.types import Comm, Experience, FinishReason, StopCheck, Trajectory
 
 Model = Callable[..., Any]
 OldLogProbsFrom = Literal["recompute", "rollout", "training"]

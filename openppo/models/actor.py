@@ -15,8 +15,7 @@ from openppo import logger
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.loading import disable_dropout, load_causal_lm, load_options
 from openppo.models.log_probs import linear_log_probs, log_probs_and_entropy, log_probs_from_logits
-from openppo.models.padding import device_of, pack_rows, pad_width
-from openppo.types import on_device
+from openppo.models.padding import device_of, on_device, pack_rows, pad_width
 
 
 class Actor(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from openppo import logger
 from openppo.models.attention import BY_LENGTHS
 from openppo.models.pretrained import context_length
-from openppo.types import Comm, on_device
+from openppo.types import Comm
 
 _ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
 _LEAK, _NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
@@ -149,6 +149,13 @@ def pad_width(sequences: Tensor, model: Any) -> Tensor:
         return on_device(sequences, device)
     positions, width = context_length(model.config), rounded_width(length)
     return sequences if positions is not None and width > positions else F.pad(sequences, (0, width - length))
+
+
+def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """``tensor`` on ``device``; to a GPU from pinned memory, as the host would wait for the GPU's work else."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def device_of(model: Any) -> torch.device:

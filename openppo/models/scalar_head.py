@@ -23,9 +23,8 @@ from openppo.config import LoRAConfig
 from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, whole_weights
 from openppo.models.attention import use_fast_attention
 from openppo.models.loading import disable_dropout, load_options, load_weights
-from openppo.models.padding import pack_rows, pad_width
+from openppo.models.padding import on_device, pack_rows, pad_width
 from openppo.models.pretrained import adapter_config, base_model_of, forbid_remote_code, is_peft_folder, load_config
-from openppo.types import on_device
 
 Role = Literal["critic", "reward"]
 HEAD = "score"

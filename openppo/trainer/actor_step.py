@@ -12,10 +12,11 @@ from openppo.experience.replay_buffer import MiniBatch
 from openppo.models.correction import correction_range, rollout_correction
 from openppo.models.log_probs import compute_approx_kl, log_ratio
 from openppo.models.loss import MaskingLoss, policy_loss, token_weights
+from openppo.models.padding import on_device
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch
-from openppo.types import Comm, Experience, on_device
+from openppo.types import Comm, Experience
 
 
 class ActorStep:
@@ -61,7 +62,7 @@ class ActorStep:
         """This micro-batch's part of the mean over the step, a scalar."""
         entropy_coef, given = self.config.loss.entropy_coef, (micro.sequences, micro.attention_mask, micro.action_mask)
         outputs = self.model(*given, return_entropy=entropy_coef > 0)
-        micro = micro.to(self.device)
+        micro = micro.to(self.device, on_device)
         mask = micro.action_mask
         log_probs, entropy = outputs if entropy_coef > 0 else (outputs, None)
         if self.observe is not None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from openppo import logger
 from openppo.config import TrainPRMConfig, TrainRMConfig
 from openppo.datasets import PreferenceExample, ProcessExample, TokenExample, single_token_id
-from openppo.models.padding import pad_right
+from openppo.models.padding import on_device, pad_right
 from openppo.models.pretrained import pad_token_id
 from openppo.models.supervised_loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch, TokenMicroBatch, token_batch
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
-from openppo.types import StopCheck, on_device
+from openppo.types import StopCheck
 
 _IDLE_PAIR = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
 _IDLE_STEPS = ProcessExample(token_ids=[0, 0], labels=[IGNORE_INDEX, IGNORE_INDEX])
