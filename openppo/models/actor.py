@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from openppo import logger
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.loading import disable_dropout, load_causal_lm, load_options
-from openppo.models.log_probs import linear_log_probs, log_probs_and_entropy, log_probs_from_logits
+from openppo.models.log_probs import linear_log_probs, linear_logits, log_probs_and_entropy, log_probs_from_logits
 from openppo.models.padding import device_of, on_device, pack_rows, pad_width
 
 
@@ -134,6 +134,23 @@ def ends_in_head(model: Any) -> bool:
             return torch.equal(model(input_ids=ids, logits_to_keep=1, use_cache=False).logits, logits)
     except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):  # of code that wants more than those
         return False
+
+
+def float32_head(model: Any, device: torch.device) -> nn.Linear | None:
+    """The head whose logits are float32 in training though its weight is not; None where there is none."""
+    if device.type != "cuda" or model.dtype.itemsize > 2:
+        return None
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    head = model.get_output_embeddings()
+    return head if ends_in_head(model) and not hasattr(head.weight, "ds_id") else None
+
+
+def next_logits(model: Any, head: nn.Linear | None, **inputs: Any) -> Tensor:
+    """Logits (B, V) after ``input_ids`` (B, L), of ``float32_head`` in float32."""
+    if head is None:
+        return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+    with _forward_of(head, lambda hidden: linear_logits(hidden[:, -1], head.weight, head.bias)[:, None]):
+        return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 class _Output(BaseModelOutput):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo import logger
-from openppo.models.attention import BY_LENGTHS
+from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.pretrained import context_length
 from openppo.types import Comm
 
@@ -180,8 +180,7 @@ def pack_rows(
     inputs: dict[str, Any] = {"input_ids": sequences.flatten()[real][None], "position_ids": positions[None]}
     inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
     if model.config._attn_implementation == BY_LENGTHS:
-        # transformers takes a mask of four dimensions for a finished one, and makes none of T x T.
-        inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=sequences.device)
+        inputs["attention_mask"] = finished_mask(sequences.device)
     device = device_of(model)
     inputs = {name: on_device(value, device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     return inputs, (real.cumsum(0) - 1).clamp(min=0)

@@ -7,8 +7,8 @@ from openppo.config import PromptsConfig, ServeAgentConfig, parse_template_kwarg
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.pretrained import check_model, context_length, eos_token_ids, load_tokenizer, pad_token_id
+from openppo.models.size import check_cache
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import decoder
 
 

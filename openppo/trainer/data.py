@@ -12,12 +12,12 @@ from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import forward_size
 from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
+from openppo.models.size import check_cache
 from openppo.rewards import Scorer
 from openppo.rewards.build import ScorerSetup, own_tokenizer
 from openppo.rewards.scoring import TaskScorer
 from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.rollout import SamplerMaker
-from openppo.rollout.row_cache import check_cache
 from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective

@@ -169,8 +169,8 @@ def test_what_rests_in_the_host_leaves_the_device() -> None:
     away, here = (ppo(buffer_cpu_offload=offload, on={"n_ranks": 2}) for offload in (True, False))
     everyones = (32 + 64) * 150 * 42  # own samples and all, of 150 tokens, 42 bytes each
     assert here.phases["training"] - away.phases["training"] == away.host - here.host == everyones
-    same: dict[str, Any] = {"enable_ema": True, "adam_offload": True, "max_num_seqs": 8, "cuda_graphs": "off"}
-    gpu, cpu = (ppo(**same, on={"on_cpu": on_cpu}) for on_cpu in (False, True))
+    both: dict[str, Any] = {"enable_ema": True, "adam_offload": True, "max_num_seqs": 8, "cuda_graphs": "off"}
+    gpu, cpu = (ppo(**both, on={"on_cpu": on_cpu}) for on_cpu in (False, True))
     assert cpu.phases["generation"] - gpu.phases["generation"] == cpu.host, "the host is the device"
     assert gpu.host - cpu.host == 2 * (4 * 2**20 - 4 * M) + 2 * (2**22 - 3_600_000), "of weights and gradients"
     assert gpu.host - ppo(adam_offload=True).host == 4 * M, "the average"
