@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
@@ -15,7 +16,7 @@ from openppo.models.size import check_cache
 from openppo.rewards import Scorer
 from openppo.rewards.build import ScorerSetup, own_tokenizer
 from openppo.rewards.scoring import TaskScorer
-from openppo.rollout.decode_graphs import check_layers
+from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
@@ -184,9 +185,8 @@ def check_models(
     actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust))
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     if samples and config.generation.cuda_graphs == "on":
-        if strategy.device.type == "cpu" and not config.run.dry_run:  # which may be about another machine
-            raise ValueError("--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out.")
-        check_layers(actor_config)
+        elsewhere = config.run.dry_run  # which may be about another machine
+        choose_recorder("on", actor_config, torch.device("cuda") if elsewhere else strategy.device)
     if samples and config.generation.rollout_engine == "vllm":
         collective(strategy.comm, check_vllm)
     elif samples:

@@ -11,7 +11,7 @@ from torch import Tensor
 from openppo import logger
 from openppo.config import TrainPRMConfig, TrainRMConfig
 from openppo.datasets import PreferenceExample, ProcessExample, TokenExample, single_token_id
-from openppo.models.padding import pad_right
+from openppo.models.padding import on_device, pad_right
 from openppo.models.pretrained import pad_token_id
 from openppo.models.supervised_loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
 from openppo.tracking import Metrics
@@ -35,9 +35,8 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
 
     def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
         """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
-        micro = micro.to(self.device)
         log_probs = self.model(micro.sequences, micro.attention_mask, micro.loss_mask)
-        metrics.add_tensor("loss", -log_probs, micro.loss_mask)
+        metrics.add_tensor("loss", -log_probs, on_device(micro.loss_mask, self.device))
         return -log_probs.sum() / max(n_targets, 1)
 
 
@@ -65,7 +64,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         pairs = micro or [_IDLE_PAIR]
         rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
         sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
-        scores = self.model(sequences.to(self.device), attention_mask.to(self.device))
+        scores = self.model(sequences, attention_mask)
         chosen, rejected = scores.chunk(2)  # (B,) each
         margin = torch.tensor([pair.margin for pair in pairs], device=self.device)
         loss = self.pair_loss(chosen, rejected, margin) if self.uses_margin else self.pair_loss(chosen, rejected)

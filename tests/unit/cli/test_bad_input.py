@@ -44,6 +44,9 @@ ppo --critic_pretrain M/short --generate_max_len 8 | 3 tokens ... 8 tokens of --
 ppo --ref_pretrain M/other_vocabulary | = ... another vocabulary ... same family
 ppo --critic_pretrain M/two_labels | = ... exactly one
 ppo --flash_attn | = needs --bf16
+ppo --cuda_graphs on | = records steps on a GPU ... leave it out
+generate --cuda_graphs on | = records steps on a GPU ... leave it out
+evaluate --cuda_graphs on | = records steps on a GPU ... leave it out
 ppo --rollout_engine vllm | = ... pip install openppo[vllm]
 ppo --save_path D/notes.txt | = ... choose another folder
 ppo --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Use
