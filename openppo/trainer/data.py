@@ -133,6 +133,7 @@ class TaskRewards:
         for task in self.tasks.tasks:
             with task.named():
                 self._setup(task).check()
+        self.build_held_out()
 
     def build(self) -> Scorer | None:
         """Scorer of all sources; None without any. ``ValueError`` names the flag of whatever cannot work."""
@@ -143,6 +144,14 @@ class TaskRewards:
         if not any(scorers.values()) or not self.tasks.are_named:
             return next(iter(scorers.values()))
         return TaskScorer(scorers)
+
+    def build_held_out(self) -> Scorer | None:
+        """Scorer of ``--eval_reward_fn``; None without it."""
+        task = self.tasks.tasks[0]  # with several the option is refused
+        if task.config.evaluation.eval_reward_fn is None:
+            return None
+        setup = replace(self._setup(task), source=task.config.eval_rewards, prompts=self.data.held_out)
+        return replace(setup, function_flag="--eval_reward_fn").build()
 
     def _setup(self, task: RunTask) -> ScorerSetup:
         config, prompts = task.config, [*self.data.prompts, *self.data.held_out]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from openppo.config import RewardConfig
 from openppo.experience.measure import measure_scores
 from openppo.rollout.rollout import Rollout, by_episode, episode_reward
 from openppo.tracking import Metrics
@@ -36,6 +37,11 @@ class Grading:
     comm: Comm
     pass_reward: float | None = 1.0
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, comm: Comm, rewards: RewardConfig, pass_reward: float | None) -> "Grading":
+        """That of rewards from there, with ``--pass_reward``."""
+        return cls(comm, rewards.pass_threshold(pass_reward), rewards.weights())
 
     def measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Metrics ``eval_...``, and ``eval/<short name of source>/...`` if the prompts have several sources.
