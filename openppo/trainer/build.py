@@ -31,7 +31,6 @@ from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler
-from openppo.tracking.report.run_data import short_names
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
@@ -79,15 +78,13 @@ def build_ppo_trainer(
     log_estimate(estimate, config, strategy)
     plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
-    scorer = rewards.build() if samples else None  # before the large models
-    eval_scorer = rewards.build_held_out() if samples else None
+    scorer, own = (rewards.build(), rewards.build_held_out()) if samples else (None, None)  # before the large models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
     actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, actor)
     traced = StepProfiler(run.save_path, config.tracking, comm.rank).phase
     timer = PhaseTimer(traced, estimate.peaks if estimate else None)
-    sources = short_names(sorted({prompt.source for prompt in data.prompts if not prompt.task}))
-    hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled, sources)
+    hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled, data.source_names)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None
@@ -105,10 +102,9 @@ def build_ppo_trainer(
         maker=make(actor, critic, reference, config, comm, device, pad_token_id(tokenizer), hooks),
         engine=engine,
         scorer=scorer,
-        eval_scorer=eval_scorer,
         data=data,
         trackers=start_trackers(config, strategy, HEADLINE, plan.n_steps, checkpointer.found_step),
-        grading=Grading.of(comm, config.eval_rewards, config.evaluation.pass_reward),
+        grading=Grading.of(comm, config.eval_rewards, config.evaluation.pass_reward, own),
         ema=ema,
         pack_documents_to=pack_documents_to,
         checkpointer=checkpointer,

@@ -37,8 +37,8 @@ class PPOComponents:
     """What a PPO trainer works with: models, data and places to report to.
 
     ``critic_step`` is None for estimators without a critic, ``ema`` without ``--enable_ema``. ``engine`` and ``scorer``
-    are None, and there are no prompts, where a source of the caller's makes trajectories; ``eval_scorer`` is that of
-    evaluations (None: ``scorer``). ``pack_documents_to`` is the length of rows that documents share (None: a row each).
+    are None, and there are no prompts, where a source of the caller's makes trajectories. ``pack_documents_to`` is the
+    length of rows that documents share (None: a row for each).
     """
 
     strategy: DeepspeedStrategy
@@ -52,7 +52,6 @@ class PPOComponents:
     checkpointer: Checkpointer
     engine: Engine | None = None
     scorer: Scorer | None = None
-    eval_scorer: Scorer | None = None
     ema: ParameterAverage | None = None
     pack_documents_to: int | None = None
     stop: StopCheck = field(default_factory=StopCheck)

@@ -20,6 +20,7 @@ from openppo.rollout.row_cache import check_cache
 from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
+from openppo.tracking.report.run_data import short_names
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
 from openppo.types import Comm, Prompt
@@ -39,6 +40,11 @@ class PPOData:
     documents: list[TokenExample]
     fingerprints: dict[str, str]
     longest: int
+
+    @property
+    def source_names(self) -> dict[str, str]:
+        """What the sources of prompts that are of no task are called in metrics."""
+        return short_names(sorted({prompt.source for prompt in self.prompts if not prompt.task}))
 
 
 def load_ppo_data(

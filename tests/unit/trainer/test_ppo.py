@@ -15,6 +15,7 @@ from openppo.config import RunConfig
 from openppo.experience.token_rewards import useful_groups
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
+from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.source import PromptSource
 from openppo.trainer.update import SkippedSteps
 from openppo.types import Completion, FinishReason, Prompt, Score, SingleProcess, Trajectory
@@ -248,7 +249,8 @@ def test_evaluation_holds_the_weights_only_while_it_samples():
 
 def test_evaluation_by_another_function_replaces_all_rewards():
     source = source_of()
-    source.components.eval_scorer = Scorer(lambda t: Score({"other": float(t.prompt.token_ids[0])}))
+    scorer = Scorer(lambda t: Score({"other": float(t.prompt.token_ids[0])}))
+    source.components.grading = Grading(source.comm, scorer=scorer)
     sample = source.sampled_by.sample
 
     def as_an_agent(*arguments, **named):
