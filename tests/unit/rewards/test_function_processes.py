@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from openppo.rewards import FunctionScorer, RewardFunction
-from openppo.rewards.answer_process import AnswerProcess, RaisedThere
+from openppo.rewards.answer_process import AnswerProcess, RaisedThere, _with_own_gpu
 from openppo.types import Score
 from openppo.user_code import load_callable, split_location
 
@@ -139,6 +140,14 @@ def test_a_batch_is_one_call_with_the_time_of_all_its_samples(scorer_of, labelle
     assert asked[0] == ([0, 1, 2, 3], 4.0)
     assert sorted(asked[1:]) == [([i], 1.0) for i in range(4)], "after the batch each sample alone"
     assert "--reward_fn f.py scores whole batches, each in one of --reward_workers 2" in caplog.text
+
+
+def test_a_process_sees_the_gpu_of_its_rank_alone(monkeypatch):
+    for name, value in {"is_available": True, "device_count": 4, "current_device": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for visible, expected in (("", "2"), ("7,5,3,1", "3")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert _with_own_gpu()["CUDA_VISIBLE_DEVICES"] == expected
 
 
 @pytest.mark.parametrize(("name", "kind"), [("later", "async"), ("judge", "an object"), ("part", "an object")])
