@@ -239,7 +239,7 @@ class ExperienceMaker:
         if normalizer == "group":
             parts, groups = EpisodeParts(trajectories, self.device), torch.tensor([t.group for t in trajectories])
             joined = parts.join(scores.to(self.device), steps)
-            scores, normalized = parts.rows(*normalized_by_group(*joined, groups.to(self.device)[parts.last], None))
+            scores, normalized = parts.split(*normalized_by_group(*joined, groups.to(self.device)[parts.last], None))
             scores, steps = scores.cpu(), StepRewards(normalized, steps.ends)
         if normalizer == "running":
             scores = self.moments.normalize(scores, self.step_moments.variance)

@@ -121,15 +121,9 @@ class EpisodeParts:
         episodes, places = self.places
         if rewards is None:
             return scores[episodes], None
-        of_parts = rewards.view(len(self.last), self.most, -1).sum(-1)
-        later = of_parts.flip(-1).cumsum(-1).flip(-1) - of_parts
-        scores, rewards = self.rows(scores, rewards)
-        return scores + later[episodes, places], rewards
-
-    def rows(self, scores: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of the parts, each as it is."""
-        episodes, places = self.places
-        return scores[episodes], rewards.view(len(self.last), self.most, -1)[episodes, places]
+        of_parts = rewards.view(len(self.last), self.most, -1)
+        later = of_parts.sum(-1).flip(-1).cumsum(-1).flip(-1) - of_parts.sum(-1)
+        return scores[episodes] + later[episodes, places], of_parts[episodes, places]
 
     def _beside(self, of_rows: Tensor) -> Tensor:
         placed = of_rows.new_zeros(len(self.last), self.most, of_rows.shape[-1])
