@@ -240,6 +240,7 @@ class ExperienceMaker:
             parts, groups = EpisodeParts(trajectories, self.device), torch.tensor([t.group for t in trajectories])
             joined = parts.join(scores.to(self.device), steps)
             scores, normalized = parts.split(*normalized_by_group(*joined, groups.to(self.device)[parts.last], None))
+            assert normalized is not None
             scores, steps = scores.cpu(), StepRewards(normalized, steps.ends)
         if normalizer == "running":
             scores = self.moments.normalize(scores, self.step_moments.variance)

@@ -38,8 +38,9 @@ RUNS = {
     "critic": f"""{TRAIN_PPO} --reward_pretrain reward --eval_data prompts.jsonl,sft.jsonl --eval_before_training
         --eval_steps 1 --eval_n_samples_per_prompt 2 --eval_temperature 1
         --pretrain_data documents.jsonl --pretrain_key text""",
-    "named": f"""{TRAIN_PPO.replace("prompts.jsonl", "prompts.jsonl,sft.jsonl")} --reward_fn two.py --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss
-        --kl_estimator k3 --eval_data prompts.jsonl --eval_reward_fn two.py --reward_clip_range -1 1""",
+    "named": f"""{TRAIN_PPO.replace("prompts.jsonl", "prompts.jsonl,sft.jsonl")} --reward_fn two.py
+        --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss --kl_estimator k3
+        --eval_data prompts.jsonl --eval_reward_fn two.py --reward_clip_range -1 1""",
     "dynamic": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_sampling
         --rollout_correction mis --rollout_correction_level sequence --rollout_correction_veto 1e-4""",
     "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
