@@ -78,7 +78,7 @@ def build_ppo_trainer(
     log_estimate(estimate, config, strategy)
     plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
-    scorer, own = (rewards.build(), rewards.build_held_out()) if samples else (None, None)  # before the large models
+    scorer, eval_scorer = (rewards.build(), rewards.build_held_out()) if samples else (None, None)  # before models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
     actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, actor)
@@ -104,7 +104,7 @@ def build_ppo_trainer(
         scorer=scorer,
         data=data,
         trackers=start_trackers(config, strategy, HEADLINE, plan.n_steps, checkpointer.found_step),
-        grading=Grading.of(comm, config.eval_rewards, config.evaluation.pass_reward, own),
+        grading=Grading.of(comm, config.eval_rewards, config.evaluation.pass_reward, eval_scorer),
         ema=ema,
         pack_documents_to=pack_documents_to,
         checkpointer=checkpointer,

@@ -45,7 +45,7 @@ RUNS = {
         --rollout_correction mis --rollout_correction_level sequence --rollout_correction_veto 1e-4""",
     "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
         --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl
-        --policy_loss_type double_sided""",
+        --policy_loss_type double_sided --n_samples_per_prompt 2 --normalize_reward --reward_normalizer group""",
     "agent": f"""{TRAIN_PPO} --agent agent.py:solve --episode_max_len 300 --n_samples_per_prompt 2
         --eval_data prompts.jsonl --check_rendering warn --policy_loss_type decoupled""",
     "tasks": f"""train_ppo {SMALL} --pretrain policy --tasks tasks.yaml --max_steps 3 --rollout_batch_size 4
