@@ -105,6 +105,14 @@ class TrainPPOConfig(TrainingConfig):
         return world_size - sampling
 
     @property
+    def eval_rewards(self) -> RewardConfig:
+        """Where rewards of evaluations come from; those of ``--eval_reward_fn`` have no weights."""
+        if (function := self.evaluation.eval_reward_fn) is None:
+            return self.rewards
+        given, kept = vars(self.rewards), ("reward_error_value", "step_separator", "reward_workers", "reward_timeout")
+        return RewardConfig(reward_fn=function, **{name: given[name] for name in kept})
+
+    @property
     def prompts_per_step(self) -> int:
         """Prompts, or seeds of an environment, of one global step over all ranks."""
         return self.agents.n_envs or self.ppo.rollout_batch_size
@@ -120,6 +128,8 @@ class TrainPPOConfig(TrainingConfig):
         nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
         if nothing_held_out and self.evaluation.eval_before_training:
             yield "--eval_before_training needs --eval_data."
+        if nothing_held_out and self.evaluation.eval_reward_fn is not None:
+            yield "--eval_reward_fn scores evaluations: give held-out prompts with --eval_data."
         plays = self.agents.environment is not None
         if self.data.prompt_data == "" and not plays:
             yield "No prompts are given: pass --prompt_data FILE."
@@ -172,11 +182,18 @@ class TrainPPOConfig(TrainingConfig):
         if self.ppo.dynamic_sampling and n == 1:
             yield "--dynamic_sampling compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
         best = self.checkpoint.keep_best or ""
-        if "pass@" in best and self.rewards.pass_threshold(self.evaluation.pass_reward) is None:
+        if "pass@" in best and self.eval_rewards.pass_threshold(self.evaluation.pass_reward) is None:
             yield f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward."
         from_model = self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"
         if from_model and self.rewards.reward_pretrain is None:
             yield "--normalize_reward: no --reward_pretrain has mean and std: use --reward_normalizer running."
+        if self.shaping.reward_normalizer == "group":
+            estimator, by_group = self.advantage.advantage_estimator, "--reward_normalizer group"
+            if n == 1:
+                yield f"{by_group} compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
+            if estimator in ("group_norm", "remax"):
+                why = {"group_norm": "does the same", "remax": "compares with a greedy response"}[estimator]
+                yield f"{by_group}: --advantage_estimator {estimator} {why}: use another, or leave out normalization."
         verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiable_reward)))
         if verified and self.data.label_key is None and self.data.input_key is not None:
             yield f"--verifiable_reward {verified} compares with a label: name its column with --label_key."
@@ -184,7 +201,9 @@ class TrainPPOConfig(TrainingConfig):
     def _async_problems(self) -> Iterator[str]:
         asynchronous, rewards = self.orchestrator, self.rewards
         if asynchronous.tasks is not None:
-            own = {"prompt_data": self.data.prompt_data, "eval_data": self.evaluation.eval_data}
+            evaluation = self.evaluation
+            own = {"prompt_data": self.data.prompt_data, "eval_data": evaluation.eval_data}
+            own["eval_reward_fn"] = evaluation.eval_reward_fn
             own |= {form: vars(self.agents)[form] for form in FORMS} | dict.fromkeys(rewards.names(), "given")
             if given := [name for name, value in own.items() if value]:
                 yield f"--tasks says what each task is, its {given[0]} too: leave it out of the command line."

@@ -76,6 +76,8 @@ class EvaluationConfig(Options):
     """Responses to each held-out prompt; with several, pass@k is reported up to this k."""
     eval_temperature: float = option(0.0, not_negative, measures=True)
     """Temperature of evaluation (0: the likeliest token)."""
+    eval_reward_fn: str | None = option(None, place=True, measures=True)
+    """Score evaluations with this Python function alone, path.py or path.py:name (default: as in training)."""
     pass_reward: float | None = option(None, measures=True)
     """Reward from which a response passes (default: 1; with a reward model or server none, so pass@k is left out)."""
 

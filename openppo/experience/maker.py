@@ -1,6 +1,6 @@
 """ExperienceMaker: trajectories to experience with log-probs, values, rewards and advantages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,8 +10,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.measure import measure_experience, measure_scores, measure_staleness, measure_tasks, staleness
+from openppo.experience.estimators import ESTIMATORS, normalized_by_group
+from openppo.experience.measure import (
+    measure_experience,
+    measure_scores,
+    measure_sources,
+    measure_staleness,
+    measure_tasks,
+    staleness,
+)
 from openppo.experience.replay_buffer import collate, split_rows
 from openppo.experience.token_rewards import (
     AdaptiveKLController,
@@ -37,11 +44,12 @@ _STATEFUL = ("kl_controller", "moments", "step_moments")
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a run wants around the work of its maker."""
+    """What a run wants around the work of its maker, and the names of the data ``sources`` of its prompts."""
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopCheck = field(default_factory=StopCheck)
     uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext  # opened around forwards that train nothing
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -118,6 +126,7 @@ class ExperienceMaker:
             if batch is None:
                 return None
             measure_scores(unscored, self.weights, metrics)
+            measure_sources(unscored, self.hooks.sources, self.weights, metrics)
             scores = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
             batch = batch.with_fields(scores=scores)
             measure_tasks(unscored, batch, self.weights, n_done, metrics)
@@ -226,7 +235,14 @@ class ExperienceMaker:
         """Scores (B,) normalized, penalized and clipped as options say; rewards of steps by the same divisor."""
         scores, shaping = self._total_scores(trajectories), self.config.shaping
         steps = collect_step_rewards(trajectories, self.device)
-        if shaping.normalize_reward and shaping.reward_normalizer == "running":
+        normalizer = shaping.reward_normalizer if shaping.normalize_reward else "model"
+        if normalizer == "group":
+            parts, groups = EpisodeParts(trajectories, self.device), torch.tensor([t.group for t in trajectories])
+            joined = parts.join(scores.to(self.device), steps)
+            scores, normalized = parts.split(*normalized_by_group(*joined, groups.to(self.device)[parts.last], None))
+            assert normalized is not None
+            scores, steps = scores.cpu(), StepRewards(normalized, steps.ends)
+        if normalizer == "running":
             scores = self.moments.normalize(scores, self.step_moments.variance)
             normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
             steps = StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)

@@ -10,7 +10,7 @@ from openppo.models.correction import RatioRange
 from openppo.models.log_probs import compute_approx_kl, masked_sum, policy_ratio
 from openppo.rollout.rollout import by_episode, episode_reward
 from openppo.tracking import Histogram, Metrics, histogram
-from openppo.types import Comm, Experience, Trajectory
+from openppo.types import Comm, Experience, FinishReason, Trajectory
 
 
 def measure_scores(
@@ -18,7 +18,7 @@ def measure_scores(
 ) -> None:
     """All that was earned as ``reward``, and each named part before weights as ``reward/<name>``, of each episode.
 
-    No part where the total says it all.
+    No part where the total says it all. What reward functions gave to be logged is ``extra/<name>``.
     """
     for parts in by_episode(trajectories):
         metrics.add(f"{prefix}reward", episode_reward(parts, weights))
@@ -29,6 +29,20 @@ def measure_scores(
         rewarded = [part.token_rewards for part in parts if part.token_rewards is not None]
         if rewarded and parts[-1].scores:
             metrics.add(f"{prefix}reward/of_tokens", sum(map(sum, rewarded)))
+        for name, extra in parts[-1].extras.items():
+            metrics.add(f"{prefix}extra/{name}", extra)
+
+
+def measure_sources(
+    trajectories: Sequence[Trajectory], names: Mapping[str, str], weights: Mapping[str, float], metrics: Metrics
+) -> None:
+    """Of each data source by its name, where there are several: scores, lengths, and the share that was cut off."""
+    for source, name in names.items() if len(names) > 1 else ():
+        mine, prefix = [t for t in trajectories if t.prompt.source == source], f"source/{name}/"
+        measure_scores(mine, weights, metrics, prefix)
+        for trajectory in mine:
+            metrics.add(f"{prefix}response_length", sum(trajectory.action_mask))
+            metrics.add(f"{prefix}truncated_fraction", trajectory.finish_reason is FinishReason.LENGTH)
 
 
 def measure_tasks(

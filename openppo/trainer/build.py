@@ -78,13 +78,13 @@ def build_ppo_trainer(
     log_estimate(estimate, config, strategy)
     plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
-    scorer = rewards.build() if samples else None  # before the large models
+    scorer, eval_scorer = (rewards.build(), rewards.build_held_out()) if samples else (None, None)  # before models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
     actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, actor)
     traced = StepProfiler(run.save_path, config.tracking, comm.rank).phase
     timer = PhaseTimer(traced, estimate.peaks if estimate else None)
-    hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled)
+    hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled, data.source_names)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None
@@ -104,7 +104,7 @@ def build_ppo_trainer(
         scorer=scorer,
         data=data,
         trackers=start_trackers(config, strategy, HEADLINE, plan.n_steps, checkpointer.found_step),
-        grading=Grading(comm, config.rewards.pass_threshold(config.evaluation.pass_reward), config.rewards.weights()),
+        grading=Grading.of(comm, config.eval_rewards, config.evaluation.pass_reward, eval_scorer),
         ema=ema,
         pack_documents_to=pack_documents_to,
         checkpointer=checkpointer,

@@ -21,6 +21,7 @@ from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
+from openppo.tracking.report.run_data import short_names
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
 from openppo.types import Comm, Prompt
@@ -40,6 +41,11 @@ class PPOData:
     documents: list[TokenExample]
     fingerprints: dict[str, str]
     longest: int
+
+    @property
+    def source_names(self) -> dict[str, str]:
+        """What the sources of prompts that are of no task are called in metrics."""
+        return short_names(sorted({prompt.source for prompt in self.prompts if not prompt.task}))
 
 
 def load_ppo_data(
@@ -134,6 +140,7 @@ class TaskRewards:
         for task in self.tasks.tasks:
             with task.named():
                 self._setup(task).check()
+        self.build_held_out()
 
     def build(self) -> Scorer | None:
         """Scorer of all sources; None without any. ``ValueError`` names the flag of whatever cannot work."""
@@ -144,6 +151,14 @@ class TaskRewards:
         if not any(scorers.values()) or not self.tasks.are_named:
             return next(iter(scorers.values()))
         return TaskScorer(scorers)
+
+    def build_held_out(self) -> Scorer | None:
+        """Scorer of ``--eval_reward_fn``; None without it."""
+        task = self.tasks.tasks[0]  # with several the option is refused
+        if task.config.evaluation.eval_reward_fn is None:
+            return None
+        setup = replace(self._setup(task), source=task.config.eval_rewards, prompts=self.data.held_out)
+        return replace(setup, function_flag="--eval_reward_fn").build()
 
     def _setup(self, task: RunTask) -> ScorerSetup:
         config, prompts = task.config, [*self.data.prompts, *self.data.held_out]

@@ -78,7 +78,7 @@ class StepDiagnostics:
     def show_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log samples of an evaluation: what the engine, which sampled them, reported."""
         chosen = [trajectories[i] for i in choose(trajectories)] if self.comm.rank == 0 else []
-        samples = [sample_row(t, self.tokenizer, self.weights) for t in chosen]
+        samples = [sample_row(t, self.tokenizer, self.components.grading.reward_weights) for t in chosen]
         self._log(step, samples, [token_row(t, self.tokenizer) for t in chosen], evaluation=True)
 
     def _shows_tokens(self, step: int) -> bool:
@@ -126,6 +126,7 @@ def sample_row(
         "rewards": trajectory.scores,
         "response_length": sum(trajectory.action_mask),
     }
+    row |= {"extra": trajectory.extras} if trajectory.extras else {}
     if (episode := trajectory.episode) is not None:
         row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": json_form(episode.messages)}
         row |= {"error": episode.error, "output": episode.output}

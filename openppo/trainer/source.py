@@ -84,7 +84,11 @@ class PromptSource:
         with self.components.weights_to_save(), self.with_weights():
             held_out, metrics = self.components.data.held_out, Metrics()
             responses = self.sampled_by.sample(held_out, *sampling, seed, 0, metrics, evaluation=True)
-        rollout = begin_scoring(self.scorer, responses, self.reward_weights, self.components.stop, prefix="eval_")
+        grading = self.components.grading
+        for response in responses if grading.scorer is not None else ():  # an agent may have given rewards
+            response.scores, response.token_rewards, response.step_ends = {}, None, None
+        scorer, weights = grading.scorer or self.scorer, grading.reward_weights
+        rollout = begin_scoring(scorer, responses, weights, self.components.stop, prefix="eval_")
         wait_for_scores(rollout, self.components.stop)
         return rollout
 

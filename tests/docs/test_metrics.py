@@ -20,7 +20,7 @@ REWARD = """
 def reward_fn(response: str) -> dict[str, float]:
     if response.startswith("!"):
         raise RuntimeError
-    return {"correct": float(len(response)), "brief": -1.0}
+    return {"correct": float(len(response)), "brief": -1.0, "extra": {"letters": len(response)}}
 """
 AGENT = """
 async def solve(task, session):
@@ -38,13 +38,14 @@ RUNS = {
     "critic": f"""{TRAIN_PPO} --reward_pretrain reward --eval_data prompts.jsonl,sft.jsonl --eval_before_training
         --eval_steps 1 --eval_n_samples_per_prompt 2 --eval_temperature 1
         --pretrain_data documents.jsonl --pretrain_key text""",
-    "named": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss
-        --kl_estimator k3 --eval_data prompts.jsonl --reward_clip_range -1 1""",
+    "named": f"""{TRAIN_PPO.replace("prompts.jsonl", "prompts.jsonl,sft.jsonl")} --reward_fn two.py
+        --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss --kl_estimator k3
+        --eval_data prompts.jsonl --eval_reward_fn two.py --reward_clip_range -1 1""",
     "dynamic": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_sampling
         --rollout_correction mis --rollout_correction_level sequence --rollout_correction_veto 1e-4""",
     "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
         --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl
-        --policy_loss_type double_sided""",
+        --policy_loss_type double_sided --n_samples_per_prompt 2 --normalize_reward --reward_normalizer group""",
     "agent": f"""{TRAIN_PPO} --agent agent.py:solve --episode_max_len 300 --n_samples_per_prompt 2
         --eval_data prompts.jsonl --check_rendering warn --policy_loss_type decoupled""",
     "tasks": f"""train_ppo {SMALL} --pretrain policy --tasks tasks.yaml --max_steps 3 --rollout_batch_size 4

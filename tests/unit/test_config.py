@@ -129,6 +129,14 @@ sft train_batch_size=5 ranks=2 | 5 ... among 2 ranks: use a multiple of 2
 ppo ckpt_path=~/run | must be the path of a folder; "~" is not expanded here, got ~/run
 ppo save_path=~/run | must be the path of a folder; "~" is not expanded here, got ~/run
 ppo reward_normalizer=running | running has no effect without --normalize_reward
+ppo reward_normalizer=group | group has no effect without --normalize_reward
+ppo reward_normalizer=group normalize_reward=true | group compares ... use --n_samples_per_prompt of at least 2
+ppo reward_normalizer=group normalize_reward=true n_samples_per_prompt=2 advantage_estimator=group_norm | ...the same
+ppo reward_normalizer=group normalize_reward=true n_samples_per_prompt=2 advantage_estimator=remax | ...a greedy resp
+ppo reward_timeout=1.0 | has no effect without --reward_workers: ... add 1 or more
+evaluate reward_timeout=1.0 | has no effect without --reward_workers
+ppo eval_reward_fn=f.py | scores evaluations: give held-out prompts with --eval_data
+ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h | eval_pass@1: which reward...--pass_reward
 ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
 ppo reward_fn=None | ...No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name]
 ppo "input_template={} {}" | must contain {} once, where the prompt goes; got '{} {}'
@@ -245,6 +253,9 @@ ppo rollout_batch_size=6 n_samples_per_prompt=4 train_batch_size=12 ranks=3
 ppo reward_fn=None reward_pretrain=r normalize_reward=true
 ppo reward_pretrain=r verifiable_reward=[length] verify_length=5
 ppo normalize_reward=true reward_normalizer=running
+ppo normalize_reward=true reward_normalizer=group n_samples_per_prompt=2
+ppo reward_workers=2 reward_timeout=0.5
+ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h eval_reward_fn=f.py
 ppo kl_target=6.0 use_kl_loss=true kl_estimator=k3
 ppo dynamic_sampling=true n_samples_per_prompt=2 freezing_actor_steps=0
 ppo reward_weights=[a=1,b=-0.5]

@@ -29,6 +29,10 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Both sides", ("chosen_reward", "rejected_reward", "eval_chosen_reward", "eval_rejected_reward")),
         Chart("Reward errors", ("reward_errors", "eval_reward_errors"), "Samples on which the reward function raised."),
         Chart("Held-out pass rate", ("eval_pass@*",), "Share of held-out prompts with a passing response among k."),
+        Chart("Extras", ("extra/*", "eval_extra/*"), "Numbers that reward functions gave to be logged."),
+        Chart("Reward by source", ("source/*/reward",), "Of each data source of the prompts."),
+        Chart("Length by source", ("source/*/response_length",), "Tokens."),
+        Chart("Other numbers by source", ("source/*",)),
         Chart("Held-out by source", ("eval/*",), "The same for each data source."),
     ),
     "Policy": (

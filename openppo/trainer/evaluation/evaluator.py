@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from openppo.config import RewardConfig
 from openppo.experience.measure import measure_scores
+from openppo.rewards import Scorer
 from openppo.rollout.rollout import Rollout, by_episode, episode_reward
 from openppo.tracking import Metrics
 from openppo.tracking.report.run_data import short_names
@@ -36,6 +38,14 @@ class Grading:
     comm: Comm
     pass_reward: float | None = 1.0
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    scorer: Scorer | None = None  # of evaluations alone
+
+    @classmethod
+    def of(
+        cls, comm: Comm, rewards: RewardConfig, pass_reward: float | None, scorer: Scorer | None = None
+    ) -> "Grading":
+        """That of rewards from there, with ``--pass_reward``."""
+        return cls(comm, rewards.pass_threshold(pass_reward), rewards.weights(), scorer)
 
     def measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Metrics ``eval_...``, and ``eval/<short name of source>/...`` if the prompts have several sources.

@@ -159,8 +159,7 @@ class EvaluateJob(_Job):
         self.sampler: Sampler = EngineSampler(self.policy.engine, self.comm)
         if source is not None:
             self.sampler = source.make(self._parts())
-        rewards = config.rewards
-        self.grading = Grading(self.comm, rewards.pass_threshold(config.pass_reward), rewards.weights())
+        self.grading = Grading.of(self.comm, config.rewards, config.pass_reward)
 
     def fit(self) -> None:
         """Evaluate, and print the table of metrics."""
@@ -201,6 +200,7 @@ class EvaluateJob(_Job):
         """What is written of a response, or of an episode of that number on this rank."""
         response, reward = parts[-1], episode_reward(parts, self.grading.reward_weights)
         row = self._row(response, number) | {"rewards": response.scores, "reward": reward}
+        row |= {"extra": response.extras} if response.extras else {}
         if (episode := response.episode) is not None:
             row |= {
                 "response": answer_text(response, self.tokenizer),

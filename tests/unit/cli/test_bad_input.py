@@ -58,6 +58,7 @@ ppo --pretrain M/pickle | =: its weights are a pickle file ... safetensors
 ppo -reward_fn --remote_rm_url http://me:secret@127.0.0.1:9/ | --remote_rm_url http://***@127.0.0.1:9/: no
 ppo --reward_fn D/none.py | = ... no such file ... Check the path
 ppo --reward_fn D/reward.py:f | --reward_fn ... no function 'f' ... other, reward_fn
+ppo --eval_data D/prompts.jsonl --eval_reward_fn D/params.py | --eval_reward_fn ... 'colour' ... answer, input
 ppo --reward_fn D/needs.py | = ... 'not_there' ... Install
 ppo --reward_fn D/params.py | = ... 'colour' ... answer, input
 ppo -reward_fn --remote_rm_url http://127.0.0.1:9 | --remote_rm_url

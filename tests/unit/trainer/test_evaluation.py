@@ -64,9 +64,9 @@ def at_random(_, prompt, seed, params):
 
 
 def two_rewards(t):
-    """Two named ones, and one for each response token."""
+    """Two named ones, one for each response token, and an extra."""
     named = {"right": float(sum(t.response_ids) % 2), "bonus": float(len(t.response_ids))}
-    return Score(named, [0.1 * token for token in t.token_ids])
+    return Score(named, [0.1 * token for token in t.token_ids], extras={"first": float(t.response_ids[0])})
 
 
 def evaluated(comm, prompts=PROMPTS, pass_reward=2.5, weights=WEIGHTS, score_of=two_rewards):
@@ -97,6 +97,7 @@ def naive_metrics(trajectories, pass_reward):
         "reward/right": statistics.mean(right),
         "reward/bonus": statistics.mean(lengths),
         "reward/of_tokens": statistics.mean(of_tokens),
+        "extra/first": statistics.mean(t.response_ids[0] for t in trajectories),
         "response_length": statistics.mean(lengths),
         "truncated_fraction": statistics.mean(t.finish_reason is FinishReason.LENGTH for t in trajectories),
         **{f"pass@{k}": pass_at(k) for k in (1, 2, 4)},

@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from openppo.config import RunConfig
 from openppo.experience.token_rewards import useful_groups
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
+from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.source import PromptSource
 from openppo.trainer.update import SkippedSteps
 from openppo.types import Completion, FinishReason, Prompt, Score, SingleProcess, Trajectory
-from tests.unit.trainer.conftest import OneOf, StopIn, Strategy, prompts, trainer_of
+from tests.unit.trainer.conftest import OneOf, Scorer, StopIn, Strategy, prompts, trainer_of
 
 
 def ppo(n_batches, evaluates=False, **options):
@@ -243,6 +245,23 @@ def test_evaluation_holds_the_weights_only_while_it_samples():
     assert [t.group for t in responses] == [0, 0, 1, 1, 2, 2]
     assert all(t.scores for t in responses)
     assert source.state_dict() == {"consumed_batches": 0, "consumed_prompts": 0}
+
+
+def test_evaluation_by_another_function_replaces_all_rewards():
+    source = source_of()
+    scorer = Scorer(lambda t: Score({"other": float(t.prompt.token_ids[0])}))
+    source.components.grading = Grading(source.comm, scorer=scorer)
+    sample = source.sampled_by.sample
+
+    def as_an_agent(*arguments, **named):
+        made = sample(*arguments, **named)
+        for t in made:
+            t.scores, t.token_rewards = {"own": 1.0}, [1.0] * len(t.token_ids)
+        return made
+
+    source.sampled_by = SimpleNamespace(sample=as_an_agent)
+    assert [(t.scores, t.token_rewards) for t in source.evaluate()] == [({"other": 10.0 + i}, None) for i in range(3)]
+    assert all(t.scores.keys() == {"own", "last"} for t in source.rollout(PROMPTS)), "training keeps its own"
 
 
 def scored(group, *rewards):
