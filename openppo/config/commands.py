@@ -161,6 +161,8 @@ class TrainPPOConfig(TrainingConfig):
             )
         flag = "--rollout_batch_size" if self.agents.n_envs is None else "--n_envs"
         yield from (text.replace("--rollout_batch_size", flag) for text in counts)
+        if self.agents.form is not None:
+            yield from self.data.unread_by_agents()
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
             yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
         if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:

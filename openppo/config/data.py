@@ -25,6 +25,8 @@ DataFormat = Literal[
     "steps",
 ]
 
+Truncation = Literal["drop", "left", "right", "middle", "error"]
+
 _PROMPTS = ("prompt_data",)
 _DOCUMENTS = ("pretrain_data",)
 _ROWS = ("dataset",)
@@ -44,16 +46,21 @@ class RowsConfig(Options):
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = option(False, rows_of=_TEXTS)
     """Render prompts with the tokenizer's chat template."""
+    chat_template: str | None = option(None, place=True, rows_of=_TEXTS)
+    """Jinja file that replaces the tokenizer's chat template, and is saved with it (with --apply_chat_template)."""
     chat_template_kwargs: str | None = option(None, rows_of=_TEXTS)
     """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
+    tools_key: str | None = option(None, rows_of=_TEXTS)
+    """Column with schemas of tools for the chat template: a list, also as JSON text (with --apply_chat_template)."""
     max_samples: int | None = option(None, at_least(1), resume="must match", rows_of=_ALL)
     """Use at most this many rows of each data set, from the start."""
 
     def problems(self) -> Iterator[str]:
         if self.input_template is not None and self.input_template.count("{}") != 1:
             yield f"--input_template must contain {{}} once, where the prompt goes; got {self.input_template!r}."
-        if self.chat_template_kwargs is not None and not self.apply_chat_template:
-            yield "--chat_template_kwargs has no effect without --apply_chat_template: add it."
+        for name in ("chat_template", "chat_template_kwargs", "tools_key"):
+            if vars(self)[name] is not None and not self.apply_chat_template:
+                yield f"--{name} has no effect without --apply_chat_template: add it."
         parse_template_kwargs(self.chat_template_kwargs)
 
 
@@ -70,7 +77,16 @@ class PromptDataConfig(RowsConfig):
     label_key: str | None = option(None, rows_of=_PROMPTS)
     """Column that is passed to the rewards as label (default: the answer of a recognized format)."""
     prompt_max_len: int = option(1024, at_least(1), rows_of=_PROMPTS, measures=True)
-    """Prompts with more tokens are dropped, with a count in the log."""
+    """Most tokens of a prompt."""
+    prompt_truncation: Truncation = option("drop", rows_of=_PROMPTS, measures=True)
+    """Longer prompts are dropped, lose tokens on the left, the right or in the middle, or are an error."""
+
+    def unread_by_agents(self) -> Iterator[str]:
+        """Messages about options that change token ids alone: agents read the rows and messages."""
+        if self.prompt_truncation in ("left", "right", "middle"):
+            yield f"--prompt_truncation {self.prompt_truncation} cuts no conversation of agents: use drop or error."
+        if self.tools_key is not None:
+            yield "--tools_key offers what no agent can run: leave it out, or name a file of --tools instead."
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import PreferenceConfig, RowsConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig
-from openppo.datasets.row_formats import Keys, RowFields, RowReader
-from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, value_of
+from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_reader import Keys, RowReader
+from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import (
     TokenExample,
     as_messages,
@@ -30,7 +31,7 @@ def load_prompts(
     options: PromptDataConfig,
     show: ShowRows = iter,
 ) -> list[Prompt]:
-    """The prompt of each row, in order, without those longer than ``options.prompt_max_len`` tokens.
+    """The prompt of each row, in order; ``options`` drop, cut or refuse those above ``--prompt_max_len`` tokens.
 
     The prompt is column ``options.input_key``, else recognized. The label is column ``options.label_key``, else the
     answer of a recognized format, else None. Raises ``ValueError`` naming the data's flag and the row for a missing
@@ -40,11 +41,21 @@ def load_prompts(
     reader = RowReader(rows, "prompts", options, keys)
 
     def render(fields: RowFields, row: SourceRow) -> Prompt:
-        label = fields.label if options.label_key is None else value_of(row.row, options.label_key, "--label_key")
-        prompt = render_prompt(fields.prompt, tokenizer, options)
-        return replace(prompt, label=label, row=row.row, source=row.source, index=row.number - 1)
+        return render_prompt(fields.prompt, tokenizer, options, fields.tools)
 
-    return reader.examples(render, ("--prompt_max_len", options.prompt_max_len), show)
+    prompts, n_cut = [], 0
+    for row, whole in zip(rows, reader.make(render, show), strict=True):
+        with naming_row(row):
+            key = options.label_key
+            label = reader.read(row).label if key is None else value_of(row.row, key, "--label_key")
+            prompt = _fitted(whole, tokenizer, options)
+        n_cut += prompt is not whole
+        prompts.append(replace(prompt, label=label, row=row.row, source=row.source, index=row.number - 1))
+    limit = "--prompt_max_len", options.prompt_max_len
+    if n_cut:
+        how = options.prompt_truncation
+        logger.info("%s: of %d prompts %d were cut to %s %d (%s)", rows[0].flag, len(rows), n_cut, *limit, how)
+    return reader.within(limit, prompts)
 
 
 def load_tasks(
@@ -59,12 +70,28 @@ def load_tasks(
             RowReader(rows, "prompts", options)
         except ValueError as error:
             logger.info("%s Its rows are given to the agent as they are.", error)
-            label = options.label_key
+            label = options.label_key or ""
             return [
-                Prompt("", [], None if label is None else row.row.get(label), row.row, None, row.source, row.number - 1)
+                Prompt("", [], next(iter(descend(row.row, label)), None), row.row, None, row.source, row.number - 1)
                 for row in rows
             ]
     return load_prompts(rows, tokenizer, options, show)
+
+
+def _fitted(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig) -> Prompt:
+    """``prompt`` cut to ``--prompt_max_len`` as ``--prompt_truncation`` says; a BOS in front stays, as do messages."""
+    ids, most, how = prompt.token_ids, options.prompt_max_len, options.prompt_truncation
+    if len(ids) <= most or how == "drop":
+        return prompt
+    if how == "error":
+        raise ValueError(
+            f"{len(ids)} tokens, above --prompt_max_len {most}: raise it, or use --prompt_truncation drop."
+        )
+    first = 1 if most > 1 and ids[0] == tokenizer.bos_token_id else 0
+    room = most - first
+    head = {"left": 0, "right": room, "middle": room // 2}[how]  # as in verl
+    ids = [*ids[: first + head], *ids[len(ids) - (room - head) :]]
+    return replace(prompt, text=str(tokenizer.decode(ids)), token_ids=ids)
 
 
 def seed_prompts(n: int) -> list[Prompt]:
@@ -94,12 +121,12 @@ def load_sft_examples(
 
     def render(fields: RowFields, row: SourceRow) -> TokenExample:
         if fields.whole is not None:
-            return all_targets(render_whole(fields.whole, tokenizer, supervised).token_ids)
+            return all_targets(render_whole(fields.whole, tokenizer, supervised, fields.tools).token_ids)
         if fields.conversation is not None and supervised.apply_chat_template:
-            return render_whole(fields.conversation, tokenizer, supervised)
-        return render_response(fields.prompt, fields.response, tokenizer, supervised)
+            return render_whole(fields.conversation, tokenizer, supervised, fields.tools)
+        return render_response(fields.prompt, fields.response, tokenizer, supervised, fields.tools)
 
-    return reader.examples(render, ("--max_len", supervised.max_len), show)
+    return reader.within(("--max_len", supervised.max_len), reader.make(render, show))
 
 
 def load_documents(
@@ -115,14 +142,13 @@ def load_documents(
     keys = None if key is None else {"whole": (key, "--pretrain_key")}
     options = RowsConfig()
     reader = RowReader(rows, "documents", options, keys)
-    examples, n_cut = [], 0
-    for row in show(rows):
-        with naming_row(row):
-            text = as_text(reader.read(row).whole)
-            ids = render_whole(text, tokenizer, options).token_ids if text.strip() else []
-        if ids:
-            n_cut += len(ids) > max_len
-            examples.append(all_targets(ids[:max_len]))
+
+    def render(fields: RowFields, row: SourceRow) -> TokenExample:
+        text = as_text(fields.whole)
+        return all_targets(render_whole(text, tokenizer, options).token_ids if text.strip() else [])
+
+    made = [example.token_ids for example in reader.make(render, show) if example.token_ids]
+    examples, n_cut = [all_targets(ids[:max_len]) for ids in made], sum(len(ids) > max_len for ids in made)
     if not examples:
         raise ValueError(f"{flag}: every text is empty. Name another column with --pretrain_key.")
     if (n_empty := len(rows) - len(examples)) or n_cut:
@@ -164,27 +190,31 @@ def load_preferences(
     reader = RowReader(rows, "pairs", supervised, keys if named else None)  # a default does not count
 
     def render(fields: RowFields, row: SourceRow) -> PreferenceExample:
-        column = next((name for name in (data.prompt_key, "prompt", "question") if name in row.row), None)
-        if column and fields.prompt is row.row[column] is None and isinstance(fields.chosen, str):  # not a whole text
+        names = (data.prompt_key or "prompt", "prompt", "question")
+        column = next((name for name in names if descend(row.row, name)), "")
+        is_null = fields.prompt is None and descend(row.row, column) == [None]
+        if is_null and isinstance(fields.chosen, str):  # not a whole text
             raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
         sides = (fields.chosen, fields.rejected)
-        chosen, rejected = (_render_side(fields.prompt, side, tokenizer, supervised) for side in sides)
+        chosen, rejected = (_render_side(fields, side, tokenizer, supervised) for side in sides)
         margin = 0.0 if data.margin_key is None else _margin(row.row, data.margin_key)
         return PreferenceExample(chosen, rejected, margin)
 
-    return reader.examples(
-        render, ("--max_len", supervised.max_len), show, lambda pair: max(len(pair.chosen_ids), len(pair.rejected_ids))
-    )
+    pairs, limit = reader.make(render, show), ("--max_len", supervised.max_len)
+    return reader.within(limit, pairs, lambda pair: max(len(pair.chosen_ids), len(pair.rejected_ids)))
 
 
-def _render_side(prompt: Any, side: Any, tokenizer: PreTrainedTokenizerBase, options: SupervisedConfig) -> list[int]:
+def _render_side(
+    fields: RowFields, side: Any, tokenizer: PreTrainedTokenizerBase, options: SupervisedConfig
+) -> list[int]:
+    prompt = fields.prompt
     if prompt is None and options.input_template is not None:
         raise ValueError("--input_template goes around a prompt: name its column with --prompt_key, or leave it out.")
     if prompt is None:
-        return render_whole(side, tokenizer, options).token_ids
+        return render_whole(side, tokenizer, options, fields.tools).token_ids
     if options.apply_chat_template and not isinstance(side, str) and as_messages(side)[0]["role"] != "assistant":
         raise ValueError("a whole conversation beside a prompt. Leave --prompt_key out.")
-    return render_response(prompt, side, tokenizer, options).token_ids
+    return render_response(prompt, side, tokenizer, options, fields.tools).token_ids
 
 
 def _margin(row: Row, key: str) -> float:

@@ -102,11 +102,20 @@ def load_mixed_rows(
 
 
 def value_of(row: Row, key: str, flag: str) -> Any:
-    """The value in column ``key``, which ``flag`` names, or ``ValueError``."""
-    if key not in row:
+    """The value in column ``key``, which ``flag`` names, or ``ValueError``; dots descend into objects."""
+    if not (found := descend(row, key)):
         columns = ", ".join(map(str, row))
         raise ValueError(f"no column {key!r}. Its columns are {columns}: name one of them with {flag}.")
-    return row[key]
+    return found[0]
+
+
+def descend(value: Any, key: str) -> list[Any]:
+    """What ``key`` names in an object, if anything: the longest name at each level, so one with dots wins."""
+    if not isinstance(value, dict) or key in value:
+        return [value[key]] if isinstance(value, dict) else []
+    names = key.split(".")
+    splits = ((".".join(names[:n]), ".".join(names[n:])) for n in range(len(names) - 1, 0, -1))
+    return next((found for name, rest in splits if name in value and (found := descend(value[name], rest))), [])
 
 
 @contextmanager

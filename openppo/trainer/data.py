@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets.sources import value_of
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import forward_size
 from openppo.models.loading import load_options
@@ -85,7 +86,9 @@ def load_ppo_data(
             rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=split, seed=seed)
             key = options.pretrain_key or options.input_key
             documents = load_documents(rows, tokenizer, key, longest, show)
-            prints["--pretrain_data"] = examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
+            prints["--pretrain_data"] = examples_fingerprint(
+                row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows
+            )
         check_token_ids(actor_config, model, tokenizer, ids + [document.token_ids for document in documents])
         return PPOData(read, held_out, documents, prints, longest)
 
@@ -191,7 +194,7 @@ def check_models(
         collective(strategy.comm, check_vllm)
     elif samples:
         check_cache(actor_config)
-    tokenizer = load_policy_tokenizer(model.pretrain, trust, config.data.chat_template_kwargs)
+    tokenizer = load_policy_tokenizer(model.pretrain, trust, config.data)
     for flag, name in _other_models(config):
         check_model(name, flag, trust)
         if own_tokenizer(flag, name, model.pretrain, tokenizer, trust) is not None:

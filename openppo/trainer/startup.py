@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import flat_dict, parse_template_kwargs
+from openppo.config import RowsConfig, flat_dict, parse_template_kwargs
 from openppo.config.fields import declared_options, rules_of
 from openppo.models.pretrained import context_length, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
@@ -103,10 +103,10 @@ def tokenizing(comm: Comm) -> ShowRows:
     return lambda rows: progress_bar(rows, "tokenizing", enabled=comm.rank == 0)
 
 
-def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, kwargs: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``--pretrain``, whose chat template gets ``kwargs``: ``--chat_template_kwargs``."""
-    arguments = parse_template_kwargs(kwargs)
-    return load_tokenizer(pretrain, "--pretrain", trust_remote_code=trust_remote_code, template_kwargs=arguments)
+def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, options: RowsConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``--pretrain`` with the chat template of ``options`` and its arguments."""
+    given = parse_template_kwargs(options.chat_template_kwargs), options.chat_template
+    return load_tokenizer(pretrain, "--pretrain", None, trust_remote_code, *given)
 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:

@@ -133,6 +133,10 @@ ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
 ppo reward_fn=None | ...No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name]
 ppo "input_template={} {}" | must contain {} once, where the prompt goes; got '{} {}'
 ppo chat_template_kwargs={} | has no effect without --apply_chat_template: add
+sft chat_template=f | has no effect without --apply_chat_template: add
+rm tools_key=t | has no effect without --apply_chat_template: add
+ppo tools=t.py prompt_truncation=left | ...left cuts no conversation of agents: use drop or error
+evaluate tools=t.py reward_fn=f.py tools_key=t apply_chat_template=true | ...no agent can run: leave it out
 sft apply_chat_template=true chat_template_kwargs=a=1 | ...--chat_template_kwargs a=1: not a JSON obj
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=2 ranks=4 | 6 does not divide among 4...multiple of 4
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=3 ranks=2 | 6 x ...= 18 samples...a divisor of

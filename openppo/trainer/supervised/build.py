@@ -45,7 +45,7 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     check_options(config, comm)
     model_config = collective(comm, lambda: check_model(name, "--pretrain", trust))
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)  # what they need is installed
-    tokenizer = load_policy_tokenizer(name, trust, options.chat_template_kwargs)
+    tokenizer = load_policy_tokenizer(name, trust, options)
     make = partial(load_examples, tokenizer=tokenizer, supervised=options, data=config.data)
     train, held_out = load_train_and_eval(config, comm, make)
     rows = [row for example in (*train, *held_out) for row in trainer_class.rows_of(example)]

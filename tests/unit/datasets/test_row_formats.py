@@ -3,7 +3,8 @@
 import pytest
 
 from openppo.config import RowsConfig
-from openppo.datasets.row_formats import RowFields, RowReader
+from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_reader import RowReader
 from openppo.datasets.sources import number_rows
 
 USER, MORE = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
