@@ -215,12 +215,21 @@ class SupervisedCommand(TrainingConfig):
 
     supervised: SupervisedConfig
 
+    @property
+    def pack_to(self) -> int | None:
+        """Tokens of a row that several samples may share; None for a row each."""
+        return None
+
 
 @dataclass(frozen=True)
 class TrainSFTConfig(SupervisedCommand):
     """Options of openppo.cli.train_sft."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
+
+    @property
+    def pack_to(self) -> int | None:
+        return self.supervised.max_len if self.data.packing else None
 
 
 @dataclass(frozen=True)

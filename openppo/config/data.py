@@ -19,6 +19,7 @@ DataFormat = Literal[
     "alpaca",
     "hh",
     "preference",
+    "ranking",
     "question_answer",
     "verl",
     "math_shepherd",
@@ -150,6 +151,8 @@ class SFTDataConfig(Options):
     """Column with the prompt (text or chat messages); no loss on it (default: recognized)."""
     output_key: str | None = option("output", rows_of=_ROWS)
     """Column with the response (default: recognized); 'None' trains on all tokens of --input_key."""
+    packing: bool = False
+    """Fill rows of --max_len tokens with several samples, which stay apart: the same loss with less padding."""
 
 
 @dataclass(frozen=True)
@@ -163,15 +166,21 @@ class PreferenceConfig(Options):
     rejected_key: str = option("rejected", rows_of=_ROWS)
     """Column with the worse response."""
     margin_key: str | None = option(None, rows_of=_ROWS)
-    """Column with the margin by which chosen must win (only with --loss sigmoid)."""
+    """Column with the margin by which chosen must win."""
+    responses_key: str | None = option(None, rows_of=_ROWS)
+    """Column with a ranking instead of a pair: a list of responses, the best first (default: recognized)."""
+    scores_key: str | None = option(None, rows_of=_ROWS)
+    """Column with a number for each response of --responses_key, a larger one for a better one (default: none)."""
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """Pairwise loss."""
     value_head_prefix: str = option("score", resume="must match")
     """Name of the scalar head."""
 
     def problems(self) -> Iterator[str]:
-        if self.margin_key is not None and self.loss != "sigmoid":
-            yield "--margin_key works with --loss sigmoid only: log-exp has no margin."
+        if self.scores_key is not None and self.responses_key is None:
+            yield "--scores_key has no effect without --responses_key: add it."
+        if self.responses_key is not None and self.margin_key is not None:
+            yield "--margin_key is about pairs, and --responses_key names rankings: leave one of them out."
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from openppo.config import PreferenceConfig, RowsConfig, SFTDataConfig, Supervis
 from openppo.config.data import PromptDataConfig
 from openppo.datasets.row_formats import RowFields
 from openppo.datasets.row_reader import Keys, RowReader
-from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
+from openppo.datasets.sources import ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import (
     TokenExample,
     as_messages,
@@ -168,6 +168,31 @@ class PreferenceExample:
     rejected_ids: list[int]
     margin: float = 0.0
 
+    @property
+    def texts(self) -> list[list[int]]:
+        """Token ids of both sides."""
+        return [self.chosen_ids, self.rejected_ids]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Places in ``texts`` of a better and a worse one."""
+        return [(0, 1)]
+
+
+@dataclass(frozen=True)
+class RankingExample:
+    """Token ids of several responses to a prompt, as of ``PreferenceExample``, and a score of each."""
+
+    texts: list[list[int]]
+    scores: list[float]
+    margin = 0.0
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Places in ``texts`` of a better and a worse one: all pairs with different scores."""
+        places = range(len(self.scores))
+        return [(i, j) for i in places for j in places if self.scores[i] > self.scores[j]]
+
 
 def load_preferences(
     rows: Sequence[SourceRow],
@@ -175,21 +200,27 @@ def load_preferences(
     supervised: SupervisedConfig,
     data: PreferenceConfig,
     show: ShowRows = iter,
-) -> list[PreferenceExample]:
-    """One pair per row, in order, without those of which a side exceeds ``supervised.max_len`` tokens.
+) -> list[PreferenceExample | RankingExample]:
+    """One pair or ranking per row, in order, without those of which a side exceeds ``supervised.max_len`` tokens.
 
     The sides are responses to the row's prompt, or whole texts where it has none. With
     ``supervised.apply_chat_template`` they may be lists of messages: whole conversations, or the assistant's turns.
-    Raises ``ValueError`` naming the data's flag and the row for a missing column, a malformed value or a margin that is
-    not a number, and ``--max_len`` if no pair is left.
+    Raises ``ValueError`` naming the data's flag and the row for a missing column, a malformed value, a margin or score
+    that is not a number, and ``--max_len`` if nothing is left.
     """
     keys: Keys = {"chosen": (data.chosen_key, "--chosen_key"), "rejected": (data.rejected_key, "--rejected_key")}
     named = [data.chosen_key, data.rejected_key] != [PreferenceConfig.chosen_key, PreferenceConfig.rejected_key]
+    if data.responses_key is not None:
+        named, keys = True, {"response": (data.responses_key, "--responses_key")}
+        keys |= {} if data.scores_key is None else {"label": (data.scores_key, "--scores_key")}
     if data.prompt_key is not None:
         named, keys = True, {"prompt": (data.prompt_key, "--prompt_key"), **keys}
     reader = RowReader(rows, "pairs", supervised, keys if named else None)  # a default does not count
 
-    def render(fields: RowFields, row: SourceRow) -> PreferenceExample:
+    def render(fields: RowFields, row: SourceRow) -> PreferenceExample | RankingExample:
+        row_format = reader.formats.get(row.source)
+        if data.responses_key is not None or (row_format is not None and row_format.name == "ranking"):
+            return _ranked(fields, tokenizer, supervised, data)
         names = (data.prompt_key or "prompt", "prompt", "question")
         column = next((name for name in names if descend(row.row, name)), "")
         is_null = fields.prompt is None and descend(row.row, column) == [None]
@@ -197,11 +228,33 @@ def load_preferences(
             raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
         sides = (fields.chosen, fields.rejected)
         chosen, rejected = (_render_side(fields, side, tokenizer, supervised) for side in sides)
-        margin = 0.0 if data.margin_key is None else _margin(row.row, data.margin_key)
+        margin, key = 0.0, data.margin_key
+        if key is not None:
+            value = value_of(row.row, key, "--margin_key")
+            margin = _number(value, f"margin in column {key!r}", "drop --margin_key")
         return PreferenceExample(chosen, rejected, margin)
 
     pairs, limit = reader.make(render, show), ("--max_len", supervised.max_len)
-    return reader.within(limit, pairs, lambda pair: max(len(pair.chosen_ids), len(pair.rejected_ids)))
+    return reader.within(limit, pairs, lambda pair: max(map(len, pair.texts)))
+
+
+def _ranked(
+    fields: RowFields, tokenizer: PreTrainedTokenizerBase, options: SupervisedConfig, data: PreferenceConfig
+) -> RankingExample:
+    responses, scores = fields.response, fields.label
+    if not isinstance(responses, list) or len(responses) < 2:
+        raise ValueError(f"not a list of two responses or more: {shortened(responses)}. Correct or remove the row.")
+    if data.margin_key is not None:
+        raise ValueError("--margin_key is about pairs, and this row is a ranking. Leave the flag out.")
+    if scores is None:
+        scores = [-place for place in range(len(responses))]
+    if not isinstance(scores, list) or len(scores) != len(responses):
+        raise ValueError(f"not one score for each of {len(responses)} responses: {shortened(scores)}. Correct the row.")
+    texts = [_render_side(fields, response, tokenizer, options) for response in responses]
+    example = RankingExample(texts, [_number(score, "score of a response", "remove the row") for score in scores])
+    if not example.pairs:
+        raise ValueError("no response is better than another. Remove the row.")
+    return example
 
 
 def _render_side(
@@ -217,11 +270,8 @@ def _render_side(
     return render_response(prompt, side, tokenizer, options, fields.tools).token_ids
 
 
-def _margin(row: Row, key: str) -> float:
-    value = value_of(row, key, "--margin_key")
+def _number(value: Any, what: str, otherwise: str) -> float:
     with suppress(ValueError, OverflowError):
         if isinstance(value, (int, float, str)) and not isinstance(value, bool) and math.isfinite(float(value)):
             return float(value)
-    raise ValueError(
-        f"the margin in column {key!r} is not a number: {shortened(value)}. Correct it, or drop --margin_key."
-    )
+    raise ValueError(f"the {what} is not a number: {shortened(value)}. Correct it, or {otherwise}.")

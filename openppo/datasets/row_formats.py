@@ -19,7 +19,8 @@ class RowFields:
 
     ``prompt``, ``response``, ``chosen`` and ``rejected`` are texts or lists of chat messages; without a prompt,
     ``chosen`` and ``rejected`` are whole. ``conversation`` is a whole chat, ``whole`` a text without a response. For
-    process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements.
+    process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements; of a
+    ranking they are the responses and their scores.
     ``tools`` are of column ``--tools_key``.
     """
 
@@ -177,6 +178,10 @@ def _steps(row: Row, chat: bool) -> RowFields:
     return RowFields(question, steps[:wrong], label=[True] * (wrong - 1) + [False])
 
 
+def _math_shepherd(row: Row, chat: bool) -> RowFields:
+    return RowFields(response=_first(row, "input", "inputs"), label=_first(row, "label", "labels"))
+
+
 def _is_verl(row: Row) -> bool:
     return isinstance(row["prompt"], list) and isinstance(row.get("reward_model") or {}, dict)
 
@@ -185,10 +190,14 @@ def _verl(row: Row, chat: bool) -> RowFields:
     return RowFields(prompt=row["prompt"], label=(row.get("reward_model") or {}).get("ground_truth"))
 
 
+def _ranking(row: Row, chat: bool) -> RowFields:
+    return RowFields(_first(row, "prompt", "question"), row["responses"], label=row.get("scores"))
+
+
 _CHAT, _TURNS = (("messages",),), (("conversations",),)
 _VERL: Columns = (("prompt",), ("reward_model", "extra_info"))
 _PAIR: Columns = (("chosen",), ("rejected",))
-_MARKED: Columns = (("input",), ("label",))
+_MARKED: Columns = (("input", "inputs"), ("label", "labels"))
 _STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
 
 ROW_FORMATS = (
@@ -196,11 +205,12 @@ ROW_FORMATS = (
     RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
     RowFormat("hh", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _hh, fits=_is_transcript),
     RowFormat("preference", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _preference),
+    RowFormat("ranking", {"pairs": (("prompt", "question"), ("responses",))}, _ranking),
     RowFormat("verl", {"prompts": _VERL}, _verl, fits=_is_verl),
     RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
     RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
     RowFormat("steps", {"steps": _STEPWISE}, _steps),
-    RowFormat("math_shepherd", {"steps": _MARKED}, lambda row, _: RowFields(response=row["input"], label=row["label"])),
+    RowFormat("math_shepherd", {"steps": _MARKED}, _math_shepherd),
     RowFormat("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),
     RowFormat(
         "plain",

@@ -56,9 +56,10 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
             f"{context}. Lower --max_len to {context}: longer rows are left out."
         )
     check_token_ids(model_config, f"--pretrain {name}", tokenizer, rows)
-    most_scored = max(map(trainer_class.n_scored, (*train, *held_out)))
+    most_scored = max(config.pack_to or 0, *map(trainer_class.n_scored, (*train, *held_out)))
     role = "reward model" if isinstance(config, TrainRMConfig) else "model"
-    estimated = partial(estimate_supervised, config, longest, len(trainer_class.rows_of(train[0])), most_scored)
+    most_rows = max(len(trainer_class.rows_of(example)) for example in (*train, *held_out))
+    estimated = partial(estimate_supervised, config, max(longest, config.pack_to or 0), most_rows, most_scored)
     estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, {"--dataset": examples_fingerprint(train)})
     n_steps = total_optimizer_steps(config, len(train))
