@@ -53,6 +53,8 @@ class RowsConfig(Options):
     """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
     tools_key: str | None = option(None, rows_of=_TEXTS)
     """Column with schemas of tools for the chat template: a list, also as JSON text (with --apply_chat_template)."""
+    dataset_num_proc: int = option(0, not_negative)
+    """Processes that tokenize, once for all ranks, kept in the cache of 'datasets' (0: every rank by itself)."""
     max_samples: int | None = option(None, at_least(1), resume="must match", rows_of=_ALL)
     """Use at most this many rows of each data set, from the start."""
 

@@ -13,7 +13,7 @@ from openppo.config import PreferenceConfig, RowsConfig, SFTDataConfig, Supervis
 from openppo.config.data import PromptDataConfig
 from openppo.datasets.row_formats import RowFields
 from openppo.datasets.row_reader import Keys, RowReader
-from openppo.datasets.sources import ShowRows, SourceRow, descend, naming_row, value_of
+from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import (
     TokenExample,
     as_messages,
@@ -40,11 +40,11 @@ def load_prompts(
     keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
     reader = RowReader(rows, "prompts", options, keys)
 
-    def render(fields: RowFields, row: SourceRow) -> Prompt:
+    def render(fields: RowFields) -> Prompt:
         return render_prompt(fields.prompt, tokenizer, options, fields.tools)
 
     prompts, n_cut = [], 0
-    for row, whole in zip(rows, reader.make(render, show), strict=True):
+    for row, whole in zip(rows, reader.make(render, Prompt, show, tokenizer), strict=True):
         with naming_row(row):
             key = options.label_key
             label = reader.read(row).label if key is None else value_of(row.row, key, "--label_key")
@@ -119,18 +119,23 @@ def load_sft_examples(
         keys = {"prompt": column, "response": (data.output_key, "--output_key")}
     reader = RowReader(rows, "sft", supervised, keys if named else None)
 
-    def render(fields: RowFields, row: SourceRow) -> TokenExample:
+    def render(fields: RowFields) -> TokenExample:
         if fields.whole is not None:
             return all_targets(render_whole(fields.whole, tokenizer, supervised, fields.tools).token_ids)
         if fields.conversation is not None and supervised.apply_chat_template:
             return render_whole(fields.conversation, tokenizer, supervised, fields.tools)
         return render_response(fields.prompt, fields.response, tokenizer, supervised, fields.tools)
 
-    return reader.within(("--max_len", supervised.max_len), reader.make(render, show))
+    return reader.within(("--max_len", supervised.max_len), reader.make(render, TokenExample, show, tokenizer))
 
 
 def load_documents(
-    rows: Sequence[SourceRow], tokenizer: PreTrainedTokenizerBase, key: str | None, max_len: int, show: ShowRows = iter
+    rows: Sequence[SourceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    key: str | None,
+    max_len: int,
+    show: ShowRows = iter,
+    processes: int = 0,
 ) -> list[TokenExample]:
     """Documents of ``--pretrain_data`` for the PTX loss: BOS if the tokenizer adds one, text, EOS; all are targets.
 
@@ -140,14 +145,14 @@ def load_documents(
     """
     flag = "--pretrain_data"
     keys = None if key is None else {"whole": (key, "--pretrain_key")}
-    options = RowsConfig()
+    options = RowsConfig(dataset_num_proc=processes)
     reader = RowReader(rows, "documents", options, keys)
 
-    def render(fields: RowFields, row: SourceRow) -> TokenExample:
+    def render(fields: RowFields) -> TokenExample:
         text = as_text(fields.whole)
         return all_targets(render_whole(text, tokenizer, options).token_ids if text.strip() else [])
 
-    made = [example.token_ids for example in reader.make(render, show) if example.token_ids]
+    made = [example.token_ids for example in reader.make(render, TokenExample, show, tokenizer) if example.token_ids]
     examples, n_cut = [all_targets(ids[:max_len]) for ids in made], sum(len(ids) > max_len for ids in made)
     if not examples:
         raise ValueError(f"{flag}: every text is empty. Name another column with --pretrain_key.")
@@ -211,41 +216,50 @@ def load_preferences(
     keys: Keys = {"chosen": (data.chosen_key, "--chosen_key"), "rejected": (data.rejected_key, "--rejected_key")}
     named = [data.chosen_key, data.rejected_key] != [PreferenceConfig.chosen_key, PreferenceConfig.rejected_key]
     if data.responses_key is not None:
-        named, keys = True, {"response": (data.responses_key, "--responses_key")}
+        named, keys = True, {"ranked": (data.responses_key, "--responses_key")}
         keys |= {} if data.scores_key is None else {"label": (data.scores_key, "--scores_key")}
     if data.prompt_key is not None:
         named, keys = True, {"prompt": (data.prompt_key, "--prompt_key"), **keys}
     reader = RowReader(rows, "pairs", supervised, keys if named else None)  # a default does not count
 
-    def render(fields: RowFields, row: SourceRow) -> PreferenceExample | RankingExample:
-        row_format = reader.formats.get(row.source)
-        if data.responses_key is not None or (row_format is not None and row_format.name == "ranking"):
-            return _ranked(fields, tokenizer, supervised, data)
-        names = (data.prompt_key or "prompt", "prompt", "question")
-        column = next((name for name in names if descend(row.row, name)), "")
-        is_null = fields.prompt is None and descend(row.row, column) == [None]
-        if is_null and isinstance(fields.chosen, str):  # not a whole text
-            raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
-        sides = (fields.chosen, fields.rejected)
-        chosen, rejected = (_render_side(fields, side, tokenizer, supervised) for side in sides)
-        margin, key = 0.0, data.margin_key
-        if key is not None:
-            value = value_of(row.row, key, "--margin_key")
-            margin = _number(value, f"margin in column {key!r}", "drop --margin_key")
-        return PreferenceExample(chosen, rejected, margin)
+    def render(fields: RowFields) -> PreferenceExample | RankingExample:
+        if fields.ranked is not None:
+            return _ranked(fields, tokenizer, supervised)
+        chosen, rejected = (
+            _render_side(fields, side, tokenizer, supervised) for side in (fields.chosen, fields.rejected)
+        )
+        return PreferenceExample(chosen, rejected)
 
-    pairs, limit = reader.make(render, show), ("--max_len", supervised.max_len)
-    return reader.within(limit, pairs, lambda pair: max(map(len, pair.texts)))
+    made = reader.make(
+        render, lambda **of: (RankingExample if "texts" in of else PreferenceExample)(**of), show, tokenizer
+    )
+    examples = []
+    for row, example in zip(rows, made, strict=True):
+        with naming_row(row):
+            _refuse_null_prompt(reader.read(row), row.row, data.prompt_key)
+            examples.append(example if data.margin_key is None else _with_margin(example, row.row, data.margin_key))
+    return reader.within(("--max_len", supervised.max_len), examples, lambda example: max(map(len, example.texts)))
 
 
-def _ranked(
-    fields: RowFields, tokenizer: PreTrainedTokenizerBase, options: SupervisedConfig, data: PreferenceConfig
-) -> RankingExample:
-    responses, scores = fields.response, fields.label
+def _refuse_null_prompt(fields: RowFields, row: Row, key: str | None) -> None:
+    """Refuse texts beside a prompt that is null: they are no whole texts."""
+    column = next((name for name in (key or "prompt", "prompt", "question") if descend(row, name)), "")
+    are_texts = isinstance(fields.chosen, str) or fields.ranked is not None
+    if fields.prompt is None and are_texts and descend(row, column) == [None]:
+        raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
+
+
+def _with_margin(example: PreferenceExample | RankingExample, row: Row, key: str) -> PreferenceExample:
+    if isinstance(example, RankingExample):
+        raise ValueError("--margin_key is about pairs, and this row is a ranking. Leave the flag out.")
+    value = value_of(row, key, "--margin_key")
+    return replace(example, margin=_number(value, f"margin in column {key!r}", "drop --margin_key"))
+
+
+def _ranked(fields: RowFields, tokenizer: PreTrainedTokenizerBase, options: SupervisedConfig) -> RankingExample:
+    responses, scores = fields.ranked, fields.label
     if not isinstance(responses, list) or len(responses) < 2:
         raise ValueError(f"not a list of two responses or more: {shortened(responses)}. Correct or remove the row.")
-    if data.margin_key is not None:
-        raise ValueError("--margin_key is about pairs, and this row is a ranking. Leave the flag out.")
     if scores is None:
         scores = [-place for place in range(len(responses))]
     if not isinstance(scores, list) or len(scores) != len(responses):

@@ -109,14 +109,14 @@ def load_process_examples(
     named = data.input_key is not None or data.label_key is not None
     reader = RowReader(rows, "steps", supervised, keys if named else None)
 
-    def render(fields: RowFields, row: SourceRow) -> ProcessExample:
+    def render(fields: RowFields) -> ProcessExample:
         steps = _steps(fields, placeholder)
         labels = _labels(fields, len(steps), placeholder, reward_ids)
         ids, places = encode(fields.prompt, steps, fields.tools)
         by_place = dict(zip(places, labels, strict=True))
         return ProcessExample(ids, [by_place.get(t, IGNORED) for t in range(len(ids))])
 
-    examples = reader.make(render, show)
+    examples = reader.make(render, ProcessExample, show, tokenizer, [placeholder, reward_ids])
     kinds = [{type(label) for label in example.labels if label != IGNORED} for example in examples]
     for row, kind in zip(rows, kinds, strict=True):
         with naming_row(row):

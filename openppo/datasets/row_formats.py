@@ -19,8 +19,8 @@ class RowFields:
 
     ``prompt``, ``response``, ``chosen`` and ``rejected`` are texts or lists of chat messages; without a prompt,
     ``chosen`` and ``rejected`` are whole. ``conversation`` is a whole chat, ``whole`` a text without a response. For
-    process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements; of a
-    ranking they are the responses and their scores.
+    process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements. A
+    ranking has its responses in ``ranked``, and in ``label`` their scores.
     ``tools`` are of column ``--tools_key``.
     """
 
@@ -31,6 +31,7 @@ class RowFields:
     label: Any = None
     conversation: list[Message] | None = None
     whole: Any = None
+    ranked: Any = None
     tools: Tools | None = None
 
 
@@ -191,7 +192,7 @@ def _verl(row: Row, chat: bool) -> RowFields:
 
 
 def _ranking(row: Row, chat: bool) -> RowFields:
-    return RowFields(_first(row, "prompt", "question"), row["responses"], label=row.get("scores"))
+    return RowFields(_first(row, "prompt", "question"), ranked=row["responses"], label=row.get("scores"))
 
 
 _CHAT, _TURNS = (("messages",),), (("conversations",),)

@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
 from openppo import logger
 from openppo.config.data import RowsConfig
 from openppo.datasets.row_formats import ROW_FORMATS, RowFields, RowFormat, Task
 from openppo.datasets.sources import ShowRows, SourceRow, naming_row, value_of
 from openppo.datasets.templates import read_tools
+from openppo.datasets.tokenization import to_json, tokenize, tokenizing_content
 
 T = TypeVar("T")
 Keys = Mapping[str, tuple[str, str]]
@@ -32,7 +35,8 @@ class RowReader:
 
     def __init__(self, rows: Sequence[SourceRow], task: Task, options: RowsConfig, keys: Keys | None = None) -> None:
         self.rows, self.task, self.chat, self.keys = rows, task, options.apply_chat_template, keys or {}
-        self.tools_key = options.tools_key
+        self.tools_key, self.processes = options.tools_key, options.dataset_num_proc
+        self.content = task, self.chat, options.input_template, options.chat_template_kwargs
         self.formats: dict[str, RowFormat] = {}
         named = options.data_format
         if self.keys and named not in ("auto", "plain"):
@@ -64,12 +68,35 @@ class RowReader:
             )
         return row_format.read(row.row, self.chat)
 
-    def make(self, render: Callable[[RowFields, SourceRow], T], show: ShowRows) -> list[T]:
-        """What ``render`` makes of each row, in order; its ``ValueError`` names the flag of the data and the row."""
-        made = []
-        for row in show(self.rows):
+    def make(
+        self,
+        render: Callable[[RowFields], T],
+        kind: Callable[..., T],
+        show: ShowRows,
+        tokenizer: PreTrainedTokenizerBase,
+        more: object = None,
+    ) -> list[T]:
+        """What ``render`` makes of each row, in order; its ``ValueError`` names the flag of the data and the row.
+
+        With ``--dataset_num_proc`` other processes make the attributes of ``kind``, or they are kept from before.
+        ``render`` depends on ``tokenizer``, options of templates and ``more``.
+        """
+        made: list[T] = []
+        if self.processes == 0:
+            for row in show(self.rows):
+                with naming_row(row):
+                    made.append(render(self.read(row)))
+            return made
+        fields = []
+        for row in self.rows:
             with naming_row(row):
-                made.append(render(self.read(row), row))
+                fields.append(to_json(self.read(row)))
+        found = tokenize(render, fields, tokenizing_content(tokenizer, *self.content, more), self.processes, show)
+        for row, attributes in zip(self.rows, found, strict=True):
+            with naming_row(row):
+                if isinstance(attributes, str):
+                    raise ValueError(attributes)
+                made.append(kind(**attributes))
         return made
 
     def within(

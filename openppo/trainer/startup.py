@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
@@ -35,6 +35,9 @@ from openppo.types import Comm
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.datasets import ShowRows
     from openppo.strategy.deepspeed import DeepspeedStrategy
+
+
+T = TypeVar("T")
 
 
 def quiet_libraries() -> None:
@@ -101,6 +104,15 @@ def start_trackers(
 def tokenizing(comm: Comm) -> ShowRows:
     """For loaders of data: a bar on rank 0, and a sign of progress from all."""
     return lambda rows: progress_bar(rows, "tokenizing", enabled=comm.rank == 0)
+
+
+def once_per_host(comm: Comm, options: RowsConfig, load: Callable[[], T]) -> T:
+    """``load()`` on all ranks; with ``--dataset_num_proc`` on the first of each host first, whose cache others read."""
+    made: T | None = None
+    if options.dataset_num_proc > 0:
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        made = collective(comm, lambda: load() if is_first else None)
+    return collective(comm, lambda: load() if made is None else made)
 
 
 def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, options: RowsConfig) -> PreTrainedTokenizerBase:

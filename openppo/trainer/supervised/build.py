@@ -22,7 +22,7 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory.estimate import estimate_supervised
 from openppo.trainer.memory.sizing import log_memory
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_options, load_policy_tokenizer, start_trackers, tokenizing
+from openppo.trainer.startup import check_options, load_policy_tokenizer, once_per_host, start_trackers, tokenizing
 from openppo.trainer.summary import log_supervised_start
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer, SFTTrainer
@@ -109,7 +109,7 @@ def load_train_and_eval(
         return make(rows, show=tokenizing(comm))
 
     given = "--dataset", options.dataset, options.dataset_probs, options.dataset_split
-    train = collective(comm, lambda: load(*given))
-    held_out = collective(comm, lambda: load("--eval_dataset", options.eval_dataset, None, options.eval_split))
+    held_out_given = "--eval_dataset", options.eval_dataset, None, options.eval_split
+    train, held_out = (once_per_host(comm, options, partial(load, *each)) for each in (given, held_out_given))
     check_same(comm, {"--dataset": train, "--eval_dataset": held_out})
     return train, held_out
