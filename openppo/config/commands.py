@@ -171,6 +171,8 @@ class TrainPPOConfig(TrainingConfig):
             )
         flag = "--rollout_batch_size" if self.agents.n_envs is None else "--n_envs"
         yield from (text.replace("--rollout_batch_size", flag) for text in counts)
+        if self.agents.form is not None:
+            yield from self.data.unread_by_agents()
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
             yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
         if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:
@@ -232,12 +234,21 @@ class SupervisedCommand(TrainingConfig):
 
     supervised: SupervisedConfig
 
+    @property
+    def pack_to(self) -> int | None:
+        """Tokens of a row that several samples may share; None for a row each."""
+        return None
+
 
 @dataclass(frozen=True)
 class TrainSFTConfig(SupervisedCommand):
     """Options of openppo.cli.train_sft."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
+
+    @property
+    def pack_to(self) -> int | None:
+        return self.supervised.max_len if self.data.packing else None
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,12 @@ class PairWiseLoss(nn.Module):
 
 
 class LogExpLoss(nn.Module):
-    """log(1 + exp(r_rejected - r_chosen)), averaged over pairs (arXiv 2204.05862): PairWiseLoss without margin."""
+    """log(1 + exp(r_rejected - r_chosen + margin)), averaged over pairs (arXiv 2204.05862): as PairWiseLoss."""
 
-    def forward(self, chosen_reward: Tensor, reject_reward: Tensor) -> Tensor:
-        """Rewards of shape (B,); scalar."""
-        return F.softplus(reject_reward - chosen_reward).mean()
+    def forward(self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None) -> Tensor:
+        """Rewards and optional ``margin`` of shape (B,); scalar."""
+        difference = reject_reward - chosen_reward
+        return F.softplus(difference if margin is None else difference + margin).mean()
 
 
 class PRMLoss(nn.Module):

@@ -23,8 +23,8 @@ class FrozenPolicy:
         self.context = context_length(self.config)
         check_cache(self.config)
         attention_implementation(options.flash_attn, options.bf16)
-        kwargs = parse_template_kwargs(options.chat_template_kwargs)
-        self.tokenizer = load_tokenizer(self.pretrain, "--pretrain", trust_remote_code=trust, template_kwargs=kwargs)
+        given = parse_template_kwargs(options.chat_template_kwargs), options.chat_template
+        self.tokenizer = load_tokenizer(self.pretrain, "--pretrain", None, trust, *given)
 
     def load(self, prepare: Callable[[Actor], object], max_batch_size: int | None = None, **engine: Any) -> None:
         """Load the weights; ``prepare`` moves them to this rank's device, ``engine`` are more options of the engine."""

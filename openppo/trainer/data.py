@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets.sources import value_of
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import forward_size
 from openppo.models.loading import load_options
@@ -23,7 +24,7 @@ from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
+from openppo.trainer.startup import check_context, load_policy_tokenizer, once_per_host, tokenizing
 from openppo.types import Comm, Prompt
 
 
@@ -91,12 +92,14 @@ def load_ppo_data(
             given, split = (options.pretrain_data, options.pretrain_data_probs), options.pretrain_split
             rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=split, seed=seed)
             key = options.pretrain_key or options.input_key
-            documents = load_documents(rows, tokenizer, key, longest, show)
-            prints["--pretrain_data"] = examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
+            documents = load_documents(rows, tokenizer, key, longest, show, options.dataset_num_proc)
+            prints["--pretrain_data"] = examples_fingerprint(
+                row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows
+            )
         check_token_ids(actor_config, model, tokenizer, ids + [document.token_ids for document in documents])
         return PPOData(read, held_out, documents, prints, longest)
 
-    data = collective(comm, load_all)
+    data = once_per_host(comm, options, load_all)
     prompt_ids, held_out_ids = (list(map(_content, each)) for each in (data.prompts, data.held_out))
     check_same(comm, {"--prompt_data": prompt_ids, "--eval_data": held_out_ids, "--pretrain_data": data.documents})
     return data
@@ -206,7 +209,7 @@ def check_models(
         collective(strategy.comm, check_vllm)
     elif samples:
         check_cache(actor_config)
-    tokenizer = load_policy_tokenizer(model.pretrain, trust, config.data.chat_template_kwargs)
+    tokenizer = load_policy_tokenizer(model.pretrain, trust, config.data)
     for flag, name in _other_models(config):
         check_model(name, flag, trust)
         if own_tokenizer(flag, name, model.pretrain, tokenizer, trust) is not None:

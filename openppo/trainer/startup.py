@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import flat_dict, parse_template_kwargs
+from openppo.config import RowsConfig, flat_dict, parse_template_kwargs
 from openppo.config.fields import declared_options, rules_of
 from openppo.models.pretrained import context_length, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
@@ -35,6 +35,9 @@ from openppo.types import Comm
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.datasets import ShowRows
     from openppo.strategy.deepspeed import DeepspeedStrategy
+
+
+T = TypeVar("T")
 
 
 def quiet_libraries() -> None:
@@ -103,10 +106,19 @@ def tokenizing(comm: Comm) -> ShowRows:
     return lambda rows: progress_bar(rows, "tokenizing", enabled=comm.rank == 0)
 
 
-def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, kwargs: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``--pretrain``, whose chat template gets ``kwargs``: ``--chat_template_kwargs``."""
-    arguments = parse_template_kwargs(kwargs)
-    return load_tokenizer(pretrain, "--pretrain", trust_remote_code=trust_remote_code, template_kwargs=arguments)
+def once_per_host(comm: Comm, options: RowsConfig, load: Callable[[], T]) -> T:
+    """``load()`` on all ranks; with ``--dataset_num_proc`` on the first of each host first, whose cache others read."""
+    made: T | None = None
+    if options.dataset_num_proc > 0:
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        made = collective(comm, lambda: load() if is_first else None)
+    return collective(comm, lambda: load() if made is None else made)
+
+
+def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, options: RowsConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``--pretrain`` with the chat template of ``options`` and its arguments."""
+    given = parse_template_kwargs(options.chat_template_kwargs), options.chat_template
+    return load_tokenizer(pretrain, "--pretrain", None, trust_remote_code, *given)
 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:

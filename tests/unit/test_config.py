@@ -141,6 +141,12 @@ ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
 ppo reward_fn=None | ...No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name]
 ppo "input_template={} {}" | must contain {} once, where the prompt goes; got '{} {}'
 ppo chat_template_kwargs={} | has no effect without --apply_chat_template: add
+sft chat_template=f | has no effect without --apply_chat_template: add
+rm scores_key=s | has no effect without --responses_key: add
+rm responses_key=r margin_key=m | ...--margin_key is about pairs, and --responses_key names rankings
+rm tools_key=t | has no effect without --apply_chat_template: add
+ppo tools=t.py prompt_truncation=left | ...left cuts no conversation of agents: use drop or error
+evaluate tools=t.py reward_fn=f.py tools_key=t apply_chat_template=true | ...no agent can run: leave it out
 sft apply_chat_template=true chat_template_kwargs=a=1 | ...--chat_template_kwargs a=1: not a JSON obj
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=2 ranks=4 | 6 does not divide among 4...multiple of 4
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=3 ranks=2 | 6 x ...= 18 samples...a divisor of
@@ -194,7 +200,6 @@ ppo ref_pretrain=r init_kl_coef=0.0 | ...--ref_pretrain: --init_kl_coef 0 uses n
 ppo target_modules=[] | needs at least one name, or 'all-linear'
 sft load_in_4bit=true | ...give --lora_rank
 ppo load_in_4bit=true lora_rank=4 zero_stage=3 | ...--load_in_4bit: ... --zero_stage 0, 1 or 2
-rm margin_key=m loss=logexp | works with --loss sigmoid only
 evaluate reward_fn=None | ...No reward is given
 serve host=0.0.0.0 | 0.0.0.0 can be reached by others: give a --token_file
 export critic_pretrain=c | has an effect with --role critic only: add --role critic

@@ -40,7 +40,7 @@ from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engines import check_like, check_sampling
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.startup import check_context, tokenizing
+from openppo.trainer.startup import check_context, once_per_host, tokenizing
 from openppo.types import Comm, Prompt, StopCheck, Trajectory
 
 
@@ -55,7 +55,7 @@ class _Job:
         self.tokenizer = tokenizer = self.policy.tokenizer
         if maker is not None:
             maker.check(tokenizer)
-        self.prompts = self._load_prompts(maker)
+        self.prompts = once_per_host(self.comm, options, lambda: self._load_prompts(maker))
         ids = [prompt.token_ids for prompt in self.prompts]
         longest = max(map(len, ids)) if maker is None else options.prompt_max_len
         check_context(self.policy.config, model, longest, options.generate_max_len)

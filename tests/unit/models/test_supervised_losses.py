@@ -37,6 +37,7 @@ def test_pairwise_losses_by_hand():
     assert PairWiseLoss()(chosen, rejected).item() == pytest.approx(plain, abs=1e-9)
     assert LogExpLoss()(chosen, rejected).item() == pytest.approx(plain, abs=1e-9)
     assert PairWiseLoss()(chosen, rejected, margin).item() == pytest.approx(with_margin, abs=1e-9)
+    assert LogExpLoss()(chosen, rejected, margin).item() == pytest.approx(with_margin, abs=1e-9)
 
     for loss in (PairWiseLoss(), LogExpLoss()):
         for lead, expected, slope in ((1000.0, 0.0, 0.0), (-1000.0, 1000.0, -1.0)):  # huge differences are stable
