@@ -14,6 +14,7 @@ from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, join_rows,
 from openppo.models.loss import ValueLoss, token_weights
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
+from openppo.tracking.phase import timed
 from openppo.types import Comm, Experience, Trajectory
 
 
@@ -26,6 +27,7 @@ class CriticStep:
         self.taken: tuple[float, Metrics] | None = None
         """Norm and metrics of a step that ``OnePassCritic`` has taken, until ``train`` reports it."""
 
+    @timed("critic_training")
     def train(
         self,
         batch: MiniBatch,
