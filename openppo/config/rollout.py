@@ -72,6 +72,8 @@ class EvaluationConfig(Options):
     """Evaluate every this many global steps (-1: at the end of each episode)."""
     eval_before_training: bool = False
     """Evaluate before the first step too."""
+    val_only: bool = False
+    """Evaluate --pretrain, with --load_checkpoint the newest checkpoint, log to '<save_path>_val_only', and end."""
     eval_n_samples_per_prompt: int = option(1, at_least(1), measures=True)
     """Responses to each held-out prompt; with several, pass@k is reported up to this k."""
     eval_temperature: float = option(0.0, not_negative, measures=True)

@@ -30,7 +30,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.tracking import PhaseTimer, StepProfiler
+from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
@@ -51,7 +51,7 @@ from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
-from openppo.trainer.startup import check_options, start_trackers
+from openppo.trainer.startup import check_options, rollout_trackers, start_trackers
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
 from openppo.types import RolloutSource, StopCheck
@@ -65,8 +65,9 @@ def build_ppo_trainer(
     strategy: DeepspeedStrategy | None = None,
     callbacks: Sequence[Callback] = (),
     source: RolloutSource | SamplerMaker | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> PPOTrainer:
-    """A trainer; ``source`` gives trajectories, or makes them of prompts. ``ValueError`` names the flag to change."""
+    """A trainer; ``source`` gives or makes trajectories, ``trackers`` log on rank 0. ``ValueError`` names the flag."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
     strategy, samples = strategy or _strategy(config), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
@@ -103,7 +104,7 @@ def build_ppo_trainer(
         engine=engine,
         scorer=scorer,
         data=data,
-        trackers=start_trackers(config, strategy, HEADLINE, plan.n_steps, checkpointer.found_step),
+        trackers=_trackers(config, strategy, plan, checkpointer, trackers),
         grading=Grading.of(comm, config.eval_rewards, config.evaluation.pass_reward, eval_scorer),
         ema=ema,
         pack_documents_to=pack_documents_to,
@@ -132,8 +133,24 @@ def _checked(
         maker.check(tokenizer)
     if not samples:
         return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False)
-    tasks = TaskMaker.of(config, maker)
-    return tokenizer, actor_config, load_tasks_data(tasks, tokenizer, actor_config, strategy.comm)
+    data = load_tasks_data(TaskMaker.of(config, maker), tokenizer, actor_config, strategy.comm)
+    if config.evaluation.val_only and not data.held_out:
+        raise ValueError("--val_only: no task has eval_data: give it to one in the file of --tasks.")
+    return tokenizer, actor_config, data
+
+
+def _trackers(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    plan: BatchPlan,
+    checkpointer: Checkpointer,
+    own: Sequence[Tracker],
+) -> Trackers:
+    """Those of options, and on rank 0 those of the caller."""
+    resume_step = None if config.evaluation.val_only else checkpointer.found_step
+    config, own = config.for_evaluation, own if strategy.is_main else ()
+    own = [*own, *rollout_trackers(config, strategy, resume_step)]
+    return start_trackers(config, strategy, HEADLINE, plan.n_steps, resume_step, own)
 
 
 def _plan(

@@ -15,6 +15,7 @@ from openppo.models.loss import ValueLoss, token_weights
 from openppo.models.padding import on_device
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
+from openppo.tracking.phase import timed
 from openppo.types import Comm, Experience, Trajectory
 
 
@@ -27,6 +28,7 @@ class CriticStep:
         self.taken: tuple[float, Metrics] | None = None
         """Norm and metrics of a step that ``OnePassCritic`` has taken, until ``train`` reports it."""
 
+    @timed("critic_training")
     def train(
         self,
         batch: MiniBatch,

@@ -13,17 +13,20 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import RowsConfig, flat_dict, parse_template_kwargs
+from openppo.config import RowsConfig, TrainPPOConfig, flat_dict, parse_template_kwargs
 from openppo.config.fields import declared_options, rules_of
 from openppo.models.pretrained import context_length, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
+    RolloutTracker,
+    Tracker,
     Trackers,
     check_run_folder,
     check_trackers,
     cut_logs,
     environment,
     make_trackers,
+    prepare_rollouts,
     progress_bar,
     save_run,
     set_aside_logs,
@@ -82,9 +85,14 @@ def check_options(config: Any, comm: Comm, **given: bool | None) -> None:
 
 
 def start_trackers(
-    config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int, resume_step: int | None = None
+    config: Any,
+    strategy: DeepspeedStrategy,
+    headline: Sequence[str],
+    total_steps: int,
+    resume_step: int | None = None,
+    own: Sequence[Tracker] = (),
 ) -> Trackers:
-    """Trackers of a command; its resolved options and its environment as files in ``<save_path>/logs``.
+    """Trackers of a command, and ``own``; its resolved options and its environment as files in ``<save_path>/logs``.
 
     Logs of a run that resumes after step ``resume_step`` are continued there; any other logs are set aside.
     """
@@ -98,7 +106,21 @@ def start_trackers(
         return ValueError(f"--save_path {path}: cannot be written ({message}); choose another folder.")
 
     collective(strategy.comm, lambda: prepare(Path(path) / "logs") if strategy.is_main else None, OSError, failure)
-    return make_trackers(path, config.tracking, options, strategy.comm, headline, total_steps, resume_step)
+    return make_trackers(path, config.tracking, options, strategy.comm, headline, total_steps, resume_step, own)
+
+
+def rollout_trackers(config: TrainPPOConfig, strategy: DeepspeedStrategy, resume_step: int | None) -> list[Tracker]:
+    """What writes ``--dump_rollouts``, on every rank, if it is given."""
+    folder, comm = config.dump.dump_rollouts, strategy.comm
+    if folder is None:
+        return []
+
+    def failure(message: str) -> ValueError:
+        return ValueError(f"--dump_rollouts {folder}: cannot be written ({message}); choose another folder.")
+
+    path = Path(folder)
+    collective(comm, lambda: prepare_rollouts(path, resume_step) if strategy.is_main else None, OSError, failure)
+    return [RolloutTracker(path, comm.rank, config.dump.dump_max_mib * 2**20)]
 
 
 def tokenizing(comm: Comm) -> ShowRows:

@@ -189,6 +189,11 @@ sft dataset=a,b dataset_probs=1,x | ...--dataset_probs '1,x': give one positive 
 ppo eval_n_samples_per_prompt=4 | 4 ...: raise --eval_temperature
 generate n_samples_per_prompt=2 | 2 with --temperature 0 gives one response...raise --temperature
 ppo eval_before_training=true | needs --eval_data
+ppo val_only=true | needs --eval_data
+ppo val_only=true eval_data=e rollout_ranks=1 ranks=2 | evaluates on the ranks that train...: leave out --rollout_ranks
+ppo dump_tokens=true | adds to --dump_rollouts: name a folder
+ppo dump_rollouts= | must be the path of a folder
+ppo dump_max_mib=0 dump_rollouts=d | must be positive
 ppo zpg=2 ranks=2 | 2 partitions weights, ... use --zero_stage 3
 sft "stop_when=['loss < 1',kl]" | 'kl': write a metric, one of > >= < <=
 sft "stop_when=['> 0.2']" eval_dataset=e | '> 0.2': write a metric, one of > >= < <=

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -36,10 +35,9 @@ from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.weights import WholeWeights
 from openppo.tracking import Metrics, progress_bar
-from openppo.tracking.console import table_lines, write_line
-from openppo.tracking.report.run_data import short_names
+from openppo.tracking.console import write_line
 from openppo.trainer.engines import check_like, check_sampling
-from openppo.trainer.evaluation.evaluator import Grading
+from openppo.trainer.evaluation.evaluator import Grading, evaluation_table
 from openppo.trainer.startup import check_context, once_per_host, tokenizing
 from openppo.types import Comm, Prompt, StopCheck, Trajectory
 
@@ -209,23 +207,6 @@ class EvaluateJob(_Job):
             row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": episode.messages}
             row |= {"error": episode.error, "output": episode.output}
         return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(reward)}
-
-
-def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> list[str]:
-    """One line for each metric, one column for all prompts and, if there are several, for each of their ``sources``.
-
-    ``sources`` has that of each prompt; ``metrics`` are named as ``Grading`` names them.
-    """
-    names = short_names(sources)
-    columns = {"all": "eval_"} | {name: f"eval/{name}/" for name in sorted(names.values()) if len(names) > 1}
-    counts = {"all": len(sources), **Counter(names[source] for source in sources)}
-    rows = [["", *columns], ["prompts", *(str(counts[column]) for column in columns)]]
-    for name in [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]:
-        if name.startswith("agent/") and metrics[f"eval_{name}"] == 0:
-            continue  # an ending that no episode has
-        values = [metrics.get(prefix + name) for prefix in columns.values()]
-        rows.append([name, *("-" if value is None else f"{value:.4f}" for value in values)])
-    return table_lines(rows, stream=sys.stdout)
 
 
 def check_output(path: str) -> Path:

@@ -21,6 +21,7 @@ FILES = {
     "prompts.jsonl": '{"input": "abc", "answer": "d"}\n' * 4,
     "tool.jsonl": '{"input": "ab<tool>c"}\n' * 4,
     "notes.txt": "a\n",
+    "tasks.yaml": "tasks: [{name: one, data: D/prompts.jsonl, reward: D/reward.py}]\n",
     "sft.jsonl": '{"input": "abc", "output": "de"}\n' * 4,
     "long.jsonl": json.dumps({"input": "a" * 70, "output": "b"}) + "\n",
     "pairs.jsonl": '{"prompt": "a", "chosen": "bc", "rejected": "de", "margin": "much"}\n' * 4,
@@ -160,7 +161,7 @@ def put(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     """Puts the folders of models and data, which hold ``FILES``, into a text."""
     folder = tmp_path_factory.mktemp("data")
     for name, text in FILES.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text.replace("D/", f"{folder}/"))
     return lambda text: text.replace("M/", f"{models}/").replace("D/", f"{folder}/")
 
 
