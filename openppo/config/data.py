@@ -155,7 +155,7 @@ class PreferenceConfig(Options):
 
     def problems(self) -> Iterator[str]:
         if self.margin_key is not None and self.loss != "sigmoid":
-            yield "--margin_key works with --loss sigmoid only: log-exp has no margin."
+            yield "--margin_key works with --loss sigmoid only: use it, or leave the margin out."
 
 
 @dataclass(frozen=True)

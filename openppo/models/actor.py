@@ -71,6 +71,9 @@ class Actor(nn.Module):
         that start again at 0 mark several documents in one row, which do not see each other (see ``packing_is_exact``);
         the first token of each must not be in ``action_mask``.
         """
+        if not isinstance(attention_mask, Tensor):
+            order = "(sequences, attention_mask, action_mask), where action_mask marks what num_actions counts"
+            raise TypeError(f"attention_mask is {attention_mask!r}, no tensor: OpenPPO's order is {order}.")
         wanted = attention_mask.bool() if action_mask is None else action_mask.bool()
         wanted = F.pad(wanted[:, 1:], (1, 0))  # (B, L)
         temperature = self.temperature if temperature is None else temperature
