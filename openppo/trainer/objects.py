@@ -154,7 +154,7 @@ def _problems(config: TrainPPOConfig, given: Mapping[str, Any], samples: bool, a
         yield f"{', '.join(given)}: {ranks}; leave --rollout_ranks out, or save the objects and name their files."
     if "actor" in given and samples and config.generation.rollout_engine == "vllm":
         yield "actor: vLLM loads --pretrain from its folder; use --rollout_engine hf, or save the actor there."
-    if "critic" in given and not ESTIMATORS[estimator].uses_critic:
+    if "critic" in given and estimator in ESTIMATORS and not ESTIMATORS[estimator].uses_critic:
         yield f"critic: --advantage_estimator {estimator} has none; leave it out, or use --advantage_estimator gae."
     if "reference" in given and config.kl.init_kl_coef == 0:
         yield "reference: --init_kl_coef 0 uses none; leave it out, or give a positive --init_kl_coef."
@@ -183,7 +183,7 @@ def _problems_of_models(config: TrainPPOConfig, models: Mapping[str, Any]) -> It
         head: Any = getattr(bare, HEAD, None) if role == "critic" else bare.get_output_embeddings()
         if head is None or (role == "critic" and head.weight.shape[0] != 1) or getattr(model, "role", role) != role:
             load = 'get_llm_for_sequence_regression(NAME, "critic")' if role == "critic" else "AutoModelForCausalLM"
-            yield f"{role}: {type(bare).__name__} has not the head of a {role}; load it with {load}."
+            yield f"{role}: {type(bare).__name__} lacks the head of that role; load it with {load}."
         if strange := {str(p.dtype) for p in bare.parameters()} - {"torch.float32", str(wanted)}:
             yield f"{role}: its weights are {', '.join(strange)}, and the run's {wanted}; load it so, or change --bf16."
         if any(hasattr(p, "ds_id") for p in bare.parameters()):

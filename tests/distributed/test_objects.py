@@ -1,6 +1,7 @@
 """A run of the caller's objects is the run of what options name, bit for bit, and resumes when it gets them again."""
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.runs import left_by
@@ -27,6 +28,7 @@ def prompts(tokenizer, first=0):
 
 def objects(kind):
     actor = AutoModelForCausalLM.from_pretrained(f"{tiny}/actor")
+    actor.model.layers[0].requires_grad_("frozen" not in kind)
     return {
         "actor": Actor(actor) if kind == "wrapped" else actor,
         "critic": AutoModelForSequenceClassification.from_pretrained(f"{tiny}/reward"),
@@ -47,7 +49,7 @@ for run in runs:
     except ValueError as error:
         print(name, "is refused:", error)
         continue
-    if kind == "two_steps":
+    if "two_steps" in kind:
         for batch in islice(trainer.prompt_batches(), 2):
             trainer.report(trainer.step(batch))
     else:
@@ -74,14 +76,22 @@ def start(tiny, folder):
 
 def test_objects_train_as_their_names_do_and_resume(tiny, tmp_path, launch):
     start(tiny, tmp_path)
-    runs = "names:named objects:plain wrapped:wrapped parts:two_steps"
-    runs += " parts:wrong:--load_checkpoint parts:fewer:--load_checkpoint parts:named:--load_checkpoint"
-    printed = launch(1, "program.py", tiny, runs + " parts:plain:--load_checkpoint", *FLAGS, cwd=tmp_path)
-    print(printed)
+    runs = """names:named objects:plain wrapped:wrapped parts:two_steps frozen:frozen frozen_parts:frozen_two_steps
+        frozen_parts:frozen:--load_checkpoint parts:wrong:--load_checkpoint parts:fewer:--load_checkpoint
+        parts:named:--load_checkpoint parts:plain:--load_checkpoint"""
+    printed = launch(1, "program.py", tiny, runs, *FLAGS, cwd=tmp_path)
     names, *others = (left_by(tmp_path / name) for name in ("names", "objects", "wrapped", "parts"))
     assert [line["step"] for line in names.metrics] == [1, 2, 3]
     assert all(line["kl"] > 0.01 and line["value_loss"] > 0 for line in names.metrics)
     assert all(run == names for run in others)
+    frozen, parts = (left_by(tmp_path / name) for name in ("frozen", "frozen_parts"))
+    assert frozen == parts
+    layers = {}
+    for folder in (tiny / "actor", tmp_path / "frozen"):
+        weights = load_file(folder / "model.safetensors")
+        layers[folder.name] = [[w for n, w in sorted(weights.items()) if f"layers.{i}." in n] for i in (0, 1)]
+    assert all(map(torch.equal, layers["actor"][0], layers["frozen"][0]))
+    assert not any(map(torch.equal, layers["actor"][1], layers["frozen"][1]))
     refused = [line for line in printed.splitlines() if "is refused" in line]
     assert len(refused) == 3
     for line, why in zip(

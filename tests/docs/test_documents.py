@@ -167,8 +167,18 @@ def test_the_code_of_parts_runs_exactly_as_shown(run: Run, workshop: Path, tmp_p
     assert all(said in printed for said in ("KL per token", "the policy loss inside Accelerate is", "train_loss"))
 
 
+def test_the_code_of_objects_runs_exactly_as_shown_and_resumes(run: Run, workshop: Path, tmp_path: Path) -> None:
+    (tmp_path / "MODEL").symlink_to(workshop / "policy")
+    for _ in range(2):
+        run_blocks(run, tmp_path, ["objects"])
+        assert len((tmp_path / "ckpt/objects/logs/metrics.jsonl").read_text().splitlines()) == 2
+    assert "prompt_data: (given in Python)" in (tmp_path / "ckpt/objects/logs/config.yaml").read_text()
+
+
 def test_each_name_beside_one_of_openrlhf_imports() -> None:
-    rows = [row.split("|") for row in DOCS["parts"].partition("| OpenRLHF 0.6.1 |")[2].splitlines()[2:] if row[:1] == "|"]
+    rows = [
+        row.split("|") for row in DOCS["parts"].partition("| OpenRLHF 0.6.1 |")[2].splitlines()[2:] if row[:1] == "|"
+    ]
     old = " ".join(row[1] for row in rows)
     asked = "Actor Experience Samples compute_reward normalize backward NaiveExperienceMaker"
     assert [name for name in asked.split() if not re.search(rf"\b{name}\b", old)] == []
