@@ -140,7 +140,7 @@ def test_what_the_actor_cannot_give_is_looked_for_before_weights_are_loaded(acto
             check_models(config, run, own=OwnObjects(actor=actor, tokenizer=tokenizer, **objects))
     own = OwnObjects(actor=actor, critic=small, tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"critic \(given in Python\): token .* has the id"):
-        own.check_vocabularies(tokenizer, actor.config)
+        check_models(named({"init_kl_coef": 0}, **vars(own)), run, own=own)
     whole = OwnObjects(actor=actor, critic=critic, tokenizer=tokenizer)
     assert check_models(named({"init_kl_coef": 0}, **vars(whole)), run, own=whole) == (tokenizer, actor.config)
 
