@@ -64,15 +64,14 @@ def load_ppo_data(
     def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
         if not source or not prompts:
             return []
+        if flag == "--prompt_data" and own.prompts is not None:
+            return own.read_prompts(tokenizer, options, empty=agent is not None)
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
         load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
         return load_rows(rows, tokenizer, options, show)
 
     def load_all() -> PPOData:
-        if own.prompts is not None:
-            read = own.read_prompts(tokenizer, options, empty=agent is not None)
-        else:
-            read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)
+        read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)
         prints = {"--prompt_data": examples_fingerprint(map(_content, read))} if read else {}
         held_out = load("--eval_data", evaluation.eval_data, None, evaluation.eval_split)
         read = read or seed_prompts(config.agents.n_envs or 0)
@@ -83,9 +82,8 @@ def load_ppo_data(
             agent.check_prompts([*read, *held_out])
             longest = config.agents.episode_max_len or options.prompt_max_len + new_tokens
             longest = min(longest, context_length(actor_config) or longest)
-        known = own.configs | {"--pretrain": actor_config}
         for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
-            model_config = known.get(flag) or check_model(name, flag, config.model.trust_remote_code)
+            model_config = own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
             check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
         documents: list[TokenExample] = []
         if options.pretrain_data is not None and config.ppo.ptx_coef > 0:
@@ -196,7 +194,7 @@ def check_models(
     for name, declared in declared_options(TrainPPOConfig).items() if critic_start(config) is None else ():
         if rules_of(declared).of_critic and given[name] != declared.default:
             raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
-    actor_config = own.actor_config or collective(
+    actor_config = own.configs.get("--pretrain") or collective(
         strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust)
     )
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed

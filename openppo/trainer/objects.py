@@ -58,13 +58,8 @@ class OwnObjects:
 
     @property
     def configs(self) -> dict[str, PreTrainedConfig]:
-        """Configs of critic and reference by the flag that would name them."""
-        return {f"--{_FLAGS[role]}": _bare(model).config for role, model in self.models.items() if role != "actor"}
-
-    @property
-    def actor_config(self) -> PreTrainedConfig | None:
-        """That of an actor that is given."""
-        return None if self.actor is None else _bare(self.actor).config
+        """Configs of the models by the flag that would name them."""
+        return {f"--{_FLAGS.get(role, 'pretrain')}": _bare(model).config for role, model in self.models.items()}
 
     def named(self, config: TrainPPOConfig, comm: Comm, samples: bool, are_tasks: bool) -> TrainPPOConfig:
         """``config`` with ``GIVEN`` as the name of each object; ``ValueError`` on all ranks for what cannot work.
