@@ -78,12 +78,14 @@ def test_objects_train_as_their_names_do_and_resume(tiny, tmp_path, launch):
     start(tiny, tmp_path)
     runs = """names:named objects:plain wrapped:wrapped parts:two_steps frozen:frozen frozen_parts:frozen_two_steps
         frozen_parts:frozen:--load_checkpoint parts:wrong:--load_checkpoint parts:fewer:--load_checkpoint
-        parts:named:--load_checkpoint parts:plain:--load_checkpoint"""
+        parts:named:--load_checkpoint parts:plain:--load_checkpoint
+        lora_names:named:--lora_rank=2 lora:plain:--lora_rank=2"""
     printed = launch(1, "program.py", tiny, runs, *FLAGS, cwd=tmp_path)
     names, *others = (left_by(tmp_path / name) for name in ("names", "objects", "wrapped", "parts"))
     assert [line["step"] for line in names.metrics] == [1, 2, 3]
     assert all(line["kl"] > 0.01 and line["value_loss"] > 0 for line in names.metrics)
     assert all(run == names for run in others)
+    assert left_by(tmp_path / "lora") == left_by(tmp_path / "lora_names") != names
     frozen, parts = (left_by(tmp_path / name) for name in ("frozen", "frozen_parts"))
     assert frozen == parts
     layers = {}
