@@ -72,6 +72,9 @@ class Actor(nn.Module):
         the first token of each must not be in ``action_mask``. Tensors may be on the host, where it is known without
         waiting for a GPU how many places have log-probs.
         """
+        if not isinstance(attention_mask, Tensor):
+            order = "(sequences, attention_mask, action_mask), where action_mask marks what num_actions counts"
+            raise TypeError(f"attention_mask is {attention_mask!r}, no tensor: OpenPPO's order is {order}.")
         wanted = attention_mask.bool() if action_mask is None else action_mask.bool()
         wanted = F.pad(wanted[:, 1:], (1, 0))  # (B, L)
         temperature = self.temperature if temperature is None else temperature

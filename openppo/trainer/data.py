@@ -1,6 +1,8 @@
 """What a PPO run reads and is rewarded by, or each of its tasks; and whether models and options fit together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -23,6 +25,7 @@ from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.tracking.report.run_data import short_names
+from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_context, load_policy_tokenizer, once_per_host, tokenizing
 from openppo.types import Comm, Prompt
@@ -56,11 +59,12 @@ def load_ppo_data(
     comm: Comm,
     prompts: bool = True,
     agent: SamplerMaker | None = None,
+    own: OwnObjects = NOTHING,
 ) -> PPOData:
     """Everything that the run reads, the same on all ranks; without ``prompts`` only documents.
 
-    With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError`` names the flag and the row of
-    what cannot be used, and the ranks if only some cannot.
+    ``own`` may hold the prompts. With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError``
+    names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
     options, evaluation, new_tokens = config.data, config.evaluation, config.generation.generate_max_len
     model, seed, show = f"--pretrain {config.model.pretrain}", config.deepspeed.seed, tokenizing(comm)
@@ -68,6 +72,8 @@ def load_ppo_data(
     def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
         if not source or not prompts:
             return []
+        if flag == "--prompt_data" and own.prompts is not None:
+            return own.read_prompts(tokenizer, options, empty=agent is not None)
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
         load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
         return load_rows(rows, tokenizer, options, show)
@@ -85,7 +91,7 @@ def load_ppo_data(
             longest = config.agents.episode_max_len or options.prompt_max_len + new_tokens
             longest = min(longest, context_length(actor_config) or longest)
         for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
-            model_config = check_model(name, flag, config.model.trust_remote_code)
+            model_config = own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
             check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
         documents: list[TokenExample] = []
         if options.pretrain_data is not None and config.ppo.ptx_coef > 0:
@@ -106,9 +112,13 @@ def load_ppo_data(
 
 
 def load_tasks_data(
-    tasks: TaskMaker, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig, comm: Comm
+    tasks: TaskMaker,
+    tokenizer: PreTrainedTokenizerBase,
+    actor_config: PreTrainedConfig,
+    comm: Comm,
+    own: OwnObjects = NOTHING,
 ) -> PPOData:
-    """What all tasks of a run read. ``ValueError`` names the task."""
+    """What all tasks of a run read, as ``load_ppo_data``. ``ValueError`` names the task."""
     loaded = []
     for number, task in enumerate(tasks.tasks):
         config = task.config
@@ -116,7 +126,7 @@ def load_tasks_data(
             config = replace(config, data=replace(config.data, pretrain_data=None))
         with task.named():
             check_estimator(config.advantage.advantage_estimator, config.ppo.n_samples_per_prompt)
-            loaded.append(load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker))
+            loaded.append(load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker, own=own))
     if not tasks.are_named:
         return loaded[0]
     named = list(zip(tasks.tasks, loaded, strict=True))
@@ -137,6 +147,8 @@ class TaskRewards:
     tokenizer: PreTrainedTokenizerBase
     strategy: InferenceStrategy
     data: PPOData
+    actor_config: PreTrainedConfig
+    function: Callable[..., Any] | None = None
 
     def check(self) -> None:
         """``ValueError`` for what ``build`` would find wrong before it loads a model."""
@@ -171,13 +183,14 @@ class TaskRewards:
             self.tokenizer,
             strategy=self.strategy,
             prompts=[prompt for prompt in prompts if prompt.task == task.name],
-            actor=config.model.pretrain,
+            actor=self.actor_config,
             size=forward_size(config),
             loading=loading(config),
             value_head_prefix=config.model.value_head_prefix,
             normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
             input_template=config.data.input_template,
             episodes=task.maker is not None,
+            function=self.function,
         )
 
 
@@ -187,9 +200,9 @@ def _content(prompt: Prompt) -> list[object]:
 
 
 def check_models(
-    config: TrainPPOConfig, strategy: InferenceStrategy, samples: bool = True
+    config: TrainPPOConfig, strategy: InferenceStrategy, samples: bool = True, own: OwnObjects = NOTHING
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Check what needs neither data nor weights; tokenizer and config of the actor.
+    """Check what needs neither data nor weights; tokenizer and config of the actor, which ``own`` may hold.
 
     Only a run that ``samples`` needs an engine.
     """
@@ -200,7 +213,9 @@ def check_models(
     for name, declared in declared_options(TrainPPOConfig).items() if critic_start(config) is None else ():
         if rules_of(declared).of_critic and given[name] != declared.default:
             raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
-    actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust))
+    actor_config = own.configs.get("--pretrain") or collective(
+        strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust)
+    )
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     if samples and config.generation.cuda_graphs == "on":
         elsewhere = config.run.dry_run  # which may be about another machine
@@ -209,10 +224,14 @@ def check_models(
         collective(strategy.comm, check_vllm)
     elif samples:
         check_cache(actor_config)
-    tokenizer = load_policy_tokenizer(model.pretrain, trust, config.data)
-    for flag, name in _other_models(config):
+    tokenizer = own.tokenizer or load_policy_tokenizer(model.pretrain, trust, config.data)
+    own.check_vocabularies(tokenizer, actor_config)
+    others = [(flag, name) for flag, name in _other_models(config) if flag not in own.configs]
+    if own.actor is not None and _start_from_pretrain(config):
+        others.append(("--pretrain", model.pretrain))
+    for flag, name in others:
         check_model(name, flag, trust)
-        if own_tokenizer(flag, name, model.pretrain, tokenizer, trust) is not None:
+        if own_tokenizer(flag, name, actor_config, tokenizer, trust) is not None:
             role = "a reference" if flag == "--ref_pretrain" else "a critic"
             own_flag = flag != "--reward_pretrain"
             other = "use one of the same family" if own_flag else "name another with --critic_pretrain"
@@ -243,6 +262,12 @@ def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
     """The critic's adapters, if it has any."""
     rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
     return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+
+
+def _start_from_pretrain(config: TrainPPOConfig) -> bool:
+    """Whether critic or reference are read from ``--pretrain``."""
+    has_reference = config.kl.init_kl_coef > 0 and config.model.ref_pretrain is None and config.lora.lora_rank == 0
+    return has_reference or (critic_start(config) or ("", ""))[0] == "--pretrain"
 
 
 def _other_models(config: TrainPPOConfig) -> list[tuple[str, str]]:

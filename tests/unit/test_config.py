@@ -300,6 +300,12 @@ def test_a_config_is_its_options_by_name(command):
     assert from_options(config_type, **options) == config_of(command)
     with pytest.raises(ValueError, match=f"{config_type.__name__} has no option eps_clipp; see --help"):
         config_of(command, eps_clipp=0.1)
+    if "init_kl_coef" in options:
+        assert config_of(command, init_kl_coeff=0.3, ptx_coeff=0.4) == config_of(
+            command, init_kl_coef=0.3, ptx_coef=0.4
+        )
+        with pytest.raises(ValueError, match="ptx_coeff is ptx_coef under another name"):
+            from_options(config_type, **options, ptx_coeff=0.4)
     with pytest.raises(TypeError, match=next(iter(required))):
         from_options(config_type, **dict(list(required.items())[1:]))
 
