@@ -176,8 +176,6 @@ class TrainPPOConfig(TrainingConfig):
             yield "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out."
         if self.ppo.offload_idle and self.deepspeed.adam_offload:
             yield "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out."
-        if self.evaluation.val_only and self.orchestrator.rollout_ranks > 0:
-            yield "--val_only evaluates on the ranks that train, none of which is to spare: leave out --rollout_ranks."
         if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
             yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
         batch, prompts, n = self.batch.train_batch_size, self.prompts_per_step, self.ppo.n_samples_per_prompt
@@ -226,6 +224,8 @@ class TrainPPOConfig(TrainingConfig):
 
     def _async_problems(self) -> Iterator[str]:
         asynchronous, rewards = self.orchestrator, self.rewards
+        if self.evaluation.val_only and asynchronous.rollout_ranks > 0:
+            yield "--val_only evaluates on the ranks that train, none of which is to spare: leave out --rollout_ranks."
         if asynchronous.tasks is not None:
             evaluation = self.evaluation
             own = {"prompt_data": self.data.prompt_data, "eval_data": evaluation.eval_data}

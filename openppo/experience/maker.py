@@ -241,14 +241,12 @@ class ExperienceMaker:
         """Scores (B,) normalized, penalized and clipped as options say; rewards of steps by the same divisor."""
         scores, shaping = self._total_scores(trajectories), self.config.shaping
         steps = collect_step_rewards(trajectories, self.device)
-        normalizer = shaping.reward_normalizer if shaping.normalize_reward else "model"
-        if normalizer == "group":
+        if shaping.normalize_reward and shaping.reward_normalizer == "group":
             parts, groups = EpisodeParts(trajectories, self.device), torch.tensor([t.group for t in trajectories])
             joined = parts.join(scores.to(self.device), steps)
-            scores, normalized = parts.split(*normalized_by_group(*joined, groups.to(self.device)[parts.last], None))
-            assert normalized is not None
-            scores, steps = scores.cpu(), StepRewards(normalized, steps.ends)
-        if normalizer == "running":
+            found: Any = parts.split(*normalized_by_group(*joined, groups.to(self.device)[parts.last], None))
+            scores, steps = found[0].cpu(), StepRewards(found[1], steps.ends)
+        if shaping.normalize_reward and shaping.reward_normalizer == "running":
             scores = self.moments.normalize(scores, self.step_moments.variance)
             normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
             steps = StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)

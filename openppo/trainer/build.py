@@ -71,10 +71,7 @@ def build_ppo_trainer(
     trackers: Sequence[Tracker] = (),
     **objects: Any,
 ) -> PPOTrainer:
-    """A trainer; ``source`` gives or makes trajectories, ``trackers`` log on rank 0, ``objects`` fill ``OwnObjects``.
-
-    ``ValueError`` names the flag, or the object.
-    """
+    """A trainer; ``objects`` fill ``OwnObjects``, ``trackers`` log on rank 0. ``ValueError`` names flag or object."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
     strategy, samples = strategy or _strategy(config), source is None
     comm, device, run, own = strategy.comm, strategy.device, config.run, OwnObjects(**objects)
@@ -88,9 +85,8 @@ def build_ppo_trainer(
     critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
     actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, own, actor)
-    traced = StepProfiler(run.save_path, config.tracking, comm.rank).phase
-    timer = PhaseTimer(traced, estimate.peaks if estimate else None)
-    hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled, data.source_names)
+    traced, peaks = StepProfiler(run.save_path, config.tracking, comm.rank).phase, estimate.peaks if estimate else None
+    hooks = Hooks(PhaseTimer(traced, peaks), SignalStop(comm), strategy.uncompiled, data.source_names)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,48 +67,47 @@ def load_ppo_data(
     ``own`` may hold the prompts. With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError``
     names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
-    options, evaluation, new_tokens = config.data, config.evaluation, config.generation.generate_max_len
-    model, seed, show = f"--pretrain {config.model.pretrain}", config.deepspeed.seed, tokenizing(comm)
+    options, evaluation, seed, show = config.data, config.evaluation, config.deepspeed.seed, tokenizing(comm)
+    new_tokens = config.generation.generate_max_len
 
     def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
         if not source or not prompts:
             return []
         if flag == "--prompt_data" and own.prompts is not None:
             return own.read_prompts(tokenizer, options, empty=agent is not None)
-        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
         load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
+        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
         return load_rows(rows, tokenizer, options, show)
 
     def load_all() -> PPOData:
         read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)
         prints = {"--prompt_data": examples_fingerprint(map(_content, read))} if read else {}
-        held_out = load("--eval_data", evaluation.eval_data, None, evaluation.eval_split)
         read = read or seed_prompts(config.agents.n_envs or 0)
+        held_out = load("--eval_data", evaluation.eval_data, None, evaluation.eval_split)
         held_out = held_out or seed_prompts(config.agents.eval_n_envs)
-        ids = [prompt.token_ids for prompt in [*read, *held_out]]
-        longest = max(map(len, ids), default=options.prompt_max_len) + new_tokens
+        longest = max((len(p.token_ids) for p in [*read, *held_out]), default=options.prompt_max_len) + new_tokens
         if agent is not None:  # how long its prompts are is not known, and its episodes end where the context does
             agent.check_prompts([*read, *held_out])
-            longest = config.agents.episode_max_len or options.prompt_max_len + new_tokens
-            longest = min(longest, context_length(actor_config) or longest)
+            episode = config.agents.episode_max_len or options.prompt_max_len + new_tokens
+            longest = min(episode, context_length(actor_config) or episode)
         for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
             model_config = own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
             check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
         documents: list[TokenExample] = []
         if options.pretrain_data is not None and config.ppo.ptx_coef > 0:
-            given, split = (options.pretrain_data, options.pretrain_data_probs), options.pretrain_split
-            rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=split, seed=seed)
+            source, probs, split = options.pretrain_data, options.pretrain_data_probs, options.pretrain_split
+            rows = load_mixed_rows(options, source, probs, flag="--pretrain_data", split=split, seed=seed)
             key = options.pretrain_key or options.input_key
             documents = load_documents(rows, tokenizer, key, longest, show, options.dataset_num_proc)
-            prints["--pretrain_data"] = examples_fingerprint(
-                row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows
-            )
-        check_token_ids(actor_config, model, tokenizer, ids + [document.token_ids for document in documents])
+            texts = (row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows)
+            prints["--pretrain_data"] = examples_fingerprint(texts)
+        ids, model = (x.token_ids for x in chain[Any](read, held_out, documents)), f"--pretrain {config.model.pretrain}"
+        check_token_ids(actor_config, model, tokenizer, ids)
         return PPOData(read, held_out, documents, prints, longest)
 
     data = once_per_host(comm, options, load_all)
-    prompt_ids, held_out_ids = (list(map(_content, each)) for each in (data.prompts, data.held_out))
-    check_same(comm, {"--prompt_data": prompt_ids, "--eval_data": held_out_ids, "--pretrain_data": data.documents})
+    read = {"--prompt_data": list(map(_content, data.prompts)), "--eval_data": list(map(_content, data.held_out))}
+    check_same(comm, read | {"--pretrain_data": data.documents})
     return data
 
 
