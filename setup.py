@@ -49,10 +49,12 @@ setup(
         "torch>=2.8",  # tested with 2.13, which samples without padding need on GPUs (or flash-attn)
         "deepspeed>=0.19",
         "transformers>=5.0",  # tested with 5.23
+        "accelerate>=1.1",  # transformers loads with it in partitions, and peft needs it
         "aiohttp>=3.9",
         "peft>=0.18",
         "datasets>=4.0",
         "filelock>=3.20",
+        "fsspec>=2024.6",
         "huggingface_hub>=1.0",
         "jinja2>=3.1",
         "numpy>=1.26",

@@ -7,7 +7,7 @@ mask is ever made by comparing ids with PAD or EOS.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -225,9 +225,9 @@ class Experience:
         """A copy that has these fields too."""
         return replace(self, **tensors)
 
-    def to(self, device: torch.device | str) -> Experience:
-        """A copy on ``device``."""
-        return Experience(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+    def to(self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to) -> Experience:
+        """A copy on ``device``, where ``move`` takes each tensor."""
+        return Experience(**{name: move(tensor, device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are set."""

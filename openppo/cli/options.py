@@ -26,7 +26,7 @@ from openppo.cli.openrlhf import without_foreign_flags
 from openppo.cli.versions import print_versions
 from openppo.config import Options, RunConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import TrainingConfig
-from openppo.config.fields import KEY_FROM_ELSEWHERE, declared_options
+from openppo.config.fields import KEY_FROM_ELSEWHERE, SPELLINGS, declared_options
 
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
@@ -79,6 +79,7 @@ def read_command(config_type: type[Config], *markers: Any) -> Config:
 
 def _run(config: Options, build: str) -> bool:
     """Whether a signal has ended the work before its end."""
+    _set_allocator(config)
     from openppo.strategy import signals
     from openppo.strategy.watchdog import Watchdog  # with torch: after parsing
     from openppo.tracking.phase import current, phase
@@ -101,6 +102,16 @@ def _run(config: Options, build: str) -> bool:
         watchdog.saves_on_signal = False
         job.close()
         return signals.requested() is not None
+
+
+def _set_allocator(config: Options) -> None:
+    """Let a GPU's memory grow in place, which wastes less; before torch looks.
+
+    Neither over a setting of the user nor with vLLM, whose sleep refuses it. torch 2.8 to 2.13 all read this name.
+    """
+    names = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+    if names.isdisjoint(os.environ) and flat_dict(config).get("rollout_engine") != "vllm":
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _end_process() -> NoReturn:
@@ -133,7 +144,11 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
         print(notice, file=sys.stderr, flush=True)
     known = declared_options(config_type)
     for i, (argument, following) in enumerate(itertools.pairwise([*given, "--"])):
-        name = argument.partition("=")[0][2:].replace("-", "_")
+        flag, *value_of_flag = argument.split("=", 1)
+        name = flag[2:].replace("-", "_")
+        if argument.startswith("--") and SPELLINGS.get(name) in known:
+            name = SPELLINGS[name]
+            given[i] = "=".join([f"--{name}", *value_of_flag])
         if argument.startswith("--") and name.removeprefix("no_") not in ("", "help", *known):
             raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
         if (value := _ALONE.get(argument.replace("-", "_"))) is not None and following.startswith("--"):
@@ -165,6 +180,7 @@ def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[
         raise ValueError(f"--config {file}: {error}") from error
     if not isinstance(options, dict):
         raise ValueError(f"--config {file}: it must hold 'option: value' lines.")
+    options = {SPELLINGS.get(name, name): value for name, value in options.items()}
     for name in options:
         if name not in known:
             raise ValueError(f"unknown option in --config {file}: {name}; {_nearest(str(name), known)}")

@@ -19,6 +19,9 @@ KEY_FROM_ELSEWHERE = "True"
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 """Finite numbers, as a regular expression."""
 
+SPELLINGS = {"init_kl_coeff": "init_kl_coef", "ptx_coeff": "ptx_coef"}
+"""Other trainers' spelling of an option -> its name here."""
+
 Command = TypeVar("Command")
 
 
@@ -188,9 +191,13 @@ def mask_credentials(text: str) -> str:
 def from_options(command: type[Command], **options: Any) -> Command:
     """Make the config of a command from its options by name; the inverse of ``flat_dict``.
 
-    A list, or one text, may stand for a tuple, and a path for a text. Raises ``ValueError`` for an option that the
-    command does not have, and ``TypeError`` if a required option is missing; ``validate`` checks values.
+    A list, or one text, may stand for a tuple, a path for a text, and one of ``SPELLINGS`` for its option. Raises
+    ``ValueError`` for an option that the command does not have, or that is given under two names, and ``TypeError`` if
+    a required option is missing; ``validate`` checks values.
     """
+    for other in SPELLINGS.keys() & options.keys():
+        require(SPELLINGS[other] not in options, f"{other} is {SPELLINGS[other]} under another name: give one of them.")
+        options[SPELLINGS[other]] = options.pop(other)
     if unknown := sorted(options.keys() - declared_options(command)):
         raise ValueError(f"{command.__name__} has no option {', '.join(unknown)}; see --help for all options.")
     given: dict[str, Any] = {}

@@ -50,7 +50,7 @@ class PPOConfig(Options):
     critic_learning_rate: float = option(9e-6, not_negative)
     """Peak learning rate of the critic."""
     ptx_coef: float = option(0.05, at_least(0))
-    """Weight of the language-model loss on --pretrain_data."""
+    """Weight of the language-model loss on --pretrain_data; ptx_coeff is read as this too."""
     buffer_limit: int = option(0, at_least(0))
     """Largest number of samples in the replay buffer of one rank; the oldest are dropped first (0: no limit)."""
     buffer_cpu_offload: bool = True
@@ -96,7 +96,7 @@ class KLConfig(Options):
     """How the policy is held near the reference."""
 
     init_kl_coef: float = option(0.01, at_least(0))
-    """Coefficient of the KL penalty; 0 loads no reference model."""
+    """Coefficient of the KL penalty; 0 loads no reference model. init_kl_coeff is read as this too."""
     kl_target: float | None = option(None, positive)
     """Adapt the coefficient so that the KL per action token comes near this (default: keep it fixed)."""
     kl_horizon: int = option(10000, at_least(1))

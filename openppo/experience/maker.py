@@ -32,9 +32,10 @@ from openppo.experience.token_rewards import (
     overlong_mask,
     shape_scores,
 )
-from openppo.models.padding import Deal, MicroBatchSize, equal_batches, pad_right, split_overhead
+from openppo.models.padding import Deal, MicroBatchSize, equal_batches, on_device, pad_right, split_overhead
 from openppo.rollout.rollout import Rollout, by_episode, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
+from openppo.tracking.phase import timed
 from openppo.types import Comm, Experience, FinishReason, StopCheck, Trajectory
 
 Model = Callable[..., Any]
@@ -191,14 +192,19 @@ class ExperienceMaker:
     def _forward(self, rows: list[Tensor], old_log_probs: OldLogProbsFrom, values: bool) -> dict[str, Tensor]:
         """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions. Without rows of an idle forward."""
         rows = rows or [torch.zeros(2, 2)]
-        ids, mask = (tensor.to(self.device) for tensor in pad_right([row[0] for row in rows], self.pad_token_id))
-        actions = pad_right([row[1] for row in rows], 0)[0].bool().to(self.device)
+        ids, mask = pad_right([row[0] for row in rows], self.pad_token_id)
+        actions = pad_right([row[1] for row in rows], 0)[0].bool()
         outputs: dict[str, Tensor] = {}
         if old_log_probs == "recompute":
-            outputs["log_probs"], outputs["entropy"] = self.actor(ids, mask, actions, return_entropy=True)
+            with timed("actor_forward"):
+                outputs["log_probs"], outputs["entropy"] = self.actor(ids, mask, actions, return_entropy=True)
         if self.critic is not None and values:
-            outputs["values"] = torch.where(actions, self.critic(ids, mask), 0.0)
-        return outputs if self.reference is None else outputs | {"ref_log_probs": self.reference(ids, mask, actions)}
+            with timed("critic_forward"):
+                outputs["values"] = torch.where(on_device(actions, self.device), self.critic(ids, mask), 0.0)
+        if self.reference is not None:
+            with timed("reference_forward"):
+                outputs["ref_log_probs"] = self.reference(ids, mask, actions)
+        return outputs
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """Add token rewards: KL penalty, scores and steps after the baseline."""

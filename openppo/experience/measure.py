@@ -21,8 +21,11 @@ def measure_scores(
     No part where the total says it all. What reward functions gave to be logged is ``extra/<name>``.
     """
     for parts in by_episode(trajectories):
-        metrics.add(f"{prefix}reward", episode_reward(parts, weights))
-        metrics.add(f"{prefix}reward_std", episode_reward(parts, weights), reduce="std")
+        earned = episode_reward(parts, weights)
+        metrics.add(f"{prefix}reward", earned)
+        metrics.add(f"{prefix}reward_std", earned, reduce="std")
+        metrics.add(f"{prefix}reward_max", earned, reduce="max")
+        metrics.add(f"{prefix}reward_min", earned, reduce="min")
         for name, score in parts[-1].scores.items():
             if name != "reward" or name in weights:
                 metrics.add(f"{prefix}reward/{name}", score)
@@ -101,6 +104,10 @@ def measure_mismatch(
     gap = (log_probs - rollout_log_probs).abs()
     metrics.add_tensor("rollout_log_prob_gap", gap, mask)
     metrics.add_tensor("rollout_log_prob_gap_max", gap, mask, reduce="max")
+    difference = (log_probs.exp() - rollout_log_probs.exp()).abs()
+    metrics.add_tensor("rollout_prob_gap", difference, mask)
+    metrics.add_tensor("rollout_prob_gap_max", difference, mask, reduce="max")
+    metrics.add_tensor("rollout_prob_gap_std", difference, mask, reduce="std")
 
 
 def measure_experience(batch: Experience, metrics: Metrics) -> None:
@@ -126,7 +133,15 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
         metrics.add_tensor("value_error_std", batch.returns - batch.values, mask, reduce="std")
     if batch.advantages is not None:
         metrics.add_tensor("advantages_std", batch.advantages, mask, reduce="std")
+    for name in ("advantages", "returns"):
+        if (tensor := named[name]) is not None:
+            metrics.add_tensor(f"{name}_max", tensor, mask, reduce="max")
+            metrics.add_tensor(f"{name}_min", tensor, mask, reduce="min")
     metrics.add_tensor("response_length", mask.sum(-1).float())
+    before = mask.float().argmax(-1).float()  # of the first action; an episode without any says nothing
+    metrics.add_tensor("prompt_length", before, mask.any(-1))
+    metrics.add_tensor("prompt_length_max", before, mask.any(-1), reduce="max")
+    metrics.add_tensor("prompt_length_min", before, mask.any(-1), reduce="min")
     metrics.add_tensor("truncated_fraction", batch.truncated.float())
 
 

@@ -7,6 +7,7 @@ from openppo.lazy import lazy_names
 if TYPE_CHECKING:
     from openppo.models.actor import Actor as Actor
     from openppo.models.log_probs import compute_approx_kl as compute_approx_kl, masked_mean as masked_mean
+    from openppo.models.log_probs import log_probs_from_logits as log_probs_from_logits
     from openppo.models.loss import CISPOLoss as CISPOLoss, GSPOLoss as GSPOLoss, PolicyLoss as PolicyLoss
     from openppo.models.loss import DecoupledLoss as DecoupledLoss, DoubleSidedLoss as DoubleSidedLoss
     from openppo.models.loss import POLICY_LOSSES as POLICY_LOSSES, ValueLoss as ValueLoss, policy_loss as policy_loss

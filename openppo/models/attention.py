@@ -15,7 +15,7 @@ if HAS_LENGTHS:
     from torch.nn.attention.varlen import varlen_attn
 
 BY_LENGTHS = "openppo_lengths"
-"""Name of the attention that computes the documents of one row apart, and nothing of padding."""
+"""Name of the attention that computes nothing of padding: of documents in one row, and of rows that are decoded."""
 _WIDEST = 192
 """Of wider heads FlashAttention has no backward pass on some GPUs."""
 _BLOCK = 64
@@ -26,6 +26,15 @@ _LONGEST_WITH_AMX = 512
 """There SDPA in bfloat16 is as fast for longer ones."""
 _SCORES = 1 << 20
 """Scores at a time, about: 4 MiB in float32."""
+
+
+class LengthsError(ValueError):
+    """Attention by lengths cannot give what a model asks for."""
+
+
+def finished_mask(device: torch.device) -> Tensor:
+    """Stands beside lengths: transformers takes a mask of four dimensions for a finished one, and makes none."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def use_fast_attention(model: PreTrainedModel) -> None:
@@ -215,20 +224,32 @@ def _attend_on_gpu(
 def _attend_by_lengths(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """As on CPUs. With ``cu_seq_lens_q`` the one row is documents, which begin there; its mask means nothing then."""
-    starts = options.get("cu_seq_lens_q")
+    """As on CPUs. With ``cu_seq_lens_q`` queries, in a row or several, are in documents that begin there.
+
+    The mask means nothing then. With ``seqused_k`` (documents,) each is one query behind so many keys, of buffers in
+    which others lie between.
+    """
+    starts, n_keys = options.get("cu_seq_lens_q"), options.get("seqused_k")
     if starts is None:
+        if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+            raise LengthsError(f"{type(module).__name__} gets no lengths: its model does not hand them on")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     extras, width = _extras(options), query.shape[-1]
     if extras or not _is_causal(module, options) or value.shape[-1] != width or width > _WIDEST or width % 8 > 0:
         asked = ", ".join([*extras, f"heads of {width} and {value.shape[-1]}"])
-        raise ValueError(f"varlen_attn is for causal attention with heads of 8, 16 to {_WIDEST}, and here for {asked}")
-    longest, window = options["max_length_q"], (options.get("sliding_window") or 0) - 1  # keys before a query's own
-    queries, keys, values = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, H, D), (T, G, D) twice
+        raise LengthsError(
+            f"varlen_attn is for causal attention with heads of 8, 16 to {_WIDEST}, and here for {asked}"
+        )
+    window = (options.get("sliding_window") or 0) - 1  # keys before a query's own
+    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (T, H, D), (T, G, D) twice
     shared: dict[str, Any] = {"window_size": (window, 0), "enable_gqa": keys.shape[1] != queries.shape[1]}
-    scale = options.get("scaling")
-    output: Any = varlen_attn(queries, keys, values, starts, starts, longest, longest, scale=scale, **shared)
-    return output.unsqueeze(0), None
+    if (
+        n_keys is not None
+    ):  # no key is later; told that one may be, FlashAttention reads keys for each head that shares them
+        shared |= {"seqused_k": n_keys} | ({"window_size": (-1, -1)} if window < 0 else {})
+    limits = starts, options["cu_seq_lens_k"], options["max_length_q"], options["max_length_k"]
+    output: Any = varlen_attn(queries, keys, values, *limits, scale=options.get("scaling"), **shared)
+    return output.unflatten(0, (len(query), -1)), None
 
 
 for _name, _attend in {

@@ -15,7 +15,7 @@ CHUNK_ELEMENTS_ON_CPU = 1 << 20
 LOGITS_AT_ONCE = 1 << 27
 """Logits that ``linear_log_probs`` holds, in elements: 512 MiB in float32. A backward pass recomputes more."""
 LOGITS_AT_ONCE_ON_CPU = 1 << 29
-"""There recomputing them takes a quarter longer, and memory is plentiful."""
+"""There recomputing them takes longer, and memory is plentiful."""
 _LEAST = -1e4
 """For entropy: a token of probability 0 adds 0 to sums of p log p, where minus infinity would make them NaN."""
 
@@ -98,7 +98,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.options, ctx.pieces = options, [slice(start, start + size) for start in range(0, len(labels), size)]
         found = []
         for rows in ctx.pieces:
-            logits = _logits(hidden[rows], weight, bias)
+            logits = linear_logits(hidden[rows], weight, bias)
             found.append(_select(logits, labels[rows], *options))
         chosen, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, entropy, logits if len(found) == 1 else None)
@@ -109,7 +109,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, labels, entropy, kept = ctx.saved_tensors
         of_hidden, of_weight, of_bias = torch.empty_like(hidden), None, None
         for rows in ctx.pieces:
-            logits = _logits(hidden[rows], weight, bias) if kept is None else kept
+            logits = linear_logits(hidden[rows], weight, bias) if kept is None else kept
             grads = [grad[rows] for grad in grad_outputs]
             grad = _gradient(logits, labels[rows], entropy[rows], grads, ctx.options[0], weight.dtype)
             torch.mm(grad, weight, out=of_hidden[rows])
@@ -121,8 +121,8 @@ class _LinearLogProbs(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, *(None for _ in ctx.options)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(N, H) and (V, H) to (N, V); of bfloat16 in float32 on GPUs, since its steps near 30 are an eighth."""
+def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(N, H) and (V, H) to (N, V), on GPUs float32: bfloat16 near 30 has steps of an eighth."""
     if not hidden.is_cuda or weight.element_size() > 2:
         return F.linear(hidden, weight, bias)
     logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)

@@ -1,12 +1,13 @@
-"""A model in numbers, counted from its config without its weights."""
+"""A model in numbers, counted from its config without its weights, and the kinds of its layers."""
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from openppo.models.actor import ends_in_head
@@ -79,3 +80,34 @@ def _largest(text: Any, name: str) -> int | None:
     except RuntimeError:  # transformers refuses to read it from the config of all layers
         found = [getattr(text.per_layer_config[i], name) for i in range(text.num_hidden_layers)]
     return max(found) if isinstance(found, list | tuple) else found
+
+
+# Layers of these kinds keep keys and values alone, one of each for a token and a head.
+_CACHED = {"full_attention", "sliding_attention", "chunked_attention", "dynamic_mask", "global", "local"}
+
+
+def layer_kinds(config: PreTrainedConfig) -> set[str]:
+    """Kinds of a model's layers, by its config."""
+    text = config.get_text_config()
+    named = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
+    if named:
+        return set(named)
+    windows = {"sliding_window": "sliding_attention", "keep_window_size": "dynamic_mask"}
+    found = {kind for name, kind in windows.items() if getattr(text, name, None) is not None}
+    return found or {"full_attention"}
+
+
+def check_cache(config: PreTrainedConfig) -> None:
+    """``ValueError`` for models that keep something else than keys and values of their own in each layer."""
+    text = config.get_text_config()
+    kinds = sorted(layer_kinds(config) - _CACHED)
+    if (getattr(text, "num_kv_shared_layers", None) or 0) > 0:
+        kinds.append("shared keys and values")
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: code of its own
+    if not kinds and model is not None and "past_key_values" not in inspect.signature(model.forward).parameters:
+        kinds.append("no key-value cache")
+    if kinds:
+        raise ValueError(
+            f"{text.model_type} has layers with {', '.join(kinds)}, from which OpenPPO's engine cannot sample: take a "
+            "model whose layers all have attention of their own."
+        )

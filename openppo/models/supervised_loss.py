@@ -10,11 +10,13 @@ IGNORE_INDEX = -100
 
 
 class GPTLMLoss(nn.Module):
-    """Next-token cross entropy: logits at t against the label at t + 1; labels of -100 do not count."""
+    """Next-token cross entropy: logits at t against the label at t + 1; labels of ``IGNORE_INDEX`` do not count."""
+
+    IGNORE_INDEX = IGNORE_INDEX
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """``logits`` (B, L, V), ``labels`` int64 (B, L); scalar mean over counted labels, 0 if there is none."""
-        counted = labels[:, 1:] != IGNORE_INDEX
+        counted = labels[:, 1:] != self.IGNORE_INDEX
         log_probs = log_probs_from_logits(logits[:, :-1], labels[:, 1:].masked_fill(~counted, 0))  # float32, (B, L - 1)
         return -masked_mean(log_probs, counted)
 
@@ -29,11 +31,12 @@ class PairWiseLoss(nn.Module):
 
 
 class LogExpLoss(nn.Module):
-    """log(1 + exp(r_rejected - r_chosen)), averaged over pairs (arXiv 2204.05862): PairWiseLoss without margin."""
+    """log(1 + exp(r_rejected - r_chosen + margin)), averaged over pairs (arXiv 2204.05862): as PairWiseLoss."""
 
-    def forward(self, chosen_reward: Tensor, reject_reward: Tensor) -> Tensor:
-        """Rewards of shape (B,); scalar."""
-        return F.softplus(reject_reward - chosen_reward).mean()
+    def forward(self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None) -> Tensor:
+        """Rewards and optional ``margin`` of shape (B,); scalar."""
+        difference = reject_reward - chosen_reward
+        return F.softplus(difference if margin is None else difference + margin).mean()
 
 
 class PRMLoss(nn.Module):
@@ -41,8 +44,10 @@ class PRMLoss(nn.Module):
 
     ``labels`` are given at the placeholder positions. Integer labels are token ids; with ``reward_token_ids``
     only those tokens' logits compete. Float labels are the probability of the first of exactly two
-    ``reward_token_ids`` (soft labels, arXiv 2312.08935). Labels of -100 do not count.
+    ``reward_token_ids`` (soft labels, arXiv 2312.08935). Labels of ``IGNORE_INDEX`` do not count.
     """
+
+    IGNORE_INDEX = IGNORE_INDEX
 
     def __init__(self, placeholder_token_id: int, reward_token_ids: list[int] | None = None) -> None:
         super().__init__()
@@ -57,7 +62,7 @@ class PRMLoss(nn.Module):
         Returns the scalar mean over placeholders, and with ``return_acc`` also the share of placeholders at
         which the likeliest (reward) token is the labelled one.
         """
-        chosen = (inputs == self.placeholder_token_id) & (labels != IGNORE_INDEX)
+        chosen = (inputs == self.placeholder_token_id) & (labels != self.IGNORE_INDEX)
         step_logits, step_labels = logits[chosen], labels[chosen]  # (N, V), (N,)
         if self.reward_token_ids is not None:
             step_logits = step_logits[:, self.reward_token_ids]  # (N, number of reward tokens)

@@ -39,17 +39,18 @@ from openppo.user_code import load_callable, split_location
 class ScorerSetup:
     """Options of the sources of rewards, and what these need to know of their run.
 
-    ``tokenizer`` is that of ``actor``, ``--pretrain``, whose token ids the trajectories hold. ``prompts`` are all
-    that will be scored: their columns, labels and chats are checked. ``size`` is that of a forward. ``loading`` holds
-    ``bf16``, ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward model's stored mean and
-    std. ``episodes``: whole conversations are scored. ``function_flag`` named the function of ``source``.
+    ``tokenizer`` is that of ``actor``, ``--pretrain`` or its config, whose token ids the trajectories hold.
+    ``prompts`` are all that will be scored: their columns, labels and chats are checked. ``size`` is that of a forward.
+    ``loading`` holds ``bf16``, ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward
+    model's stored mean and std. ``episodes``: whole conversations are scored. ``function_flag`` named the function of
+    ``source``, in whose place ``function`` is.
     """
 
     source: RewardConfig
     tokenizer: PreTrainedTokenizerBase
     strategy: InferenceStrategy
     prompts: Sequence[Prompt]
-    actor: str
+    actor: str | PreTrainedConfig
     size: MicroBatchSize
     loading: Mapping[str, bool]
     value_head_prefix: str = "score"
@@ -57,6 +58,7 @@ class ScorerSetup:
     input_template: str | None = None
     episodes: bool = False
     function_flag: str = "--reward_fn"
+    function: Callable[..., Any] | None = None
 
     def build(self) -> Scorer:
         """Scorer of all sources that are given; ``ValueError`` names the flag of whatever cannot work.
@@ -99,12 +101,16 @@ class ScorerSetup:
     def _function(self, location: str, name: str, flag: str, default: str) -> Scorer:
         """The user's function at ``location``, which is called ``default`` unless the location says more."""
         columns, where = {column for prompt in self.prompts for column in prompt.row}, f"{flag} {location}"
-        comm = self.strategy.comm
-        function = collective(comm, lambda: RewardFunction(load_callable(location, flag, default), where, columns))
-        (file, function_name), source = split_location(location, flag, default), self.source
-        check_same(comm, {flag: file.read_text()})
+        comm, source = self.strategy.comm, self.source
+        own = self.function if flag == "--reward_fn" else None
+        function = collective(
+            comm, lambda: RewardFunction(own or load_callable(location, flag, default), where, columns)
+        )
+        place = None if own is not None else split_location(location, flag, default)
+        if place is not None:
+            check_same(comm, {flag: place[0].read_text()})
         if source.reward_workers > 0:
-            function.start_processes(file, function_name, source.reward_workers, source.reward_timeout)
+            function.start_processes(place, source.reward_workers, source.reward_timeout)
         options = source.reward_error_value, source.step_separator, source.weights().get(name, 1.0)
         return FunctionScorer(function, self.tokenizer, name, *options)
 
@@ -172,9 +178,13 @@ class ScorerSetup:
 
 
 def own_tokenizer(
-    flag: str, model: str, actor: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
+    flag: str,
+    model: str,
+    actor: str | PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase | None:
-    """Tokenizer of ``model``; None if it knows all of the policy's token ids by the same names.
+    """Tokenizer of ``model``; None if it knows all token ids of the policy, its name or config, by the same names.
 
     ``ValueError`` naming ``flag`` if it knows them and ``model`` has too few embeddings.
     """
@@ -182,7 +192,7 @@ def own_tokenizer(
     vocabulary, ids = own.get_vocab(), tokenizer.get_vocab()  # the former may hold more, such as a [PAD] of its own
     if any(vocabulary.get(token) != token_id for token, token_id in ids.items()):
         return own
-    n_sampled = check_model(actor, "--pretrain", trust_remote_code).get_text_config().vocab_size
-    largest = min(max(ids.values()), n_sampled - 1)
+    policy = check_model(actor, "--pretrain", trust_remote_code) if isinstance(actor, str) else actor
+    largest = min(max(ids.values()), policy.get_text_config().vocab_size - 1)
     check_token_ids(check_model(model, flag, trust_remote_code), f"{flag} {model}", tokenizer, [[largest]])
     return None

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from openppo import logger
-from openppo.rollout.row_cache import RowCache, layer_kinds
+from openppo.models.size import layer_kinds
+from openppo.rollout.row_cache import RowCache
 
 COLUMNS_TOGETHER = 256
 """A graph is recorded for this many columns more than the last."""
@@ -25,9 +26,10 @@ Recorder = Callable[[Forward], Forward]
 class DecodeGraphs:
     """Forwards over one token per row of ``cache``, recorded once for each shape and replayed from then on.
 
-    A graph always has the same shapes and addresses. So rows are rounded up to a power of two and columns to
-    ``COLUMNS_TOGETHER``, what differs between steps is read from one small tensor, and the graphs are good for these
-    buffers and weights only, though not for their values: whoever makes others makes a new object.
+    A graph always has the same shapes and addresses. So rows are rounded up to a power of two and columns, where a mask
+    says which of them are seen, to ``COLUMNS_TOGETHER``; what differs between steps is read from one small tensor, and
+    the graphs are good for these buffers and weights only, though not for their values: whoever makes others makes a
+    new object.
     """
 
     model: Any
@@ -43,7 +45,9 @@ class DecodeGraphs:
         self.cache.make_room()
         n_rows, column = len(last), self.cache.window.end
         rows = min(1 << (n_rows - 1).bit_length(), self.cache.shape[0])
-        columns = min(-(-(column + 1) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER, self.cache.shape[1])
+        columns = self.cache.shape[1]
+        if not self.cache.window.by_lengths:
+            columns = min(-(-(column + 1) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER, columns)
         inputs, forward = self._recorded.get((rows, columns), (None, None))
         if inputs is None:
             inputs = torch.empty(rows, 3, dtype=torch.long, device=last.device)
@@ -57,13 +61,11 @@ class DecodeGraphs:
 
     def _forward(self, columns: int, inputs: Tensor) -> Tensor:
         """``inputs`` (rows, 3) int64 are token id, first column and this column of each row."""
-        ids, starts, column = inputs.unbind(1)
-        places = torch.arange(columns, device=inputs.device)
-        mask = (places >= starts[:, None]) & (places <= column[:, None])  # (rows, columns)
-        where = {"attention_mask": mask, "position_ids": (column - starts)[:, None], "past_key_values": self.cache}
-        self.cache.window.fixed = len(inputs), columns, column[:1]
+        ids, starts, column = inputs[:, 0], inputs[:, 1], inputs[:1, 2]
+        where = self.cache.inputs(starts, column, slice(0, columns))
+        self.cache.window.fixed = len(inputs), columns, column
         try:
-            return self.model(input_ids=ids[:, None], **where, use_cache=True, logits_to_keep=1).logits[:, -1]
+            return self.cache.logits(self.model, ids[:, None], where)
         finally:
             self.cache.window.fixed = None
 
@@ -123,6 +125,8 @@ def choose_recorder(
     choice: str, config: PreTrainedConfig, device: torch.device, in_lockstep: bool = False
 ) -> Callable[[], Recorder] | None:
     """What makes recorders for ``--cuda_graphs``; None where steps are launched, with a log line on a GPU."""
+    if choice == "on" and device.type != "cuda":
+        raise ValueError("--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out.")
     if choice == "off" or device.type != "cuda":
         return None
     problem = "ranks in lockstep cannot replay steps" if in_lockstep else None

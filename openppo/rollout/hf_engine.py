@@ -5,14 +5,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from openppo import logger
+from openppo.models.attention import LengthsError
+from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
-from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.requests import Queue, Request, longest, prefill_tokens
-from openppo.rollout.row_cache import RowCache, check_cache
+from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
 
@@ -96,8 +97,9 @@ class HFEngine(Engine):
         elif self._running:
             self._decode()
         else:
-            self.model(input_ids=self._tensor([[self.pad_token_id]]), use_cache=False)
-        self._release()
+            self.model(input_ids=torch.tensor([[self.pad_token_id]], device=self._device), use_cache=False)
+        if not self.busy and self._cache is not None and self._graphs is None and not self._cache.prefixes:
+            self._cache = None  # nothing is under way, nor kept to be resumed, nor recorded
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
@@ -135,18 +137,13 @@ class HFEngine(Engine):
         else:
             self._cache = self._graphs = None
 
-    def _release(self) -> None:
-        """Free the buffers if nothing is under way, nor kept to be resumed, nor recorded."""
-        if not self.busy and self._cache is not None and self._graphs is None and not self._cache.prefixes:
-            self._cache = None
-
     def _admit(self) -> list[Request]:
         """Requests whose prompts are read next, taken from those that wait; none if too little room is free."""
         if self._cache is None:
             if not self._waiting:
                 return []
-            rows = DeviceRows(self._device, self.eos_token_ids)
-            self._cache = RowCache(self.model, rows, self.max_batch_size, self._sizes_itself, self.version)
+            limits = self.max_batch_size, self._sizes_itself
+            self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version)
             self._cache.fit(longest(self._waiting))
         most = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)
@@ -161,33 +158,40 @@ class HFEngine(Engine):
         self.reused_tokens += sum(request.n_kept for request in requests)
         kept = self._cache.prefixes.states(requests)
         prompts, width = list(kept), max(request.n_unread for request in requests)
-        mask, positions = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
-        ids = self._tensor([([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts])
-        logits = _last_logits(self.model, ids, mask, positions, self._cache)  # (prompts, V)
+        where = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
+        padded = [([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts]
+        ids = torch.tensor(padded, device=self._device)
+        logits = self._cache.logits(self.model, ids, where)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests])
         self._running += requests
         self._cache.on_device.enter(requests)
-        self._cache.on_device.sample(logits[self._tensor(rows)], requests, self.version)
+        self._cache.on_device.sample(logits[torch.tensor(rows, device=self._device)], requests, self.version)
         self._accept()
 
     def _decode(self) -> None:
         """One forward over the last token of each row."""
         assert self._cache is not None
-        logits = None
-        if self.new_recorder is not None:
-            try:
-                self._graphs = self._graphs or DecodeGraphs(self.model, self._cache, self.new_recorder())
-                logits = self._graphs(self._cache.on_device.last)
-            except CannotRecordError as error:
-                logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
-                self.new_recorder = self._graphs = None
-        if logits is None:
-            mask, positions = self._cache.next_column()
-            logits = _last_logits(self.model, self._cache.on_device.last[:, None], mask, positions, self._cache)
+        logits = self._next_logits(self._cache)
         self._cache.window.end += 1
         self._cache.on_device.sample(logits, [*self._running], self.version)
         self._accept()
+
+    def _next_logits(self, cache: RowCache) -> Tensor:
+        """Logits (rows, V), from a recorded forward or a launched one."""
+        try:
+            if self.new_recorder is None:
+                return cache.logits(self.model, cache.on_device.last[:, None], cache.next_column())
+            self._graphs = self._graphs or DecodeGraphs(self.model, cache, self.new_recorder())
+            return self._graphs(cache.on_device.last)
+        except CannotRecordError as error:
+            logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
+            self.new_recorder = self._graphs = None
+        except LengthsError as error:
+            logger.warning("decode steps take a mask: %s", error)
+            self.model.set_attn_implementation("sdpa")
+            cache.window.by_lengths = False
+        return self._next_logits(cache)  # what the forward has written, the next writes again
 
     def _accept(self, late: int | None = None) -> None:
         """Record the tokens that have arrived, and let ended rows go."""
@@ -216,14 +220,6 @@ class HFEngine(Engine):
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-    def _tensor(self, values: list, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
-
-
-def _last_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-    where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-    return model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
 
 
 @contextmanager

@@ -4,17 +4,19 @@ Rows come and go: all of them end at the same column, and each begins where its 
 one column, and prompts are read into the rows behind those that are decoded, padded on the left.
 """
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from openppo.models.actor import float32_head, next_logits
+from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.size import cache_elements
 from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.requests import Prefixes, States, free_memory
@@ -30,8 +32,9 @@ class _Window:
     """What all layers share: ``n_rows`` rows lie in columns ``start`` to ``end``, the last not included.
 
     A forward sees ``rows`` and ``columns`` of the buffers, which have the ``shape`` (rows, columns), and writes the
-    last ``n_new`` of these columns. With ``fixed`` layers see the first rows and columns, so many, and write where the
-    tensor says: (1,) int64 on the buffers' device, so that a forward that is recorded works for other columns too.
+    columns ``new``. With ``fixed`` layers see the first rows and columns, so many, and write where the tensor says:
+    (1,) int64 on the buffers' device, so that a forward that is recorded works for other columns too. For attention
+    ``by_lengths`` columns come before heads in memory, and decode steps see all of them.
     """
 
     n_rows: int = 0
@@ -39,9 +42,25 @@ class _Window:
     end: int = 0
     rows: slice = field(default_factory=lambda: slice(0))
     columns: slice = field(default_factory=lambda: slice(0, 0))
-    n_new: int = 1
+    new: slice = field(default_factory=lambda: slice(0, 1))
     shape: tuple[int, int] = (0, 0)
     fixed: tuple[int, int, Tensor] | None = None
+    by_lengths: bool = False
+
+    def buffer(self, tensor: Tensor) -> Tensor:
+        """A copy (rows, heads, columns, width) with room for all rows and columns, and zeros there.
+
+        Zeros, since what is masked must be finite: 0 x NaN is NaN.
+        """
+        (n_rows, n_columns), heads, width = self.shape, tensor.shape[1], tensor.shape[3]
+        if self.by_lengths:
+            made = tensor.new_zeros((n_rows, n_columns, heads, width)).transpose(1, 2)
+        else:
+            made = tensor.new_zeros((n_rows, heads, n_columns, width))
+        rows = tensor[:n_rows]
+        if len(rows) > 0:
+            made[: len(rows), :, : rows.shape[2]] = rows
+        return made
 
 
 class _Layer(DynamicLayer):
@@ -62,11 +81,9 @@ class _Layer(DynamicLayer):
             self.values[:n_rows].index_copy_(2, column, value_states)
             return self.keys[:n_rows, :, :n_columns], self.values[:n_rows, :, :n_columns]
         if not self.is_initialized:
-            shape = self.window.shape
-            self.keys, self.values = _larger(key_states[:0], shape), _larger(value_states[:0], shape)
+            self.keys, self.values = self.window.buffer(key_states[:0]), self.window.buffer(value_states[:0])
             self.is_initialized = True
-        rows, columns = self.window.rows, self.window.columns
-        new = slice(columns.stop - self.window.n_new, columns.stop)
+        rows, columns, new = self.window.rows, self.window.columns, self.window.new
         self.keys[rows, :, new] = key_states
         self.values[rows, :, new] = value_states
         return self.keys[rows, :, columns], self.values[rows, :, columns]
@@ -76,51 +93,7 @@ class _Layer(DynamicLayer):
         window = self.window
         if window.fixed is not None:
             return window.fixed[1] - 1
-        return window.columns.stop - window.columns.start - window.n_new
-
-
-def _larger(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A copy (rows, heads, columns, width) with room for so many rows and columns, and zeros there.
-
-    Zeros, since what is masked must be finite: 0 x NaN is NaN.
-    """
-    heads, width = tensor.shape[1], tensor.shape[3]
-    made = tensor.new_zeros((shape[0], heads, shape[1], width))
-    rows = tensor[: shape[0]]
-    if len(rows) > 0:
-        made[: len(rows), :, : rows.shape[2]] = rows
-    return made
-
-
-# Layers of these kinds keep keys and values alone, one of each for a token and a head.
-_CACHED = {"full_attention", "sliding_attention", "chunked_attention", "dynamic_mask", "global", "local"}
-
-
-def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Kinds of a model's layers, by its config."""
-    text = config.get_text_config()
-    named = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
-    if named:
-        return set(named)
-    windows = {"sliding_window": "sliding_attention", "keep_window_size": "dynamic_mask"}
-    found = {kind for name, kind in windows.items() if getattr(text, name, None) is not None}
-    return found or {"full_attention"}
-
-
-def check_cache(config: PreTrainedConfig) -> None:
-    """``ValueError`` for models that keep something else than keys and values of their own in each layer."""
-    text = config.get_text_config()
-    kinds = sorted(layer_kinds(config) - _CACHED)
-    if (getattr(text, "num_kv_shared_layers", None) or 0) > 0:
-        kinds.append("shared keys and values")
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: code of its own
-    if not kinds and model is not None and "past_key_values" not in inspect.signature(model.forward).parameters:
-        kinds.append("no key-value cache")
-    if kinds:
-        raise ValueError(
-            f"{text.model_type} has layers with {', '.join(kinds)}, from which OpenPPO's engine cannot sample: take a "
-            "model whose layers all have attention of their own."
-        )
+        return window.new.start - window.columns.start
 
 
 class RowCache(Cache):
@@ -134,15 +107,17 @@ class RowCache(Cache):
     layers: list[Any]
 
     def __init__(
-        self, model: PreTrainedModel, on_device: DeviceRows, max_rows: int, measure: bool, version: int
+        self, model: PreTrainedModel, eos_token_ids: Collection[int], max_rows: int, measure: bool, version: int
     ) -> None:
-        weight, self.on_device = next(model.parameters()), on_device
+        weight = next(model.parameters())
         self.config, self.dtype, self.device = model.config, weight.dtype, weight.device
+        self.on_device = DeviceRows(self.device, eos_token_ids)
+        self.head = float32_head(model, self.device)
         self.max_rows = max_rows
         self.free = free_memory(weight.device) if measure else None
         self.version = version
         self.prefixes = Prefixes(weight.device)
-        self.window = _Window()
+        self.window = _Window(by_lengths=model.config._attn_implementation == BY_LENGTHS)
         n_layers = model.config.get_text_config().num_hidden_layers
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
         self.starts: list[int] = []
@@ -182,28 +157,30 @@ class RowCache(Cache):
         self.window.shape = shape
         for layer in self.layers:
             if layer.is_initialized:
-                layer.keys, layer.values = _larger(layer.keys, shape), _larger(layer.values, shape)
+                layer.keys, layer.values = self.window.buffer(layer.keys), self.window.buffer(layer.values)
         return True
 
-    def begin(self, lengths: Sequence[int], n_new: int, kept: Sequence[States]) -> tuple[Tensor, Tensor]:
+    def begin(self, lengths: Sequence[int], n_new: int, kept: Sequence[States]) -> dict[str, Any]:
         """For a forward over the last ``n_new`` places of prompts of these ``lengths``, padded on the left.
 
         ``kept`` are states of each prompt's first tokens, of all that lie before those places at least: where a prompt
-        has more, they are computed again in place of padding, so that each row is in one piece. Returns a bool mask
-        (prompts, longest length) and position ids (prompts, n_new).
+        has more, they are computed again in place of padding, so that each row is in one piece. Returns inputs: a bool
+        mask (prompts, longest length) and position ids (prompts, n_new).
         """
         window, width, first = self.window, max(lengths), self.window.n_rows
         if width > window.end:
             self._move(width - window.end)
         end = window.end
-        window.rows, window.columns, window.n_new = slice(first, first + len(lengths)), slice(end - width, end), n_new
+        window.rows, window.columns = slice(first, first + len(lengths)), slice(end - width, end)
+        window.new = slice(end - n_new, end)
         for row, length, states in zip(count(first), lengths, kept, strict=False):
             for layer, (keys, values) in zip(self.layers if states else (), states, strict=True):
                 columns = slice(end - length, end - length + keys.shape[1])
                 layer.keys[row, :, columns], layer.values[row, :, columns] = keys, values
         starts = torch.tensor([[width - length] for length in lengths], device=self.device)
         places = torch.arange(width, device=self.device) - starts  # (prompts, width)
-        return places >= 0, places[:, -n_new:].clamp(min=0)
+        positions = places[:, -n_new:].clamp(min=0)
+        return {"attention_mask": places >= 0, "position_ids": positions, "past_key_values": self}
 
     def enter(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Add rows: ``rows`` of the prompts that the last forward read, with ``lengths`` tokens."""
@@ -243,12 +220,32 @@ class RowCache(Cache):
         self.window.start = min(self.starts, default=0)
         return moves
 
-    def next_column(self) -> tuple[Tensor, Tensor]:
-        """For a forward over each row's next token: bool mask (rows, columns so far + 1) and position ids (rows, 1)."""
+    def next_column(self) -> dict[str, Any]:
+        """Inputs of a forward over each row's next token, but for the tokens."""
         self.make_room()
-        window, starts = self.window, self.device_starts()[:, None]
-        window.rows, window.columns, window.n_new = slice(window.n_rows), slice(window.start, window.end + 1), 1
-        return torch.arange(window.start, window.end + 1, device=self.device) >= starts, window.end - starts
+        window, starts = self.window, self.device_starts()
+        seen, window.new = slice(window.start, window.end + 1), slice(window.end, window.end + 1)
+        window.rows, window.columns = slice(window.n_rows), slice(0, self.shape[1]) if window.by_lengths else seen
+        return self.inputs(starts, window.end, seen)
+
+    def inputs(self, starts: Tensor, column: Tensor | int, columns: slice) -> dict[str, Any]:
+        """Inputs of a forward over a token per row in ``column``, the last of ``columns`` that any row sees.
+
+        Position ids (rows, 1), and a bool mask (rows, columns) or int32 where each row begins in the flat buffers of
+        (rows x columns), and how long it is.
+        """
+        inputs: dict[str, Any] = {"position_ids": (column - starts)[:, None], "past_key_values": self}
+        if not self.window.by_lengths:
+            places = torch.arange(columns.start, columns.stop, device=self.device)
+            return inputs | {"attention_mask": (places >= starts[:, None]) & (places <= column)}
+        rows = torch.arange(len(starts) + 1, dtype=torch.int32, device=self.device)
+        inputs |= {"cu_seq_lens_q": rows, "cu_seq_lens_k": rows * self.shape[1] + pad(starts, (0, 1)).int()}
+        inputs |= {"max_length_q": 1, "max_length_k": columns.stop - columns.start}
+        return inputs | {"seqused_k": (column + 1 - starts).int(), "attention_mask": finished_mask(self.device)}
+
+    def logits(self, model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Logits (rows, V) after ``ids`` (rows, n_new), for ``inputs`` beside them."""
+        return next_logits(model, self.head, input_ids=ids, **inputs)
 
     def device_starts(self) -> Tensor:
         """``starts`` on the device; copied there when rows have changed."""

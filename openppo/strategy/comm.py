@@ -149,7 +149,8 @@ def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
         digests = comm.all_gather_object(sha256(json.dumps(content, default=plain).encode()).digest())
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             where = name_ranks(comm, others)
-            raise ValueError(f"{flag} holds something else on {where} than on rank 0: copy the same file to all hosts.")
+            remedy = "copy the same file to all hosts" if flag.startswith("--") else "make it alike on all ranks"
+            raise ValueError(f"{flag} holds something else on {where} than on rank 0: {remedy}.")
 
 
 def name_ranks(comm: Comm, ranks: Sequence[int]) -> str:

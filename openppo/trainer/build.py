@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig
+from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker, Hooks
 from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
@@ -30,7 +30,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.tracking import PhaseTimer, StepProfiler
+from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
@@ -49,9 +49,10 @@ from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
+from openppo.trainer.objects import OwnObjects, Role
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
-from openppo.trainer.startup import check_options, start_trackers
+from openppo.trainer.startup import check_options, rollout_trackers, start_trackers
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
 from openppo.types import RolloutSource, StopCheck
@@ -59,29 +60,34 @@ from openppo.types import RolloutSource, StopCheck
 HEADLINE = "reward kl clip_fraction value_loss entropy response_length eval_reward eval_pass@1 time/step_s".split()
 """Metrics that the console shows."""
 
+Checked = tuple[PreTrainedTokenizerBase, PreTrainedConfig, PPOData]
+
 
 def build_ppo_trainer(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy | None = None,
     callbacks: Sequence[Callback] = (),
     source: RolloutSource | SamplerMaker | None = None,
+    trackers: Sequence[Tracker] = (),
+    **objects: Any,
 ) -> PPOTrainer:
-    """A trainer; ``source`` gives trajectories, or makes them of prompts. ``ValueError`` names the flag to change."""
+    """A trainer; ``source`` gives or makes trajectories, ``trackers`` log on rank 0, ``objects`` fill ``OwnObjects``.
+
+    ``ValueError`` names the flag, or the object.
+    """
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
     strategy, samples = strategy or _strategy(config), source is None
-    comm, device, run = strategy.comm, strategy.device, config.run
-    tokenizer, actor_config, data = _checked(config, strategy, samples, maker)
-    config, estimate = estimated_ppo(config, data, strategy) if samples or run.dry_run else (config, None)
-    rewards = TaskRewards(TaskMaker.of(config, maker), tokenizer, strategy, data)
-    if run.dry_run and samples:
-        rewards.check()
-    log_estimate(estimate, config, strategy)
+    comm, device, run, own = strategy.comm, strategy.device, config.run, OwnObjects(**objects)
+    config = own.named(config, comm, samples, isinstance(maker, TaskMaker))
+    tokenizer, actor_config, data = checked = _checked(config, strategy, samples, maker, own)
+    config, estimate, rewards = _estimated(config, strategy, samples, maker, own, checked)
     plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
-    checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
+    checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints | own.fingerprints())
     scorer, eval_scorer = (rewards.build(), rewards.build_held_out()) if samples else (None, None)  # before models
-    critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
-    actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
-    reference = _reference(config, strategy, actor)
+    prepared = partial(_prepared, config, strategy, own)
+    critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
+    actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
+    reference = _reference(config, strategy, own, actor)
     traced = StepProfiler(run.save_path, config.tracking, comm.rank).phase
     timer = PhaseTimer(traced, estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled, data.source_names)
@@ -103,7 +109,7 @@ def build_ppo_trainer(
         engine=engine,
         scorer=scorer,
         data=data,
-        trackers=start_trackers(config, strategy, HEADLINE, plan.n_steps, checkpointer.found_step),
+        trackers=_trackers(config, strategy, plan, checkpointer, trackers),
         grading=Grading.of(comm, config.eval_rewards, config.evaluation.pass_reward, eval_scorer),
         ema=ema,
         pack_documents_to=pack_documents_to,
@@ -119,21 +125,56 @@ def build_ppo_trainer(
 
 
 def _checked(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, samples: bool, maker: SamplerMaker | None
-) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig, PPOData]:
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, samples: bool, maker: SamplerMaker | None, own: OwnObjects
+) -> Checked:
     """Tokenizer, the actor's config, and data, once everything has been checked that needs no weights."""
     if samples and maker is None and config.agents.form is not None:
         raise ValueError(f"--{config.agents.form}: pass source=agent_source(config.agents), of openppo.agents.")
     own_rewards = None if maker is None else maker.gives_rewards
     own_source = not samples or isinstance(maker, TaskMaker)
     check_options(config, strategy.comm, own_source=own_source, own_rewards=own_rewards)
-    tokenizer, actor_config = check_models(config, strategy, samples)
+    tokenizer, actor_config = check_models(config, strategy, samples, own)
     if maker is not None:
         maker.check(tokenizer)
     if not samples:
         return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False)
-    tasks = TaskMaker.of(config, maker)
-    return tokenizer, actor_config, load_tasks_data(tasks, tokenizer, actor_config, strategy.comm)
+    data = load_tasks_data(TaskMaker.of(config, maker), tokenizer, actor_config, strategy.comm, own)
+    if config.evaluation.val_only and not data.held_out:
+        raise ValueError("--val_only: no task has eval_data: give it to one in the file of --tasks.")
+    return tokenizer, actor_config, data
+
+
+def _estimated(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    samples: bool,
+    maker: SamplerMaker | None,
+    own: OwnObjects,
+    checked: Checked,
+) -> tuple[TrainPPOConfig, Estimate | None, TaskRewards]:
+    """``config`` with sizes by memory, whose estimate is logged, and what rewards are made of; a dry run ends here."""
+    (tokenizer, actor_config, data), dry_run, estimate = checked, config.run.dry_run, None
+    if samples or dry_run:
+        config, estimate = estimated_ppo(config, data, strategy, own.configs | {"--pretrain": actor_config})
+    rewards = TaskRewards(TaskMaker.of(config, maker), tokenizer, strategy, data, actor_config, own.reward_fn)
+    if dry_run and samples:
+        rewards.check()
+    log_estimate(estimate, config, strategy)
+    return config, estimate, rewards
+
+
+def _trackers(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    plan: BatchPlan,
+    checkpointer: Checkpointer,
+    own: Sequence[Tracker],
+) -> Trackers:
+    """Those of options, and on rank 0 those of the caller."""
+    resume_step = None if config.evaluation.val_only else checkpointer.found_step
+    config, own = config.for_evaluation, own if strategy.is_main else ()
+    own = [*own, *rollout_trackers(config, strategy, resume_step)]
+    return start_trackers(config, strategy, HEADLINE, plan.n_steps, resume_step, own)
 
 
 def _plan(
@@ -166,7 +207,7 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
     tasks = TaskMaker.of(config, maker)
     tasks.check(tokenizer)
     data = load_tasks_data(tasks, tokenizer, actor_config, strategy.comm)
-    scorer = None if scored_by_trainers(config) else TaskRewards(tasks, tokenizer, strategy, data).build()
+    scorer = None if scored_by_trainers(config) else TaskRewards(tasks, tokenizer, strategy, data, actor_config).build()
     with model_error_context("--pretrain", config.model.pretrain), strategy.loading():
         actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **loading(config))
     policy: Any = actor.eval().to(strategy.device).model  # not frozen: torch rounds otherwise with frozen weights
@@ -232,11 +273,14 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
 
 
 def _prepared(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, role: Literal["actor", "critic", "reference"], n_steps: int = 0
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, own: OwnObjects, role: Role, n_steps: int = 0
 ) -> Any:
-    """The loaded model of ``role``, wrapped for training or as a frozen one; it packs rows where that is exact."""
-    with strategy.loading():
-        module: Any = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
+    """The model of ``role``, given or loaded, wrapped for training or as a frozen one; it packs rows where exact."""
+    lora = {"actor": config.lora, "critic": critic_lora(config), "reference": LoRAConfig()}[role]
+    module = own.module(role, config.generation.temperature, lora)
+    if module is None:
+        with strategy.loading():
+            module = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
     if role == "reference":
         model: Any = strategy.prepare_frozen(module)
     else:
@@ -252,9 +296,9 @@ def _spare(estimate: Estimate | None) -> int:
     return 0 if estimate is None else estimate.machine.room * 9 // 10 - estimate.phases[estimate.largest]
 
 
-def _reference(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel) -> Any:
+def _reference(config: TrainPPOConfig, strategy: DeepspeedStrategy, own: OwnObjects, actor: TrainableModel) -> Any:
     """None without a KL penalty; of a policy with adapters that policy without them."""
     if config.kl.init_kl_coef == 0:
         return None
     shares_weights = config.lora.lora_rank > 0 and config.model.ref_pretrain is None
-    return AdapterOffReference(actor) if shares_weights else _prepared(config, strategy, "reference")
+    return AdapterOffReference(actor) if shares_weights else _prepared(config, strategy, own, "reference")

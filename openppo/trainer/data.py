@@ -1,28 +1,33 @@
 """What a PPO run reads and is rewarded by, or each of its tasks; and whether models and options fit together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets.sources import value_of
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import forward_size
 from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
+from openppo.models.size import check_cache
 from openppo.rewards import Scorer
 from openppo.rewards.build import ScorerSetup, own_tokenizer
 from openppo.rewards.scoring import TaskScorer
-from openppo.rollout.decode_graphs import check_layers
+from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.rollout import SamplerMaker
-from openppo.rollout.row_cache import check_cache
 from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.tracking.report.run_data import short_names
+from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
+from openppo.trainer.startup import check_context, load_policy_tokenizer, once_per_host, tokenizing
 from openppo.types import Comm, Prompt
 
 
@@ -54,11 +59,12 @@ def load_ppo_data(
     comm: Comm,
     prompts: bool = True,
     agent: SamplerMaker | None = None,
+    own: OwnObjects = NOTHING,
 ) -> PPOData:
     """Everything that the run reads, the same on all ranks; without ``prompts`` only documents.
 
-    With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError`` names the flag and the row of
-    what cannot be used, and the ranks if only some cannot.
+    ``own`` may hold the prompts. With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError``
+    names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
     options, evaluation, new_tokens = config.data, config.evaluation, config.generation.generate_max_len
     model, seed, show = f"--pretrain {config.model.pretrain}", config.deepspeed.seed, tokenizing(comm)
@@ -66,6 +72,8 @@ def load_ppo_data(
     def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
         if not source or not prompts:
             return []
+        if flag == "--prompt_data" and own.prompts is not None:
+            return own.read_prompts(tokenizer, options, empty=agent is not None)
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
         load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
         return load_rows(rows, tokenizer, options, show)
@@ -83,28 +91,34 @@ def load_ppo_data(
             longest = config.agents.episode_max_len or options.prompt_max_len + new_tokens
             longest = min(longest, context_length(actor_config) or longest)
         for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
-            model_config = check_model(name, flag, config.model.trust_remote_code)
+            model_config = own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
             check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
         documents: list[TokenExample] = []
         if options.pretrain_data is not None and config.ppo.ptx_coef > 0:
             given, split = (options.pretrain_data, options.pretrain_data_probs), options.pretrain_split
             rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=split, seed=seed)
             key = options.pretrain_key or options.input_key
-            documents = load_documents(rows, tokenizer, key, longest, show)
-            prints["--pretrain_data"] = examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
+            documents = load_documents(rows, tokenizer, key, longest, show, options.dataset_num_proc)
+            prints["--pretrain_data"] = examples_fingerprint(
+                row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows
+            )
         check_token_ids(actor_config, model, tokenizer, ids + [document.token_ids for document in documents])
         return PPOData(read, held_out, documents, prints, longest)
 
-    data = collective(comm, load_all)
+    data = once_per_host(comm, options, load_all)
     prompt_ids, held_out_ids = (list(map(_content, each)) for each in (data.prompts, data.held_out))
     check_same(comm, {"--prompt_data": prompt_ids, "--eval_data": held_out_ids, "--pretrain_data": data.documents})
     return data
 
 
 def load_tasks_data(
-    tasks: TaskMaker, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig, comm: Comm
+    tasks: TaskMaker,
+    tokenizer: PreTrainedTokenizerBase,
+    actor_config: PreTrainedConfig,
+    comm: Comm,
+    own: OwnObjects = NOTHING,
 ) -> PPOData:
-    """What all tasks of a run read. ``ValueError`` names the task."""
+    """What all tasks of a run read, as ``load_ppo_data``. ``ValueError`` names the task."""
     loaded = []
     for number, task in enumerate(tasks.tasks):
         config = task.config
@@ -112,7 +126,7 @@ def load_tasks_data(
             config = replace(config, data=replace(config.data, pretrain_data=None))
         with task.named():
             check_estimator(config.advantage.advantage_estimator, config.ppo.n_samples_per_prompt)
-            loaded.append(load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker))
+            loaded.append(load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker, own=own))
     if not tasks.are_named:
         return loaded[0]
     named = list(zip(tasks.tasks, loaded, strict=True))
@@ -133,6 +147,8 @@ class TaskRewards:
     tokenizer: PreTrainedTokenizerBase
     strategy: InferenceStrategy
     data: PPOData
+    actor_config: PreTrainedConfig
+    function: Callable[..., Any] | None = None
 
     def check(self) -> None:
         """``ValueError`` for what ``build`` would find wrong before it loads a model."""
@@ -167,13 +183,14 @@ class TaskRewards:
             self.tokenizer,
             strategy=self.strategy,
             prompts=[prompt for prompt in prompts if prompt.task == task.name],
-            actor=config.model.pretrain,
+            actor=self.actor_config,
             size=forward_size(config),
             loading=loading(config),
             value_head_prefix=config.model.value_head_prefix,
             normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
             input_template=config.data.input_template,
             episodes=task.maker is not None,
+            function=self.function,
         )
 
 
@@ -183,9 +200,9 @@ def _content(prompt: Prompt) -> list[object]:
 
 
 def check_models(
-    config: TrainPPOConfig, strategy: InferenceStrategy, samples: bool = True
+    config: TrainPPOConfig, strategy: InferenceStrategy, samples: bool = True, own: OwnObjects = NOTHING
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Check what needs neither data nor weights; tokenizer and config of the actor.
+    """Check what needs neither data nor weights; tokenizer and config of the actor, which ``own`` may hold.
 
     Only a run that ``samples`` needs an engine.
     """
@@ -196,20 +213,25 @@ def check_models(
     for name, declared in declared_options(TrainPPOConfig).items() if critic_start(config) is None else ():
         if rules_of(declared).of_critic and given[name] != declared.default:
             raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
-    actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust))
+    actor_config = own.configs.get("--pretrain") or collective(
+        strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust)
+    )
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     if samples and config.generation.cuda_graphs == "on":
-        if strategy.device.type == "cpu" and not config.run.dry_run:  # which may be about another machine
-            raise ValueError("--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out.")
-        check_layers(actor_config)
+        elsewhere = config.run.dry_run  # which may be about another machine
+        choose_recorder("on", actor_config, torch.device("cuda") if elsewhere else strategy.device)
     if samples and config.generation.rollout_engine == "vllm":
         collective(strategy.comm, check_vllm)
     elif samples:
         check_cache(actor_config)
-    tokenizer = load_policy_tokenizer(model.pretrain, trust, config.data.chat_template_kwargs)
-    for flag, name in _other_models(config):
+    tokenizer = own.tokenizer or load_policy_tokenizer(model.pretrain, trust, config.data)
+    own.check_vocabularies(tokenizer, actor_config)
+    others = [(flag, name) for flag, name in _other_models(config) if flag not in own.configs]
+    if own.actor is not None and _start_from_pretrain(config):
+        others.append(("--pretrain", model.pretrain))
+    for flag, name in others:
         check_model(name, flag, trust)
-        if own_tokenizer(flag, name, model.pretrain, tokenizer, trust) is not None:
+        if own_tokenizer(flag, name, actor_config, tokenizer, trust) is not None:
             role = "a reference" if flag == "--ref_pretrain" else "a critic"
             own_flag = flag != "--reward_pretrain"
             other = "use one of the same family" if own_flag else "name another with --critic_pretrain"
@@ -240,6 +262,12 @@ def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
     """The critic's adapters, if it has any."""
     rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
     return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+
+
+def _start_from_pretrain(config: TrainPPOConfig) -> bool:
+    """Whether critic or reference are read from ``--pretrain``."""
+    has_reference = config.kl.init_kl_coef > 0 and config.model.ref_pretrain is None and config.lora.lora_rank == 0
+    return has_reference or (critic_start(config) or ("", ""))[0] == "--pretrain"
 
 
 def _other_models(config: TrainPPOConfig) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from openppo.rollout.rollout import (
 )
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
+from openppo.tracking.phase import timed
 from openppo.trainer.components import PPOComponents
 from openppo.types import Prompt, Trajectory
 
@@ -104,10 +105,14 @@ class PromptSource:
         """End the sampler."""
         self.sampled_by.close()
 
-    def with_weights(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def with_weights(self) -> Iterator[None]:
         """Inside, the engine may decode, with the actor's weights of now."""
         self.engine.version = self.components.state.global_step
-        return self.engine.with_weights(self.components.actor)
+        with ExitStack() as stack:
+            with timed("sync"):
+                stack.enter_context(self.engine.with_weights(self.components.actor))
+            yield
 
     def _next_prompts(self) -> list[Prompt] | None:
         if self.consumed_batches >= self.n_batches and not self.has_no_end:

@@ -1,6 +1,7 @@
 """What README and the documents show is what runs: their Python blocks, commands and recipes, in a tiny form."""
 
 import dataclasses
+import pkgutil
 import re
 import shlex
 import sys
@@ -144,7 +145,6 @@ SIZES = 'rollout_batch_size=4, train_batch_size=4, generate_max_len=4, max_sampl
 BLOCKS = {
     "index": ({'pretrain="MODEL"': SIZES, "REWARD_MODEL": "reward"}, ""),
     "internals": ({}, "gradient norm"),
-    "parts": ({'"MODEL"': '"policy"'}, "reward"),
     "trl": (
         {
             **{'"MODEL"': '"policy"', "REWARD_MODEL": "reward", "heldout": "prompts", "=53": "=4", "=10000": "=8"},
@@ -159,6 +159,32 @@ BLOCKS = {
 def test_python_blocks_run(name: str, run: Run, workshop: Path) -> None:
     replaced, printed = BLOCKS[name]
     assert printed in run_blocks(run, workshop, [name], replaced)
+
+
+def test_the_code_of_parts_runs_exactly_as_shown(run: Run, workshop: Path, tmp_path: Path) -> None:
+    (tmp_path / "MODEL").symlink_to(workshop / "policy")
+    printed = run_blocks(run, tmp_path, ["parts"])
+    assert all(said in printed for said in ("KL per token", "the policy loss inside Accelerate is", "train_loss"))
+
+
+def test_the_code_of_objects_runs_exactly_as_shown_and_resumes(run: Run, workshop: Path, tmp_path: Path) -> None:
+    (tmp_path / "MODEL").symlink_to(workshop / "policy")
+    for _ in range(2):
+        run_blocks(run, tmp_path, ["objects"])
+        assert len((tmp_path / "ckpt/objects/logs/metrics.jsonl").read_text().splitlines()) == 2
+    assert "prompt_data: (given in Python)" in (tmp_path / "ckpt/objects/logs/config.yaml").read_text()
+
+
+def test_each_name_beside_one_of_openrlhf_imports() -> None:
+    rows = [
+        row.split("|") for row in DOCS["parts"].partition("| OpenRLHF 0.6.1 |")[2].splitlines()[2:] if row[:1] == "|"
+    ]
+    old = " ".join(row[1] for row in rows)
+    asked = "Actor Experience Samples compute_reward normalize backward NaiveExperienceMaker"
+    assert [name for name in asked.split() if not re.search(rf"\b{name}\b", old)] == []
+    for row in rows:
+        names = re.findall(r"`([^`]+)`", row[2])
+        assert names and all(map(pkgutil.resolve_name, names))
 
 
 def test_python_blocks_of_the_readme_run(run: Run, workshop: Path) -> None:

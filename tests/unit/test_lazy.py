@@ -28,7 +28,8 @@ def test_every_public_name_loads(face):
 LOSSES = "PolicyLoss GSPOLoss CISPOLoss ValueLoss GPTLMLoss PairWiseLoss LogExpLoss PRMLoss token_weights policy_loss"
 ADVANTAGES = "get_advantages_and_returns get_cumulative_returns compute_reward"
 PUBLIC = {
-    "openppo.models": f"Actor get_llm_for_sequence_regression {LOSSES} masked_mean compute_approx_kl",
+    "openppo.models": f"Actor get_llm_for_sequence_regression {LOSSES} masked_mean compute_approx_kl "
+    "log_probs_from_logits",
     "openppo.models.loss": LOSSES,
     "openppo.trainer": "PPOTrainer SFTTrainer RewardModelTrainer build_ppo_trainer",
     "openppo.experience": f"ExperienceMaker ReplayBuffer AdaptiveKLController FixedKLController {ADVANTAGES}",

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from openppo import logger
 from openppo.config import TrainPPOConfig, flat_dict
@@ -47,9 +48,12 @@ def sizes_for_gpu(config: TrainPPOConfig, estimate_of: Callable[[TrainPPOConfig]
 
 
 def estimated_ppo(
-    config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStrategy
+    config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStrategy, configs: Mapping[str, PreTrainedConfig]
 ) -> tuple[TrainPPOConfig, Estimate | None]:
-    """Memory of a train_ppo run, without prompts as if they had ``--prompt_max_len`` tokens; and ``sizes_for_gpu``."""
+    """Memory of a train_ppo run, without prompts as if they had ``--prompt_max_len`` tokens; and ``sizes_for_gpu``.
+
+    ``configs`` by flag are those of models that are known already.
+    """
     model, rewards = config.model, config.rewards
     reference = model.ref_pretrain or (model.pretrain if config.lora.lora_rank == 0 else None)
     models = {
@@ -63,7 +67,7 @@ def estimated_ppo(
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
     lengths = Lengths(min(prompts), data.longest - config.generation.generate_max_len, document)
-    sizes = _count(models, config)
+    sizes = _count(models, config, configs)
     if sizes is None:
         return config, None
     machine = _machine(config, strategy)
@@ -82,7 +86,7 @@ def log_memory(
     strategy: DeepspeedStrategy,
 ) -> Estimate | None:
     """Log an estimate of ``models``, flag and name by role; None where a model cannot be counted."""
-    sizes = _count(models, config)
+    sizes = _count(models, config, {})
     estimate = None if sizes is None else _estimate(partial(estimate_of, sizes), _machine(config, strategy))
     log_estimate(estimate, config, strategy)
     return estimate
@@ -113,12 +117,17 @@ def _estimate(estimate_of: Callable[[Machine], Estimate], machine: Machine) -> E
     return estimate_of(machine)
 
 
-def _count(models: Mapping[str, tuple[str, str | None]], config: TrainPPOConfig | SupervisedCommand) -> Sizes | None:
+def _count(
+    models: Mapping[str, tuple[str, str | None]],
+    config: TrainPPOConfig | SupervisedCommand,
+    configs: Mapping[str, PreTrainedConfig],
+) -> Sizes | None:
     """Models by role in numbers; None, with a warning, where one cannot be counted."""
     trust = (config.model if isinstance(config, TrainPPOConfig) else config.supervised).trust_remote_code
+    options: Any = config.lora.target_modules, trust
     try:
         sizes = {
-            role: model_size(check_model(name, flag, trust), role in _SCALAR, config.lora.target_modules, trust)
+            role: model_size(configs.get(flag) or check_model(name, flag, trust), role in _SCALAR, *options)
             for role, (flag, name) in models.items()
             if name is not None
         }

@@ -19,8 +19,9 @@ _PARTS, _PART = 256, 1 << 14  # so many parts of so many bytes, evenly spread, s
 def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Compare ``kind``, ``options`` and ``contents`` of a checkpoint with this run's, and log what may differ.
 
-    ``contents`` are fingerprints by flag of what options name: a folder that has moved is the same, another one under
-    an old name is not. Raises ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
+    ``contents`` are fingerprints by flag of what options name, and by role of models given in Python: a folder that has
+    moved is the same, another one under an old name is not. Raises ``ValueError`` naming every option that contradicts
+    the checkpoint in ``path``.
     """
     if saved["kind"] != now["kind"]:
         raise ValueError(
@@ -33,10 +34,13 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
     wrong = [said[name] for name in must_match]
     for flag, fingerprint in now["contents"].items():  # where a model or data lies may differ
         before, data = saved["contents"].get(flag), flag.removeprefix("--")
-        if before == fingerprint or (before is None and data not in differ):  # not read then: --ptx_coef was 0
+        not_read = before is None and data not in differ and flag.startswith("--")  # as --ptx_coef was 0
+        if before == fingerprint or not_read:
             continue
         causes = [said[name] for name in differ if name == data or data in rules[name].rows_of]
-        wrong += causes or [f"{flag} {now['options'][data]} has other contents"]
+        wrong += causes or [f"{flag} {now['options'].get(data, '(given in Python)')} has other contents"]
+    own = [name for name in saved["contents"] if not name.startswith("--") and name not in now["contents"]]
+    wrong += [f"{name} was given in Python, and is not" for name in own]
     if wrong:
         raise ValueError(
             f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(dict.fromkeys(wrong))}. "

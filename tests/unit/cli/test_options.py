@@ -100,6 +100,8 @@ def test_help_shows_every_flag(command, capsys):
         (["--save-path=some-dir/with-hyphens"], "save_path", "some-dir/with-hyphens"),
         (["--use_wandb", "--bf16"], "use_wandb", "True"),
         (["--bf16", "--use-wandb"], "use_wandb", "True"),
+        (["--init_kl_coeff", "0.3"], "init_kl_coef", 0.3),
+        (["--ptx-coeff=0.4"], "ptx_coef", 0.4),
     ],
 )
 def test_a_flag_may_be_written_in_several_ways(arguments, name, value):
@@ -177,13 +179,15 @@ def from_file(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         ("normalize_advantages: off", "", "off"),
         ("gamma: 0.9", "--gamma 0.8", 0.8),
         ("zero_stage: 3", "--zero-stage=1", 1),
+        ("init_kl_coeff: 0.1", "", 0.1),
+        ("ptx_coeff: 0.1", "--ptx_coef 0.2", 0.2),
         ("bf16: true", "--no-bf16", False),
         ("value_clip: 0.5", "--value_clip None", None),
         ("stop_when: [a > 1, b > 2]", "--stop_when c>3", ("c>3",)),
     ],
 )
 def test_a_file_holds_options_and_the_command_line_wins(line, arguments, value, from_file, tmp_path):
-    name = line.partition(":")[0]
+    name = line.partition(":")[0].replace("coeff", "coef")
     found = from_file(line, *arguments.split())[name]
     assert (found, type(found)) == (value, type(value))
     assert ppo("--config", str(tmp_path / "options.yaml"), *arguments.split())[name] == value

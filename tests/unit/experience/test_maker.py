@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -131,7 +132,19 @@ def test_metrics_are_means_over_tokens_or_over_responses(trajectories):
     kls = [fields["log_probs"][t] - fields["ref_log_probs"][t] for _, fields, t in tokens]
     gaps = [abs(fields["log_probs"][t] - row.log_probs[t]) for row, fields, t in tokens]
     n_tokens = len(tokens)
+    chances = [abs(math.exp(fields["log_probs"][t]) - math.exp(row.log_probs[t])) for row, fields, t in tokens]
+    extremes = {
+        **{name: [fields[name][t] for _, fields, t in tokens] for name in ("advantages", "returns")},
+        "reward": [0.75, 3.0, -2.0, 0.5, 1.0],
+        "prompt_length": [2, 3, 1, 4, 2],
+    }
     expected = {
+        **{f"{name}_max": max(values) for name, values in extremes.items()},
+        **{f"{name}_min": min(values) for name, values in extremes.items()},
+        "prompt_length": 12 / 5,
+        "rollout_prob_gap": statistics.mean(chances),
+        "rollout_prob_gap_max": max(chances),
+        "rollout_prob_gap_std": statistics.pstdev(chances),
         "kl": sum(kls) / n_tokens,
         "kl_per_response": sum(kls) / 5,
         "kl_k3": sum(kl_by_hand(x, "k3") for x in kls) / n_tokens,

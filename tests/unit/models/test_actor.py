@@ -2,8 +2,14 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
 
 from openppo.models import Actor
+from openppo.models import log_probs as module
+from openppo.models.actor import ends_in_head, float32_head, next_logits
+from openppo.models.log_probs import linear_logits
+from tests.architectures import tiny_config
 
 ROWS = [[5, 9, 2, 17, 30, 8, 2], [11, 2, 3], [7, 21, 38, 4, 2]]  # 2 is the end of a sequence, also in the middle
 ACTIONS = [[0, 0, 1, 1, 0, 0, 1], [0, 1, 0], [0, 0, 0, 0, 0]]  # holes, one action, no action at all
@@ -35,8 +41,9 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("mask", [None, ACTION_MASK], ids=["all", "holes"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_entropy_are_those_of_the_plain_model(any_causal, temperature, mask):
+@pytest.mark.parametrize(("temperature", "at_once"), [(1.0, 1 << 29), (0.7, 1 << 29), (0.7, 100)])
+def test_log_probs_and_entropy_are_those_of_the_plain_model(any_causal, temperature, at_once, mask, monkeypatch):
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE_ON_CPU", at_once)
     model, inputs = any_causal().double().eval(), (padded(ROWS), attention(), mask)
     log_probs, entropy = Actor(model, temperature=temperature)(*inputs, return_entropy=True)
     for found, expected in zip((log_probs, entropy), plain(model, temperature=temperature), strict=True):
@@ -52,6 +59,13 @@ def test_log_probs_and_entropy_are_those_of_the_plain_model(any_causal, temperat
     filler = torch.randint(0, 40, (3, 12), generator=torch.Generator().manual_seed(0))
     wide = Actor(model)(torch.where(attention(12), padded(ROWS, 12), filler), attention(12))
     same(wide, plain(model, width=12)[0])  # padding holds anything
+
+
+def test_the_order_of_openrlhf_is_an_error_naming_action_mask(llama):
+    sequences, mask = padded(ROWS), attention()
+    for num_actions in (4, [4, 1, 2]):
+        with pytest.raises(TypeError, match=r"attention_mask is .*\(sequences, attention_mask, action_mask\)"):
+            Actor(llama())(sequences, num_actions, mask)
 
 
 @pytest.mark.parametrize("make_mask", [torch.ones, torch.zeros])
@@ -76,6 +90,33 @@ def test_logits_are_computed_only_where_some_row_asks(llama):
 
 
 DROPOUT = {"gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}, "llama": {"attention_dropout": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "ends"),
+    [
+        *((name, {}, True) for name in ("llama", "gpt2", "qwen2", "mistral", "gpt_neox", "gemma")),
+        ("gemma2", {"final_logit_softcapping": 30.0}, False),
+        ("cohere", {"logit_scale": 0.5}, False),
+        ("granite", {"logits_scaling": 2.0}, False),
+    ],
+)
+def test_only_logits_that_a_linear_head_returns_are_computed_in_pieces(name, changed, ends):
+    assert ends_in_head(AutoModelForCausalLM.from_config(tiny_config(name, **changed))) == ends
+
+
+def test_sampling_takes_logits_of_a_bfloat16_head_in_float32(llama):
+    """On GPUs, where training does: near 30 bfloat16 has steps of an eighth."""
+    llama, gpu, cpu = llama(), torch.device("cuda"), torch.device("cpu")
+    assert float32_head(llama, gpu) is float32_head(llama.bfloat16(), cpu) is None
+    head = float32_head(llama, gpu)
+    assert head is llama.lm_head is float32_head(Actor(llama, lora_rank=2, lora_alpha=4).model, gpu)
+    ids = padded(ROWS)
+    assert torch.equal(next_logits(llama, head, input_ids=ids), llama(ids).logits[:, -1])
+    with FakeTensorMode():
+        hidden, weight, bias = (torch.empty(*n, dtype=torch.bfloat16, device="cuda") for n in ((3, 8), (40, 8), (40,)))
+        for logits in (linear_logits(hidden, weight, None), linear_logits(hidden, weight, bias)):
+            assert (logits.shape, logits.dtype, logits.device.type) == ((3, 40), torch.float32, "cuda")
 
 
 @pytest.mark.parametrize("kind", DROPOUT)

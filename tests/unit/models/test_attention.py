@@ -234,7 +234,8 @@ def test_the_operator_takes_what_a_packed_row_gives(window, given, device):
         like = {"device": device, "dtype": torch.bfloat16, "requires_grad": learns}
         query, key, value = (torch.empty(1, 300, n, 64, **like).transpose(1, 2) for n in (14, 2, 2))
         starts = torch.empty(6, dtype=torch.int32, device=device)
-        options = {"scaling": SCALE, "sliding_window": window, "cu_seq_lens_q": starts, "max_length_q": 120}
+        options = {"scaling": SCALE, "sliding_window": window, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        options |= {"max_length_q": 120, "max_length_k": 120}
         output, _ = attention._attend_by_lengths(None, query, key, value, None, **options, is_causal=True)
         if learns:
             gradients = torch.autograd.grad(output.float().sum(), (query, key, value))
@@ -250,12 +251,30 @@ def test_the_operator_takes_what_a_packed_row_gives(window, given, device):
     assert forward["enable_gqa"] and forward["query"].stride() == (14 * 64, 64, 1), "no copy"
 
 
+@pytest.mark.parametrize(("window", "given"), [(None, [-1, -1]), (128, [127, 0])])
+def test_the_operator_takes_what_decoded_rows_give(window, given):
+    """6 rows of one query, in buffers of 8 rows and 500 columns, which come before heads in memory."""
+    with FakeTensorMode(), VarlenCalls() as calls:
+        like = {"dtype": torch.bfloat16}
+        query = torch.empty(6, 1, 14, 64, **like).transpose(1, 2)
+        key, value = (torch.empty(8, 500, 2, 64, **like).transpose(1, 2)[:6] for _ in range(2))
+        starts, n_keys = (torch.empty(n, dtype=torch.int32) for n in (7, 6))
+        options = {"scaling": SCALE, "sliding_window": window, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        options |= {"max_length_q": 1, "max_length_k": 400, "seqused_k": n_keys}
+        output, _ = attention._attend_by_lengths(None, query, key, value, None, **options)
+    assert output.shape == (6, 1, 14, 64) and output.dtype is torch.bfloat16
+    call = calls.seen["torch_attn::_varlen_attn"]
+    assert [tuple(call[name].shape) for name in ("query", "key", "value")] == [(6, 14, 64), *[(3000, 2, 64)] * 2]
+    assert (call["max_q"], call["max_k"], call["window_size"], call["is_causal"]) == (1, 400, given, False)
+    assert call["seqused_k"] is n_keys and call["enable_gqa"] and call["key"].is_contiguous(), "no copy"
+
+
 @pytest.mark.parametrize(
     ("asked", "width"), [({"softcap": 9.0}, 64), ({"is_causal": False}, 64), ({"s_aux": 0}, 64), ({}, 60), ({}, 256)]
 )
 def test_lengths_with_what_the_operator_lacks_are_refused(asked, width):
     inputs = [torch.empty(1, 2, 5, width)] * 3
-    lengths = {"cu_seq_lens_q": torch.tensor([0, 5]), "max_length_q": 5}
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 5])}
     with pytest.raises(ValueError, match=f"and here for .*heads of {width}"):
         attention._attend_by_lengths(None, *inputs, None, **({"is_causal": True} | asked), **lengths)
 

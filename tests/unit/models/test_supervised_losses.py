@@ -31,12 +31,21 @@ def test_without_a_label_to_predict_loss_and_gradient_are_zero(labels):
     assert zero_with_zero_gradient(GPTLMLoss()(logits, labels), logits)
 
 
+def test_what_does_not_count_is_named_by_the_loss():
+    assert GPTLMLoss.IGNORE_INDEX == PRMLoss(PLACEHOLDER).IGNORE_INDEX == -100
+    logits, labels = torch.randn(1, 4, 5), torch.tensor([[1, 2, 3, 4]])
+    loss = GPTLMLoss()
+    loss.IGNORE_INDEX = 3
+    assert torch.equal(loss(logits, labels), GPTLMLoss()(logits, torch.tensor([[1, 2, -100, 4]])))
+
+
 def test_pairwise_losses_by_hand():
     chosen, rejected, margin = torch.tensor([[2.0, 0.5, -1.0], [1.0, 0.5, 1.0], [0.5, 3.0, 0.0]], dtype=torch.float64)
     plain, with_margin = (sum(math.log1p(math.exp(-d)) for d in leads) / 3 for leads in ([1, 0, -2], [0.5, -3, -2]))
     assert PairWiseLoss()(chosen, rejected).item() == pytest.approx(plain, abs=1e-9)
     assert LogExpLoss()(chosen, rejected).item() == pytest.approx(plain, abs=1e-9)
-    assert PairWiseLoss()(chosen, rejected, margin).item() == pytest.approx(with_margin, abs=1e-9)
+    for loss in (PairWiseLoss(), LogExpLoss()):
+        assert loss(chosen, rejected, margin).item() == pytest.approx(with_margin, abs=1e-9)
 
     for loss in (PairWiseLoss(), LogExpLoss()):
         for lead, expected, slope in ((1000.0, 0.0, 0.0), (-1000.0, 1000.0, -1.0)):  # huge differences are stable

@@ -37,7 +37,9 @@ class ScriptedModel(nn.Module):
         self.scripts = scripts
         self.weight = nn.Parameter(torch.zeros(1))
         text_config = SimpleNamespace(num_hidden_layers=1)
-        self.config = SimpleNamespace(eos_token_id=None, get_text_config=lambda: text_config)
+        self.config = SimpleNamespace(
+            eos_token_id=None, _attn_implementation="sdpa", get_text_config=lambda: text_config
+        )
 
     def forward(self, input_ids, attention_mask, past_key_values, **_):
         """Logits (B, 1, V) of the next token."""

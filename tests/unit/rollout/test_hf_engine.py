@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from openppo.models.size import cache_elements
+from openppo.models.size import cache_elements, check_cache
 from openppo.rollout import row_cache
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, FinishReason, SamplingParams
 from tests.unit.rollout.conftest import assert_same

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from openppo.config import TrainPPOConfig, from_options
 from openppo.models.actor import Actor
 from openppo.models.attention import use_fast_attention
+from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import Forward
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.row_cache import check_cache
 from openppo.trainer.engines import check_engines, engine_fault
 from openppo.types import SamplingParams, SingleProcess
 from tests.architectures import NAMES, tiny_config

@@ -94,6 +94,8 @@ def naive_metrics(trajectories, pass_reward):
     return {
         "reward": statistics.mean(rewards),
         "reward_std": statistics.pstdev(rewards),
+        "reward_max": max(rewards),
+        "reward_min": min(rewards),
         "reward/right": statistics.mean(right),
         "reward/bonus": statistics.mean(lengths),
         "reward/of_tokens": statistics.mean(of_tokens),
@@ -126,7 +128,9 @@ def test_a_single_reward_is_reported_once_errors_count_and_weights_must_fit():
         return Score({"reward": 0.5}, failed=trajectory.prompt.text == "a")
 
     metrics, _ = evaluated(SingleProcess(), [Prompt("a", [1]), Prompt("b", [2])], weights={}, score_of=nameless)
-    assert [name for name in metrics if "reward" in name] == ["eval_reward", "eval_reward_std", "eval_reward_errors"]
+    assert [name.removeprefix("eval_reward") for name in metrics if "reward" in name] == [
+        *("", "_std", "_max", "_min", "_errors")
+    ]
     assert all(name.startswith("eval_") for name in metrics), "nor is a single source"
     assert metrics["eval_reward_errors"] == 4
     with pytest.raises(ValueError, match="--reward_weights names bonsu, but the rewards are reward"):

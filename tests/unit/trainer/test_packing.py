@@ -1,12 +1,11 @@
 """Examples become equally many micro-batches on all ranks; what shares a row keeps the numbers that it has alone."""
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers import (
+    AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -25,6 +24,7 @@ from openppo.models.scalar_head import ScalarHeadModel
 from openppo.trainer.supervised.batches import pack, token_batch
 from openppo.types import SingleProcess
 from tests.unit.trainer.conftest import OneOf
+from tests.varlen import VarlenLoop
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -50,25 +50,10 @@ def actor_of(name, *options, **more):
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """Where documents begin in each call of torch's operator, whose place a loop of SDPA takes: CPUs have no kernel."""
-    begun = []
-
-    def by_document(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert cu_seq_q is cu_seq_k and cu_seq_q.dtype is torch.int32 and max_q == max_k and window_size[1] == 0
-        begun.append(cu_seq_q)
-        outputs = []
-        for start, end in pairwise(cu_seq_q.tolist()):
-            assert 0 < end - start <= max_q
-            heads = [tokens[start:end].transpose(0, 1)[None] for tokens in (query, key, value)]  # (1, H, length, D)
-            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)  # of keys, backwards
-            seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
-            output = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
-            outputs.append(output[0].transpose(0, 1))
-        assert end == len(query) == len(key) == len(value)
-        return torch.cat(outputs)
-
-    monkeypatch.setattr(attention, "varlen_attn", by_document)
-    return begun
+    """Those of torch's operator."""
+    loop = VarlenLoop()
+    monkeypatch.setattr(attention, "varlen_attn", loop)
+    return loop.calls
 
 
 PAD = 9
@@ -232,7 +217,23 @@ def test_unpadded_samples_have_the_outputs_and_gradients_of_padded_ones(name, ro
     assert calls == []
     unpadded = outputs_and_gradient(model, role, samples, packs=True)
     torch.testing.assert_close(unpadded, padded, rtol=1e-4, atol=1e-5)
-    assert calls[-1].tolist() == [0, 7, 9, 14, 21, 22] and calls[-1] is calls[-2], "one tensor for both layers"
+    assert calls[-1].starts.tolist() == [0, 7, 9, 14, 21, 22]
+    assert calls[-1].starts is calls[-1].key_starts is calls[-2].starts, "one tensor for both layers"
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reward"])
+def test_an_unpadded_forward_asks_its_device_for_no_size(role, samples, monkeypatch):
+    """Tensors of the device "meta" have no values; a size that depends on them would be an error."""
+    shapes = lambda module, queries, *_, **__: (queries.transpose(1, 2), None)  # noqa: E731 (of attention)
+    monkeypatch.setitem(AttentionInterface._global_mapping, BY_LENGTHS, shapes)
+    model, given = actor_of("llama", BY_LENGTHS), samples
+    if role != "actor":
+        classifier = model_of("llama", BY_LENGTHS, auto=AutoModelForSequenceClassification)
+        model, given = ScalarHeadModel(classifier, role), samples[:2]
+    model.to("meta").packs_rows = True
+    outputs = model(*given)
+    outputs.sum().backward()
+    assert (outputs.device.type, outputs.shape) == ("meta", (5,) if role == "reward" else (5, 7))
 
 
 def test_an_unpadded_batch_without_actions_has_log_probs_of_zero_and_a_backward_pass(samples, monkeypatch):

@@ -45,6 +45,21 @@ def test_evaluations_logging_steps_and_the_end_are_logged(n_batches, options, lo
     assert [step for step, *_ in record.saved] == [trainer.total_steps], "the end of max_steps too gets a checkpoint"
 
 
+def test_passes_samples_and_tokens_of_the_whole_run_are_counted():
+    trainer, record = ppo(3, num_episodes=2)
+    trainer.fit()
+    counts = [[row[name] for name in ("episode", "consumed_samples", "consumed_tokens")] for _, row in record.logged]
+    assert counts == [[(n + 1) / 3, 2 * (n + 1), 2 * (n + 1) * 2] for n in range(6)], "a prompt of one token each"
+    assert record.saved[-1][1]["state"]["consumed_samples"] == 12
+    trainer.state.consumed_tokens = 100
+    assert trainer.step(prompts("a", "b", "c"))["consumed_tokens"] == 106
+    dynamic, record = ppo(4, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
+    dynamic.scorer = None
+    dynamic.fit()
+    episodes = [row["episode"] for _, row in record.logged]
+    assert episodes == sorted(episodes) and episodes[-1] == 1.0
+
+
 def test_errors_are_those_of_all_responses_of_a_step_and_no_others():
     """Prompts on which all responses fail earn the same and are dropped; that they failed is known all the same."""
 

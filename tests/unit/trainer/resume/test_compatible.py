@@ -53,7 +53,7 @@ def test_all_that_contradicts_a_checkpoint_is_named_once(contents: Any, options:
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
-        ({"micro_train_batch_size": 1, "load_checkpoint": True}, "--micro_train_batch_size 4 -> 1"),
+        ({"micro_train_batch_size": 1, "load_checkpoint": True}, "--micro_train_batch_size None -> 1"),
         ({"gamma": 0.5, "actor_learning_rate": 1e-7}, "--actor_learning_rate 1e-06 -> 1e-07, --gamma 1.0 -> 0.5"),
         ({"pretrain": "elsewhere/m"}, "--pretrain m -> elsewhere/m"),  # the same weights
         ({"prompt_max_len": 2048}, "--prompt_max_len 1024 -> 2048"),  # the same rows all the same
