@@ -135,6 +135,7 @@ ppo reward_normalizer=group normalize_reward=true n_samples_per_prompt=2 advanta
 ppo reward_normalizer=group normalize_reward=true n_samples_per_prompt=2 advantage_estimator=remax | ...a greedy resp
 ppo reward_timeout=1.0 | has no effect without --reward_workers: ... add 1 or more
 evaluate reward_timeout=1.0 | has no effect without --reward_workers
+ppo tasks=t.yaml max_steps=1 reward_fn=None prompt_data="" eval_reward_fn=f.py | ...its eval_reward_fn too
 ppo eval_reward_fn=f.py | scores evaluations: give held-out prompts with --eval_data
 ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h | eval_pass@1: which reward...--pass_reward
 ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
