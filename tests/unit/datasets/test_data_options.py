@@ -43,11 +43,18 @@ def test_a_long_prompt_may_be_an_error_and_a_cut_one_keeps_its_messages(tokenize
     assert (prompt.text, prompt.messages) == ("<bos><eos>\n<assistant>", turns(user="abcd"))
 
 
-NESTED = {"a": {"b": {"c": "deep"}, "b.c": "column with a dot", "n": None}, "a.b.x": "whole", "q": "hi"}
+NESTED = {
+    "a": {"b": {"c": "deep"}, "b.c": "column with a dot", "n": None},
+    "a.b.x": "whole",
+    "q": "hi",
+    "u": {"v": {"w": 1}},
+    "u.v": {"w": 2},
+}
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("a.b.c", "column with a dot"), ("a.b", {"c": "deep"}), ("a.n", None), ("a.b.x", "whole")]
+    ("key", "value"),
+    [("a.b.c", "column with a dot"), ("a.b", {"c": "deep"}), ("a.n", None), ("a.b.x", "whole"), ("u.v.w", 2)],
 )
 def test_dots_descend_and_the_longest_name_wins(tokenizer, key, value):
     (prompt,) = load("prompts", [NESTED], tokenizer, input_key="q", label_key=key)
