@@ -86,15 +86,15 @@ def test_a_page_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_a_curve_has_a_point_for_each_report_or_the_mean_of_several(monkeypatch):
-    same = {"b": None, "eval_b": 1.0}
-    rows = [{"step": s, "time": 3600.0 * s, "a": s / 7, "ratio_max": s % 3, **same} for s in range(10)]
+    of_all = [{"b": None, "eval_b": 1.0, "ratio_max": s % 3, "a_min": (s + 1) % 3} for s in range(10)]
+    rows = [{"step": s, "time": 3600.0 * s, "a": s / 7, **of_all[s]} for s in range(10)]
     made = curves(rows[1:6], 100, evaluation=False)
     assert (made["every"], made["steps"], made["hours"]) == (1, [1, 2, 3, 4, 5], [0, 1, 2, 3, 4])
     assert made["values"]["a"] == [0.14286, 0.28571, 0.42857, 0.57143, 0.71429]
     made = curves(rows, 4, evaluation=False)
     assert (made["every"], made["steps"]) == (3, [2, 5, 8, 9])
-    of_maximum = {"ratio_max": [2, 2, 2, 0], "b": [None] * 4}
-    assert made["values"] == {"a": [0.14286, 0.57143, 1.0, 1.2857], **of_maximum}
+    of_extremes = {"ratio_max": [2, 2, 2, 0], "a_min": [0, 0, 0, 1], "b": [None] * 4}
+    assert made["values"] == {"a": [0.14286, 0.57143, 1.0, 1.2857], **of_extremes}
     made = curves([{"step": 3, "eval_b": 0.5}, {"step": 4, "a": 1.0}, {"step": 6, "eval_b": 1.0}], 9, evaluation=True)
     assert made == {"every": 1, "steps": [3, 6], "hours": [None, None], "values": {"eval_b": [0.5, 1.0]}}
     monkeypatch.setattr(page_module, "MAX_POINTS", 300)  # which runs share
