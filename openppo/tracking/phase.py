@@ -30,6 +30,19 @@ class CurrentPhase:
         self.last_progress = time.monotonic()  # a phase began or ended, or a progress bar was updated
         self.on_progress: Callable[[], None] | None = None  # called at each progress, on the training thread
         self.seconds: dict[str, float] = {}  # of roles, and of phases outside of a timer, until a line reports them
+        self.events: list[tuple[str, Any, Any]] = []  # begin and end of more of them in a GPU's queue
+
+    def take_seconds(self) -> dict[str, float]:
+        """The seconds since the last call; waits for the last of the events."""
+        for name, begin, end in self.events:
+            end.synchronize()
+            self.add(name, begin.elapsed_time(end) / 1000)
+        taken, self.seconds, self.events = self.seconds, {}, []
+        return taken
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add ``seconds``."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def progress(self) -> None:
         """Note progress."""
@@ -62,14 +75,21 @@ def phase(name: str) -> Iterator[None]:
 
 @contextmanager
 def timed(name: str) -> Iterator[None]:
-    """Add the time of the ``with`` block, queued GPU work included, to ``current``; of an evaluation only the whole."""
-    is_part = current.phase == "evaluation"
-    _wait_for_gpu()
+    """Add the time of the ``with`` block to ``current``; of an evaluation only the whole.
+
+    On a GPU it is that between two places in its queue, so that nothing waits for it.
+    """
+    is_part, on_gpu = current.phase == "evaluation", _gpu_in_use()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
+    if begin:
+        begin.record()
     start = time.perf_counter()
     yield
-    _wait_for_gpu()
-    if not is_part:
-        current.seconds[name] = current.seconds.get(name, 0.0) + time.perf_counter() - start
+    if end:
+        end.record()
+        current.events += [] if is_part else [(name, begin, end)]
+    elif not is_part:
+        current.add(name, time.perf_counter() - start)
 
 
 def evaluation(method: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
@@ -79,18 +99,15 @@ def evaluation(method: Callable[..., dict[str, float]]) -> Callable[..., dict[st
     def run(trainer: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         with phase("evaluation"):
             metrics = method(trainer, *args, **kwargs)
+        current.seconds = current.take_seconds()
         seconds = torch.tensor(current.seconds.pop("evaluation"), dtype=torch.float64)
         return metrics and metrics | {"time/evaluation_s": float(trainer.comm.all_reduce(seconds, "max"))}
 
     return run
 
 
-def _wait_for_gpu() -> bool:
-    """Whether there is a GPU in use, all of whose queued work is done now."""
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-    if in_use:
-        torch.cuda.synchronize()
-    return in_use
+def _gpu_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 class PhaseTimer:
@@ -148,12 +165,12 @@ class PhaseTimer:
         seconds: dict[str, float] = {}
         tokens: dict[str, list[int]] = {}  # of the ranks that count any
         peaks: dict[str, int] = {}
-        mine = self._seconds | current.seconds
+        mine = self._seconds | current.take_seconds()
         for of_seconds, of_tokens, of_peaks in comm.all_gather_object((mine, self._tokens, self._peaks)):
             seconds |= {name: max(seconds.get(name, 0.0), value) for name, value in of_seconds.items()}
             peaks |= {name: max(peaks.get(name, 0), peak) for name, peak in of_peaks.items()}
             tokens |= {name: [*tokens.get(name, []), count] for name, count in of_tokens.items()}
-        self._seconds, self._tokens, self._peaks, current.seconds = {}, Counter(), {}, {}
+        self._seconds, self._tokens, self._peaks = {}, Counter(), {}
         tokens = {name: counts for name, counts in tokens.items() if seconds.get(name, 0.0) > 0}
         shares = {
             name: max(counts) / sum(counts) for name, counts in tokens.items() if any(counts) and comm.world_size > 1
@@ -170,7 +187,8 @@ class PhaseTimer:
 
     def _record_peak(self) -> None:
         """Assign queued GPU work and peak memory to the running phases."""
-        if _wait_for_gpu():
+        if _gpu_in_use():
+            torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
             for name in self._running:
                 self._peaks[name] = max(self._peaks.get(name, 0), peak)

@@ -100,13 +100,32 @@ def test_roles_add_up_and_an_evaluation_counts_as_a_whole(clock):
     assert timer.take_metrics(trainer.comm) == {}, "all of it has been reported"
 
 
-def test_a_role_waits_for_the_gpu_before_and_after(monkeypatch):
-    cuda, waits = FakeCUDA(), []
+def test_roles_are_timed_in_the_queue_of_a_gpu(monkeypatch):
+    """Nothing waits until the times are reported."""
+    queue: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            queue.append(self)
+
+        def synchronize(self):
+            queue.append("wait")
+
+        def elapsed_time(self, end):
+            return 250.0 * (queue.index(end) - queue.index(self))
+
+    cuda: Any = FakeCUDA()
+    cuda.Event, cuda.synchronize = Event, None
     monkeypatch.setattr(phase.torch, "cuda", cuda)
-    monkeypatch.setattr(cuda, "synchronize", lambda: waits.append("wait"), raising=False)
-    with phase.timed("actor_forward"):
-        waits.append("forward")
-    assert waits == ["wait", "forward", "wait"]
+    for _ in range(2):
+        with phase.timed("actor_forward"):
+            queue.append("forward")
+    assert "wait" not in queue and len(queue) == 6
+    assert current.take_seconds() == {"actor_forward": 1.0} and queue[6:] == ["wait"] * 2
+    assert current.take_seconds() == {}
 
 
 def test_each_phase_has_its_own_peak_beside_the_estimate(monkeypatch):
