@@ -146,7 +146,8 @@ class DeepspeedStrategy(InferenceStrategy):
         if self.zero_stage < 3:
             return True
         parameters = list(engine.module.parameters())
-        return self._fits(parameters, moments_offloaded, "The full weights", "so the ranks generate in lockstep")
+        otherwise = "The full weights do not fit on a GPU, so the ranks generate in lockstep, which is slower"
+        return self._fits(parameters, moments_offloaded, otherwise)
 
     def fits_merged(self, engine: TrainableModel, moments_offloaded: bool = False) -> bool:
         """Whether adapters can be merged for generation: not into 4-bit weights, of others a copy must fit; collective.
@@ -159,10 +160,12 @@ class DeepspeedStrategy(InferenceStrategy):
                 logger.info("--load_in_4bit: responses are sampled with the adapters beside the weights, not merged")
             return False
         whole = list(engine.module.parameters()) if self.zero_stage == 3 else []
-        what = "Copies of the weights that have adapters"
-        return self._fits(whole + weights, moments_offloaded, what, "so adapters are not merged for generation")
+        otherwise = (
+            "A copy of the adapted weights does not fit on a GPU, so responses are sampled unmerged, which is slower"
+        )
+        return self._fits(whole + weights, moments_offloaded, otherwise)
 
-    def _fits(self, weights: Sequence[Any], moments_offloaded: bool, what: str, otherwise: str) -> bool:
+    def _fits(self, weights: Sequence[Any], moments_offloaded: bool, otherwise: str) -> bool:
         """Whether every rank has memory for ``weights``, whole; collective. Else a warning says what happens."""
         if self.device.type == "cpu":
             return True
@@ -175,7 +178,7 @@ class DeepspeedStrategy(InferenceStrategy):
         fits = not self.any_rank(needed > _SHARE_FOR_WEIGHTS * free)
         if not fits and self.is_main:
             sizes = f"{needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free"
-            logger.warning("%s do not fit on a GPU, %s, which is slower: %s.", what, otherwise, sizes)
+            logger.warning("%s: %s.", otherwise, sizes)
         return fits
 
     def any_rank(self, flag: bool) -> bool:
