@@ -71,7 +71,7 @@ class StepDiagnostics:
             observed = self._of_all_ranks([kept[i] for i in chosen])
             tokens = [token_row(kept[i], self.tokenizer, buffer.items[i], observed[n]) for n, i in enumerate(chosen)]
         self._log(step, samples, tokens)
-        self._dump(step, "train", self.trained_on)
+        self._dump(step, "train", self.trained_on, self.weights)
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
             self.components.trackers.log_histograms(step, experience_histograms(buffer.items, self.comm))
         buffer.clear()
@@ -80,9 +80,10 @@ class StepDiagnostics:
     def show_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log samples of an evaluation: what the engine, which sampled them, reported."""
         chosen = [trajectories[i] for i in choose(trajectories)] if self.comm.rank == 0 else []
-        samples = [sample_row(t, self.tokenizer, self.components.grading.reward_weights) for t in chosen]
+        weights = self.components.grading.reward_weights
+        samples = [sample_row(t, self.tokenizer, weights) for t in chosen]
         self._log(step, samples, [token_row(t, self.tokenizer) for t in chosen], evaluation=True)
-        self._dump(step, "eval", trajectories)
+        self._dump(step, "eval", trajectories, weights)
 
     def _shows_tokens(self, step: int) -> bool:
         return step % -(-self.total_steps // N_TOKEN_STEPS) == 0 or step in (1, self.total_steps)
@@ -94,10 +95,10 @@ class StepDiagnostics:
         found = {ids: row for numbers in self.comm.all_gather_object(mine) for ids, row in numbers.items()}
         return [found.get(tuple(t.token_ids), {}) for t in chosen]
 
-    def _dump(self, step: int, split: str, trajectories: Sequence[Trajectory]) -> None:
+    def _dump(self, step: int, split: str, trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:
         """Hand all of this rank's ``trajectories`` to what writes ``--dump_rollouts``, if it is given."""
         if (dump := self.config.dump).dump_rollouts is not None:
-            given = self.tokenizer, self.weights, dump.dump_tokens
+            given = self.tokenizer, weights, dump.dump_tokens
             rows = [{"sample": i} | rollout_row(t, *given) for i, t in enumerate(trajectories)]
             self.components.trackers.log_rollouts(step, split, rows)
 
@@ -151,13 +152,14 @@ def rollout_row(
 ) -> Row:
     """A line of ``--dump_rollouts``: the same columns of the same types in any run, so that all files make one table.
 
-    What may be anything in a row of data is text: labels, and as JSON rewards and messages.
+    What may be anything in a row of data is text: labels, and as JSON rewards, extras and messages.
     """
     prompt, episode = trajectory.prompt, trajectory.episode
     row = sample_row(trajectory, tokenizer, weights)
     label = row["label"]
     row["label"] = "" if label is None else label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
     row |= {"reward": float(row["reward"]), "rewards": json.dumps(json_form(row["rewards"]))}
+    row["extra"] = json.dumps(trajectory.extras)
     row |= {"ending": "", "turns": 1, "error": "", "output": ""} if episode is None else {}
     row["messages"] = json.dumps(None if episode is None else row["messages"], ensure_ascii=False)
     row |= {"source": prompt.source, "task": prompt.task, "row": prompt.index, "group": trajectory.group}

@@ -23,7 +23,7 @@ TALK = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"role": 
 def rows_of(step: int, tokens: bool = False) -> list[dict[str, Any]]:
     """Rows whose labels, rewards and messages are of all types, the last of an agent."""
     given = [dataclasses.replace(ONE, prompt=Prompt(f"{step}", [1], label=label, source="s")) for label in LABELS]
-    given[0] = dataclasses.replace(given[0], scores={"b": 1, "c": 2})
+    given[0] = dataclasses.replace(given[0], scores={"b": 1, "c": 2}, extras={"n": 2.0})
     given.append(dataclasses.replace(ONE, episode=Episode(TALK, Ending.TIMEOUT, n_turns=1, error="late")))
     return [{"sample": i} | rollout_row(t, BYTES, {"a": 0.25}, tokens) for i, t in enumerate(given)]
 
@@ -85,6 +85,7 @@ def test_datasets_reads_splits_and_all_types_as_one_table(tmp_path: Path, tokens
     first = [row for row in whole if row["step"] == 1]
     assert [row["label"] for row in first] == ["text", "", "3", '{"a": [1, null]}', '["x", 2.5]', "", "x"]
     assert (first[0]["rewards"], first[0]["reward"]) == ('{"b": 1, "c": 2}', 3.0)
+    assert [row["extra"] for row in first] == ['{"n": 2.0}', *["{}"] * 6]
     assert [(row["reward"], row["prompt"], row["source"]) for row in first[1:6]] == [(0.5, "1", "s")] * 5
     assert (first[6]["ending"], first[6]["error"], json.loads(first[6]["messages"])) == ("timeout", "late", TALK)
     if tokens:
