@@ -54,6 +54,7 @@ setup(
         "peft>=0.18",
         "datasets>=4.0",
         "filelock>=3.20",
+        "fsspec>=2024.6",
         "huggingface_hub>=1.0",
         "jinja2>=3.1",
         "numpy>=1.26",

@@ -7,7 +7,7 @@ mask is ever made by comparing ids with PAD or EOS.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -74,9 +74,8 @@ class SamplingParams:
 class Prompt:
     """One prompt: ``text`` is for people and rewards, ``token_ids`` is what the model reads.
 
-    ``row`` is its data row, ``label`` the value of that row's label column, ``source`` the data set's name and
-    ``index`` the row's place there (from 0). ``messages`` are the chat that ``text`` was rendered from, if any.
-    ``task`` is the name of its task in a run of several.
+    ``row`` is its data row, ``label`` the value of its label column, ``source`` the data set's name, ``index`` the
+    row's place there (from 0), ``messages`` the chat that ``text`` was rendered from, ``task`` its task of several.
     """
 
     text: str
@@ -137,6 +136,7 @@ class Trajectory:
     step_ends: list[bool] | None = None
     greedy: Trajectory | None = None
     episode: Episode | None = None  # of an agent
+    extras: dict[str, float] = field(default_factory=dict)  # numbers of a reward function that are only logged
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
@@ -184,6 +184,7 @@ class Score:
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
     failed: bool = False  # a reward chosen beforehand stands in
+    extras: dict[str, float] = field(default_factory=dict)  # logged, and no rewards
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,9 @@ class Experience:
         """A copy that has these fields too."""
         return replace(self, **tensors)
 
-    def to(self, device: torch.device | str) -> Experience:
-        """A copy on ``device``."""
-        return Experience(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+    def to(self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to) -> Experience:
+        """A copy on ``device``, where ``move`` takes each tensor."""
+        return Experience(**{name: move(tensor, device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are set."""
@@ -273,9 +274,8 @@ class StopCheck:
 class RolloutSource(Protocol):
     """Where a trainer's trajectories come from. All ranks call every method together.
 
-    Iterating gives this rank's scored trajectories of one global step after the other; all of one group are on one
-    rank. In a ``Rollout`` of ``openppo.rollout.rollout`` scores are still under way: a source over another calls
-    ``wait_for_scores`` on all ranks before it reads, or a signal would reach one only.
+    Iterating gives this rank's scored trajectories of one global step after the other, groups whole. In a ``Rollout``
+    scores are under way: a source over another calls ``wait_for_scores`` on all ranks first, or a signal reaches one.
     """
 
     @property

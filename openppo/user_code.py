@@ -29,11 +29,7 @@ def load_callable(location: str, flag: str, default_name: str | None = None) -> 
 
     ``ValueError`` naming ``flag`` if there is none, or if the file cannot be imported.
     """
-    parts = re.fullmatch(r"(.+\.py)(?::(\w*))?", location)
-    name = (parts[2] if parts else None) or default_name
-    if parts is None or name is None:
-        raise ValueError(f"{flag} {location}: give a Python file and a name in it, path.py:name.")
-    file = Path(parts[1]).expanduser()
+    file, name = split_location(location, flag, default_name)
     module = load_module(file, f"{flag} {location}")
     found = vars(module).get(name)
     if not callable(found):
@@ -41,6 +37,15 @@ def load_callable(location: str, flag: str, default_name: str | None = None) -> 
         has = f"{file} has no function {name!r}. It has: {', '.join(names) or 'none'}."
         raise ValueError(f"{flag} {location}: {has} Name one of them as {file}:NAME.")
     return found
+
+
+def split_location(location: str, flag: str, default_name: str | None = None) -> tuple[Path, str]:
+    """File and name of ``path.py:name``; ``ValueError`` naming ``flag`` for anything else."""
+    parts = re.fullmatch(r"(.+\.py)(?::(\w*))?", location)
+    name = (parts[2] if parts else None) or default_name
+    if parts is None or name is None:
+        raise ValueError(f"{flag} {location}: give a Python file and a name in it, path.py:name.")
+    return Path(parts[1]).expanduser(), name
 
 
 def load_module(file: Path, source: str) -> ModuleType:

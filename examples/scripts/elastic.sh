@@ -16,9 +16,7 @@ exec torchrun --standalone --nproc_per_node "${GPUS:-8}" --max_restarts "${RESTA
     --zero_stage 3 \
     --gradient_checkpointing \
     --rollout_batch_size 512 \
-    --micro_rollout_batch_size 32 \
     --train_batch_size 128 \
-    --micro_train_batch_size 4 \
     --prompt_max_len 1024 \
     --generate_max_len 1024 \
     "$@"

@@ -26,9 +26,7 @@ Think step by step, and write the final answer after "####".' \
     --zero_stage 2 \
     --num_episodes 5 \
     --rollout_batch_size 128 \
-    --micro_rollout_batch_size 64 \
     --train_batch_size 256 \
-    --micro_train_batch_size 8 \
     --prompt_max_len 512 \
     --generate_max_len 512 \
     --actor_learning_rate 1e-6 \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PPO with LoRA on one GPU. The reference is the actor with its adapters off: no second copy. bash lora.sh [more flags]
-# Out of memory: halve the micro batch sizes first (results stay the same), then --load_in_4bit (needs bitsandbytes).
+# Out of memory: --gradient_checkpointing first (results stay the same), then --load_in_4bit (needs bitsandbytes).
 set -euo pipefail
 save_path="${SAVE_PATH:-ckpt/lora}"
 torchrun --standalone --nproc_per_node "${GPUS:-1}" -m openppo.cli.train_ppo \
@@ -16,11 +16,8 @@ torchrun --standalone --nproc_per_node "${GPUS:-1}" -m openppo.cli.train_ppo \
     --critic_lora_rank 0 \
     --bf16 \
     --zero_stage 2 \
-    --gradient_checkpointing \
     --rollout_batch_size 128 \
-    --micro_rollout_batch_size 16 \
     --train_batch_size 64 \
-    --micro_train_batch_size 2 \
     --prompt_max_len 1024 \
     --generate_max_len 512 \
     --actor_learning_rate 1e-5 \

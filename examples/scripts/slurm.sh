@@ -28,7 +28,5 @@ srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_NNODES" --node
     --zero_stage 3 \
     --gradient_checkpointing \
     --rollout_batch_size 512 \
-    --micro_rollout_batch_size 32 \
     --train_batch_size 128 \
-    --micro_train_batch_size 4 \
     "$@"

@@ -33,9 +33,7 @@ $launch -m openppo.cli.train_ppo $shared \
     --normalize_reward \
     --missing_eos_penalty 1 \
     --rollout_batch_size 512 \
-    --micro_rollout_batch_size 64 \
     --train_batch_size 512 \
-    --micro_train_batch_size 16 \
     --max_epochs 4 \
     --prompt_max_len 512 \
     --generate_max_len 53 \

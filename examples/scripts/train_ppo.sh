@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # PPO with a reward model. Copy, change the models and data, run: bash train_ppo.sh [more flags]
-# One GPU: GPUS=1. Eight GPUs: GPUS=8. Out of memory: halve the micro batch sizes first (results stay the same),
-# then --adam_offload. A model that fits easily: --zero_stage 2 --no_gradient_checkpointing is faster.
+# One GPU: GPUS=1. Eight GPUs: GPUS=8. Out of memory: --micro_train_tokens below what the log says (results stay
+# the same), then --adam_offload. A model that fits easily: --zero_stage 2 --no_gradient_checkpointing is faster.
 set -euo pipefail
 torchrun --standalone --nproc_per_node "${GPUS:-8}" -m openppo.cli.train_ppo \
     --pretrain "${PRETRAIN:-meta-llama/Llama-3.1-8B-Instruct}" \
@@ -16,9 +16,7 @@ torchrun --standalone --nproc_per_node "${GPUS:-8}" -m openppo.cli.train_ppo \
     --gradient_checkpointing \
     --num_episodes 1 \
     --rollout_batch_size 512 \
-    --micro_rollout_batch_size 32 \
     --train_batch_size 128 \
-    --micro_train_batch_size 4 \
     --prompt_max_len 1024 \
     --generate_max_len 1024 \
     --actor_learning_rate 1e-6 \

@@ -79,6 +79,7 @@ def read_command(config_type: type[Config], *markers: Any) -> Config:
 
 def _run(config: Options, build: str) -> bool:
     """Whether a signal has ended the work before its end."""
+    _set_allocator(config)
     from openppo.strategy import signals
     from openppo.strategy.watchdog import Watchdog  # with torch: after parsing
     from openppo.tracking.phase import current, phase
@@ -101,6 +102,16 @@ def _run(config: Options, build: str) -> bool:
         watchdog.saves_on_signal = False
         job.close()
         return signals.requested() is not None
+
+
+def _set_allocator(config: Options) -> None:
+    """Let a GPU's memory grow in place, which wastes less; before torch looks.
+
+    Neither over a setting of the user nor with vLLM, whose sleep refuses it. torch 2.8 to 2.13 all read this name.
+    """
+    names = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+    if names.isdisjoint(os.environ) and flat_dict(config).get("rollout_engine") != "vllm":
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _end_process() -> NoReturn:

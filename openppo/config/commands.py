@@ -14,7 +14,15 @@ from openppo.config.orchestrator import OrchestratorConfig
 from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PolicyLossType, PPOConfig
 from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
-from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig, TrackingConfig
+from openppo.config.run import (
+    AdamConfig,
+    BatchConfig,
+    CheckpointConfig,
+    DeepSpeedConfig,
+    DumpConfig,
+    RunConfig,
+    TrackingConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +99,7 @@ class TrainPPOConfig(TrainingConfig):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     agents: AgentConfig = field(default_factory=AgentConfig)
     orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+    dump: DumpConfig = field(default_factory=DumpConfig)
 
     def __post_init__(self) -> None:
         if self.loss.policy_loss_type is None:  # the resolved one is shown, saved and compared on resume
@@ -105,12 +114,32 @@ class TrainPPOConfig(TrainingConfig):
         return world_size - sampling
 
     @property
+    def eval_rewards(self) -> RewardConfig:
+        """Where rewards of evaluations come from; those of ``--eval_reward_fn`` have no weights."""
+        if (function := self.evaluation.eval_reward_fn) is None:
+            return self.rewards
+        given, kept = vars(self.rewards), ("reward_error_value", "step_separator", "reward_workers", "reward_timeout")
+        return RewardConfig(reward_fn=function, **{name: given[name] for name in kept})
+
+    @property
     def prompts_per_step(self) -> int:
         """Prompts, or seeds of an environment, of one global step over all ranks."""
         return self.agents.n_envs or self.ppo.rollout_batch_size
 
     @property
+    def for_evaluation(self) -> TrainPPOConfig:
+        """With ``--val_only`` the same with places of its own for what is logged: that of a run stays as it is."""
+        if not self.evaluation.val_only:
+            return self
+        folder = self.dump.dump_rollouts
+        dump = replace(self.dump, dump_rollouts=folder and f"{os.path.realpath(folder)}_val_only")
+        run = replace(self.run, save_path=f"{os.path.realpath(self.run.save_path)}_val_only")
+        return replace(self, run=run, dump=dump)
+
+    @property
     def output_models(self) -> dict[str, str]:
+        if self.evaluation.val_only:
+            return {}
         critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
         return super().output_models | (critic if self.model.save_value_network else {})
 
@@ -118,8 +147,11 @@ class TrainPPOConfig(TrainingConfig):
         if self.orchestrator.tasks is not None:
             return
         nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
-        if nothing_held_out and self.evaluation.eval_before_training:
-            yield "--eval_before_training needs --eval_data."
+        for flag in ("eval_before_training", "val_only"):
+            if nothing_held_out and vars(self.evaluation)[flag]:
+                yield f"--{flag} needs --eval_data."
+        if nothing_held_out and self.evaluation.eval_reward_fn is not None:
+            yield "--eval_reward_fn scores evaluations: give held-out prompts with --eval_data."
         plays = self.agents.environment is not None
         if self.data.prompt_data == "" and not plays:
             yield "No prompts are given: pass --prompt_data FILE."
@@ -144,6 +176,8 @@ class TrainPPOConfig(TrainingConfig):
             yield "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out."
         if self.ppo.offload_idle and self.deepspeed.adam_offload:
             yield "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out."
+        if self.evaluation.val_only and self.orchestrator.rollout_ranks > 0:
+            yield "--val_only evaluates on the ranks that train, none of which is to spare: leave out --rollout_ranks."
         if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
             yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
         batch, prompts, n = self.batch.train_batch_size, self.prompts_per_step, self.ppo.n_samples_per_prompt
@@ -161,6 +195,8 @@ class TrainPPOConfig(TrainingConfig):
             )
         flag = "--rollout_batch_size" if self.agents.n_envs is None else "--n_envs"
         yield from (text.replace("--rollout_batch_size", flag) for text in counts)
+        if self.agents.form is not None:
+            yield from self.data.unread_by_agents()
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
             yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
         if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:
@@ -172,11 +208,18 @@ class TrainPPOConfig(TrainingConfig):
         if self.ppo.dynamic_sampling and n == 1:
             yield "--dynamic_sampling compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
         best = self.checkpoint.keep_best or ""
-        if "pass@" in best and self.rewards.pass_threshold(self.evaluation.pass_reward) is None:
+        if "pass@" in best and self.eval_rewards.pass_threshold(self.evaluation.pass_reward) is None:
             yield f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward."
         from_model = self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"
         if from_model and self.rewards.reward_pretrain is None:
             yield "--normalize_reward: no --reward_pretrain has mean and std: use --reward_normalizer running."
+        if self.shaping.reward_normalizer == "group":
+            estimator, by_group = self.advantage.advantage_estimator, "--reward_normalizer group"
+            if n == 1:
+                yield f"{by_group} compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
+            if estimator in ("group_norm", "remax"):
+                why = {"group_norm": "does the same", "remax": "compares with a greedy response"}[estimator]
+                yield f"{by_group}: --advantage_estimator {estimator} {why}: use another, or leave out normalization."
         verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiable_reward)))
         if verified and self.data.label_key is None and self.data.input_key is not None:
             yield f"--verifiable_reward {verified} compares with a label: name its column with --label_key."
@@ -184,7 +227,9 @@ class TrainPPOConfig(TrainingConfig):
     def _async_problems(self) -> Iterator[str]:
         asynchronous, rewards = self.orchestrator, self.rewards
         if asynchronous.tasks is not None:
-            own = {"prompt_data": self.data.prompt_data, "eval_data": self.evaluation.eval_data}
+            evaluation = self.evaluation
+            own = {"prompt_data": self.data.prompt_data, "eval_data": evaluation.eval_data}
+            own["eval_reward_fn"] = evaluation.eval_reward_fn
             own |= {form: vars(self.agents)[form] for form in FORMS} | dict.fromkeys(rewards.names(), "given")
             if given := [name for name, value in own.items() if value]:
                 yield f"--tasks says what each task is, its {given[0]} too: leave it out of the command line."
@@ -213,12 +258,21 @@ class SupervisedCommand(TrainingConfig):
 
     supervised: SupervisedConfig
 
+    @property
+    def pack_to(self) -> int | None:
+        """Tokens of a row that several samples may share; None for a row each."""
+        return None
+
 
 @dataclass(frozen=True)
 class TrainSFTConfig(SupervisedCommand):
     """Options of openppo.cli.train_sft."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
+
+    @property
+    def pack_to(self) -> int | None:
+        return self.supervised.max_len if self.data.packing else None
 
 
 @dataclass(frozen=True)

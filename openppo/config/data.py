@@ -19,11 +19,14 @@ DataFormat = Literal[
     "alpaca",
     "hh",
     "preference",
+    "ranking",
     "question_answer",
     "verl",
     "math_shepherd",
     "steps",
 ]
+
+Truncation = Literal["drop", "left", "right", "middle", "error"]
 
 _PROMPTS = ("prompt_data",)
 _DOCUMENTS = ("pretrain_data",)
@@ -44,16 +47,23 @@ class RowsConfig(Options):
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = option(False, rows_of=_TEXTS)
     """Render prompts with the tokenizer's chat template."""
+    chat_template: str | None = option(None, place=True, rows_of=_TEXTS)
+    """Jinja file that replaces the tokenizer's chat template, and is saved with it (with --apply_chat_template)."""
     chat_template_kwargs: str | None = option(None, rows_of=_TEXTS)
     """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
+    tools_key: str | None = option(None, rows_of=_TEXTS)
+    """Column with schemas of tools for the chat template: a list, also as JSON text (with --apply_chat_template)."""
+    dataset_num_proc: int = option(0, not_negative)
+    """Processes that tokenize, once for all ranks, kept in the cache of 'datasets' (0: every rank by itself)."""
     max_samples: int | None = option(None, at_least(1), resume="must match", rows_of=_ALL)
     """Use at most this many rows of each data set, from the start."""
 
     def problems(self) -> Iterator[str]:
         if self.input_template is not None and self.input_template.count("{}") != 1:
             yield f"--input_template must contain {{}} once, where the prompt goes; got {self.input_template!r}."
-        if self.chat_template_kwargs is not None and not self.apply_chat_template:
-            yield "--chat_template_kwargs has no effect without --apply_chat_template: add it."
+        for name in ("chat_template", "chat_template_kwargs", "tools_key"):
+            if vars(self)[name] is not None and not self.apply_chat_template:
+                yield f"--{name} has no effect without --apply_chat_template: add it."
         parse_template_kwargs(self.chat_template_kwargs)
 
 
@@ -70,7 +80,16 @@ class PromptDataConfig(RowsConfig):
     label_key: str | None = option(None, rows_of=_PROMPTS)
     """Column that is passed to the rewards as label (default: the answer of a recognized format)."""
     prompt_max_len: int = option(1024, at_least(1), rows_of=_PROMPTS, measures=True)
-    """Prompts with more tokens are dropped, with a count in the log."""
+    """Most tokens of a prompt."""
+    prompt_truncation: Truncation = option("drop", rows_of=_PROMPTS, measures=True)
+    """Longer prompts are dropped, lose tokens on the left, the right or in the middle, or are an error."""
+
+    def unread_by_agents(self) -> Iterator[str]:
+        """Messages about options that change token ids alone: agents read the rows and messages."""
+        if self.prompt_truncation in ("left", "right", "middle"):
+            yield f"--prompt_truncation {self.prompt_truncation} cuts no conversation of agents: use drop or error."
+        if self.tools_key is not None:
+            yield "--tools_key offers what no agent can run: leave it out, or name a file of --tools instead."
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,8 @@ class SFTDataConfig(Options):
     """Column with the prompt (text or chat messages); no loss on it (default: recognized)."""
     output_key: str | None = option("output", rows_of=_ROWS)
     """Column with the response (default: recognized); 'None' trains on all tokens of --input_key."""
+    packing: bool = False
+    """Fill rows of --max_len tokens with several samples, which stay apart: the same loss with less padding."""
 
 
 @dataclass(frozen=True)
@@ -147,15 +168,21 @@ class PreferenceConfig(Options):
     rejected_key: str = option("rejected", rows_of=_ROWS)
     """Column with the worse response."""
     margin_key: str | None = option(None, rows_of=_ROWS)
-    """Column with the margin by which chosen must win (only with --loss sigmoid)."""
+    """Column with the margin by which chosen must win."""
+    responses_key: str | None = option(None, rows_of=_ROWS)
+    """Column with a ranking instead of a pair: a list of responses, the best first (default: recognized)."""
+    scores_key: str | None = option(None, rows_of=_ROWS)
+    """Column with a number for each response of --responses_key, a larger one for a better one (default: none)."""
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """Pairwise loss."""
     value_head_prefix: str = option("score", resume="must match")
     """Name of the scalar head."""
 
     def problems(self) -> Iterator[str]:
-        if self.margin_key is not None and self.loss != "sigmoid":
-            yield "--margin_key works with --loss sigmoid only: use it, or leave the margin out."
+        if self.scores_key is not None and self.responses_key is None:
+            yield "--scores_key has no effect without --responses_key: add it."
+        if self.responses_key is not None and self.margin_key is not None:
+            yield "--margin_key is about pairs, and --responses_key names rankings: leave one of them out."
 
 
 @dataclass(frozen=True)

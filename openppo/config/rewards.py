@@ -35,6 +35,10 @@ class RewardConfig(Options):
     """Weights of named rewards, NAME=NUMBER ... (default: 1 each)."""
     reward_error_value: float | None = None
     """Reward of a sample on which the reward function raises (default: end the run, naming the sample)."""
+    reward_workers: int = option(0, at_least(0))
+    """Processes on each rank that run plain functions of --reward_fn (0: one thread of the run)."""
+    reward_timeout: float | None = option(None, positive)
+    """With --reward_workers: seconds for one sample, then it counts as one on which the function raises."""
     remote_rm_timeout: float = option(180.0, positive)
     """Seconds for one request to a reward server."""
     remote_rm_retries: int = option(7, at_least(0))
@@ -64,6 +68,8 @@ class RewardConfig(Options):
                 yield f"--verifiable_reward {verifier} needs --verify_{verifier}."
             if verifier not in self.verifiable_reward and given is not None:
                 yield f"--verify_{verifier} has no effect without --verifiable_reward {verifier}."
+        if self.reward_timeout is not None and self.reward_workers == 0:
+            yield "--reward_timeout has no effect without --reward_workers: only a process can be ended; add 1 or more."
         if len(set(self.verifiable_reward)) < len(self.verifiable_reward):
             yield f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice."
         if not len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2:
@@ -106,9 +112,10 @@ class RewardShapingConfig(Options):
     """What is done to a score before it becomes the reward of the last action."""
 
     normalize_reward: bool = option(False, measures=True)
-    """Subtract the mean of the scores and divide by their standard deviation; running: of rewards of steps too."""
-    reward_normalizer: Literal["model", "running"] = "model"
-    """With --normalize_reward: mean and std that the reward model stores, or those of all scores of the run so far."""
+    """Subtract the mean of the scores and divide by their standard deviation; running, group: of steps' rewards too."""
+    reward_normalizer: Literal["model", "running", "group"] = "model"
+    """With --normalize_reward: mean and std that the reward model stores, those of all scores of the run so far, or
+    those of the responses to the same prompt."""
     reward_clip_range: tuple[float, float] = option((-10.0, 10.0), may_be_infinite=True)
     """Scores are clipped to this range before they enter the token rewards; -inf inf clips none."""
     missing_eos_penalty: float | None = option(None, not_negative, ": it is subtracted")
@@ -121,8 +128,8 @@ class RewardShapingConfig(Options):
     """Largest penalty of --overlong_buffer_len."""
 
     def problems(self) -> Iterator[str]:
-        if self.reward_normalizer == "running" and not self.normalize_reward:
-            yield "--reward_normalizer running has no effect without --normalize_reward: add it."
+        if self.reward_normalizer != "model" and not self.normalize_reward:
+            yield f"--reward_normalizer {self.reward_normalizer} has no effect without --normalize_reward: add it."
         low, high = self.reward_clip_range
         if low >= high:
             yield f"--reward_clip_range needs two rising numbers, got {low} {high}."

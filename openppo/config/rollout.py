@@ -39,6 +39,8 @@ class SamplingConfig(ResponseConfig):
 
     engine_check: Literal["on", "off"] = "on"
     """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay recorded decode steps on a GPU (auto: where the model allows it; not with vLLM, nor a sliding window)."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,6 @@ class GenerationConfig(SamplingConfig):
     """Share of a GPU's memory (without GPUs: of the host's) for vLLM's copy and its key-value cache, on each rank."""
     max_num_seqs: int | None = option(None, at_least(1))
     """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
-    cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Replay recorded decode steps on a GPU (auto: where the model allows it; not with vLLM, nor a sliding window)."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -72,10 +72,14 @@ class EvaluationConfig(Options):
     """Evaluate every this many global steps (-1: at the end of each episode)."""
     eval_before_training: bool = False
     """Evaluate before the first step too."""
+    val_only: bool = False
+    """Evaluate --pretrain, with --load_checkpoint the newest checkpoint, log to '<save_path>_val_only', and end."""
     eval_n_samples_per_prompt: int = option(1, at_least(1), measures=True)
     """Responses to each held-out prompt; with several, pass@k is reported up to this k."""
     eval_temperature: float = option(0.0, not_negative, measures=True)
     """Temperature of evaluation (0: the likeliest token)."""
+    eval_reward_fn: str | None = option(None, place=True, measures=True)
+    """Score evaluations with this Python function alone, path.py or path.py:name (default: as in training)."""
     pass_reward: float | None = option(None, measures=True)
     """Reward from which a response passes (default: 1; with a reward model or server none, so pass@k is left out)."""
 

@@ -205,6 +205,22 @@ class TrackingConfig(Options):
         return steps
 
 
+@dataclass(frozen=True)
+class DumpConfig(Options):
+    """Every trajectory as a file."""
+
+    dump_rollouts: str | None = option(None, a_path, place=True)
+    """Folder that receives every trajectory that is trained on or evaluated, as JSON lines (off when not given)."""
+    dump_tokens: bool = False
+    """With --dump_rollouts: token ids, action masks and log-probs at sampling too."""
+    dump_max_mib: float = option(256.0, positive)
+    """With --dump_rollouts: begin another file when one has this many MiB."""
+
+    def problems(self) -> Iterator[str]:
+        if self.dump_tokens and self.dump_rollouts is None:
+            yield "--dump_tokens adds to --dump_rollouts: name a folder with it."
+
+
 def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: Path) -> None:
     """Refuse input models inside the run's own checkpoints in ``folder``."""
     for given, name in inputs.items():

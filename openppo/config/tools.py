@@ -68,6 +68,8 @@ class EvaluateConfig(PromptsConfig):
             yield "No prompts are given: pass --prompt_data FILE."
         elif self.prompt_data == "" and self.agents.eval_n_envs == 0:
             yield "--environment without --prompt_data has no rows to count: give --eval_n_envs."
+        if self.agents.form is not None:
+            yield from self.unread_by_agents()
         if self.agents.n_envs is not None:
             yield "--n_envs counts the seeds of a training step: give --eval_n_envs instead."
         if self.agents.environment is not None and self.rewards.names():
@@ -120,6 +122,8 @@ class ServeAgentConfig(ConversationConfig, ResponseConfig, ModelConfig):
     """Port to listen on, on 127.0.0.1 (0: a free one)."""
     episode_max_len: int | None = option(None, at_least(1))
     """Tokens of one episode, prompt and all turns (default: the model's context)."""
+    chat_template: str | None = option(None, place=True)
+    """Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: str | None = None
     """Arguments of the chat template, a JSON object: '{"enable_thinking": false}'."""
     bf16: bool = False

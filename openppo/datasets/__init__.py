@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from openppo.datasets.examples import PreferenceExample as PreferenceExample
     from openppo.datasets.examples import load_documents as load_documents, load_preferences as load_preferences
     from openppo.datasets.examples import load_prompts as load_prompts, load_sft_examples as load_sft_examples
+    from openppo.datasets.examples import RankingExample as RankingExample
     from openppo.datasets.examples import load_tasks as load_tasks, seed_prompts as seed_prompts
     from openppo.datasets.process import ProcessExample as ProcessExample, StepEncoder as StepEncoder
     from openppo.datasets.process import load_process_examples as load_process_examples

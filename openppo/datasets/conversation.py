@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.datasets.templates import Message, render_chat, text_of
+from openppo.datasets.templates import Message, Tools, render_chat, text_of
 
 MARK = "Zq7markqZ"
 """Stands for what is looked for in a rendering; letters and a digit, which no template changes."""
@@ -21,7 +21,7 @@ def render_conversation(
     tokenizer: PreTrainedTokenizerBase,
     *,
     for_generation: bool = False,
-    tools: list[dict[str, Any]] | None = None,
+    tools: Tools | None = None,
 ) -> str:
     """``render_chat`` of messages in any of OpenAI's forms.
 

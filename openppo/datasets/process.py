@@ -8,9 +8,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import ProcessConfig, RowsConfig, SupervisedConfig
-from openppo.datasets.row_formats import RowFields, RowReader
-from openppo.datasets.sources import ShowRows, SourceRow
+from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_reader import RowReader
+from openppo.datasets.sources import ShowRows, SourceRow, naming_row
 from openppo.datasets.templates import (
+    Tools,
     as_text,
     encode_bare,
     encode_cut,
@@ -46,14 +48,14 @@ class StepEncoder:
     placeholder_id: int
     options: RowsConfig
 
-    def __call__(self, prompt: Any, steps: Sequence[str]) -> tuple[list[int], list[int]]:
+    def __call__(self, prompt: Any, steps: Sequence[str], tools: Tools | None = None) -> tuple[list[int], list[int]]:
         """Token ids of the prompt and the steps, each with its placeholder, and where the placeholders are.
 
         ``prompt`` is a text, a list of chat messages, or None if the first step holds it. Between a prompt without
         template and the first step comes ``STEP_SEPARATOR``; further steps start with their separator.
         """
         first, *others = (step.rstrip(" ") for step in steps)
-        ids, places = self._encode_start(prompt, first), []
+        ids, places = self._encode_start(prompt, first, tools), []
         for step in others:
             places.append(len(ids))
             after = encode_bare(self.tokenizer, self.placeholder + step)  # as in the whole text
@@ -61,7 +63,7 @@ class StepEncoder:
             ids += after if known else [self.placeholder_id, *encode_bare(self.tokenizer, step)]
         return [*ids, self.placeholder_id], [*places, len(ids)]
 
-    def _encode_start(self, prompt: Any, first_step: str) -> list[int]:
+    def _encode_start(self, prompt: Any, first_step: str, tools: Tools | None) -> list[int]:
         """Token ids of the prompt, if any, and the first step."""
         template, chat = self.options.input_template, self.options.apply_chat_template
         if prompt is None and not chat and template is None:
@@ -71,11 +73,12 @@ class StepEncoder:
                 "a solution that is one text holds its question too, so no template can go around it. Leave "
                 "--apply_chat_template and --input_template out."
             )
-        asked = render_prompt(prompt, self.tokenizer, self.options)
+        asked = render_prompt(prompt, self.tokenizer, self.options, tools)
         text = asked.text
         whole = text + ("" if chat or template else STEP_SEPARATOR) + first_step
         if asked.messages and first_step:  # some templates refuse an empty turn
-            whole = render_chat([*asked.messages, {"role": "assistant", "content": first_step}], self.tokenizer)
+            turns = [*asked.messages, {"role": "assistant", "content": first_step}]
+            whole = render_chat(turns, self.tokenizer, tools=tools)
         place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
         read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
         ids, _ = encode_cut(self.tokenizer, read, [len(text)], add_special_tokens=not chat)
@@ -105,19 +108,21 @@ def load_process_examples(
     keys = {"response": (data.input_key or "input", "--input_key"), "label": (data.label_key or "label", "--label_key")}
     named = data.input_key is not None or data.label_key is not None
     reader = RowReader(rows, "steps", supervised, keys if named else None)
-    kinds = set()
 
-    def render(fields: RowFields, row: SourceRow) -> ProcessExample:
+    def render(fields: RowFields) -> ProcessExample:
         steps = _steps(fields, placeholder)
         labels = _labels(fields, len(steps), placeholder, reward_ids)
-        kinds.add(type(labels[0]))
-        if len(kinds) > 1:
-            raise ValueError("some rows are judged by numbers and some by reward tokens. Make them all the same.")
-        ids, places = encode(fields.prompt, steps)
+        ids, places = encode(fields.prompt, steps, fields.tools)
         by_place = dict(zip(places, labels, strict=True))
         return ProcessExample(ids, [by_place.get(t, IGNORED) for t in range(len(ids))])
 
-    return reader.examples(render, ("--max_len", supervised.max_len), show)
+    examples = reader.make(render, ProcessExample, show, tokenizer, [placeholder, reward_ids])
+    kinds = [{type(label) for label in example.labels if label != IGNORED} for example in examples]
+    for row, kind in zip(rows, kinds, strict=True):
+        with naming_row(row):
+            if kind != kinds[0]:
+                raise ValueError("some rows are judged by numbers and some by reward tokens. Make them all the same.")
+    return reader.within(("--max_len", supervised.max_len), examples)
 
 
 def single_token_id(

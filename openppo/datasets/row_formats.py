@@ -1,17 +1,14 @@
 """The common formats of data rows, recognized by their columns: of ``ROW_FORMATS`` the first that fits."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from openppo import logger
-from openppo.config.data import RowsConfig
-from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, value_of
-from openppo.datasets.templates import Message, as_messages, as_text, shortened
+from openppo.datasets.sources import Row
+from openppo.datasets.templates import Message, Tools, as_messages, as_text, shortened
 from openppo.datasets.turns import shared_start
 
-T = TypeVar("T")
 Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
 """Purpose of the rows."""
 
@@ -22,7 +19,9 @@ class RowFields:
 
     ``prompt``, ``response``, ``chosen`` and ``rejected`` are texts or lists of chat messages; without a prompt,
     ``chosen`` and ``rejected`` are whole. ``conversation`` is a whole chat, ``whole`` a text without a response. For
-    process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements.
+    process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements. A
+    ranking has its responses in ``ranked``, and in ``label`` their scores.
+    ``tools`` are of column ``--tools_key``.
     """
 
     prompt: Any = None
@@ -32,6 +31,8 @@ class RowFields:
     label: Any = None
     conversation: list[Message] | None = None
     whole: Any = None
+    ranked: Any = None
+    tools: Tools | None = None
 
 
 Columns = tuple[tuple[str, ...], ...]
@@ -178,6 +179,10 @@ def _steps(row: Row, chat: bool) -> RowFields:
     return RowFields(question, steps[:wrong], label=[True] * (wrong - 1) + [False])
 
 
+def _math_shepherd(row: Row, chat: bool) -> RowFields:
+    return RowFields(response=_first(row, "input", "inputs"), label=_first(row, "label", "labels"))
+
+
 def _is_verl(row: Row) -> bool:
     return isinstance(row["prompt"], list) and isinstance(row.get("reward_model") or {}, dict)
 
@@ -186,10 +191,14 @@ def _verl(row: Row, chat: bool) -> RowFields:
     return RowFields(prompt=row["prompt"], label=(row.get("reward_model") or {}).get("ground_truth"))
 
 
+def _ranking(row: Row, chat: bool) -> RowFields:
+    return RowFields(_first(row, "prompt", "question"), ranked=row["responses"], label=row.get("scores"))
+
+
 _CHAT, _TURNS = (("messages",),), (("conversations",),)
 _VERL: Columns = (("prompt",), ("reward_model", "extra_info"))
 _PAIR: Columns = (("chosen",), ("rejected",))
-_MARKED: Columns = (("input",), ("label",))
+_MARKED: Columns = (("input", "inputs"), ("label", "labels"))
 _STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
 
 ROW_FORMATS = (
@@ -197,11 +206,12 @@ ROW_FORMATS = (
     RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
     RowFormat("hh", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _hh, fits=_is_transcript),
     RowFormat("preference", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _preference),
+    RowFormat("ranking", {"pairs": (("prompt", "question"), ("responses",))}, _ranking),
     RowFormat("verl", {"prompts": _VERL}, _verl, fits=_is_verl),
     RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
     RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
     RowFormat("steps", {"steps": _STEPWISE}, _steps),
-    RowFormat("math_shepherd", {"steps": _MARKED}, lambda row, _: RowFields(response=row["input"], label=row["label"])),
+    RowFormat("math_shepherd", {"steps": _MARKED}, _math_shepherd),
     RowFormat("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),
     RowFormat(
         "plain",
@@ -210,91 +220,3 @@ ROW_FORMATS = (
     ),
 )
 """All formats, the more special ones first."""
-
-Keys = Mapping[str, tuple[str, str]]
-"""Columns that the user named: by field the column and its flag."""
-
-KEY_FLAGS: Mapping[Task, str] = {
-    "prompts": "--input_key",
-    "sft": "--input_key and --output_key",
-    "pairs": "--chosen_key and --rejected_key",
-    "steps": "--input_key and --label_key",
-    "documents": "--pretrain_key",
-}
-
-
-class RowReader:
-    """Reads the rows of one data flag: from columns ``keys``, or in the format of the first row of their source.
-
-    ``options`` name the format, or 'auto' recognizes it; it is logged once for each source, with its columns. Raises
-    ``ValueError`` naming the flag and the columns if none fits.
-    """
-
-    def __init__(self, rows: Sequence[SourceRow], task: Task, options: RowsConfig, keys: Keys | None = None) -> None:
-        self.rows, self.task, self.chat, self.keys = rows, task, options.apply_chat_template, keys or {}
-        self.formats: dict[str, RowFormat] = {}
-        named = options.data_format
-        if self.keys and named not in ("auto", "plain"):
-            flags = " and ".join(flag for _, flag in self.keys.values())
-            raise ValueError(f"--data_format {named} knows its columns, and {flags} names others: leave one out.")
-        if not self.keys:
-            possible = [found for found in ROW_FORMATS if task in found.needs]
-            candidates = [found for found in possible if named in ("auto", found.name)]
-            if not candidates:
-                others = ", ".join(sorted({found.name for found in possible}))
-                raise ValueError(f"--data_format {named} is not for this command: use {others}.")
-            for row in rows:
-                if row.source not in self.formats:
-                    self.formats[row.source] = self._recognize(row, candidates)
-
-    def read(self, row: SourceRow) -> RowFields:
-        """The fields of ``row``. Raises ``ValueError`` for malformed values and missing columns."""
-        if self.keys:
-            return RowFields(**{part: value_of(row.row, key, flag) for part, (key, flag) in self.keys.items()})
-        row_format = self.formats[row.source]
-        if not row_format.columns_of(row.row, self.task):
-            raise ValueError(
-                f"not of format {row_format.describe(self.task)}, with which its source starts. {self._remedy(row)}."
-            )
-        return row_format.read(row.row, self.chat)
-
-    def examples(
-        self,
-        render: Callable[[RowFields, SourceRow], T],
-        limit: tuple[str, int],
-        show: ShowRows,
-        length: Callable[[Any], int] = lambda example: len(example.token_ids),
-    ) -> list[T]:
-        """One rendered example per row, in order; those longer than ``limit``, a flag and its tokens, are left out.
-
-        Raises ``ValueError`` naming the flag of the data and the row for errors of ``render``, and the flag of
-        ``limit`` if no example is left.
-        """
-        (flag_of_limit, most), examples = limit, []
-        for row in show(self.rows):
-            with naming_row(row):
-                examples.append(render(self.read(row), row))
-        flag, kept = self.rows[0].flag, [example for example in examples if length(example) <= most]
-        if not kept:
-            raise ValueError(
-                f"{flag}: all {len(examples)} rows are longer than {flag_of_limit} {most}; the shortest has "
-                f"{min(map(length, examples))} tokens. Raise {flag_of_limit}."
-            )
-        n_kept, n_dropped = len(kept), len(examples) - len(kept)
-        if n_dropped:
-            logger.info("%s: %d rows longer than %s were dropped, %d are kept", flag, n_dropped, flag_of_limit, n_kept)
-        return kept
-
-    def _recognize(self, row: SourceRow, candidates: Sequence[RowFormat]) -> RowFormat:
-        where = f"{row.flag} {row.source}".strip()
-        for candidate in candidates:
-            if columns := candidate.columns_of(row.row, self.task):
-                logger.info("%s: rows are read as %s, by their columns %s", where, candidate.name, ", ".join(columns))
-                return candidate
-        names = {candidate.name for candidate in candidates}
-        what = "have no known format" if len(names) > 1 else f"are not of format {candidates[0].describe(self.task)}"
-        raise ValueError(f"{where}: its rows {what}. {self._remedy(row)}.")
-
-    def _remedy(self, row: SourceRow) -> str:
-        others = "" if self.task == "documents" else ", or the format with --data_format"
-        return f"Its columns are {', '.join(map(str, row.row))}: name them with {KEY_FLAGS[self.task]}{others}"

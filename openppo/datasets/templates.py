@@ -5,7 +5,9 @@ with one EOS, as a sampled response does.
 """
 
 import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,10 @@ Message = dict[str, Any]
 """One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls"."""
 
 
+Tools = list[dict[str, Any]]
+"""Schemas of the tools that a template offers."""
+
+
 @dataclass(frozen=True)
 class TokenExample:
     """Equally long lists: ``loss_mask[t]`` says that token t is a target of the loss.
@@ -30,17 +36,20 @@ class TokenExample:
     loss_mask: list[bool]
 
 
-def render_prompt(value: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig) -> Prompt:
+def render_prompt(
+    value: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig, tools: Tools | None = None
+) -> Prompt:
     """Text, token ids and chat messages of a prompt, as generation starts from them: no EOS after it, one BOS at most.
 
     ``value`` is a text (put into ``--input_template`` at ``{}``) or, with ``--apply_chat_template``, also a list of
-    chat messages. Raises ``ValueError`` for any other value, an empty one, or one that renders to no tokens.
+    chat messages, with ``tools``. Raises ``ValueError`` for any other value, an empty one, or one without tokens.
     """
     if options.apply_chat_template:
         messages = as_messages(value, "user", options.input_template)
+        check_tools(tools, tokenizer)
         if not any(message["content"] or message.get("tool_calls") for message in messages):
             raise ValueError("all chat messages are empty. Remove the row or choose another column.")
-        text = render_chat(messages, tokenizer, for_generation=True)
+        text = render_chat(messages, tokenizer, for_generation=True, tools=tools)
         return Prompt(text, not_empty(encode_bare(tokenizer, text), value), messages=messages)
     text = fill_template(value, options.input_template)
     return Prompt(text, not_empty(encode_start(tokenizer, text), value))
@@ -188,7 +197,7 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     *,
     for_generation: bool = False,
-    tools: list[dict[str, Any]] | None = None,
+    tools: Tools | None = None,
 ) -> str:
     """The conversation, BOS included, in the tokenizer's chat template; ``for_generation`` opens the assistant's turn.
 
@@ -201,7 +210,8 @@ def render_chat(
             "tokenizer has one."
         )
     try:
-        given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": for_generation, "tools": tools}
+        given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": for_generation}
+        given |= {"tools": tools} if tools else {}  # --chat_template_kwargs may name some
         text = str(tokenizer.apply_chat_template(messages, **given))
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
@@ -225,3 +235,21 @@ def shortened(value: object) -> str:
     """``value`` for a message, at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def read_tools(value: object, key: str) -> Tools | None:
+    """Schemas of tools in column ``key``: a list of objects, or that as JSON text; None for none."""
+    given: Any = value
+    with suppress(ValueError, RecursionError):
+        given = json.loads(value) if isinstance(value, str) else value
+    given = given or []
+    if not isinstance(given, list) or not all(_function(tool).get("name") for tool in given):
+        what = 'a list of objects like {"type": "function", "function": {"name": ...}}, nor one as JSON text'
+        raise ValueError(f"the tools in column {key!r} are not {what}: {shortened(value)}. Correct the row.")
+    return given or None
+
+
+def check_tools(tools: Tools | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse ``tools`` for a chat template that does not write them."""
+    if tools and not re.search(r"\btools\b", str(tokenizer.chat_template or "tools")):
+        raise ValueError("the chat template writes no tools. Give one that does with --chat_template.")

@@ -5,6 +5,8 @@ the EOS or another token of the template, without whitespace after it. Comparing
 for any chat template that puts the text of a turn in one place.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
@@ -13,8 +15,10 @@ from openppo.config import RowsConfig
 from openppo.datasets.templates import (
     Message,
     TokenExample,
+    Tools,
     as_messages,
     as_text,
+    check_tools,
     encode_bare,
     encode_cut,
     encode_start,
@@ -25,12 +29,19 @@ from openppo.datasets.templates import (
     require_whole,
 )
 
+Render = Callable[..., str]
+"""``render_chat`` with its tokenizer and tools."""
+
 _MARK = "\ue000\ue001\ue000"
 """Replaces a turn's text to find its place: private characters, which no template changes or writes."""
 
 
 def render_response(
-    prompt: object, response: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig
+    prompt: object,
+    response: object,
+    tokenizer: PreTrainedTokenizerBase,
+    options: RowsConfig,
+    tools: Tools | None = None,
 ) -> TokenExample:
     """Token ids of ``prompt`` and the ``response`` to it, ending with EOS; the response and the EOS are targets.
 
@@ -41,13 +52,15 @@ def render_response(
     if options.apply_chat_template:
         asked = as_messages(prompt, "user", options.input_template)
         turns = as_messages(response, "assistant") if response != "" else [{"role": "assistant", "content": ""}]
-        return _render_turns([*asked, *turns], tokenizer, first=len(asked))
+        return _render_turns([*asked, *turns], tokenizer, len(asked), tools)
     before = fill_template(prompt, options.input_template)
     ids, (start,) = encode_cut(tokenizer, before + as_text(response), [len(before)], add_special_tokens=True)
     return _with_targets(ids, [(start, len(ids))], tokenizer)
 
 
-def render_whole(value: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig) -> TokenExample:
+def render_whole(
+    value: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig, tools: Tools | None = None
+) -> TokenExample:
     """Token ids of a whole text, ending with EOS, or with ``--apply_chat_template`` of a list of messages.
 
     All of a text are targets; of a chat, which is cut after the assistant's last turn, all turns of the assistant.
@@ -56,7 +69,7 @@ def render_whole(value: object, tokenizer: PreTrainedTokenizerBase, options: Row
     if options.apply_chat_template:
         if isinstance(value, str):
             raise ValueError("a whole text cannot be split into chat turns. Leave --apply_chat_template out.")
-        return _render_turns(as_messages(value, input_template=options.input_template), tokenizer, first=0)
+        return _render_turns(as_messages(value, input_template=options.input_template), tokenizer, 0, tools)
     ids = not_empty(encode_start(tokenizer, fill_template(value, options.input_template)), value)
     return all_targets(ids[:1] + end_with_eos(tokenizer, ids[1:]))  # the first token may be a BOS that equals EOS
 
@@ -66,17 +79,21 @@ def all_targets(ids: list[int]) -> TokenExample:
     return TokenExample(ids, [t > 0 for t in range(len(ids))])
 
 
-def _render_turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, first: int) -> TokenExample:
+def _render_turns(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, first: int, tools: Tools | None
+) -> TokenExample:
     """The conversation up to its last assistant turn; those from message number ``first`` on are targets."""
     chosen = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not chosen:
         raise ValueError("no turn of the assistant to train on. Remove the row or choose another column.")
     messages = messages[: chosen[-1] + 1]
-    text = render_chat(messages, tokenizer)
-    spans = [_span_of_turn(messages, i, text, tokenizer) for i in chosen]
+    check_tools(tools, tokenizer)
+    render = partial(render_chat, tokenizer=tokenizer, tools=tools)
+    text = render(messages)
+    spans = [_span_of_turn(messages, i, text, tokenizer, render) for i in chosen]
     for i, (start, end) in zip(chosen, spans, strict=True):
         before = messages[:i]
-        asked, closed = (render_chat(before, tokenizer, for_generation=g) if before else "" for g in (True, False))
+        asked, closed = (render(before, for_generation=g) if before else "" for g in (True, False))
         opened = len(asked) - len(shared_start(asked, closed))  # the generation prompt, which may hold "<think>"
         require_whole(messages[i], i, text[max(0, start - opened) : end])
     ids, places = encode_cut(tokenizer, text, [border for span in spans for border in span], add_special_tokens=False)
@@ -92,16 +109,16 @@ def _with_targets(ids: list[int], spans: list[tuple[int, int]], tokenizer: PreTr
 
 
 def _span_of_turn(
-    messages: list[Message], number: int, text: str, tokenizer: PreTrainedTokenizerBase
+    messages: list[Message], number: int, text: str, tokenizer: PreTrainedTokenizerBase, render: Render
 ) -> tuple[int, int]:
     """Start and end of turn ``number`` of the assistant in ``text``, the rendering of ``messages``."""
     is_last = number == len(messages) - 1
-    asked = render_chat(messages[:number], tokenizer, for_generation=True) if number > 0 else ""
+    asked = render(messages[:number], for_generation=True) if number > 0 else ""
     continues = asked != "" and text.startswith(asked)
     if continues and is_last:
         return len(asked), len(text)
 
-    before, mark, after = _around(messages, number, tokenizer)
+    before, mark, after = _around(messages, number, render)
     if not (mark and text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)):
         require_whole(messages[number], number, text)
         raise ValueError(
@@ -117,11 +134,11 @@ def _span_of_turn(
         spaces, known = before[len(before.rstrip()) :], asked[len(asked.rstrip()) :]
         if asked and spaces.startswith(known):
             start -= len(spaces) - len(known)  # the response begins with the rest of the whitespace
-    end = len(text) if is_last else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer)
+    end = len(text) if is_last else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer, render)
     return start, end
 
 
-def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
+def _around(messages: list[Message], number: int, render: Render) -> tuple[str, str, str]:
     """The template's text before and after turn ``number``, and the mark between if it is there.
 
     The mark replaces the text of the turn, or the name of the first tool of a turn that only calls tools.
@@ -132,19 +149,21 @@ def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizer
         first, *others = turn["tool_calls"]
         named = {**first.get("function", first), "name": _MARK}
         marked = {**turn, "tool_calls": [{**first, "function": named} if "function" in first else named, *others]}
-    return render_chat([*messages[:number], marked, *messages[number + 1 :]], tokenizer).partition(_MARK)
+    return render([*messages[:number], marked, *messages[number + 1 :]]).partition(_MARK)
 
 
 def _only_calls(message: Message) -> bool:
     return not message["content"] and bool(message.get("tool_calls"))
 
 
-def _length_of_end(messages: list[Message], number: int, after: str, tokenizer: PreTrainedTokenizerBase) -> int:
+def _length_of_end(
+    messages: list[Message], number: int, after: str, tokenizer: PreTrainedTokenizerBase, render: Render
+) -> int:
     """Length of the beginning of ``after`` that ends turn ``number``, in whole tokens.
 
     It is the common beginning of ``after`` and the end of a conversation that stops here.
     """
-    _, _, at_the_end = _around(messages[: number + 1], number, tokenizer)
+    _, _, at_the_end = _around(messages[: number + 1], number, render)
     ids = encode_bare(tokenizer, after[: len(at_the_end) + 64])
     length = len(shared_start(after, at_the_end))
     while (head := encode_bare(tokenizer, after[:length])) != ids[: len(head)]:

@@ -104,7 +104,9 @@ def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tens
     return greedy.to(totals)
 
 
-def normalized_by_group(scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None) -> Rewarded:
+def normalized_by_group(
+    scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Normalize scores (B,) and step rewards (B, L) by their group (arXiv 2402.03300, section 4.1.3, with scores).
 
     Each less the mean of its kind, both divided by the root of the sum of both unbiased variances + 1e-9: weights
@@ -112,7 +114,7 @@ def normalized_by_group(scores: Tensor, steps: StepRewards, groups: Tensor, gree
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
     count, mean, squares = _group_statistics(scores, groups)
-    _require_several(count, "group_norm")
+    _require_several(count, "group_norm, or --reward_normalizer group,")
     n_steps, step_mean, step_squares = _group_statistics(steps.rewards, groups, ends)
     std = (squares / (count - 1) + step_squares / (n_steps - 1).clamp(min=1)).sqrt()
     alike = std <= _EQUAL * (1 + (mean.abs() + step_mean.abs()))  # rewards differ by rounding only

@@ -1,6 +1,6 @@
 """ExperienceMaker: trajectories to experience with log-probs, values, rewards and advantages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,8 +10,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.measure import measure_experience, measure_scores, measure_staleness, measure_tasks, staleness
+from openppo.experience.estimators import ESTIMATORS, normalized_by_group
+from openppo.experience.measure import (
+    measure_experience,
+    measure_scores,
+    measure_sources,
+    measure_staleness,
+    measure_tasks,
+    staleness,
+)
 from openppo.experience.replay_buffer import collate, split_rows
 from openppo.experience.token_rewards import (
     AdaptiveKLController,
@@ -25,9 +32,10 @@ from openppo.experience.token_rewards import (
     overlong_mask,
     shape_scores,
 )
-from openppo.models.padding import Deal, MicroBatchSize, equal_batches, pad_right, split_overhead
+from openppo.models.padding import Deal, MicroBatchSize, equal_batches, on_device, pad_right, split_overhead
 from openppo.rollout.rollout import Rollout, by_episode, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
+from openppo.tracking.phase import timed
 from openppo.types import Comm, Experience, FinishReason, StopCheck, Trajectory
 
 Model = Callable[..., Any]
@@ -37,11 +45,12 @@ _STATEFUL = ("kl_controller", "moments", "step_moments")
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a run wants around the work of its maker."""
+    """What a run wants around the work of its maker, and the names of the data ``sources`` of its prompts."""
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopCheck = field(default_factory=StopCheck)
     uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext  # opened around forwards that train nothing
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -118,6 +127,7 @@ class ExperienceMaker:
             if batch is None:
                 return None
             measure_scores(unscored, self.weights, metrics)
+            measure_sources(unscored, self.hooks.sources, self.weights, metrics)
             scores = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
             batch = batch.with_fields(scores=scores)
             measure_tasks(unscored, batch, self.weights, n_done, metrics)
@@ -182,14 +192,19 @@ class ExperienceMaker:
     def _forward(self, rows: list[Tensor], old_log_probs: OldLogProbsFrom, values: bool) -> dict[str, Tensor]:
         """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions. Without rows of an idle forward."""
         rows = rows or [torch.zeros(2, 2)]
-        ids, mask = (tensor.to(self.device) for tensor in pad_right([row[0] for row in rows], self.pad_token_id))
-        actions = pad_right([row[1] for row in rows], 0)[0].bool().to(self.device)
+        ids, mask = pad_right([row[0] for row in rows], self.pad_token_id)
+        actions = pad_right([row[1] for row in rows], 0)[0].bool()
         outputs: dict[str, Tensor] = {}
         if old_log_probs == "recompute":
-            outputs["log_probs"], outputs["entropy"] = self.actor(ids, mask, actions, return_entropy=True)
+            with timed("actor_forward"):
+                outputs["log_probs"], outputs["entropy"] = self.actor(ids, mask, actions, return_entropy=True)
         if self.critic is not None and values:
-            outputs["values"] = torch.where(actions, self.critic(ids, mask), 0.0)
-        return outputs if self.reference is None else outputs | {"ref_log_probs": self.reference(ids, mask, actions)}
+            with timed("critic_forward"):
+                outputs["values"] = torch.where(on_device(actions, self.device), self.critic(ids, mask), 0.0)
+        if self.reference is not None:
+            with timed("reference_forward"):
+                outputs["ref_log_probs"] = self.reference(ids, mask, actions)
+        return outputs
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """Add token rewards: KL penalty, scores and steps after the baseline."""
@@ -226,7 +241,14 @@ class ExperienceMaker:
         """Scores (B,) normalized, penalized and clipped as options say; rewards of steps by the same divisor."""
         scores, shaping = self._total_scores(trajectories), self.config.shaping
         steps = collect_step_rewards(trajectories, self.device)
-        if shaping.normalize_reward and shaping.reward_normalizer == "running":
+        normalizer = shaping.reward_normalizer if shaping.normalize_reward else "model"
+        if normalizer == "group":
+            parts, groups = EpisodeParts(trajectories, self.device), torch.tensor([t.group for t in trajectories])
+            joined = parts.join(scores.to(self.device), steps)
+            scores, normalized = parts.split(*normalized_by_group(*joined, groups.to(self.device)[parts.last], None))
+            assert normalized is not None
+            scores, steps = scores.cpu(), StepRewards(normalized, steps.ends)
+        if normalizer == "running":
             scores = self.moments.normalize(scores, self.step_moments.variance)
             normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
             steps = StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)

@@ -10,7 +10,7 @@ from openppo.models.correction import RatioRange
 from openppo.models.log_probs import compute_approx_kl, masked_sum, policy_ratio
 from openppo.rollout.rollout import by_episode, episode_reward
 from openppo.tracking import Histogram, Metrics, histogram
-from openppo.types import Comm, Experience, Trajectory
+from openppo.types import Comm, Experience, FinishReason, Trajectory
 
 
 def measure_scores(
@@ -18,17 +18,34 @@ def measure_scores(
 ) -> None:
     """All that was earned as ``reward``, and each named part before weights as ``reward/<name>``, of each episode.
 
-    No part where the total says it all.
+    No part where the total says it all. What reward functions gave to be logged is ``extra/<name>``.
     """
     for parts in by_episode(trajectories):
-        metrics.add(f"{prefix}reward", episode_reward(parts, weights))
-        metrics.add(f"{prefix}reward_std", episode_reward(parts, weights), reduce="std")
+        earned = episode_reward(parts, weights)
+        metrics.add(f"{prefix}reward", earned)
+        metrics.add(f"{prefix}reward_std", earned, reduce="std")
+        metrics.add(f"{prefix}reward_max", earned, reduce="max")
+        metrics.add(f"{prefix}reward_min", earned, reduce="min")
         for name, score in parts[-1].scores.items():
             if name != "reward" or name in weights:
                 metrics.add(f"{prefix}reward/{name}", score)
         rewarded = [part.token_rewards for part in parts if part.token_rewards is not None]
         if rewarded and parts[-1].scores:
             metrics.add(f"{prefix}reward/of_tokens", sum(map(sum, rewarded)))
+        for name, extra in parts[-1].extras.items():
+            metrics.add(f"{prefix}extra/{name}", extra)
+
+
+def measure_sources(
+    trajectories: Sequence[Trajectory], names: Mapping[str, str], weights: Mapping[str, float], metrics: Metrics
+) -> None:
+    """Of each data source by its name, where there are several: scores, lengths, and the share that was cut off."""
+    for source, name in names.items() if len(names) > 1 else ():
+        mine, prefix = [t for t in trajectories if t.prompt.source == source], f"source/{name}/"
+        measure_scores(mine, weights, metrics, prefix)
+        for trajectory in mine:
+            metrics.add(f"{prefix}response_length", sum(trajectory.action_mask))
+            metrics.add(f"{prefix}truncated_fraction", trajectory.finish_reason is FinishReason.LENGTH)
 
 
 def measure_tasks(
@@ -87,6 +104,10 @@ def measure_mismatch(
     gap = (log_probs - rollout_log_probs).abs()
     metrics.add_tensor("rollout_log_prob_gap", gap, mask)
     metrics.add_tensor("rollout_log_prob_gap_max", gap, mask, reduce="max")
+    difference = (log_probs.exp() - rollout_log_probs.exp()).abs()
+    metrics.add_tensor("rollout_prob_gap", difference, mask)
+    metrics.add_tensor("rollout_prob_gap_max", difference, mask, reduce="max")
+    metrics.add_tensor("rollout_prob_gap_std", difference, mask, reduce="std")
 
 
 def measure_experience(batch: Experience, metrics: Metrics) -> None:
@@ -112,7 +133,15 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
         metrics.add_tensor("value_error_std", batch.returns - batch.values, mask, reduce="std")
     if batch.advantages is not None:
         metrics.add_tensor("advantages_std", batch.advantages, mask, reduce="std")
+    for name in ("advantages", "returns"):
+        if (tensor := named[name]) is not None:
+            metrics.add_tensor(f"{name}_max", tensor, mask, reduce="max")
+            metrics.add_tensor(f"{name}_min", tensor, mask, reduce="min")
     metrics.add_tensor("response_length", mask.sum(-1).float())
+    before = mask.float().argmax(-1).float()  # of the first action; an episode without any says nothing
+    metrics.add_tensor("prompt_length", before, mask.any(-1))
+    metrics.add_tensor("prompt_length_max", before, mask.any(-1), reduce="max")
+    metrics.add_tensor("prompt_length_min", before, mask.any(-1), reduce="min")
     metrics.add_tensor("truncated_fraction", batch.truncated.float())
 
 

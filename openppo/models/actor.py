@@ -15,7 +15,7 @@ from openppo import logger
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.loading import disable_dropout, load_causal_lm, load_options
 from openppo.models.log_probs import linear_log_probs, linear_logits, log_probs_and_entropy, log_probs_from_logits
-from openppo.models.padding import pack_rows, pad_width
+from openppo.models.padding import device_of, on_device, pack_rows, pad_width
 
 
 class Actor(nn.Module):
@@ -69,7 +69,8 @@ class Actor(nn.Module):
         Returns float32 (B, L), 0 outside ``action_mask`` (default: ``attention_mask``) and for the first token; with
         ``return_entropy`` also the entropy in nats of the distribution token t came from. ``position_ids`` int64 (B, L)
         that start again at 0 mark several documents in one row, which do not see each other (see ``packing_is_exact``);
-        the first token of each must not be in ``action_mask``.
+        the first token of each must not be in ``action_mask``. Tensors may be on the host, where it is known without
+        waiting for a GPU how many places have log-probs.
         """
         if not isinstance(attention_mask, Tensor):
             order = "(sequences, attention_mask, action_mask), where action_mask marks what num_actions counts"
@@ -77,6 +78,7 @@ class Actor(nn.Module):
         wanted = attention_mask.bool() if action_mask is None else action_mask.bool()
         wanted = F.pad(wanted[:, 1:], (1, 0))  # (B, L)
         temperature = self.temperature if temperature is None else temperature
+        device = device_of(self.model)
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
         if self.packs_rows:
             inputs, in_row = pack_rows(sequences, attention_mask, self.model, position_ids)
@@ -90,8 +92,9 @@ class Actor(nn.Module):
             if position_ids is None:
                 inputs = {"input_ids": pad_width(sequences, self.model)}
             else:
-                inputs = {"input_ids": sequences, "position_ids": position_ids}
+                inputs = {"input_ids": on_device(sequences, device), "position_ids": on_device(position_ids, device)}
             labels, dim = sequences[:, places], 1  # (B, K)
+        labels, places, kept, wanted = (on_device(tensor, device) for tensor in (labels, places, kept, wanted))
         values = self._selected(inputs | {"logits_to_keep": kept}, labels, temperature, return_entropy)
 
         def placed(values: Tensor) -> Tensor:

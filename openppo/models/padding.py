@@ -140,21 +140,33 @@ def rounded_width(length: int) -> int:
 
 
 def pad_width(sequences: Tensor, model: Any) -> Tensor:
-    """Pad ``sequences`` int64 (B, L) to (B, ``rounded_width(L)``) on CPUs in bfloat16, within the model's positions.
+    """``sequences`` int64 (B, L) on the model's device; on CPUs in bfloat16 (B, ``rounded_width(L)``), if that fits it.
 
     oneDNN compiles matrix products for each new shape, keeps a thousand of them, and is faster with even ones.
     """
-    length = sequences.shape[1]
-    if sequences.device.type != "cpu" or model.dtype is not torch.bfloat16:
-        return sequences
+    length, device = sequences.shape[1], device_of(model)
+    if device.type != "cpu" or model.dtype is not torch.bfloat16:
+        return on_device(sequences, device)
     positions, width = context_length(model.config), rounded_width(length)
     return sequences if positions is not None and width > positions else F.pad(sequences, (0, width - length))
+
+
+def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """``tensor`` on ``device``; to a GPU from pinned memory, as the host would wait for the GPU's work else."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def device_of(model: Any) -> torch.device:
+    """Where the weights of ``model`` are."""
+    return next(model.parameters()).device
 
 
 def pack_rows(
     sequences: Tensor, attention_mask: Tensor, model: Any, position_ids: Tensor | None = None
 ) -> tuple[dict[str, Any], Tensor]:
-    """Real tokens of a batch in one row of T: inputs of ``model``, and where in the row each token of the batch is.
+    """Real tokens of a batch in one row of T: inputs on ``model``'s device, and where in the row each token is.
 
     ``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L); ``position_ids`` int64 (B, L), if
     rows hold several documents. Inputs int64 (1, T), with positions from 0 in each document, and int32 where each
@@ -169,6 +181,8 @@ def pack_rows(
     inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
     if model.config._attn_implementation == BY_LENGTHS:
         inputs["attention_mask"] = finished_mask(sequences.device)
+    device = device_of(model)
+    inputs = {name: on_device(value, device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     return inputs, (real.cumsum(0) - 1).clamp(min=0)
 
 

@@ -10,7 +10,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from openppo.user_code import TEMPLATE_ERRORS
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
@@ -118,11 +121,13 @@ def load_tokenizer(
     base: str | None = None,
     trust_remote_code: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Tokenizer of a model; of a PEFT folder its own, else that of its ``base``.
 
-    A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``. The chat template
-    always gets ``template_kwargs``; those that are reserved or that it does not use are an error.
+    A missing PAD token is left missing: masks never depend on it. ``chat_template`` is a file of one that replaces the
+    tokenizer's. It always gets ``template_kwargs``; those that are reserved or that it does not use are an error.
+    ``ValueError`` names ``flag``.
     """
     has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
     try:
@@ -137,6 +142,8 @@ def load_tokenizer(
     except (OSError, ValueError, KeyError) as error:
         says = " ".join(str(error).split())
         raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {says}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template, tokenizer)
     apply, template = tokenizer.apply_chat_template, str(tokenizer.chat_template or "")
     reserved = {"messages", *signature(apply).parameters} - {"tools", "documents"}
     for argument in template_kwargs or {}:
@@ -146,6 +153,23 @@ def load_tokenizer(
     if template_kwargs:
         vars(tokenizer)["apply_chat_template"] = partial(apply, **template_kwargs)
     return tokenizer
+
+
+def _read_template(file: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The Jinja template in ``file``; ``ValueError`` if it cannot be read or compiled."""
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat_template {file}: cannot be read ({error}). Check the path.") from error
+    if not text.strip():
+        raise ValueError(f"--chat_template {file}: the file is empty. Write a Jinja template in it.")
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"--chat_template {file}, line {error.lineno}: {error.message}. Correct it.") from error
+    except TEMPLATE_ERRORS:
+        pass  # of these messages; rows have others
+    return text
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -23,7 +23,7 @@ from openppo.config import LoRAConfig
 from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, whole_weights
 from openppo.models.attention import use_fast_attention
 from openppo.models.loading import disable_dropout, load_options, load_weights
-from openppo.models.padding import pack_rows, pad_width
+from openppo.models.padding import on_device, pack_rows, pad_width
 from openppo.models.pretrained import adapter_config, base_model_of, forbid_remote_code, is_peft_folder, load_config
 
 Role = Literal["critic", "reward"]
@@ -57,14 +57,14 @@ class ScalarHeadModel(nn.Module):
         if self.packs_rows:
             inputs, in_row = pack_rows(sequences, attention_mask, self.model)
             outputs = self._outputs(**inputs)[0]  # (T,)
-            outputs = outputs[in_row].view(sequences.shape)
+            outputs = outputs[on_device(in_row, outputs.device)].view(sequences.shape)
         else:  # without attention mask for the reason given in Actor.forward
             outputs = self._outputs(input_ids=pad_width(sequences, self.model))[:, : sequences.shape[1]]  # (B, L)
         if self.role == "critic":
             return F.pad(outputs[:, :-1], (1, 0))
         places = torch.arange(sequences.shape[1], device=sequences.device)
         last = torch.where(attention_mask.bool(), places, 0).amax(-1, keepdim=True)  # (B, 1)
-        return outputs.gather(1, last)[:, 0]
+        return outputs.gather(1, on_device(last, outputs.device))[:, 0]
 
     def _outputs(self, **inputs: Any) -> Tensor:
         """The head's, float32, of each token of ``input_ids``."""

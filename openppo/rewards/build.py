@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -33,7 +32,7 @@ from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.types import Prompt, Trajectory
-from openppo.user_code import load_callable
+from openppo.user_code import load_callable, split_location
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class ScorerSetup:
     ``tokenizer`` is that of ``actor``, ``--pretrain`` or its config, whose token ids the trajectories hold.
     ``prompts`` are all that will be scored: their columns, labels and chats are checked. ``size`` is that of a forward.
     ``loading`` holds ``bf16``, ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward
-    model's stored mean and std. ``episodes``: whole conversations are scored. ``function`` is in place of a file.
+    model's stored mean and std. ``episodes``: whole conversations are scored. ``function_flag`` named the function of
+    ``source``. ``function`` is in place of the file of ``--reward_fn``.
     """
 
     source: RewardConfig
@@ -57,6 +57,7 @@ class ScorerSetup:
     normalize: bool = False
     input_template: str | None = None
     episodes: bool = False
+    function_flag: str = "--reward_fn"
     function: Callable[..., Any] | None = None
 
     def build(self) -> Scorer:
@@ -68,7 +69,7 @@ class ScorerSetup:
         source, names = self.source, iter(self.source.names())
         scorers: list[Scorer] = []
         if source.reward_fn is not None:
-            scorers.append(self._function(source.reward_fn, next(names), "--reward_fn", "reward_fn"))
+            scorers.append(self._function(source.reward_fn, next(names), self.function_flag, "reward_fn"))
         if source.remote_rm_url is not None and source.remote_is_file():
             scorers.append(self._function(source.remote_rm_url, next(names), "--remote_rm_url", "reward_func"))
         elif source.remote_rm_url is not None:
@@ -100,13 +101,17 @@ class ScorerSetup:
     def _function(self, location: str, name: str, flag: str, default: str) -> Scorer:
         """The user's function at ``location``, which is called ``default`` unless the location says more."""
         columns, where = {column for prompt in self.prompts for column in prompt.row}, f"{flag} {location}"
-        comm, own = self.strategy.comm, self.function if flag == "--reward_fn" else None
+        comm, source, own = self.strategy.comm, self.source, self.function if flag == "--reward_fn" else None
         function = collective(
             comm, lambda: RewardFunction(own or load_callable(location, flag, default), where, columns)
         )
         if own is None:
-            check_same(comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
-        source = self.source
+            file, function_name = split_location(location, flag, default)
+            check_same(comm, {flag: file.read_text()})
+            if source.reward_workers > 0:
+                function.start_processes(file, function_name, source.reward_workers, source.reward_timeout)
+        elif source.reward_workers > 0:
+            logger.info("reward_fn stays in this process: --reward_workers are for functions in files")
         options = source.reward_error_value, source.step_separator, source.weights().get(name, 1.0)
         return FunctionScorer(function, self.tokenizer, name, *options)
 

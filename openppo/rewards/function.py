@@ -5,7 +5,8 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.datasets.templates import text_of
+from openppo.rewards.answer_process import FunctionProcesses
 from openppo.rewards.scoring import (
     answer_text,
     check_number,
@@ -24,18 +26,21 @@ from openppo.rewards.scoring import (
 )
 from openppo.types import Score, Trajectory
 
+_EXTRA = "extra"
+
 Sample = dict[str, Any]
 """What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.
 
 prompt, response and completion (the response again) are texts, of the response without special tokens; query is the
-text of all tokens, special ones included, as OpenRLHF gives it; row holds the data columns; messages is None without a
-chat template; token_ids are those that the policy sampled. Of an episode, response is the policy's last message,
-messages the whole conversation, turns the texts of the policy's messages, tool_results those of the tools'.
+text of all tokens, special ones included, as OpenRLHF gives it; row holds the data columns and source is the data set
+that it is of; messages is None without a chat template; token_ids are those that the policy sampled. Of an episode,
+response is the policy's last message, messages the whole conversation, turns the texts of the policy's messages,
+tool_results those of the tools'.
 """
 _IN_BOTH_FORMS = {name: name for name in ("messages", "token_ids", "turns", "tool_results")}
 BATCH_NAMES = {
     **{"prompts": "prompt", "responses": "response", "completions": "completion", "labels": "label"},
-    **{"queries": "query", "rows": "row", **_IN_BOTH_FORMS},
+    **{"queries": "query", "rows": "row", "sources": "source", **_IN_BOTH_FORMS},
 }
 """Parameter of a function for a batch -> what it gets a list of."""
 SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
@@ -53,6 +58,7 @@ def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokeni
             "label": t.prompt.label,
             "query": tokenizer.decode(t.token_ids, skip_special_tokens=False),
             "row": t.prompt.row,
+            "source": t.prompt.source,
             "messages": t.prompt.messages if t.episode is None else t.episode.messages,
             "token_ids": t.action_ids,
             "turns": turn_texts(t, tokenizer),
@@ -66,16 +72,21 @@ class RewardFunction:
     """A user's function, called with what the names of its parameters say.
 
     With names of ``BATCH_NAMES`` it is called once with lists (``is_batch``), with names of ``SINGLE_NAMES`` once for
-    each sample; further parameters may name data ``columns``, and ``**kwargs`` gets everything. ``source`` is its flag
-    and file, for messages; ``ValueError`` names it and a parameter that nothing is known for.
+    each sample; further parameters may name data ``columns``, and ``**kwargs`` gets everything. A column named "source"
+    or "sources" goes before the data set's name. ``source`` is the flag and file of the function, for messages;
+    ``ValueError`` names it and a parameter that nothing is known for.
     """
 
     def __init__(self, function: Callable[..., Any], source: str, columns: Collection[str]) -> None:
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         telling = {p.name for p in named} - _IN_BOTH_FORMS.keys()
-        self.is_batch = not telling.isdisjoint(BATCH_NAMES)
-        self.known = BATCH_NAMES if self.is_batch else SINGLE_NAMES
+        columns_first = {"source", "sources"}.intersection(columns)
+        if taken := columns_first & telling:
+            logger.info("%s: %s is a column of the data here, no name of a data set", source, " and ".join(taken))
+        self.is_batch = not telling.isdisjoint(BATCH_NAMES.keys() - columns_first)
+        known = BATCH_NAMES if self.is_batch else SINGLE_NAMES
+        self.known = {name: own for name, own in known.items() if name not in columns_first}
         self.names = [p.name for p in named if p.name in self.known or p.name in columns]
         unknown = [p.name for p in named if p.default is p.empty and p.name not in self.names]
         if unknown or telling.isdisjoint(self.known):
@@ -89,9 +100,25 @@ class RewardFunction:
                 f"columns of the data ({', '.join(sorted(columns)) or 'none'})."
             )
         self.function, self.source = function, source
+        self.processes: FunctionProcesses | None = None
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         call = getattr(function, "__call__", None)  # noqa: B004 (an object whose __call__ is async)
         self.is_async = any(map(inspect.iscoroutinefunction, (function, call)))
+
+    def start_processes(self, file: Path, name: str, n: int, seconds: float | None) -> None:
+        """Call ``name`` of ``file`` in ``n`` processes from now on, unless it is async or an object.
+
+        A call may take so many ``seconds`` for each of its samples.
+        """
+        if self.is_async or not inspect.isfunction(self.function):
+            kind = "async" if self.is_async else "an object, which may hold state of the run"
+            logger.warning(
+                "%s is %s: it stays in this process, without --reward_workers and time limit", self.source, kind
+            )
+            return
+        if self.is_batch:
+            logger.info("%s scores whole batches, each in one of --reward_workers %d", self.source, n)
+        self.processes = FunctionProcesses(self.source, str(file.resolve()), name, n, seconds)
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
         """Call the function with copies of ``samples``."""
@@ -101,17 +128,20 @@ class RewardFunction:
             own = self.known.get(name)
             values = [copy.deepcopy(sample["row"].get(name) if own is None else sample[own]) for sample in samples]
             arguments[name] = values if self.is_batch else values[0]
+        if self.processes is not None:
+            return self.processes(arguments, len(samples))
         result = self.function(**arguments)
         return list(result) if isinstance(result, Iterator) else result  # so that errors of generators come up here
 
 
 @dataclass
 class FunctionScorer:
-    """Rewards from ``function``, which always runs on one thread of its own, an async one in one event loop.
+    """Rewards from ``function``, which runs on one thread of its own, an async one in one event loop, or in processes.
 
     For each sample it returns a number, a dict of named numbers, or a list with one number per sampled token or per
-    step (see ``step_ends``); a function of a batch returns a list of these, or a dict of lists, of which "rewards"
-    alone counts if present. ``name`` is that of rewards without one. When the function raises for a batch, it is
+    step (see ``step_ends``); or a dict of "reward", any of these, and "extra", named numbers that are only logged. A
+    function of a batch returns a list of these, or a dict of lists, of which "rewards" (and a dict "extra") alone
+    counts if present. ``name`` is that of rewards without one. When the function raises for a batch, it is
     called again with each sample alone; a sample for which it raises gets ``error_value``, if given. Rewards of tokens
     and steps are multiplied by ``token_weight``.
     """
@@ -127,7 +157,8 @@ class FunctionScorer:
     def __post_init__(self) -> None:
         # On a new thread "cuda" is GPU 0, whatever the thread that loaded the function has chosen.
         gpu: Any = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else ()
-        self._thread = ThreadPoolExecutor(1, "reward_fn", *gpu)
+        n = 1 if self.function.processes is None else self.function.processes.n  # each thread waits for one
+        self._thread = ThreadPoolExecutor(n, "reward_fn", *gpu)
         self._loop = asyncio.new_event_loop() if self.function.is_async else None  # kept: clients belong to their loop
 
     def __str__(self) -> str:
@@ -183,9 +214,10 @@ class FunctionScorer:
     def _split(self, result: Any, n: int) -> list[Any]:
         """The function's result for a batch of ``n`` as one result for each sample."""
         if isinstance(result, Mapping):
+            if "rewards" in result and isinstance(result.get(_EXTRA), Mapping):
+                result = {"reward": result["rewards"], _EXTRA: result[_EXTRA]}
             if "rewards" not in result:
-                columns = {name: self._split(column, n) for name, column in result.items()}
-                return [{name: column[i] for name, column in columns.items()} for i in range(n)]
+                return self._rows(result, n)
             result = result["rewards"]
         if not isinstance(result, Iterable) or isinstance(result, str):
             raise ValueError(f"{self} returned {result!r}; a list with one result per sample is needed.")
@@ -193,6 +225,11 @@ class FunctionScorer:
         if len(results) != n:
             raise ValueError(f"{self} returned {len(results)} scores for {n} samples; one each is needed.")
         return results
+
+    def _rows(self, columns: Mapping[Any, Any], n: int) -> list[dict[Any, Any]]:
+        """A dict of lists, or of such dicts, as a dict for each of ``n`` samples."""
+        split = {k: (self._rows if isinstance(v, Mapping) else self._split)(v, n) for k, v in columns.items()}
+        return [{name: column[i] for name, column in split.items()} for i in range(n)]
 
     def _score(self, result: Any, trajectory: Trajectory) -> Score:
         if isinstance(result, BaseException):
@@ -202,6 +239,12 @@ class FunctionScorer:
                     "get a reward instead."
                 ) from result
             return Score({self.name: self.error_value}, failed=True)
+        if isinstance(result, Mapping) and isinstance(given := result.get(_EXTRA), Mapping):
+            rest = {name: value for name, value in result.items() if name != _EXTRA}
+            score = self._score(rest["reward"] if rest.keys() == {"reward"} else rest, trajectory)
+            where = f"{self}, as extra {{!r}},".format
+            extras = {str(name): check_number(value, trajectory, where(name)) for name, value in given.items()}
+            return replace(score, extras=extras)
         if isinstance(result, Mapping):
             return Score({str(name): check_number(value, trajectory, str(self)) for name, value in result.items()})
         if isinstance(result, list | tuple) or (getattr(result, "ndim", 0) == 1 and len(result) != 1):

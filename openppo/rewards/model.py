@@ -20,6 +20,7 @@ from openppo.models.padding import MicroBatchSize, equal_batches, pad_right
 from openppo.models.pretrained import check_token_ids, context_length
 from openppo.rewards.scoring import check_number, check_scores, name_sample, score_of_steps, span_texts, step_tokens
 from openppo.tracking import progress_bar
+from openppo.tracking.phase import timed
 from openppo.types import Comm, Prompt, Score, Trajectory
 
 Model = Callable[[Tensor, Tensor], Tensor]
@@ -162,6 +163,7 @@ class ModelScorer:
     def __str__(self) -> str:
         return "the reward model"
 
+    @timed("reward_model")
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory; forwards run over neighbours in length."""
         rows = [self.encode(trajectory) for trajectory in trajectories]
@@ -240,6 +242,7 @@ class ProcessScorer:
     def __str__(self) -> str:
         return self.where
 
+    @timed("reward_model")
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory; forwards run over neighbours in length."""
         rows = [self.read(trajectory) for trajectory in trajectories]

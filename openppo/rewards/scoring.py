@@ -57,9 +57,9 @@ def start_scoring(
 
 
 class CombinedScorer:
-    """Several sources: named rewards side by side, token rewards summed.
+    """Several sources: named rewards and extras side by side, token rewards summed.
 
-    ``ValueError`` when two sources give a trajectory rewards of the same name.
+    ``ValueError`` when two sources give a trajectory rewards or extras of the same name.
     """
 
     def __init__(self, scorers: Sequence[Scorer]) -> None:
@@ -75,11 +75,13 @@ class CombinedScorer:
 
     def merged(self, scores: Sequence[Score]) -> Score:
         """The scores of all sources for one trajectory as one."""
-        rewards: dict[str, float] = {}
+        rewards, extras = dict[str, float](), dict[str, float]()
         for score in scores:
-            if twice := rewards.keys() & score.rewards:
-                raise ValueError(f"{self}: two of them give a reward named {min(twice)!r}; give one another name.")
+            if twice := rewards.keys() & score.rewards or extras.keys() & score.extras:
+                what = "a reward" if rewards.keys() & score.rewards else "an extra"
+                raise ValueError(f"{self}: two of them give {what} named {min(twice)!r}; give one another name.")
             rewards |= score.rewards
+            extras |= score.extras
         per_token = [score.token_rewards for score in scores if score.token_rewards is not None]
         ends = [s.step_ends or [True] * len(s.token_rewards) for s in scores if s.token_rewards is not None]
         return Score(
@@ -87,6 +89,7 @@ class CombinedScorer:
             token_rewards=[math.fsum(of_token) for of_token in zip(*per_token, strict=True)] if per_token else None,
             step_ends=[any(of_token) for of_token in zip(*ends, strict=True)] if ends else None,
             failed=any(score.failed for score in scores),
+            extras=extras,
         )
 
 

@@ -125,6 +125,8 @@ def choose_recorder(
     choice: str, config: PreTrainedConfig, device: torch.device, in_lockstep: bool = False
 ) -> Callable[[], Recorder] | None:
     """What makes recorders for ``--cuda_graphs``; None where steps are launched, with a log line on a GPU."""
+    if choice == "on" and device.type != "cuda":
+        raise ValueError("--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out.")
     if choice == "off" or device.type != "cuda":
         return None
     problem = "ranks in lockstep cannot replay steps" if in_lockstep else None

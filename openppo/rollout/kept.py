@@ -7,7 +7,8 @@ from typing import Any
 from openppo.rollout.rollout import episode_numbers
 from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
 
-_PLAIN = ("token_ids", "action_mask", "log_probs", "versions", "group", "weight", "share", "token_rewards", "step_ends")
+_PLAIN = ["token_ids", "action_mask", "log_probs", "versions", "group", "weight", "share", "token_rewards", "step_ends"]
+_PLAIN += ["extras"]
 
 
 def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def from_json(saved: dict[str, Any], prompt: Prompt) -> list[Trajectory]:
     rows = []
     for row in saved["rows"]:
         own = replace(prompt, token_ids=row["prompt_ids"])
-        plain = {name: row[name] for name in _PLAIN}
+        plain = {name: row[name] for name in _PLAIN if name in row}  # a checkpoint may be older than a name
         made = Trajectory(
             **plain,
             finish_reason=FinishReason(row["finish_reason"]),

@@ -23,17 +23,15 @@ class FrozenPolicy:
         self.context = context_length(self.config)
         check_cache(self.config)
         attention_implementation(options.flash_attn, options.bf16)
-        kwargs = parse_template_kwargs(options.chat_template_kwargs)
-        self.tokenizer = load_tokenizer(self.pretrain, "--pretrain", trust_remote_code=trust, template_kwargs=kwargs)
+        given = parse_template_kwargs(options.chat_template_kwargs), options.chat_template
+        self.tokenizer = load_tokenizer(self.pretrain, "--pretrain", None, trust, *given)
 
-    def load(
-        self, prepare: Callable[[Actor], object], max_batch_size: int | None = None, show_progress: bool = False
-    ) -> None:
-        """Load the weights; ``prepare`` moves them to this rank's device."""
+    def load(self, prepare: Callable[[Actor], object], max_batch_size: int | None = None, **engine: Any) -> None:
+        """Load the weights; ``prepare`` moves them to this rank's device, ``engine`` are more options of the engine."""
         with model_error_context("--pretrain", self.pretrain):
             self.actor = Actor(self.pretrain, **self.loading)
         prepare(self.actor)
         model: Any = self.actor.model
         self.eos_token_ids, pad = eos_token_ids(model, self.tokenizer), pad_token_id(self.tokenizer)
-        self.engine = HFEngine(model, self.eos_token_ids, pad, max_batch_size, show_progress=show_progress)
+        self.engine = HFEngine(model, self.eos_token_ids, pad, max_batch_size, **engine)
         self.engine.decode = decoder(self.tokenizer)

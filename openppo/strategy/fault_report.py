@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed import DistError
+from torch.distributed import DistError, distributed_c10d
 
 from openppo.config import mask_credentials
 from openppo.config.remedies import remedies, sizes
@@ -62,6 +62,7 @@ class Heartbeat:
     signal: str | None = None
     done: bool = False
     samples: bool = False  # one of --rollout_ranks
+    collectives: int = 0  # started so far in groups of all ranks of its side
     host: str = field(default_factory=socket.gethostname)
     machine: str = field(default_factory=this_machine)
     pid: int = field(default_factory=os.getpid)
@@ -77,6 +78,13 @@ class Heartbeat:
             return self.machine == this_machine() and psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
+
+    def waits_for(self, other: "Heartbeat") -> bool:
+        """Whether ``other``, on the same side, has started fewer collectives: the next one waits for it.
+
+        On a GPU a rank waits where it reads a result, in no frame of a collective.
+        """
+        return self.samples == other.samples and not other.done and other.collectives < self.collectives
 
     def __str__(self) -> str:
         host = "" if self.host == socket.gethostname() else f" on {self.host}"
@@ -148,6 +156,14 @@ def _stacks() -> str:
 def waits_for_other_ranks() -> bool:
     """Whether a thread of this process is inside a collective, or waits for its GPU."""
     return _WAITS.search(_stacks()) is not None
+
+
+def collectives_started() -> int:
+    """Collectives that this rank has started in groups of all ranks; those of other ranks are the same, in order."""
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    whole = [group for group in groups if group.size() == max(other.size() for other in groups)]
+    backends = [group._get_backend(device) for group in whole for device in group._device_types]
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -219,7 +219,8 @@ class Watchdog:
 
     def _heartbeat(self, done: bool = False) -> Heartbeat:
         place = (self._rank, self._where.phase, self._where.step, time.monotonic() - self._where.last_progress)
-        return Heartbeat(*place, fault_report.host_memory(), signals.requested(), done, self._samples)
+        state = fault_report.host_memory(), signals.requested(), done, self._samples
+        return Heartbeat(*place, *state, fault_report.collectives_started())
 
     def _is_stalled(self, mine: Heartbeat) -> bool:
         """Whether this rank makes no progress, and does not merely wait for one that may still make some."""
@@ -228,8 +229,10 @@ class Watchdog:
             limit = max(limit, RunConfig.stall_timeout)
         if not 0 < limit < mine.idle:
             return False
-        deadlock = all(beat.idle > limit + _SECONDS_TO_END for beat in self._store.beats.values())
-        return deadlock or not fault_report.waits_for_other_ranks()
+        others = self._store.beats.values()
+        if all(beat.idle > limit + _SECONDS_TO_END for beat in others):  # a deadlock
+            return True
+        return not (any(map(mine.waits_for, others)) or fault_report.waits_for_other_ranks())
 
     def _handle(self, name: str) -> None:
         """A signal to this process. The heartbeat tells the other ranks."""

@@ -11,4 +11,5 @@ from openppo.tracking.trackers import check_trackers as check_trackers, make_tra
 from openppo.tracking.trackers.dashboards import TensorBoardTracker as TensorBoardTracker, WandbTracker as WandbTracker
 from openppo.tracking.trackers.local import ConsoleTracker as ConsoleTracker, JSONLTracker as JSONLTracker
 from openppo.tracking.trackers.local import json_form as json_form
+from openppo.tracking.trackers.rollouts import RolloutTracker as RolloutTracker, prepare_rollouts as prepare_rollouts
 from openppo.tracking.trackers.tracker import Tracker as Tracker, Trackers as Trackers

@@ -1,5 +1,6 @@
 """The phases of a step: the current one, for reports of faults; time, speed and GPU memory of each; traces."""
 
+import functools
 import os
 import sys
 import time
@@ -7,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +29,7 @@ class CurrentPhase:
         self.step = 0  # the global step under way, from 1; 0 before the first
         self.last_progress = time.monotonic()  # a phase began or ended, or a progress bar was updated
         self.on_progress: Callable[[], None] | None = None  # called at each progress, on the training thread
+        self.seconds: dict[str, float] = {}  # of roles, and of phases outside of a timer, until a line reports them
 
     def progress(self) -> None:
         """Note progress."""
@@ -40,14 +43,54 @@ current = CurrentPhase()
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Name the ``with`` block, or the decorated function, as the current phase."""
+def named_phase(name: str) -> Iterator[None]:
+    """Name the ``with`` block as the current phase."""
     outer = current.phase
     current.phase = name
     current.progress()
     yield
     current.phase = outer  # kept after an exception: the report names the phase in which it was raised
     current.progress()
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Name the ``with`` block, or the decorated function, as the current phase, and add its time to ``current``."""
+    with timed(name), named_phase(name):
+        yield
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Add the time of the ``with`` block, queued GPU work included, to ``current``; of an evaluation only the whole."""
+    is_part = current.phase == "evaluation"
+    _wait_for_gpu()
+    start = time.perf_counter()
+    yield
+    _wait_for_gpu()
+    if not is_part:
+        current.seconds[name] = current.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def evaluation(method: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Run a trainer's method as phase "evaluation", whose time is added to the metrics that it returns, if any."""
+
+    @functools.wraps(method)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with phase("evaluation"):
+            metrics = method(trainer, *args, **kwargs)
+        seconds = torch.tensor(current.seconds.pop("evaluation"), dtype=torch.float64)
+        return metrics and metrics | {"time/evaluation_s": float(trainer.comm.all_reduce(seconds, "max"))}
+
+    return run
+
+
+def _wait_for_gpu() -> bool:
+    """Whether there is a GPU in use, all of whose queued work is done now."""
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    if in_use:
+        torch.cuda.synchronize()
+    return in_use
 
 
 class PhaseTimer:
@@ -76,7 +119,7 @@ class PhaseTimer:
         self._running.add(name)
         start = time.perf_counter()
         try:
-            with phase(name), self._traced(name) if self._traced else nullcontext():
+            with named_phase(name), self._traced(name) if self._traced else nullcontext():
                 yield
                 self._record_peak()  # not after an exception: the report names the peak
         finally:
@@ -94,28 +137,32 @@ class PhaseTimer:
         """Count ``n`` more tokens of this rank in phase ``name``."""
         self._tokens[name] += n
 
-    def take_metrics(self, comm: Comm) -> dict[str, float]:
+    def take_metrics(self, comm: Comm, others: int = 0) -> dict[str, float]:
         """``time/<phase>_s`` of the slowest rank and ``speed/<phase>_tokens_per_s`` of all ranks together; then reset.
 
-        With several ranks also ``speed/<phase>_imbalance``: tokens of the rank with the most, over the mean, minus 1.
+        Also the times in ``current``. With several ranks also ``speed/<phase>_imbalance``: tokens of the rank with the
+        most, over the mean, minus 1. Speed per device counts ``others``, ranks that only sample.
         On GPUs also ``memory/<phase>_peak_gib`` of the highest rank, and ``memory/<phase>_estimated_gib``.
         Collective: every rank must call it. Only finished phases count.
         """
         seconds: dict[str, float] = {}
         tokens: dict[str, list[int]] = {}  # of the ranks that count any
         peaks: dict[str, int] = {}
-        for of_seconds, of_tokens, of_peaks in comm.all_gather_object((self._seconds, self._tokens, self._peaks)):
+        mine = self._seconds | current.seconds
+        for of_seconds, of_tokens, of_peaks in comm.all_gather_object((mine, self._tokens, self._peaks)):
             seconds |= {name: max(seconds.get(name, 0.0), value) for name, value in of_seconds.items()}
             peaks |= {name: max(peaks.get(name, 0), peak) for name, peak in of_peaks.items()}
             tokens |= {name: [*tokens.get(name, []), count] for name, count in of_tokens.items()}
-        self._seconds, self._tokens, self._peaks = {}, Counter(), {}
+        self._seconds, self._tokens, self._peaks, current.seconds = {}, Counter(), {}, {}
         tokens = {name: counts for name, counts in tokens.items() if seconds.get(name, 0.0) > 0}
         shares = {
             name: max(counts) / sum(counts) for name, counts in tokens.items() if any(counts) and comm.world_size > 1
         }
+        rates = {f"speed/{name}_tokens_per_s": sum(counts) / seconds[name] for name, counts in tokens.items()}
+        whole = {f"{name}_per_device": n / (comm.world_size + others) for name, n in rates.items() if "/step_" in name}
         return {
             **{f"time/{name}_s": value for name, value in seconds.items()},
-            **{f"speed/{name}_tokens_per_s": sum(counts) / seconds[name] for name, counts in tokens.items()},
+            **rates | whole,
             **{f"speed/{name}_imbalance": comm.world_size * share - 1 for name, share in shares.items()},
             **{f"memory/{name}_peak_gib": peak / GIB for name, peak in peaks.items()},
             **{f"memory/{name}_estimated_gib": n / GIB for name, n in self._estimated.items() if name in peaks},
@@ -123,8 +170,7 @@ class PhaseTimer:
 
     def _record_peak(self) -> None:
         """Assign queued GPU work and peak memory to the running phases."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        if _wait_for_gpu():
             peak = torch.cuda.max_memory_allocated()
             for name in self._running:
                 self._peaks[name] = max(self._peaks.get(name, 0), peak)

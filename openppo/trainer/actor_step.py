@@ -12,6 +12,7 @@ from openppo.experience.replay_buffer import MiniBatch
 from openppo.models.correction import correction_range, rollout_correction
 from openppo.models.log_probs import compute_approx_kl, log_ratio
 from openppo.models.loss import MaskingLoss, policy_loss, token_weights
+from openppo.models.padding import on_device
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch
@@ -49,7 +50,7 @@ class ActorStep:
         metrics.add("actor_learning_rate", self.model.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
-            loss = self._loss(micro.to(self.device), batch, metrics, kl_coef, on_policy)
+            loss = self._loss(micro, batch, metrics, kl_coef, on_policy)
             self.model.backward(loss * self.comm.world_size, last=ptx_batch is None and i == last)
         if ptx_batch is not None:
             self._accumulate_ptx(ptx_batch, metrics)
@@ -59,8 +60,10 @@ class ActorStep:
 
     def _loss(self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
-        mask, entropy_coef = micro.action_mask, self.config.loss.entropy_coef
-        outputs = self.model(micro.sequences, micro.attention_mask, mask, return_entropy=entropy_coef > 0)
+        entropy_coef, given = self.config.loss.entropy_coef, (micro.sequences, micro.attention_mask, micro.action_mask)
+        outputs = self.model(*given, return_entropy=entropy_coef > 0)
+        micro = micro.to(self.device, on_device)
+        mask = micro.action_mask
         log_probs, entropy = outputs if entropy_coef > 0 else (outputs, None)
         if self.observe is not None:
             self.observe(micro, log_probs, entropy)
@@ -114,9 +117,9 @@ class ActorStep:
 
     def _accumulate_ptx(self, batch: StepBatch, metrics: Metrics) -> None:
         last = len(batch.micro_batches) - 1
-        for i, micro in enumerate(micro.to(self.device) for micro in batch.micro_batches):
+        for i, micro in enumerate(batch.micro_batches):
             # a language-model loss has no sampling temperature
             log_probs = self.model(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
-            metrics.add_tensor("ptx_loss", -log_probs, micro.loss_mask)
+            metrics.add_tensor("ptx_loss", -log_probs, on_device(micro.loss_mask, self.device))
             loss = -log_probs.sum() / max(batch.n_targets, 1)
             self.model.backward(self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last)

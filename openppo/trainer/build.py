@@ -30,7 +30,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.tracking import PhaseTimer, StepProfiler
+from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
@@ -52,7 +52,7 @@ from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
 from openppo.trainer.objects import OwnObjects, Role
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
-from openppo.trainer.startup import check_options, start_trackers
+from openppo.trainer.startup import check_options, rollout_trackers, start_trackers
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
 from openppo.types import RolloutSource, StopCheck
@@ -68,9 +68,10 @@ def build_ppo_trainer(
     strategy: DeepspeedStrategy | None = None,
     callbacks: Sequence[Callback] = (),
     source: RolloutSource | SamplerMaker | None = None,
+    trackers: Sequence[Tracker] = (),
     **objects: Any,
 ) -> PPOTrainer:
-    """A trainer; ``source`` gives or makes trajectories, ``objects`` are those of ``OwnObjects`` by name."""
+    """A trainer; ``source`` gives or makes trajectories, ``trackers`` log on rank 0, ``objects``: ``OwnObjects``."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
     strategy, samples = strategy or _strategy(config), source is None
     comm, device, run, own = strategy.comm, strategy.device, config.run, OwnObjects(**objects)
@@ -79,14 +80,14 @@ def build_ppo_trainer(
     config, estimate, rewards = _estimated(config, strategy, samples, maker, own, checked)
     plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints | own.fingerprints())
-    scorer = rewards.build() if samples else None  # before the large models
+    scorer, eval_scorer = (rewards.build(), rewards.build_held_out()) if samples else (None, None)  # before models
     prepared = partial(_prepared, config, strategy, own)
     critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
     actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, own, actor)
     traced = StepProfiler(run.save_path, config.tracking, comm.rank).phase
     timer = PhaseTimer(traced, estimate.peaks if estimate else None)
-    hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled)
+    hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled, data.source_names)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None
@@ -105,8 +106,8 @@ def build_ppo_trainer(
         engine=engine,
         scorer=scorer,
         data=data,
-        trackers=start_trackers(config, strategy, HEADLINE, plan.n_steps, checkpointer.found_step),
-        grading=Grading(comm, config.rewards.pass_threshold(config.evaluation.pass_reward), config.rewards.weights()),
+        trackers=_trackers(config, strategy, plan, checkpointer, trackers),
+        grading=Grading.of(comm, config.eval_rewards, config.evaluation.pass_reward, eval_scorer),
         ema=ema,
         pack_documents_to=pack_documents_to,
         checkpointer=checkpointer,
@@ -134,8 +135,10 @@ def _checked(
         maker.check(tokenizer)
     if not samples:
         return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False)
-    tasks = TaskMaker.of(config, maker)
-    return tokenizer, actor_config, load_tasks_data(tasks, tokenizer, actor_config, strategy.comm, own)
+    data = load_tasks_data(TaskMaker.of(config, maker), tokenizer, actor_config, strategy.comm, own)
+    if config.evaluation.val_only and not data.held_out:
+        raise ValueError("--val_only: no task has eval_data: give it to one in the file of --tasks.")
+    return tokenizer, actor_config, data
 
 
 def _estimated(
@@ -147,14 +150,24 @@ def _estimated(
     checked: Checked,
 ) -> tuple[TrainPPOConfig, Estimate | None, TaskRewards]:
     """``config`` with sizes by memory, whose estimate is logged, and what rewards are made of; a dry run ends here."""
-    (tokenizer, actor_config, data), dry_run, estimate = checked, config.run.dry_run, None
-    if samples or dry_run:
+    (tokenizer, actor_config, data), estimate = checked, None
+    if samples or config.run.dry_run:
         config, estimate = estimated_ppo(config, data, strategy, own.configs | {"--pretrain": actor_config})
     rewards = TaskRewards(TaskMaker.of(config, maker), tokenizer, strategy, data, actor_config, own.reward_fn)
-    if dry_run and samples:
+    if config.run.dry_run and samples:
         rewards.check()
     log_estimate(estimate, config, strategy)
     return config, estimate, rewards
+
+
+def _trackers(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, plan: BatchPlan, saver: Checkpointer, own: Sequence[Tracker]
+) -> Trackers:
+    """Those of options, and on rank 0 those of the caller."""
+    resume_step = None if config.evaluation.val_only else saver.found_step
+    config, own = config.for_evaluation, own if strategy.is_main else ()
+    own = [*own, *rollout_trackers(config, strategy, resume_step)]
+    return start_trackers(config, strategy, HEADLINE, plan.n_steps, resume_step, own)
 
 
 def _plan(

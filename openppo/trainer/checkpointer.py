@@ -32,6 +32,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
+from openppo.tracking.phase import phase
 from openppo.trainer.resume.compatible import check_compatible, measured_otherwise, model_fingerprint
 
 WriteModel = Callable[[Path], None]
@@ -96,6 +97,8 @@ class Checkpointer:
         if not self.options.load_checkpoint:
             return
         self.found = found = self.folder.newest()
+        if found is None and self.evaluates_only:
+            raise ValueError(f"--val_only: no checkpoint in {self.folder.folder}: leave out --load_checkpoint.")
         if found is None:
             logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
         else:
@@ -123,6 +126,7 @@ class Checkpointer:
         """``load`` what is found, else move what an earlier run has saved: once the start can no longer fail."""
         if self.found is not None:
             load()
+        if self.found is not None or self.evaluates_only:
             return
         self.folder.set_aside()
         beside = [self.save_path.with_name(self.save_path.name + "_critic")] if self.saves_critic else []
@@ -133,6 +137,11 @@ class Checkpointer:
 
         failure = "--save_path: an earlier run's model cannot be set aside ({})."
         collective(self.comm, set_aside, OSError, lambda message: ValueError(failure.format(message)))
+
+    @property
+    def evaluates_only(self) -> bool:
+        """Whether nothing is written, so that what an earlier run has saved stays where it is."""
+        return bool(self.identity["options"].get("val_only"))
 
     def due(self, step: int, pass_ended: bool) -> bool:
         """Whether ``--save_steps`` asks for a checkpoint after ``step``."""
@@ -205,7 +214,8 @@ class Checkpointer:
         sign, value = -1 if name.endswith("loss") else 1, metrics[name]
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
-        self.folder.save_best(step, write_model)
+        with phase("saving"):
+            self.folder.save_best(step, write_model)
         self.best = value  # now: a signal while it was written must not leave the score without its model
         logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
 

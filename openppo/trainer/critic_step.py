@@ -12,8 +12,10 @@ from openppo.experience.maker import ExperienceMaker
 from openppo.experience.measure import measure_staleness
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, join_rows, mini_batches
 from openppo.models.loss import ValueLoss, token_weights
+from openppo.models.padding import on_device
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
+from openppo.tracking.phase import timed
 from openppo.types import Comm, Experience, Trajectory
 
 
@@ -26,6 +28,7 @@ class CriticStep:
         self.taken: tuple[float, Metrics] | None = None
         """Norm and metrics of a step that ``OnePassCritic`` has taken, until ``train`` reports it."""
 
+    @timed("critic_training")
     def train(
         self,
         batch: MiniBatch,
@@ -45,8 +48,8 @@ class CriticStep:
         value_loss = ValueLoss(clip_eps=self.config.loss.value_clip if clip else None, reduction="none")
         counts = batch.n_tokens, batch.n_sequences, self.config.generation.generate_max_len
         for i, micro in enumerate(batch.micro_batches):
-            micro = micro.to(self.device)
             values = self.model(micro.sequences, micro.attention_mask)
+            micro = micro.to(self.device, on_device)
             if complete is not None:
                 micro = complete(i, micro, values.detach())
             assert micro.values is not None and micro.returns is not None

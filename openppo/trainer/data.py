@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets.sources import value_of
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import forward_size
 from openppo.models.loading import load_options
@@ -17,14 +19,15 @@ from openppo.models.size import check_cache
 from openppo.rewards import Scorer
 from openppo.rewards.build import ScorerSetup, own_tokenizer
 from openppo.rewards.scoring import TaskScorer
-from openppo.rollout.decode_graphs import check_layers
+from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
+from openppo.tracking.report.run_data import short_names
 from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
+from openppo.trainer.startup import check_context, load_policy_tokenizer, once_per_host, tokenizing
 from openppo.types import Comm, Prompt
 
 
@@ -42,6 +45,11 @@ class PPOData:
     documents: list[TokenExample]
     fingerprints: dict[str, str]
     longest: int
+
+    @property
+    def source_names(self) -> dict[str, str]:
+        """What the sources of prompts that are of no task are called in metrics."""
+        return short_names(sorted({prompt.source for prompt in self.prompts if not prompt.task}))
 
 
 def load_ppo_data(
@@ -90,12 +98,13 @@ def load_ppo_data(
             given, split = (options.pretrain_data, options.pretrain_data_probs), options.pretrain_split
             rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=split, seed=seed)
             key = options.pretrain_key or options.input_key
-            documents = load_documents(rows, tokenizer, key, longest, show)
-            prints["--pretrain_data"] = examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
+            documents = load_documents(rows, tokenizer, key, longest, show, options.dataset_num_proc)
+            texts = (row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows)
+            prints["--pretrain_data"] = examples_fingerprint(texts)
         check_token_ids(actor_config, model, tokenizer, ids + [document.token_ids for document in documents])
         return PPOData(read, held_out, documents, prints, longest)
 
-    data = collective(comm, load_all)
+    data = once_per_host(comm, options, load_all)
     prompt_ids, held_out_ids = (list(map(_content, each)) for each in (data.prompts, data.held_out))
     check_same(comm, {"--prompt_data": prompt_ids, "--eval_data": held_out_ids, "--pretrain_data": data.documents})
     return data
@@ -145,6 +154,7 @@ class TaskRewards:
         for task in self.tasks.tasks:
             with task.named():
                 self._setup(task).check()
+        self.build_held_out()
 
     def build(self) -> Scorer | None:
         """Scorer of all sources; None without any. ``ValueError`` names the flag of whatever cannot work."""
@@ -155,6 +165,14 @@ class TaskRewards:
         if not any(scorers.values()) or not self.tasks.are_named:
             return next(iter(scorers.values()))
         return TaskScorer(scorers)
+
+    def build_held_out(self) -> Scorer | None:
+        """Scorer of ``--eval_reward_fn``; None without it."""
+        task = self.tasks.tasks[0]  # with several the option is refused
+        if task.config.evaluation.eval_reward_fn is None:
+            return None
+        setup = replace(self._setup(task), source=task.config.eval_rewards, prompts=self.data.held_out)
+        return replace(setup, function_flag="--eval_reward_fn").build()
 
     def _setup(self, task: RunTask) -> ScorerSetup:
         config, prompts = task.config, [*self.data.prompts, *self.data.held_out]
@@ -199,14 +217,13 @@ def check_models(
     )
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     if samples and config.generation.cuda_graphs == "on":
-        if strategy.device.type == "cpu" and not config.run.dry_run:  # which may be about another machine
-            raise ValueError("--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out.")
-        check_layers(actor_config)
+        elsewhere = config.run.dry_run  # which may be about another machine
+        choose_recorder("on", actor_config, torch.device("cuda") if elsewhere else strategy.device)
     if samples and config.generation.rollout_engine == "vllm":
         collective(strategy.comm, check_vllm)
     elif samples:
         check_cache(actor_config)
-    tokenizer = own.tokenizer or load_policy_tokenizer(model.pretrain, trust, config.data.chat_template_kwargs)
+    tokenizer = own.tokenizer or load_policy_tokenizer(model.pretrain, trust, config.data)
     own.check_vocabularies(tokenizer, actor_config)
     others = [(flag, name) for flag, name in _other_models(config) if flag not in own.configs]
     if own.actor is not None and _start_from_pretrain(config):

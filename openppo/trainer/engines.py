@@ -55,18 +55,10 @@ def training_engine(
     policy: Any = actor.module.model
     together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank
     engine = new_engine(config, policy, tokenizer, stop, actor_config, together, strategy.is_main)
-    checked: dict[str, Engine] = {"": engine}
-    if isinstance(engine, HFEngine):
-        if config.lora.lora_rank > 0 and together is None:
-            actor.merges_adapters = strategy.fits_merged(actor, config.ppo.offload_idle)
-        checked = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
-        if engine.new_recorder is not None:
-            checked[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=engine.new_recorder)
+    if isinstance(engine, HFEngine) and config.lora.lora_rank > 0 and together is None:
+        actor.merges_adapters = strategy.fits_merged(actor, config.ppo.offload_idle)
     if config.generation.engine_check == "on":
-        check_engines(config, strategy, actor, checked)
-        last = [*checked.values()][-1]
-        if isinstance(engine, HFEngine) and isinstance(last, HFEngine):
-            engine.new_recorder = last.new_recorder  # none where recording was refused
+        check_like(engine, lambda engines: check_engines(config, strategy, actor, engines))
     engine.decode = decoder(tokenizer)
     return engine
 
@@ -92,6 +84,19 @@ def new_engine(
     recorder = choose_recorder(generation.cuda_graphs, actor_config, device, together is not None)
     common |= {"any_rank_busy": together, "new_recorder": recorder}
     return HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
+
+
+def check_like(engine: Engine, check: Callable[[Mapping[str, Engine]], None]) -> None:
+    """``check`` small engines like ``engine``, or itself; where recording is refused, it records no steps either."""
+    if not isinstance(engine, HFEngine):
+        return check({"": engine})
+    given = engine.model, (), 0, len(REQUESTS)
+    last = plain = HFEngine(*given, engine.any_rank_busy)
+    checked: dict[str, Engine] = {"": plain}
+    if engine.new_recorder is not None:
+        checked[" with --cuda_graphs"] = last = HFEngine(*given, new_recorder=engine.new_recorder)
+    check(checked)
+    engine.new_recorder = last.new_recorder
 
 
 def check_engines(

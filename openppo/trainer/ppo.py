@@ -10,10 +10,11 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics, progress_bar
-from openppo.tracking.phase import phase
+from openppo.tracking.phase import evaluation, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, Callback, notify, restore_callbacks
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents
+from openppo.trainer.evaluation.evaluator import evaluate_alone
 from openppo.trainer.sample_log import StepDiagnostics
 from openppo.trainer.source import PromptSource
 from openppo.trainer.update import Update
@@ -30,13 +31,10 @@ class PPOTrainer:
     def __init__(
         self, config: TrainPPOConfig, components: PPOComponents, source: RolloutSource, callbacks: Sequence[Callback]
     ) -> None:
-        self.config = config
-        self.components = components
-        self.source = source
+        self.config, self.components, self.source = config, components, source
         self.callbacks = list(callbacks)
         self.comm = components.strategy.comm
-        self.state = components.state
-        self.maker = components.maker
+        self.state, self.maker = components.state, components.maker
         ppo, normalizes = config.ppo, self.maker.estimator.normalizes(config.advantage.normalize_advantages)
         stage = config.deepspeed.zero_stage
         self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, stage, normalizes)
@@ -49,10 +47,12 @@ class PPOTrainer:
         """The memory estimate, for a report."""
 
     def fit(self) -> None:
-        """Train to the end, evaluate and report when due, and save the actor to ``save_path``.
+        """Train to the end, evaluate and report when due, and save the actor; with ``--val_only`` evaluate alone.
 
         A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint instead of a trained model.
         """
+        if self.config.evaluation.val_only:
+            return evaluate_alone(self)
         with self._session():
             for trajectories in self._rollouts():
                 self.report(self.train_on(trajectories))
@@ -76,9 +76,9 @@ class PPOTrainer:
             self.replay_buffer.fill(experience)
             reduced = self.update(self.replay_buffer, metrics)
         self.view.trained_on = trajectories
-        return reduced | self.maker.hooks.timer.take_metrics(self.comm)
+        return reduced | self.maker.hooks.timer.take_metrics(self.comm, self.config.orchestrator.rollout_ranks)
 
-    @phase("evaluation")
+    @evaluation
     def evaluate(self) -> dict[str, float]:
         """Metrics of responses to held-out prompts, the same on all ranks; empty without such prompts."""
         trajectories = self.source.evaluate()
@@ -91,17 +91,17 @@ class PPOTrainer:
         """Log samples and metrics of a step; evaluate, and save a checkpoint, when due."""
         state, every, saver = self.state, self.config.evaluation.eval_steps, self.components.checkpointer
         self._mark()
+        done = self.planned_steps - (self.source.steps or self.total_steps) + state.global_step
+        metrics["episode"] = done * self.config.ppo.num_episodes / self.planned_steps
         state.unreported = dict(metrics)
         self.view.show_step(state.global_step, self.replay_buffer, metrics)
-        left, last = (self.source.steps or self.total_steps) - state.global_step, state.global_step == self.total_steps
-        episodes = (self.planned_steps - left) * self.config.ppo.num_episodes // self.planned_steps
-        episode_ended = episodes > state.ended_episodes
+        last, episode_ended = state.global_step == self.total_steps, int(metrics["episode"]) > state.ended_episodes
         due = last or (episode_ended if every == -1 else state.global_step % every == 0)
         evaluated = self.evaluate() if due else {}
         metrics |= evaluated
         if due:
             saver.save_if_best(state.global_step, metrics, self.components.write_policy)
-        state.ended_episodes = episodes
+        state.ended_episodes = int(metrics["episode"])
         notify(self.callbacks, "on_step_end", self, metrics)
         self.should_stop = self.components.strategy.any_rank(self.should_stop)
         if evaluated or last or self.should_stop or state.global_step % self.config.run.logging_steps == 0:

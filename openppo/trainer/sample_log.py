@@ -1,5 +1,6 @@
 """What is shown of a step to people: a few samples and their tokens, the self-check, distributions."""
 
+import json
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -70,6 +71,7 @@ class StepDiagnostics:
             observed = self._of_all_ranks([kept[i] for i in chosen])
             tokens = [token_row(kept[i], self.tokenizer, buffer.items[i], observed[n]) for n, i in enumerate(chosen)]
         self._log(step, samples, tokens)
+        self._dump(step, "train", self.trained_on)
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
             self.components.trackers.log_histograms(step, experience_histograms(buffer.items, self.comm))
         buffer.clear()
@@ -78,8 +80,9 @@ class StepDiagnostics:
     def show_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log samples of an evaluation: what the engine, which sampled them, reported."""
         chosen = [trajectories[i] for i in choose(trajectories)] if self.comm.rank == 0 else []
-        samples = [sample_row(t, self.tokenizer, self.weights) for t in chosen]
+        samples = [sample_row(t, self.tokenizer, self.components.grading.reward_weights) for t in chosen]
         self._log(step, samples, [token_row(t, self.tokenizer) for t in chosen], evaluation=True)
+        self._dump(step, "eval", trajectories)
 
     def _shows_tokens(self, step: int) -> bool:
         return step % -(-self.total_steps // N_TOKEN_STEPS) == 0 or step in (1, self.total_steps)
@@ -90,6 +93,13 @@ class StepDiagnostics:
         mine = {ids: self.observed[ids] for ids in wanted if ids in self.observed}
         found = {ids: row for numbers in self.comm.all_gather_object(mine) for ids, row in numbers.items()}
         return [found.get(tuple(t.token_ids), {}) for t in chosen]
+
+    def _dump(self, step: int, split: str, trajectories: Sequence[Trajectory]) -> None:
+        """Hand all of this rank's ``trajectories`` to what writes ``--dump_rollouts``, if it is given."""
+        if (dump := self.config.dump).dump_rollouts is not None:
+            given = self.tokenizer, self.weights, dump.dump_tokens
+            rows = [{"sample": i} | rollout_row(t, *given) for i, t in enumerate(trajectories)]
+            self.components.trackers.log_rollouts(step, split, rows)
 
     def _log(self, step: int, samples: Sequence[Row], tokens: Sequence[Row], evaluation: bool = False) -> None:
         start, trackers = {"evaluation": True} if evaluation else {}, self.components.trackers
@@ -126,6 +136,7 @@ def sample_row(
         "rewards": trajectory.scores,
         "response_length": sum(trajectory.action_mask),
     }
+    row |= {"extra": trajectory.extras} if trajectory.extras else {}
     if (episode := trajectory.episode) is not None:
         row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": json_form(episode.messages)}
         row |= {"error": episode.error, "output": episode.output}
@@ -133,6 +144,26 @@ def sample_row(
         row["prompt"] = trajectory.prompt.text or "\n".join(text_of(message.get("content")) for message in asked)
     kl = None if experience is None else token_columns(experience).get("kl")
     return row if kl is None else row | {"kl": float(kl.sum())}
+
+
+def rollout_row(
+    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, float], tokens: bool
+) -> Row:
+    """A line of ``--dump_rollouts``: the same columns of the same types in any run, so that all files make one table.
+
+    What may be anything in a row of data is text: labels, and as JSON rewards and messages.
+    """
+    prompt, episode = trajectory.prompt, trajectory.episode
+    row = sample_row(trajectory, tokenizer, weights)
+    label = row["label"]
+    row["label"] = "" if label is None else label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+    row |= {"reward": float(row["reward"]), "rewards": json.dumps(json_form(row["rewards"]))}
+    row |= {"ending": "", "turns": 1, "error": "", "output": ""} if episode is None else {}
+    row["messages"] = json.dumps(None if episode is None else row["messages"], ensure_ascii=False)
+    row |= {"source": prompt.source, "task": prompt.task, "row": prompt.index, "group": trajectory.group}
+    if tokens:
+        row |= {name: vars(trajectory)[name] for name in ("token_ids", "action_mask", "log_probs")}
+    return row
 
 
 def token_row(

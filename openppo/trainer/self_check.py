@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import KLConfig
-from openppo.datasets import PreferenceExample, ProcessExample
+from openppo.datasets import PreferenceExample, ProcessExample, RankingExample
 from openppo.experience.replay_buffer import join_rows
 from openppo.experience.token_rewards import kl_penalty
 from openppo.models.log_probs import KLEstimator
@@ -165,9 +165,11 @@ def show_examples(examples: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -
 
 def _parts(example: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Names and texts of an example's parts: of token examples the last turns of reading and training."""
-    if isinstance(example, PreferenceExample):
-        sides = ("chosen", example.chosen_ids), ("rejected", example.rejected_ids)
-        return [(side, f"score at token {len(ids) - 1} of: {tokenizer.decode(ids)}") for side, ids in sides]
+    if isinstance(example, (PreferenceExample, RankingExample)):
+        scores = example.scores if isinstance(example, RankingExample) else None
+        sides = ["chosen", "rejected"] if scores is None else [f"ranked {score:g}" for score in scores]
+        texts = zip(sides, example.texts, strict=True)
+        return [(side, f"score at token {len(ids) - 1} of: {tokenizer.decode(ids)}") for side, ids in texts]
     if isinstance(example, ProcessExample):
         judged = {i: label for i, label in enumerate(example.labels) if label != IGNORE_INDEX}
         places = ", ".join(

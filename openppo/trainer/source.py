@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from openppo.rollout.rollout import (
 )
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
+from openppo.tracking.phase import timed
 from openppo.trainer.components import PPOComponents
 from openppo.types import Prompt, Trajectory
 
@@ -84,7 +85,11 @@ class PromptSource:
         with self.components.weights_to_save(), self.with_weights():
             held_out, metrics = self.components.data.held_out, Metrics()
             responses = self.sampled_by.sample(held_out, *sampling, seed, 0, metrics, evaluation=True)
-        rollout = begin_scoring(self.scorer, responses, self.reward_weights, self.components.stop, prefix="eval_")
+        grading = self.components.grading
+        for response in responses if grading.scorer is not None else ():  # an agent may have given rewards
+            response.scores, response.token_rewards, response.step_ends = {}, None, None
+        scorer, weights = grading.scorer or self.scorer, grading.reward_weights
+        rollout = begin_scoring(scorer, responses, weights, self.components.stop, prefix="eval_")
         wait_for_scores(rollout, self.components.stop)
         return rollout
 
@@ -100,10 +105,14 @@ class PromptSource:
         """End the sampler."""
         self.sampled_by.close()
 
-    def with_weights(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def with_weights(self) -> Iterator[None]:
         """Inside, the engine may decode, with the actor's weights of now."""
         self.engine.version = self.components.state.global_step
-        return self.engine.with_weights(self.components.actor)
+        with ExitStack() as stack:
+            with timed("sync"):
+                stack.enter_context(self.engine.with_weights(self.components.actor))
+            yield
 
     def _next_prompts(self) -> list[Prompt] | None:
         if self.consumed_batches >= self.n_batches and not self.has_no_end:

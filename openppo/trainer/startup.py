@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import flat_dict, parse_template_kwargs
+from openppo.config import RowsConfig, TrainPPOConfig, flat_dict, parse_template_kwargs
 from openppo.config.fields import declared_options, rules_of
 from openppo.models.pretrained import context_length, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
+    RolloutTracker,
+    Tracker,
     Trackers,
     check_run_folder,
     check_trackers,
     cut_logs,
     environment,
     make_trackers,
+    prepare_rollouts,
     progress_bar,
     save_run,
     set_aside_logs,
@@ -35,6 +38,9 @@ from openppo.types import Comm
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.datasets import ShowRows
     from openppo.strategy.deepspeed import DeepspeedStrategy
+
+
+T = TypeVar("T")
 
 
 def quiet_libraries() -> None:
@@ -79,9 +85,14 @@ def check_options(config: Any, comm: Comm, **given: bool | None) -> None:
 
 
 def start_trackers(
-    config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int, resume_step: int | None = None
+    config: Any,
+    strategy: DeepspeedStrategy,
+    headline: Sequence[str],
+    total_steps: int,
+    resume_step: int | None = None,
+    own: Sequence[Tracker] = (),
 ) -> Trackers:
-    """Trackers of a command; its resolved options and its environment as files in ``<save_path>/logs``.
+    """Trackers of a command, and ``own``; its resolved options and its environment as files in ``<save_path>/logs``.
 
     Logs of a run that resumes after step ``resume_step`` are continued there; any other logs are set aside.
     """
@@ -95,7 +106,21 @@ def start_trackers(
         return ValueError(f"--save_path {path}: cannot be written ({message}); choose another folder.")
 
     collective(strategy.comm, lambda: prepare(Path(path) / "logs") if strategy.is_main else None, OSError, failure)
-    return make_trackers(path, config.tracking, options, strategy.comm, headline, total_steps, resume_step)
+    return make_trackers(path, config.tracking, options, strategy.comm, headline, total_steps, resume_step, own)
+
+
+def rollout_trackers(config: TrainPPOConfig, strategy: DeepspeedStrategy, resume_step: int | None) -> list[Tracker]:
+    """What writes ``--dump_rollouts``, on every rank, if it is given."""
+    folder, comm = config.dump.dump_rollouts, strategy.comm
+    if folder is None:
+        return []
+
+    def failure(message: str) -> ValueError:
+        return ValueError(f"--dump_rollouts {folder}: cannot be written ({message}); choose another folder.")
+
+    path = Path(folder)
+    collective(comm, lambda: prepare_rollouts(path, resume_step) if strategy.is_main else None, OSError, failure)
+    return [RolloutTracker(path, comm.rank, config.dump.dump_max_mib * 2**20)]
 
 
 def tokenizing(comm: Comm) -> ShowRows:
@@ -103,10 +128,19 @@ def tokenizing(comm: Comm) -> ShowRows:
     return lambda rows: progress_bar(rows, "tokenizing", enabled=comm.rank == 0)
 
 
-def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, kwargs: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``--pretrain``, whose chat template gets ``kwargs``: ``--chat_template_kwargs``."""
-    arguments = parse_template_kwargs(kwargs)
-    return load_tokenizer(pretrain, "--pretrain", trust_remote_code=trust_remote_code, template_kwargs=arguments)
+def once_per_host(comm: Comm, options: RowsConfig, load: Callable[[], T]) -> T:
+    """``load()`` on all ranks; with ``--dataset_num_proc`` on the first of each host first, whose cache others read."""
+    made: T | None = None
+    if options.dataset_num_proc > 0:
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        made = collective(comm, lambda: load() if is_first else None)
+    return collective(comm, lambda: load() if made is None else made)
+
+
+def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, options: RowsConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``--pretrain`` with the chat template of ``options`` and its arguments."""
+    given = parse_template_kwargs(options.chat_template_kwargs), options.chat_template
+    return load_tokenizer(pretrain, "--pretrain", None, trust_remote_code, *given)
 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:

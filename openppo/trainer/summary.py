@@ -151,8 +151,11 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     micro = count(-(-share // batch.micro_rows), "micro-batch", "micro-batches")
     whole = batch.max_epochs * -(-n // batch.train_batch_size)
     cut = f"; --max_steps ends it after {trainer.total_steps:,}" if trainer.total_steps < whole else ""
+    split = f"in {micro} of up to {batch.micro_rows}"
+    if config.pack_to is not None:
+        split = f"packed into rows of {config.pack_to} tokens, in micro-batches of up to {batch.micro_rows} rows"
     facts = [
-        ("each step", f"{size:,} samples, in {micro} of up to {batch.micro_rows}{each}"),
+        ("each step", f"{size:,} samples, {split}{each}"),
         ("in all", f"{count(batch.max_epochs, 'epoch')} of {count(n, 'sample')}, {count(whole, 'step')}{cut}"),
     ]
     if components.eval_examples:

@@ -16,6 +16,7 @@ from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, mini_batch
 from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics, progress_bar
+from openppo.tracking.phase import timed
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.supervised.batches import StepBatch, token_batch
@@ -90,15 +91,20 @@ class Update:
         ``FloatingPointError`` after ``--max_skipped_steps`` optimizer steps in a row that had to be skipped.
         """
         n_samples, kl = self.components.maker.count(buffer.items), self.components.maker.kl_controller
+        n_tokens, state = sum(int(item.attention_mask.sum()) for item in buffer.items), self.state
+        self.timer.count_tokens("step", n_tokens)
         trains_actor = self.state.global_step >= self.components.maker.frozen_steps
         with self.timer.phase("training"):
             self._train(buffer, n_samples, metrics, kl.value if trains_actor else None)
-        self.state.global_step += 1
+        state.global_step += 1
         reduced = metrics.reduced(self.comm)
         spread = reduced.get("returns_std", 0.0) ** 2
         if spread > 0:  # 1 for a perfect critic, 0 for one that predicts only the mean
             reduced["explained_variance"] = 1 - reduced["value_error_std"] ** 2 / spread
         reduced["skipped_steps"] = float(self.skipped.total)
+        state.consumed_samples += n_samples
+        state.consumed_tokens += int(self.comm.all_reduce(torch.tensor(n_tokens)))
+        reduced |= {name: float(vars(state)[name]) for name in ("consumed_samples", "consumed_tokens")}
         if "kl" in reduced:
             reduced["kl_coef"] = kl.value
             if trains_actor:  # before, the KL is 0 for any coefficient
@@ -137,7 +143,8 @@ class Update:
         place = f"global step {state.global_step + 1} optimizer step {number + 1}"
         if kl_coef is not None:
             documents, measured = next(self._documents) if parts.data.documents else None, Metrics()
-            norm = self.actor_step.train(batch, documents, measured, kl_coef, number == 0)
+            with timed("actor_training"):
+                norm = self.actor_step.train(batch, documents, measured, kl_coef, number == 0)
             read = [] if documents is None else [micro._asdict() for micro in documents.micro_batches]
             if self.skipped.accept(norm, "actor", place, samples=samples, documents=read):
                 metrics.merge(measured)

@@ -33,6 +33,17 @@ def sleep() -> None:
         time.sleep(1)
 
 
+def lag() -> None:
+    """Stop before a collective in which rank 0 waits as on a GPU, where it reads a result: in no frame of torch's."""
+    if os.environ["RANK"] == "0":
+        started = torch.distributed.all_reduce(torch.zeros(1), async_op=True)
+        while not started.is_completed():
+            time.sleep(0.1)
+    time.sleep(3)
+    current.progress()  # later than rank 0, which idles longer
+    sleep()
+
+
 def hold() -> None:
     """Hold Python's lock."""
     while True:
@@ -63,6 +74,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "segfault": lambda: ctypes.string_at(0),
     "raise": lambda: fail(RuntimeError("planted")),
     "sleep": sleep,
+    "lag": lag,
     "hold": hold,
     "exhaust": exhaust,
     "wait_in_store": wait_in_store,
@@ -82,7 +94,8 @@ def main() -> None:
             print(f"fault at {time.time()}", flush=True)
             FAULTS[fault]()
 
-    if os.environ.get("RANK", "0") == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    meets = fault == "lag" or os.environ.get("RANK", "0") == rank
+    if meets and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         current.on_progress = meet
     sys.argv = [command, *arguments]
     import_module(f"openppo.cli.{command}").main()

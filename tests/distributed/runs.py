@@ -45,7 +45,7 @@ class Run:
     state: dict[str, Any]
     """What the trainer remembers in the newest checkpoint."""
     files: dict[str, bytes]
-    """Weights, the newest checkpoint's tensors, the best model."""
+    """Weights, the newest checkpoint's tensors, the best model, dumped rollouts."""
 
 
 def left_by(model: Path) -> Run:
@@ -55,6 +55,7 @@ def left_by(model: Path) -> Run:
     state = json.loads((newest / "state.json").read_text())
     places = {"model": model, "checkpoint": newest, "in checkpoint": newest / "model", "best": best}
     files = {f"{name}/{f.name}": f for name, place in places.items() for f in place.glob("*.safetensors")}
+    files |= {f.name: f for f in model.glob("rollouts/*.jsonl")}
     return Run(
         *(logged(model, file) for file in ("metrics", "samples", "tokens")),
         {name: state[name] for name in ("step", "models", "best", "trainer")},

@@ -37,7 +37,8 @@ def ppo_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Launch
     folder = tmp_path_factory.mktemp("ppo")
     flags = """--reward_pretrain {tiny}/reward --pretrain_data {tiny}/documents.jsonl --micro_rollout_batch_size 3
         --max_epochs 2 --critic_learning_rate 1e-3 --temperature 0.9 --value_clip None --reward_clip_range -5 5
-        --zero_stage 3 --seed 5 --save_value_network --use_tensorboard events"""
+        --zero_stage 3 --seed 5 --save_value_network --use_tensorboard events --dump_rollouts rollouts
+        --eval_data {tiny}/sft.jsonl"""
     launch(2, *command(tiny, flags), cwd=folder)
     return folder
 
@@ -60,12 +61,56 @@ def test_train_ppo_logs_every_metric_at_every_step_also_for_tensorboard(ppo_run)
 
 def test_the_saved_options_repeat_the_run_exactly(ppo_run, launch):
     again = "-m openppo.cli.train_ppo --config model/logs/config.yaml --save_path again --use_tensorboard others"
+    again += " --dump_rollouts dumped"
     launch(2, *again.split(), cwd=ppo_run)
     first, second = (yaml.safe_load((ppo_run / f"{run}/logs/config.yaml").read_text()) for run in ("model", "again"))
-    assert second == first | {"save_path": "again", "use_tensorboard": "others"}
+    assert second == first | {"save_path": "again", "use_tensorboard": "others", "dump_rollouts": "dumped"}
     assert logged(ppo_run / "again") == logged(ppo_run / "model")
     for suffix in ("", "_critic"):
         assert vector(ppo_run / f"again{suffix}").equal(vector(ppo_run / f"model{suffix}"))
+
+
+def test_every_trajectory_is_dumped_once(ppo_run):
+    metrics, dumped = rows(ppo_run / "model/logs/metrics.jsonl"), ppo_run / "rollouts"
+    assert {file.name for file in dumped.iterdir()} == {
+        f"{split}-rank0000{rank}-00000.jsonl" for split in ("train", "eval") for rank in (0, 1)
+    }
+    for split, name, size in (("train", "reward", 8), ("eval", "eval_reward", 26)):
+        for line in [line for line in metrics if name in line]:
+            found = [row for file in dumped.glob(f"{split}-*") for row in rows(file) if row["step"] == line["step"]]
+            rewards = [row["reward"] for row in found]
+            assert len(found) == size and {row["split"] for row in found} == {split}
+            assert (sum(rewards) / size, max(rewards)) == pytest.approx((line[name], line[f"{name}_max"]), rel=1e-6)
+    first = [row for file in sorted(dumped.glob("train-*")) for row in rows(file) if row["step"] == 1]
+    assert [row["group"] for row in first] == list(range(8)), "in the order of the ranks"
+    assert {(row["source"].rpartition("/")[2], int(row["label"]) < 24) for row in first} == {("prompts.jsonl", True)}
+    shown = [row for row in rows(ppo_run / "model/logs/samples.jsonl") if row["step"] == 1 and "evaluation" not in row]
+    of_dump = [(row["prompt"], row["response"], row["reward"]) for row in first]
+    assert {(row["prompt"], row["response"], row["reward"]) for row in shown} <= {*of_dump}
+
+
+def contents(*folders: Path) -> dict[Path, bytes]:
+    """All files but the lock of checkpoints, which each session takes."""
+    files = (file for folder in folders for file in folder.rglob("*") if file.is_file() and file.name != ".lock")
+    return {file: file.read_bytes() for file in files}
+
+
+def test_a_checkpoint_or_a_folder_is_evaluated_alone(ppo_run, launch):
+    before = contents(ppo_run / "model", ppo_run / "rollouts", ppo_run / "model_critic")
+    trained, evaluated = rows(ppo_run / "model/logs/metrics.jsonl")[-1], ppo_run / "model_val_only"
+    for flags in ("--load_checkpoint", "--pretrain model"):
+        command = f"-m openppo.cli.train_ppo --config model/logs/config.yaml --val_only {flags}"
+        printed = launch(2, *command.split(), cwd=ppo_run)
+        (line,) = rows(evaluated / "logs/metrics.jsonl")
+        assert line["step"] == (3 if "load" in flags else 0)
+        found = {name: value for name, value in trained.items() if name.startswith("eval_")}
+        assert {name: line[name] for name in found} == found, "as the run evaluated it at its end"
+        assert re.search(rf"^reward +{found['eval_reward']:.4f}$", printed, re.MULTILINE)
+        assert {file.name for file in evaluated.iterdir()} <= {"logs", "logs.1"}, "no model, no checkpoint"
+        assert len(rows(ppo_run / "rollouts_val_only/eval-rank00001-00000.jsonl")) == 13
+    assert contents(ppo_run / "model", ppo_run / "rollouts", ppo_run / "model_critic") == before
+    command = f"{command} --ckpt_path nowhere --load_checkpoint"
+    assert "error: --val_only: no checkpoint in" in launch(0, *command.split(), cwd=ppo_run, status=2)
 
 
 REWARD_FILE = """

@@ -82,6 +82,7 @@ CASES = {
         "none", 0, "scoring", 1, STALLED, STALLS, ('reward.py", line 7 in reward_fn',), SLEEPS.replace("RANKS", "0")
     ),
     "stall": Case("sleep", 1, "experience", 1, STALLED, f"--zero_stage 3 {STALLS}", ("in sleep",)),
+    "stall before a collective": Case("lag", 1, "experience", 1, STALLED, STALLS, ("in lag",)),
     "blocked store client": Case("wait_in_store", 0, "training", 1, STALLED, STALLS, ("in wait_in_store",)),
     "stopped": Case("stop", 0, "experience", 1, SILENCE, SILENT, ("--heartbeat_timeout",)),
     "GIL held": Case("hold", 1, "generation", 1, SILENCE, SILENT, ("in hold",)),

@@ -50,7 +50,8 @@ def everything(stage: int) -> str:
     """What has a state of its own."""
     return f"""{PPO} {REWARD} {PTX} --zero_stage {stage} --max_epochs 2 --enable_ema --ema_beta 0.5 --kl_target 0.05
         --kl_horizon 100 --normalize_reward --reward_normalizer running --eval_data {{tiny}}/prompts.jsonl
-        --eval_steps 3 --keep_best eval_reward --save_hf_ckpt"""
+        --eval_steps 3 --keep_best eval_reward --save_hf_ckpt --dump_tokens --dump_max_mib 0.01
+        --dump_rollouts {{folder}}/everything-zero{stage}/model/rollouts"""
 
 
 CASES = [

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import socket
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -130,6 +132,58 @@ def test_tldr_trains_what_is_not_given_and_hh_uses_what_is(run: Run, workshop: P
 def test_hh_trains_what_is_not_given(run: Run, workshop: Path) -> None:
     out = script(run, "hh.sh", workshop, DATA="dialogues.jsonl", REWARD_MODEL="", BATCH="4")
     assert saved(out) == ["ppo", "rm", "sft"]
+
+
+MLFLOW = """
+import json, re
+from types import SimpleNamespace
+
+def note(*row):
+    with open("mlflow.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\\n")
+
+def start_run(run_id=None, run_name=None):
+    note("start", run_id, run_name)
+    return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "0a1b"))
+
+def log_params(params):
+    assert len(params) <= 100
+    note("params", {name: str(value) for name, value in params.items()})
+
+def log_metrics(metrics, step):
+    assert all(re.fullmatch(r"[A-Za-z0-9_\\-. /]+", name) for name in metrics), metrics
+    note("metrics", metrics, step)
+
+def log_dict(content, path):
+    note("dict", content, path)
+
+def end_run(status):
+    note("end", status)
+"""
+
+
+def test_the_tracker_of_mlflow_gets_what_the_logs_get(run: Run, workshop: Path) -> None:
+    """Of a stand-in with the limits of MLflow's server, on two ranks."""
+    (workshop / "mlflow.py").write_text(MLFLOW)
+    shutil.copy(SCRIPTS.parent / "mlflow_tracker.py", workshop)
+    flags = f"--pretrain policy --reward_pretrain reward --prompt_data prompts.jsonl {SMALL} --save_path out/mlflow"
+    command = f"-m torch.distributed.run --standalone --nproc_per_node 2 mlflow_tracker.py {flags}"
+    command += " --eval_data prompts.jsonl --pass_reward 0.5"
+    for more in ("", " --load_checkpoint --num_episodes 2"):
+        run([sys.executable, *f"{command}{more}".split()], workshop)
+    calls = [json.loads(line) for line in (workshop / "mlflow.jsonl").read_text().splitlines()]
+    assert [call for call in calls if call[0] in ("start", "end")] == [
+        *(["start", None, "mlflow"], ["end", "FINISHED"], ["start", "0a1b", None], ["end", "FINISHED"])
+    ]
+    given = [(call[2], call[1]) for call in calls if call[0] == "metrics"]
+    rows = [{n.replace("@", "_"): v for n, v in row.items() if n != "time"} for row in logged(workshop / "out/mlflow")]
+    assert [{"step": step, **metrics} for step, metrics in given] == rows
+    assert len(rows) == 4 and "eval_pass_1" in rows[1]
+    params = {name: value for call in calls if call[0] == "params" for name, value in call[1].items()}
+    assert (params["pretrain"], params["rollout_batch_size"], len(params) > 150) == ("policy", "4", True)
+    assert [call[2] for call in calls if call[0] == "dict"][:2] == [
+        *("samples/training_00000001.json", "samples/training_00000002.json")
+    ]
 
 
 PROGRAMS = {  # what this machine lacks: scontrol, and srun for two nodes

@@ -20,7 +20,7 @@ REWARD = """
 def reward_fn(response: str) -> dict[str, float]:
     if response.startswith("!"):
         raise RuntimeError
-    return {"correct": float(len(response)), "brief": -1.0}
+    return {"correct": float(len(response)), "brief": -1.0, "extra": {"letters": len(response)}}
 """
 AGENT = """
 async def solve(task, session):
@@ -37,16 +37,18 @@ tasks:
 RUNS = {
     "critic": f"""{TRAIN_PPO} --reward_pretrain reward --eval_data prompts.jsonl,sft.jsonl --eval_before_training
         --eval_steps 1 --eval_n_samples_per_prompt 2 --eval_temperature 1
-        --pretrain_data documents.jsonl --pretrain_key text""",
-    "named": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss
-        --kl_estimator k3 --eval_data prompts.jsonl --reward_clip_range -1 1""",
+        --pretrain_data documents.jsonl --pretrain_key text --dump_rollouts metrics/critic/rollouts --dump_tokens""",
+    "named": f"""{TRAIN_PPO.replace("prompts.jsonl", "prompts.jsonl,sft.jsonl")} --reward_fn two.py
+        --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss --kl_estimator k3
+        --eval_data prompts.jsonl --eval_reward_fn two.py --reward_clip_range -1 1""",
     "dynamic": f"""{TRAIN_PPO} --reward_fn two.py --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_sampling
         --rollout_correction mis --rollout_correction_level sequence --rollout_correction_veto 1e-4""",
     "process": f"""{TRAIN_PPO} --reward_fn two.py --prm_pretrain policy --prm_placeholder_token ки
         --prm_reward_tokens + - --step_separator a --eval_data prompts.jsonl
-        --policy_loss_type double_sided""",
+        --policy_loss_type double_sided --n_samples_per_prompt 2 --normalize_reward --reward_normalizer group""",
     "agent": f"""{TRAIN_PPO} --agent agent.py:solve --episode_max_len 300 --n_samples_per_prompt 2
-        --eval_data prompts.jsonl --check_rendering warn --policy_loss_type decoupled""",
+        --eval_data prompts.jsonl --check_rendering warn --policy_loss_type decoupled
+        --dump_rollouts metrics/agent/rollouts""",
     "tasks": f"""train_ppo {SMALL} --pretrain policy --tasks tasks.yaml --max_steps 3 --rollout_batch_size 4
         --generate_max_len 4 --episode_max_len 300""",
     "sft": f"train_sft {SMALL} --pretrain policy --dataset sft.jsonl --eval_dataset sft.jsonl",
@@ -91,15 +93,16 @@ SOMETIMES = (
     "stale/share_by_length/",
     *OF_FORMS,
     *(() if torch.cuda.is_available() else ("memory/",)),
-    "speed/<phase>_imbalance",
+    *("speed/<phase>_imbalance", "time/loading_s", "time/saving_s"),
 )
-"""Beginnings of names that are logged only where there is an error, a GPU, two ranks, older samples, other agents."""
+"""Beginnings of names that are logged only where there is an error, a GPU, two ranks, older samples, other agents; and
+of what precedes a line in a process of its own."""
 
 
 @pytest.mark.parametrize(
     ("runs", "sections"),
     [
-        (PPO, "Rewards|Policy|Critic|Responses|Agents|Sampling|Rollouts|Tasks|Time|Memory|Evaluation"),
+        (PPO, "Progress|Rewards|Policy|Critic|Responses|Agents|Sampling|Rollouts|Tasks|Time|Memory|Evaluation"),
         (("sft", "rm"), "SFT"),
     ],
     ids=["PPO", "supervised"],
@@ -119,6 +122,15 @@ def test_every_metric_is_documented_and_every_documented_one_is_logged(
     phases = ("step",) if runs != PPO else ("generation", "scoring", "experience", "training", "step")
     memory = [f"memory/{phase}_{what}_gib" for phase in phases for what in ("peak", "estimated")]  # of a GPU
     assert [name for name in memory if not known.fullmatch(name)] == []
+
+
+def test_every_column_of_dumped_rollouts_is_documented_and_written(logs: Logs, workshop: Path) -> None:
+    columns = set(documented("Dumped"))
+    for name, without in (("critic", set()), ("agent", {"token_ids", "action_mask", "log_probs"})):
+        for file in (workshop / "metrics" / name / "rollouts").glob("*.jsonl"):
+            written = {frozenset(json.loads(line)) for line in file.read_text().splitlines()}
+            assert written == {frozenset(columns - without)}, file
+    assert {file.name[:5] for file in (workshop / "metrics" / "agent" / "rollouts").iterdir()} == {"train", "eval-"}
 
 
 def test_every_field_of_samples_and_tokens_is_documented_and_logged_where_a_run_has_it(logs: Logs) -> None:

@@ -129,10 +129,24 @@ sft train_batch_size=5 ranks=2 | 5 ... among 2 ranks: use a multiple of 2
 ppo ckpt_path=~/run | must be the path of a folder; "~" is not expanded here, got ~/run
 ppo save_path=~/run | must be the path of a folder; "~" is not expanded here, got ~/run
 ppo reward_normalizer=running | running has no effect without --normalize_reward
+ppo reward_normalizer=group | group has no effect without --normalize_reward
+ppo reward_normalizer=group normalize_reward=true | group compares ... use --n_samples_per_prompt of at least 2
+ppo reward_normalizer=group normalize_reward=true n_samples_per_prompt=2 advantage_estimator=group_norm | ...the same
+ppo reward_normalizer=group normalize_reward=true n_samples_per_prompt=2 advantage_estimator=remax | ...a greedy resp
+ppo reward_timeout=1.0 | has no effect without --reward_workers: ... add 1 or more
+evaluate reward_timeout=1.0 | has no effect without --reward_workers
+ppo eval_reward_fn=f.py | scores evaluations: give held-out prompts with --eval_data
+ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h | eval_pass@1: which reward...--pass_reward
 ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
 ppo reward_fn=None | ...No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name]
 ppo "input_template={} {}" | must contain {} once, where the prompt goes; got '{} {}'
 ppo chat_template_kwargs={} | has no effect without --apply_chat_template: add
+sft chat_template=f | has no effect without --apply_chat_template: add
+rm scores_key=s | has no effect without --responses_key: add
+rm responses_key=r margin_key=m | ...--margin_key is about pairs, and --responses_key names rankings
+rm tools_key=t | has no effect without --apply_chat_template: add
+ppo tools=t.py prompt_truncation=left | ...left cuts no conversation of agents: use drop or error
+evaluate tools=t.py reward_fn=f.py tools_key=t apply_chat_template=true | ...no agent can run: leave it out
 sft apply_chat_template=true chat_template_kwargs=a=1 | ...--chat_template_kwargs a=1: not a JSON obj
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=2 ranks=4 | 6 does not divide among 4...multiple of 4
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=3 ranks=2 | 6 x ...= 18 samples...a divisor of
@@ -175,6 +189,11 @@ sft dataset=a,b dataset_probs=1,x | ...--dataset_probs '1,x': give one positive 
 ppo eval_n_samples_per_prompt=4 | 4 ...: raise --eval_temperature
 generate n_samples_per_prompt=2 | 2 with --temperature 0 gives one response...raise --temperature
 ppo eval_before_training=true | needs --eval_data
+ppo val_only=true | needs --eval_data
+ppo val_only=true eval_data=e rollout_ranks=1 ranks=2 | evaluates on the ranks that train...: leave out --rollout_ranks
+ppo dump_tokens=true | adds to --dump_rollouts: name a folder
+ppo dump_rollouts= | must be the path of a folder
+ppo dump_max_mib=0 dump_rollouts=d | must be positive
 ppo zpg=2 ranks=2 | 2 partitions weights, ... use --zero_stage 3
 sft "stop_when=['loss < 1',kl]" | 'kl': write a metric, one of > >= < <=
 sft "stop_when=['> 0.2']" eval_dataset=e | '> 0.2': write a metric, one of > >= < <=
@@ -186,7 +205,6 @@ ppo ref_pretrain=r init_kl_coef=0.0 | ...--ref_pretrain: --init_kl_coef 0 uses n
 ppo target_modules=[] | needs at least one name, or 'all-linear'
 sft load_in_4bit=true | ...give --lora_rank
 ppo load_in_4bit=true lora_rank=4 zero_stage=3 | ...--load_in_4bit: ... --zero_stage 0, 1 or 2
-rm margin_key=m loss=logexp | works with --loss sigmoid only
 evaluate reward_fn=None | ...No reward is given
 serve host=0.0.0.0 | 0.0.0.0 can be reached by others: give a --token_file
 export critic_pretrain=c | has an effect with --role critic only: add --role critic
@@ -245,6 +263,9 @@ ppo rollout_batch_size=6 n_samples_per_prompt=4 train_batch_size=12 ranks=3
 ppo reward_fn=None reward_pretrain=r normalize_reward=true
 ppo reward_pretrain=r verifiable_reward=[length] verify_length=5
 ppo normalize_reward=true reward_normalizer=running
+ppo normalize_reward=true reward_normalizer=group n_samples_per_prompt=2
+ppo reward_workers=2 reward_timeout=0.5
+ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h eval_reward_fn=f.py
 ppo kl_target=6.0 use_kl_loss=true kl_estimator=k3
 ppo dynamic_sampling=true n_samples_per_prompt=2 freezing_actor_steps=0
 ppo reward_weights=[a=1,b=-0.5]

@@ -19,16 +19,25 @@ class Chart(NamedTuple):
 TRAINED_ENDINGS = tuple(ending.value for ending in Ending if ending.is_trained)
 OTHER_ENDINGS = tuple(ending.value for ending in Ending if not ending.is_trained)
 
+PHASES = ("generation", "scoring", "experience", "training", "step")
+
 GROUPS: dict[str, tuple[Chart, ...]] = {
     "Reward": (
         Chart("Reward", ("reward", "eval_reward"), "Mean reward of what was sampled, and of held-out prompts."),
         Chart("Spread of the reward", ("reward_std", "eval_reward_std"), "At 0 all earn the same: nothing to learn."),
+        Chart(
+            "Best and worst", ("reward_max", "reward_min", "eval_reward_max", "eval_reward_min"), "Of all responses."
+        ),
         Chart("Named rewards", ("reward/*", "eval_reward/*"), "Each part of the reward, before its weight."),
         Chart("Reward that training gets", ("shaped_reward", "sampled_reward"), "After normalization and clipping."),
         Chart("Mean of all scores", ("reward_mean", "eval_reward_mean"), "Of a reward model, of both sides of pairs."),
         Chart("Both sides", ("chosen_reward", "rejected_reward", "eval_chosen_reward", "eval_rejected_reward")),
         Chart("Reward errors", ("reward_errors", "eval_reward_errors"), "Samples on which the reward function raised."),
         Chart("Held-out pass rate", ("eval_pass@*",), "Share of held-out prompts with a passing response among k."),
+        Chart("Extras", ("extra/*", "eval_extra/*"), "Numbers that reward functions gave to be logged."),
+        Chart("Reward by source", ("source/*/reward",), "Of each data source of the prompts."),
+        Chart("Length by source", ("source/*/response_length",), "Tokens."),
+        Chart("Other numbers by source", ("source/*",)),
         Chart("Held-out by source", ("eval/*",), "The same for each data source."),
     ),
     "Policy": (
@@ -52,9 +61,12 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Values and returns", ("values", "returns"), "Means over tokens; they should meet."),
         Chart("Spread of the returns", ("returns_std", "value_error_std"), "And what the critic leaves of it."),
         Chart("Advantages", ("advantages", "advantages_std"), "Before normalization."),
+        Chart("Range of the advantages", ("advantages_max", "advantages_min"), "Of single tokens."),
+        Chart("Range of the returns", ("returns_max", "returns_min"), "Of single tokens."),
     ),
     "Responses": (
         Chart("Response length", ("response_length", "eval_response_length"), "Tokens."),
+        Chart("Prompt length", ("prompt_length", "prompt_length_max", "prompt_length_min"), "Tokens."),
         Chart("Truncated", ("truncated_fraction", "eval_truncated_fraction"), "Share cut at --generate_max_len."),
         Chart("Dynamic sampling", ("sampled_batches", "useful_groups")),
     ),
@@ -67,7 +79,6 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Prompts of turns", ("agent/bridged_turns", "agent/rerendered_turns"), "Continued, or rendered anew."),
         Chart("Prefix reuse", ("agent/prefix_reuse",), "Tokens kept between turns, for each one that was read."),
         Chart("Other counts", ("agent/*",), "Per episode."),
-        Chart("Best and worst held-out episode", ("eval_reward_max", "eval_reward_min"), "Of all of an evaluation."),
         Chart("Endings of held-out episodes", ("eval_agent/*",)),
     ),
     "Optimizer": (
@@ -79,6 +90,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("KL of engine and actor", ("rollout_kl", "rollout_kl_k1"), "Near 0 where both have the same weights."),
         Chart("KL by staleness", ("rollout_kl/*",), "Of tokens that are so many versions behind."),
         Chart("Log-prob gap", ("rollout_log_prob_gap", "rollout_log_prob_gap_max")),
+        Chart("Probability gap", ("rollout_prob_gap", "rollout_prob_gap_max", "rollout_prob_gap_std"), "0 to 1."),
         Chart("Largest ratio of both", ("rollout_ratio_max",)),
         Chart("Correction", ("rollout_weight", "rollout_masked_fraction")),
         Chart("Tokens left out", ("masked_low_fraction", "masked_high_fraction"), "Their ratio is too low, too high."),
@@ -103,10 +115,17 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Groups under way, failed", ("task/*/running_groups", "task/*/failed_groups")),
     ),
     "Speed": (
-        Chart("Seconds per phase", ("time/*",), "Of the slowest rank."),
+        Chart("Seconds per phase", tuple(f"time/{name}_s" for name in PHASES), "Of the slowest rank."),
+        Chart("Seconds per role", ("time/*",), "Parts of phases, and what lies between steps."),
         Chart("Tokens per second", ("speed/*_tokens_per_s",), "Of all ranks together."),
+        Chart("Tokens per second and device", ("speed/step_tokens_per_s_per_device",), "Of whole steps."),
         Chart("Imbalance of the ranks", ("speed/*_imbalance",), "Tokens of the rank with the most over the mean, - 1."),
         Chart("GPU memory per phase", ("memory/*",), "GiB at the peak, of the rank that took most, and as estimated."),
+    ),
+    "Progress": (
+        Chart("Samples trained on", ("consumed_samples",), "Of the whole run."),
+        Chart("Tokens trained on", ("consumed_tokens",), "Of the whole run, prompts included."),
+        Chart("Episode", ("episode",), "Passes over the prompts."),
     ),
 }
 

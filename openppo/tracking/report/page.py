@@ -91,7 +91,7 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
 def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str, Any]:
     """Metrics by name as equally long lists, of evaluations or of all else, over steps and hours of the run.
 
-    With more rows than ``most_points`` a point is the mean of ``every`` rows, of a ``_max`` their maximum.
+    With more rows than ``most_points`` a point is the mean of ``every`` rows, of a ``_max`` or ``_min`` the extreme.
     """
     all_names = dict.fromkeys(name for row in rows for name in row)
     names = [name for name in all_names if name not in ("step", "time") and name.startswith("eval") == evaluation]
@@ -111,7 +111,8 @@ def _point(name: str, bucket: Sequence[Row]) -> float | None:
     values = [value for row in bucket if isinstance(value := row.get(name), int | float)]
     if not values:
         return None
-    return float(f"{max(values) if name.endswith('_max') else fmean(values):.5g}")
+    of = {"max": max, "min": min}.get(name.rpartition("_")[2], fmean)
+    return float(f"{of(values):.5g}")
 
 
 def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_bytes: int) -> tuple[list[Row], int, int]:

@@ -31,14 +31,15 @@ def make_trackers(
     headline: Sequence[str],
     total_steps: int,
     resumed_after: int | None = None,
+    own: Sequence[Tracker] = (),
 ) -> Trackers:
-    """The trackers of ``tracking`` on rank 0, none on other ranks. Logs go to ``<save_path>/logs``.
+    """``own`` trackers, and those of ``tracking`` on rank 0. Logs go to ``<save_path>/logs``.
 
     ``options`` are all options of the run, for dashboards that keep them. Raises ``ValueError`` naming the flag of a
     tracker that cannot start.
     """
     if comm.rank != 0:
-        return Trackers([])
+        return Trackers(own)
     logs = Path(save_path) / "logs"
     trackers: list[Tracker] = [ConsoleTracker(headline, total_steps, tracking.log_samples_every)]
     trackers += [JSONLTracker(logs), HealthTracker(logs), ReportTracker(logs)]  # the first writes what they read
@@ -51,7 +52,7 @@ def make_trackers(
             raise ValueError(f"--use_tensorboard {tracking.use_tensorboard} cannot be written ({error}).") from error
     if tracking.use_wandb is not None:
         trackers.append(WandbTracker(logs, tracking, options, resumed_after is not None))
-    return Trackers(trackers)
+    return Trackers([*trackers, *own])
 
 
 def _own_subfolder(folder: Path, name: str, kept: Path, resumed_after: int | None) -> Path:

@@ -11,7 +11,7 @@ from openppo.tracking.metrics import Histogram
 class Tracker:
     """Base of all that records what a run reports, on rank 0; every method does nothing until overridden."""
 
-    name: str
+    name: str = "a tracker"
     """Name in warnings, best the flag that asks for the tracker."""
     errors: tuple[type[Exception], ...] = (OSError,)
     """Exceptions from outside this program: a full disk, a lost connection; of a service, any."""
@@ -24,6 +24,9 @@ class Tracker:
 
     def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Record one row for each sample of a step: lists over the tokens of its response."""
+
+    def log_rollouts(self, step: int, split: str, rows: list[dict[str, Any]]) -> None:
+        """Record one row for each of this rank's trajectories of a step, or of an evaluation, if they are dumped."""
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Record distributions of a step."""
@@ -50,6 +53,9 @@ class Trackers(Tracker, contextlib.AbstractContextManager["Trackers"]):
 
     def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
         self._each(lambda tracker: tracker.log_tokens(step, rows))
+
+    def log_rollouts(self, step: int, split: str, rows: list[dict[str, Any]]) -> None:
+        self._each(lambda tracker: tracker.log_rollouts(step, split, rows))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         self._each(lambda tracker: tracker.log_histograms(step, histograms))

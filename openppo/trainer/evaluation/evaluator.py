@@ -1,15 +1,22 @@
 """Held-out prompts, answered and scored: mean rewards and pass@k, in all and for each data source."""
 
 import math
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
+from openppo import logger
+from openppo.config import RewardConfig
 from openppo.experience.measure import measure_scores
+from openppo.rewards import Scorer
 from openppo.rollout.rollout import Rollout, by_episode, episode_reward
 from openppo.tracking import Metrics
+from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
-from openppo.types import Comm, Ending, FinishReason, Trajectory
+from openppo.types import Comm, Ending, FinishReason, Interrupted, Trajectory
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -36,6 +43,14 @@ class Grading:
     comm: Comm
     pass_reward: float | None = 1.0
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    scorer: Scorer | None = None  # of evaluations alone
+
+    @classmethod
+    def of(
+        cls, comm: Comm, rewards: RewardConfig, pass_reward: float | None, scorer: Scorer | None = None
+    ) -> "Grading":
+        """That of rewards from there, with ``--pass_reward``."""
+        return cls(comm, rewards.pass_threshold(pass_reward), rewards.weights(), scorer)
 
     def measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Metrics ``eval_...``, and ``eval/<short name of source>/...`` if the prompts have several sources.
@@ -62,9 +77,6 @@ class Grading:
 
     def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
         rewards = [episode_reward(parts, self.reward_weights) for parts in by_episode(responses)]
-        for reward in rewards if any(response.episode is not None for response in responses) else []:
-            metrics.add(f"{prefix}reward_max", reward, reduce="max")
-            metrics.add(f"{prefix}reward_min", reward, reduce="min")
         n_passed = sum(map(self.passes, rewards))
         for k in pass_ks(len(rewards)) if self.pass_reward is not None else []:
             metrics.add(f"{prefix}pass@{k}", pass_at_k(len(rewards), n_passed, k))
@@ -77,6 +89,37 @@ class Grading:
         for response in responses:
             metrics.add(f"{prefix}response_length", sum(response.action_mask))
             metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)
+
+
+def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> list[str]:
+    """One line for each metric, one column for all prompts and, if there are several, for each of their ``sources``.
+
+    ``sources`` has that of each prompt; ``metrics`` are named as ``Grading`` names them.
+    """
+    names = short_names(sources)
+    columns = {"all": "eval_"} | {name: f"eval/{name}/" for name in sorted(names.values()) if len(names) > 1}
+    counts = {"all": len(sources), **Counter(names[source] for source in sources)}
+    rows = [["", *columns], ["prompts", *(str(counts[column]) for column in columns)]]
+    for name in [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]:
+        if name.startswith("agent/") and metrics[f"eval_{name}"] == 0:
+            continue  # an ending that no episode has
+        values = [metrics.get(prefix + name) for prefix in columns.values()]
+        rows.append([name, *("-" if value is None else f"{value:.4f}" for value in values)])
+    return table_lines(rows, stream=sys.stdout)
+
+
+def evaluate_alone(trainer: Any) -> None:
+    """Evaluate what a ``PPOTrainer`` has loaded, log it and print the table; nothing is trained and no model saved."""
+    parts = trainer.components
+    with parts.trackers:
+        try:
+            metrics = trainer.evaluate()
+        except Interrupted as signal:
+            return logger.info("stopped by %s: --val_only has evaluated nothing", signal)
+        parts.trackers.log(trainer.global_step, metrics)
+    if parts.strategy.is_main:
+        lines = evaluation_table(metrics, [prompt.task or prompt.source for prompt in parts.data.held_out])
+        write_line("\n".join(lines), sys.stdout)
 
 
 def _source(trajectory: Trajectory) -> str:

@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,7 +20,7 @@ from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
 from openppo.rewards.scoring import answer_text
-from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.rollout import (
     EngineSampler,
@@ -33,12 +33,12 @@ from openppo.rollout.rollout import (
 )
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
 from openppo.strategy.comm import InferenceStrategy
+from openppo.strategy.weights import WholeWeights
 from openppo.tracking import Metrics, progress_bar
-from openppo.tracking.console import table_lines, write_line
-from openppo.tracking.report.run_data import short_names
-from openppo.trainer.engines import REQUESTS, check_sampling
-from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.startup import check_context, tokenizing
+from openppo.tracking.console import write_line
+from openppo.trainer.engines import check_like, check_sampling
+from openppo.trainer.evaluation.evaluator import Grading, evaluation_table
+from openppo.trainer.startup import check_context, once_per_host, tokenizing
 from openppo.types import Comm, Prompt, StopCheck, Trajectory
 
 
@@ -53,7 +53,7 @@ class _Job:
         self.tokenizer = tokenizer = self.policy.tokenizer
         if maker is not None:
             maker.check(tokenizer)
-        self.prompts = self._load_prompts(maker)
+        self.prompts = once_per_host(self.comm, options, lambda: self._load_prompts(maker))
         ids = [prompt.token_ids for prompt in self.prompts]
         longest = max(map(len, ids)) if maker is None else options.prompt_max_len
         check_context(self.policy.config, model, longest, options.generate_max_len)
@@ -76,11 +76,16 @@ class _Job:
     def _load_policy(self) -> None:
         """Load the model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
         options, policy = self.options, self.policy
-        policy.load(self.strategy.prepare_frozen, options.micro_batch_size, self.strategy.is_main)
+        recorder = choose_recorder(options.cuda_graphs, policy.config, self.strategy.device)
+        more = {"show_progress": self.strategy.is_main, "new_recorder": recorder}
+        policy.load(self.strategy.prepare_frozen, options.micro_batch_size, **more)
         if options.engine_check == "on":
-            model: Any = policy.actor.model
-            kind, checked = ("hf", not options.bf16), {"": HFEngine(model, (), 0, len(REQUESTS))}
-            check_sampling(options.pretrain, policy.actor, checked, None, self.strategy.device, kind)
+            given = None, self.strategy.device, ("hf", not options.bf16)
+            check_like(policy.engine, lambda e: check_sampling(options.pretrain, policy.actor, e, *given))
+
+    def _weights(self) -> AbstractContextManager[None]:
+        """Inside, the engine may sample; afterwards its memory is for other work."""
+        return self.policy.engine.with_weights(WholeWeights(self.policy.actor.model))
 
     def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
         """What is written of the response of that number on this rank; its text ends before a stop string."""
@@ -111,7 +116,8 @@ class GenerateJob(_Job):
 
     def fit(self) -> None:
         """Generate and write."""
-        responses = sample_trajectories(self.policy.engine, *self.sampling, comm=self.comm)
+        with self._weights():
+            responses = sample_trajectories(self.policy.engine, *self.sampling, comm=self.comm)
         shown = progress_bar(responses, "log-probs", enabled=self.strategy.is_main)
         rows = [self._row(t, i) | {"mean_log_prob": self._mean_log_prob(t)} for i, t in enumerate(shown)]
         write_rows(self.output, rows, self.comm)
@@ -151,8 +157,7 @@ class EvaluateJob(_Job):
         self.sampler: Sampler = EngineSampler(self.policy.engine, self.comm)
         if source is not None:
             self.sampler = source.make(self._parts())
-        rewards = config.rewards
-        self.grading = Grading(self.comm, rewards.pass_threshold(config.pass_reward), rewards.weights())
+        self.grading = Grading.of(self.comm, config.rewards, config.pass_reward)
 
     def fit(self) -> None:
         """Evaluate, and print the table of metrics."""
@@ -163,7 +168,8 @@ class EvaluateJob(_Job):
 
     def evaluate(self) -> dict[str, float]:
         """Generate, score, and write; the metrics, the same on all ranks."""
-        sampled = self.sampler.sample(*self.sampling, 0, Metrics(), evaluation=True)
+        with self._weights():
+            sampled = self.sampler.sample(*self.sampling, 0, Metrics(), evaluation=True)
         responses = begin_scoring(self.scorer, sampled, self.grading.reward_weights, StopCheck(), prefix="eval_")
         if self.output is not None:
             episodes = by_episode(list(responses))
@@ -192,6 +198,7 @@ class EvaluateJob(_Job):
         """What is written of a response, or of an episode of that number on this rank."""
         response, reward = parts[-1], episode_reward(parts, self.grading.reward_weights)
         row = self._row(response, number) | {"rewards": response.scores, "reward": reward}
+        row |= {"extra": response.extras} if response.extras else {}
         if (episode := response.episode) is not None:
             row |= {
                 "response": answer_text(response, self.tokenizer),
@@ -200,23 +207,6 @@ class EvaluateJob(_Job):
             row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": episode.messages}
             row |= {"error": episode.error, "output": episode.output}
         return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(reward)}
-
-
-def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> list[str]:
-    """One line for each metric, one column for all prompts and, if there are several, for each of their ``sources``.
-
-    ``sources`` has that of each prompt; ``metrics`` are named as ``Grading`` names them.
-    """
-    names = short_names(sources)
-    columns = {"all": "eval_"} | {name: f"eval/{name}/" for name in sorted(names.values()) if len(names) > 1}
-    counts = {"all": len(sources), **Counter(names[source] for source in sources)}
-    rows = [["", *columns], ["prompts", *(str(counts[column]) for column in columns)]]
-    for name in [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]:
-        if name.startswith("agent/") and metrics[f"eval_{name}"] == 0:
-            continue  # an ending that no episode has
-        values = [metrics.get(prefix + name) for prefix in columns.values()]
-        rows.append([name, *("-" if value is None else f"{value:.4f}" for value in values)])
-    return table_lines(rows, stream=sys.stdout)
 
 
 def check_output(path: str) -> Path:

@@ -55,6 +55,11 @@ class Machine:
         """One rank's part of ``n``."""
         return -(-n // self.n_ranks)
 
+    def pinned(self, n: int, piece: int) -> int:
+        """Host memory of ``n`` float32 numbers in tensors of ``piece``; torch pins powers of two of bytes."""
+        pieces = [piece] * (n // piece) + [n % piece]
+        return 4 * n if self.on_cpu else sum(1 << (4 * m - 1).bit_length() for m in pieces if m > 0)
+
     def live(self, gathered: int) -> int:
         """What a pass holds of so many bytes of gathered weights."""
         return min(gathered, self.element * _LIVE)
@@ -65,6 +70,7 @@ class ModelMemory(NamedTuple):
 
     lasting: int  # from the first optimizer step on
     moments: int = 0  # Adam's part of it
+    resting: int = 0  # that part in the host's memory
     host: int = 0
     loading: int = 0  # above ``lasting`` without moments
     gradients: int = 0  # beside activations, as if each step had several micro-batches
@@ -84,17 +90,18 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     stage = max(options.zero_stage, 1) if options.bf16 else options.zero_stage  # as DeepspeedStrategy has it
     weights, share, bucket = frozen + s * n, machine.share(n), 4 * min(n, LARGEST_BUCKET)
     if stage == 0:
-        return ModelMemory(weights + 8 * n, 8 * n, gradients=4 * n, copies=bucket)
-    away = options.adam_offload  # master weights, two moments, and gradients twice
-    adam, moments, host = (0, 0, 20 * share) if away else (12 * share, 8 * share, 0)
+        return ModelMemory(weights + 8 * n, 8 * n, 8 * n, gradients=4 * n, copies=bucket)
+    away, two = options.adam_offload, 2 * machine.pinned(share, _LIVE if stage == 3 else share)
+    # away: master weights, two moments, and gradients twice; two of these are pinned
+    adam, moments, host = (0, (0, 0), 12 * share + two) if away else (12 * share, (8 * share, two), 0)
     if stage == 3:
         kept, copied = (0, 0) if away else (4 * share, 4 * min(share, _LIVE))
         lasting = machine.share(weights) + bucket + adam + kept
-        return ModelMemory(lasting, moments, host, weights * bool(quantized), 0, bucket + copied, weights * several)
+        return ModelMemory(lasting, *moments, host, weights * bool(quantized), 0, bucket + copied, weights * several)
     if stage == 1 and options.bf16 and not away:  # DeepSpeed's BF16_Optimizer keeps gradients
-        return ModelMemory(weights + 6 * n + adam, moments, loading=s * n)
+        return ModelMemory(weights + 6 * n + adam, *moments, loading=s * n)
     copies = bucket // 2 + bucket * several if options.bf16 else bucket + 4 * share
-    return ModelMemory(weights + adam, moments, host, s * n, 4 * (n if stage == 1 else share), copies)
+    return ModelMemory(weights + adam, *moments, host, s * n, 4 * (n if stage == 1 else share), copies)
 
 
 def pass_bytes(size: ModelSize, machine: Machine, rows: int, length: int, scored: int, saving: int = 0) -> int:
@@ -185,7 +192,7 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items() if role in sizes}
     resting = sum(model.moments for model in models.values()) if ppo.offload_idle else 0
     buffer = _EXPERIENCE * samples * longest * (1 + (machine.n_ranks if machine.n_ranks > 1 else 0))
-    host = sum(model.host for model in models.values()) + resting
+    host = sum(model.host + model.resting * ppo.offload_idle for model in models.values())
     host += buffer * ppo.buffer_cpu_offload + 4 * machine.share(trained["actor"]) * ppo.enable_ema
     lasting = sum(model.lasting for model in models.values()) + host * machine.on_cpu
     resident = lasting - resting * (not machine.on_cpu)

@@ -22,7 +22,7 @@ from openppo.config import (
 from openppo.config.commands import SupervisedCommand
 from openppo.config.models import refuse_overwriting
 from openppo.models.merge_lora import LoRAMerge, make_folder, to_bf16
-from openppo.models.pretrained import check_model, load_tokenizer
+from openppo.models.pretrained import check_model
 from openppo.strategy.checkpoint.folder import MANIFEST, damage_of, of_steps
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader
 from openppo.strategy.saving import save_model, save_tokenizer
@@ -30,6 +30,7 @@ from openppo.tracking.run_folder import holds_model
 from openppo.trainer.build import load_actor, load_critic
 from openppo.trainer.data import critic_lora, critic_start
 from openppo.trainer.resume.compatible import model_fingerprint
+from openppo.trainer.startup import load_policy_tokenizer
 from openppo.trainer.supervised.build import load_model
 
 _KINDS: dict[str, type] = {"ppo": TrainPPOConfig, "sft": TrainSFTConfig, "rm": TrainRMConfig, "prm": TrainPRMConfig}
@@ -61,7 +62,8 @@ class Export:
         if holds_model(self.folder):
             raise ValueError(f"FOLDER {self.folder} holds a model already: choose another.")
         make_folder("FOLDER", self.folder)
-        self.tokenizer = load_tokenizer(pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
+        rows = self.run.supervised if self.is_supervised else self.run.data
+        self.tokenizer = load_policy_tokenizer(pretrain, options.trust_remote_code, rows)
         self.module = self._module()
         self._fill()
 

@@ -28,10 +28,6 @@ class TokenMicroBatch(NamedTuple):
     loss_mask: Tensor
     position_ids: Tensor | None = None
 
-    def to(self, device: torch.device) -> TokenMicroBatch:
-        """A copy on ``device``."""
-        return TokenMicroBatch(*(None if tensor is None else tensor.to(device) for tensor in self))  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True)
 class StepBatch:

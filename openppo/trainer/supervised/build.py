@@ -22,7 +22,7 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory.estimate import estimate_supervised
 from openppo.trainer.memory.sizing import log_memory
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_options, load_policy_tokenizer, start_trackers, tokenizing
+from openppo.trainer.startup import check_options, load_policy_tokenizer, once_per_host, start_trackers, tokenizing
 from openppo.trainer.summary import log_supervised_start
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer, SFTTrainer
@@ -45,7 +45,7 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     check_options(config, comm)
     model_config = collective(comm, lambda: check_model(name, "--pretrain", trust))
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)  # what they need is installed
-    tokenizer = load_policy_tokenizer(name, trust, options.chat_template_kwargs)
+    tokenizer = load_policy_tokenizer(name, trust, options)
     make = partial(load_examples, tokenizer=tokenizer, supervised=options, data=config.data)
     train, held_out = load_train_and_eval(config, comm, make)
     rows = [row for example in (*train, *held_out) for row in trainer_class.rows_of(example)]
@@ -56,9 +56,10 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
             f"{context}. Lower --max_len to {context}: longer rows are left out."
         )
     check_token_ids(model_config, f"--pretrain {name}", tokenizer, rows)
-    most_scored = max(map(trainer_class.n_scored, (*train, *held_out)))
+    most_scored = max(config.pack_to or 0, *map(trainer_class.n_scored, (*train, *held_out)))
     role = "reward model" if isinstance(config, TrainRMConfig) else "model"
-    estimated = partial(estimate_supervised, config, longest, len(trainer_class.rows_of(train[0])), most_scored)
+    most_rows = max(len(trainer_class.rows_of(example)) for example in (*train, *held_out))
+    estimated = partial(estimate_supervised, config, max(longest, config.pack_to or 0), most_rows, most_scored)
     estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, {"--dataset": examples_fingerprint(train)})
     n_steps = total_optimizer_steps(config, len(train))
@@ -108,7 +109,7 @@ def load_train_and_eval(
         return make(rows, show=tokenizing(comm))
 
     given = "--dataset", options.dataset, options.dataset_probs, options.dataset_split
-    train = collective(comm, lambda: load(*given))
-    held_out = collective(comm, lambda: load("--eval_dataset", options.eval_dataset, None, options.eval_split))
+    held_out_given = "--eval_dataset", options.eval_dataset, None, options.eval_split
+    train, held_out = (once_per_host(comm, options, partial(load, *each)) for each in (given, held_out_given))
     check_same(comm, {"--dataset": train, "--eval_dataset": held_out})
     return train, held_out

@@ -15,7 +15,7 @@ from openppo.datasets import BatchSampler
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
-from openppo.tracking.phase import current, phase
+from openppo.tracking.phase import current, evaluation, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory.estimate import Estimate
@@ -148,7 +148,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         skipped = {"skipped_steps": float(self.skipped.total)}
         return metrics.reduced(self.comm) | skipped | timer.take_metrics(self.comm)
 
-    @phase("evaluation")
+    @evaluation
     @torch.no_grad()
     def evaluate(self, examples: Sequence[Example] | None = None, stop: StopCheck | None = None) -> dict[str, float]:
         """Metrics of ``examples``, the same on all ranks (default: all held-out ones), with the prefix ``eval_``."""

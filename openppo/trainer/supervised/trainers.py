@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from openppo import logger
-from openppo.config import TrainPRMConfig, TrainRMConfig
-from openppo.datasets import PreferenceExample, ProcessExample, TokenExample, single_token_id
-from openppo.models.padding import pad_right
+from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
+from openppo.datasets import PreferenceExample, ProcessExample, RankingExample, TokenExample, single_token_id
+from openppo.models.padding import on_device, packing_is_exact, pad_right
 from openppo.models.pretrained import pad_token_id
 from openppo.models.supervised_loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
 from openppo.tracking import Metrics
@@ -19,7 +19,9 @@ from openppo.trainer.supervised.batches import StepBatch, TokenMicroBatch, token
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
 from openppo.types import StopCheck
 
-_IDLE_PAIR = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
+Ranked = PreferenceExample | RankingExample
+
+_IDLE_PAIR: Ranked = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
 _IDLE_STEPS = ProcessExample(token_ids=[0, 0], labels=[IGNORE_INDEX, IGNORE_INDEX])
 
 
@@ -29,65 +31,80 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
     kind = "sft"
     headline = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
 
+    def __init__(self, config: TrainSFTConfig, components: SupervisedComponents[TokenExample]) -> None:
+        super().__init__(config, components)
+        self.pack_to = config.pack_to
+        with components.strategy.uncompiled():
+            if self.pack_to is not None and not packing_is_exact(self.model, self.device):
+                raise ValueError("--packing: --pretrain would mix the samples of a row. Leave the flag out.")
+
     def make_batch(self, examples: Sequence[TokenExample]) -> StepBatch:
         pad = pad_token_id(self.components.tokenizer)
-        return token_batch(examples, self.config.batch.micro_rows, pad, self.comm)
+        return token_batch(examples, self.config.batch.micro_rows, pad, self.comm, self.pack_to)
 
     def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
         """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
-        micro = micro.to(self.device)
-        log_probs = self.model(micro.sequences, micro.attention_mask, micro.loss_mask)
-        metrics.add_tensor("loss", -log_probs, micro.loss_mask)
+        log_probs = self.model(*micro[:3], position_ids=micro.position_ids)
+        metrics.add_tensor("loss", -log_probs, on_device(micro.loss_mask, self.device))
         return -log_probs.sum() / max(n_targets, 1)
 
 
-class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
-    """Trains a ``ScalarHeadModel`` of role reward; the loss is the mean over the pairs of each optimizer step."""
+class RewardModelTrainer(SupervisedTrainer[Ranked]):
+    """Trains a ``ScalarHeadModel`` of role reward.
+
+    The loss is the mean over the examples of each optimizer step, of a ranking the mean over its pairs (InstructGPT).
+    """
 
     kind = "rm"
     headline = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")
 
-    def __init__(self, config: TrainRMConfig, components: SupervisedComponents[PreferenceExample]) -> None:
+    def __init__(self, config: TrainRMConfig, components: SupervisedComponents[Ranked]) -> None:
         super().__init__(config, components)
         self.uses_margin = config.data.margin_key is not None
         self.pair_loss = PairWiseLoss() if config.data.loss == "sigmoid" else LogExpLoss()
 
     @staticmethod
-    def rows_of(example: PreferenceExample) -> list[list[int]]:
-        return [example.chosen_ids, example.rejected_ids]
+    def rows_of(example: Ranked) -> list[list[int]]:
+        return example.texts
 
     @staticmethod
-    def n_scored(example: PreferenceExample) -> int:
-        return 1  # a pair
+    def n_scored(example: Ranked) -> int:
+        return 1  # a pair or ranking
 
-    def loss(self, micro: list[PreferenceExample], n_targets: int, metrics: Metrics) -> Tensor:
-        """Summed loss of this micro-batch's pairs over the pairs of the step; both sides in one forward."""
-        pairs = micro or [_IDLE_PAIR]
-        rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
+    def loss(self, micro: list[Ranked], n_targets: int, metrics: Metrics) -> Tensor:
+        """Summed loss of this micro-batch's examples over those of the step; all their texts in one forward."""
+        examples = micro or [_IDLE_PAIR]
+        order = sorted((k, e) for e, example in enumerate(examples) for k in range(len(example.texts)))
+        rows, places = [examples[e].texts[k] for k, e in order], {at: place for place, at in enumerate(order)}
         sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
-        scores = self.model(sequences.to(self.device), attention_mask.to(self.device))
-        chosen, rejected = scores.chunk(2)  # (B,) each
-        margin = torch.tensor([pair.margin for pair in pairs], device=self.device)
-        loss = self.pair_loss(chosen, rejected, margin) if self.uses_margin else self.pair_loss(chosen, rejected)
-        n = len(micro)  # 0 where other ranks have more pairs
+        scores = self.model(sequences, attention_mask)
+        n, loss = len(micro), scores.new_zeros(())  # n is 0 where other ranks have more
+        for n_pairs in {len(example.pairs): None for example in examples}:
+            alike = [(e, example) for e, example in enumerate(examples) if len(example.pairs) == n_pairs]
+            pairs = [(places[i, e], places[j, e]) for e, example in alike for i, j in example.pairs]
+            chosen, rejected = (scores[list(side)] for side in zip(*pairs, strict=True))  # (examples x pairs,) each
+            margin = torch.tensor([example.margin for _, example in alike], device=self.device)
+            of_pairs = self.pair_loss(chosen, rejected, margin if self.uses_margin else None)
+            loss = loss + of_pairs * (len(alike) / len(examples))
+            metrics.add_tensor("accuracy", (chosen > rejected)[: n * n_pairs])
+            metrics.add_tensor("chosen_reward", chosen[: n * n_pairs])
+            metrics.add_tensor("rejected_reward", rejected[: n * n_pairs])
         metrics.add("loss", loss, weight=n)
-        metrics.add_tensor("accuracy", (chosen > rejected)[:n])
-        metrics.add_tensor("chosen_reward", chosen[:n])
-        metrics.add_tensor("rejected_reward", rejected[:n])
-        metrics.add_tensor("reward_mean", scores[: 2 * n])
-        metrics.add_tensor("reward_std", scores[: 2 * n], reduce="std")
+        counted = scores if micro else scores[:0]
+        metrics.add_tensor("reward_mean", counted)
+        metrics.add_tensor("reward_std", counted, reduce="std")
         return loss * n / n_targets
 
     def write_model(self, folder: Path) -> None:
         """Write the model; its config gets ``mean`` and ``std`` of its scores, which ``--normalize_reward`` reads.
 
-        They are measured on both sides of the held-out pairs, or else of up to 1024 training pairs; ``std`` is
+        They are measured on all texts of the held-out pairs, or else of up to 1024 training pairs; ``std`` is
         unbiased, as in OpenRLHF.
         """
         train = self.components.train_examples
         pairs = self.components.eval_examples or train[:: -(-len(train) // 1024)]  # neighbours may be of one source
         metrics = self.evaluate(pairs, StopCheck())  # a checkpoint upon a signal is written whole
-        n = 2 * len(pairs)
+        n = sum(len(pair.texts) for pair in pairs)
         model: Any = self.model.module.model
         config = model.config
         config.mean = metrics["eval_reward_mean"]

@@ -21,6 +21,7 @@ FILES = {
     "prompts.jsonl": '{"input": "abc", "answer": "d"}\n' * 4,
     "tool.jsonl": '{"input": "ab<tool>c"}\n' * 4,
     "notes.txt": "a\n",
+    "tasks.yaml": "tasks: [{name: one, data: D/prompts.jsonl, reward: D/reward.py}]\n",
     "sft.jsonl": '{"input": "abc", "output": "de"}\n' * 4,
     "long.jsonl": json.dumps({"input": "a" * 70, "output": "b"}) + "\n",
     "pairs.jsonl": '{"prompt": "a", "chosen": "bc", "rejected": "de", "margin": "much"}\n' * 4,
@@ -137,6 +138,7 @@ def run_in_process(monkeypatch, capfd, tmp_path: Path) -> Iterator[RunCommand]:
     handlers, level, verbosity = list(logger.handlers), logger.level, transformers.logging.get_verbosity()
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # a command sets it where it is not
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
     def run(command: str, *arguments: str) -> Ended:
@@ -159,7 +161,7 @@ def put(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     """Puts the folders of models and data, which hold ``FILES``, into a text."""
     folder = tmp_path_factory.mktemp("data")
     for name, text in FILES.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text.replace("D/", f"{folder}/"))
     return lambda text: text.replace("M/", f"{models}/").replace("D/", f"{folder}/")
 
 

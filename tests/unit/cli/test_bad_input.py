@@ -44,8 +44,14 @@ ppo --critic_pretrain M/short --generate_max_len 8 | 3 tokens ... 8 tokens of --
 ppo --ref_pretrain M/other_vocabulary | = ... another vocabulary ... same family
 ppo --critic_pretrain M/two_labels | = ... exactly one
 ppo --flash_attn | = needs --bf16
+ppo --cuda_graphs on | = records steps on a GPU ... leave it out
+generate --cuda_graphs on | = records steps on a GPU ... leave it out
+evaluate --cuda_graphs on | = records steps on a GPU ... leave it out
 ppo --rollout_engine vllm | = ... pip install openppo[vllm]
 ppo --save_path D/notes.txt | = ... choose another folder
+ppo --dump_rollouts D/notes.txt | = ... cannot be written ... choose another folder
+ppo --val_only --eval_data D/prompts.jsonl --load_checkpoint | --val_only: no checkpoint in ... leave out
+ppo -prompt_data -reward_fn --val_only --max_steps 1 --tasks D/tasks.yaml | --val_only: no task has eval_data
 ppo --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Use
 ppo --prompt_data D/tool.jsonl --pretrain M/tool | =: token '<tool>' has the id 40 ... embeddings of 40 ids
 ppo --pretrain M/resized -reward_fn --dry_run --reward_pretrain M/reward_unresized | =: token '[PAD]' has the id 40
@@ -55,6 +61,7 @@ ppo --pretrain M/pickle | =: its weights are a pickle file ... safetensors
 ppo -reward_fn --remote_rm_url http://me:secret@127.0.0.1:9/ | --remote_rm_url http://***@127.0.0.1:9/: no
 ppo --reward_fn D/none.py | = ... no such file ... Check the path
 ppo --reward_fn D/reward.py:f | --reward_fn ... no function 'f' ... other, reward_fn
+ppo --eval_data D/prompts.jsonl --eval_reward_fn D/params.py | --eval_reward_fn ... 'colour' ... answer, input
 ppo --reward_fn D/needs.py | = ... 'not_there' ... Install
 ppo --reward_fn D/params.py | = ... 'colour' ... answer, input
 ppo -reward_fn --remote_rm_url http://127.0.0.1:9 | --remote_rm_url

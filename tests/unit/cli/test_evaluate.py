@@ -10,11 +10,12 @@ import pytest
 from openppo.cli.evaluate import build
 from openppo.cli.options import parse_options
 from openppo.config import EvaluateConfig
-from openppo.trainer.evaluation.generation import EvaluateJob, evaluation_table
+from openppo.trainer.evaluation.evaluator import evaluation_table
+from openppo.trainer.evaluation.generation import EvaluateJob
 
 REWARD = """
-def reward_fn(prompts, responses, labels):
-    return [{"letters": len(response), "label": label} for response, label in zip(responses, labels)]
+def reward_fn(response, label, source):
+    return {"letters": len(response), "label": label, "extra": {"in a": "/a/" in source}}
 """
 
 
@@ -28,18 +29,19 @@ def test_lines_and_metrics_say_what_the_reward_function_said(models, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     first, second = write_rows(tmp_path / "a" / "test.jsonl", [1, 2]), write_rows(tmp_path / "b" / "test.jsonl", [6])
     arguments = f"""--pretrain {models}/actor --prompt_data {first},{second} --label_key answer --generate_max_len 5
-        --reward_fn {tmp_path}/reward.py --reward_weights letters=0 --pass_reward 2
+        --reward_fn {tmp_path}/reward.py --reward_weights letters=0 --pass_reward 2 --reward_workers 2
         --output_path {tmp_path}/out.jsonl"""
     job = EvaluateJob(parse_options(EvaluateConfig, arguments.split()))
     metrics = job.evaluate()
     expected = {"eval_reward": 3, "eval/a/test.jsonl/reward": 1.5, "eval/b/test.jsonl/reward": 6}
     expected |= {"eval_pass@1": 2 / 3, "eval/a/test.jsonl/pass@1": 1 / 2, "eval/b/test.jsonl/pass@1": 1}
+    expected |= {"eval_extra/in a": 2 / 3, "eval/a/test.jsonl/extra/in a": 1, "eval/b/test.jsonl/extra/in a": 0}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     for line, (source, row, label) in zip(lines, [(first, 0, 1), (first, 1, 2), (second, 0, 6)], strict=True):
         expected = {"source": str(source), "row": row, "sample": 0, "prompt": "abc", "response": lines[0]["response"]}
-        expected |= {"label": label, "reward": label, "passed": label >= 2}
+        expected |= {"label": label, "reward": label, "passed": label >= 2, "extra": {"in a": float(source == first)}}
         expected["rewards"] = {"letters": len(line["response"]), "label": label}
         assert line == expected | {name: line[name] for name in ("finish_reason", "n_tokens")}
 

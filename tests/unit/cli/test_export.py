@@ -46,7 +46,10 @@ def test_what_cannot_be_exported_is_one_line(run_in_process, models, tmp_path):
     reinforce = {"pretrain": str(models / "actor"), "prompt_data": "d", "reward_fn": "r.py"}
     reinforce["advantage_estimator"] = "reinforce"
     ppo = write_checkpoint(tmp_path / "ppo" / "step_00000001", kind="ppo", options=reinforce, **started)
+    moved = {**reinforce, "apply_chat_template": True, "chat_template": "gone.jinja"}
+    templated = write_checkpoint(tmp_path / "t" / "step_00000001", kind="ppo", options=moved, contents={}, step=1)
     for arguments, says in (
+        ((templated, "out_t"), "--chat_template gone.jinja: cannot be read"),
         ((tmp_path / "none", "out"), "CHECKPOINT .*none: there is no checkpoint"),
         ((models / "actor", "out"), "CHECKPOINT .*actor: there is no checkpoint"),
         ((sft, sft), "FOLDER .* is CHECKPOINT"),

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openppo.cli.options import parse_options
 from openppo.config import GenerateConfig
+from openppo.trainer.evaluation import generation
 from openppo.trainer.evaluation.generation import GenerateJob, write_rows
 from openppo.types import SingleProcess
+from tests.unit.rollout.test_decode_graphs import RunsAgain
 
 PROMPTS = ["abc", "z", "what is 7 times 8", "hello there", "b", "9 8 7"]
 NEW_TOKENS = 9
@@ -87,6 +89,19 @@ def test_a_peft_folder_answers_as_peft_itself(generate, policy, tmp_path):
         whole = adapted.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         assert line["response"] == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
     assert [line["response"] for line in lines] != [line["response"] for line in generate()]
+
+
+def test_recorded_steps_give_the_same_lines(generate, monkeypatch):
+    """A graph for each power of two of rows that run together; more in the check before."""
+    lines, n_recorded = generate(), []
+    for check in ("off", "on"):
+        recorder = RunsAgain()
+        monkeypatch.setattr(generation, "choose_recorder", lambda *given, recorder=recorder: lambda: recorder)
+        assert generate("--engine_check", check) == lines
+        n_recorded.append(recorder.n_recorded)
+    running = [sum(line["n_tokens"] > step for line in lines) for step in range(1, NEW_TOKENS)]
+    assert n_recorded[0] == len({(n - 1).bit_length() for n in running if n > 0})
+    assert n_recorded[1] > n_recorded[0]
 
 
 def test_several_samples_of_a_prompt_are_numbered_and_differ(generate):

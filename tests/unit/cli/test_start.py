@@ -79,3 +79,32 @@ def test_each_model_goes_without_padding_where_it_can(line, roles, run_line, mon
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
     assert run_line(line).code == 0
     assert set(tried) == roles
+
+
+SHOWS_ALLOCATOR = """
+import sys, torch
+from openppo.cli.options import run_command
+from openppo.config import TrainPPOConfig
+
+def build(config):
+    print(f"allocator: {torch._C._accelerator_getAllocatorSettings()}.")
+    sys.exit()
+
+run_command(TrainPPOConfig, "__main__:build")
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "expected"),
+    [
+        ("hf", {}, "expandable_segments:True"),
+        ("vllm", {}, ""),
+        ("hf", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("hf", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+    ],
+)
+def test_torch_reads_growing_segments_unless_others_decide(engine, given, expected, launcher, monkeypatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    flags = f"--pretrain m --prompt_data d --reward_fn f --rollout_engine {engine}".split()
+    done = launcher.run(["-c", SHOWS_ALLOCATOR, *flags], **given)
+    assert f"allocator: {expected}." in done.stdout, done.stdout

@@ -1,4 +1,4 @@
-"""``--chat_template_kwargs`` reaches the template in every command that renders chats."""
+"""``--chat_template`` and ``--chat_template_kwargs`` count in every command that renders chats."""
 
 import json
 import shutil
@@ -55,3 +55,29 @@ def test_an_argument_without_effect_is_refused(name, model):
     says = f"^--chat_template_kwargs: the chat template of --pretrain .* does not use '{name}'. Correct"
     with pytest.raises(ValueError, match=says):
         load_tokenizer(str(model), "--pretrain", template_kwargs={name: True})
+
+
+@pytest.mark.parametrize("line", ["ppo", "sft", "rm", "prm --dataset steps.jsonl", "generate", "evaluate"])
+def test_every_command_takes_its_template_from_a_file(line, run_line, models, tmp_path, monkeypatch):
+    (tmp_path / "steps.jsonl").write_text('{"prompt": "a", "steps": ["b", "c"], "labels": [true, false]}\n' * 4)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))  # rows are read
+    line += f" --pretrain {models}/chat --apply_chat_template --chat_template {tmp_path}/own.jinja"
+    for template, code, said in (
+        (TEMPLATE, 2, "shall it think"),
+        (TEMPLATE.replace("is not defined", "is none"), 0, ""),
+        ("\n{{ messages", 2, "own.jinja, line 2: unexpected end of template"),
+        ("", 2, "own.jinja: the file is empty"),
+    ):
+        (tmp_path / "own.jinja").write_text(template)
+        ended = run_line(line)
+        assert (ended.code, said in ended.stderr) == (code, True), ended.stderr
+    (tmp_path / "own.jinja").unlink()
+    assert "own.jinja: cannot be read" in run_line(line).stderr
+
+
+def test_a_template_of_a_file_is_saved_with_the_tokenizer(models, tmp_path):
+    (tmp_path / "own.jinja").write_text("own {{ messages[0].content }}")
+    tokenizer = load_tokenizer(str(models / "chat"), "--pretrain", chat_template=str(tmp_path / "own.jinja"))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert saved.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "own a"

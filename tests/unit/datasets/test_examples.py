@@ -176,3 +176,48 @@ def test_a_margin_is_a_number_or_an_error(tokenizer, value, margin):
             load("pairs", [{**row, "m": 1}, row], tokenizer, column)
     else:
         assert load("pairs", [row], tokenizer, column)[0].margin == margin
+
+
+RANKED = {"prompt": "x", "responses": ["a", "b", "c"]}
+
+
+def test_all_pairs_of_a_ranking_are_compared(tokenizer):
+    cases = [
+        ({}, RANKED, [(0, 1), (0, 2), (1, 2)]),  # the best first
+        ({}, {**RANKED, "scores": [1, 2.5, "1"]}, [(1, 0), (1, 2)]),
+        (
+            {"prompt_key": "q", "responses_key": "n.r"},
+            {"q": "x", "n": {"r": ["a", "b", "c"]}},
+            [(0, 1), (0, 2), (1, 2)],
+        ),
+        (
+            {"prompt_key": "prompt", "responses_key": "responses", "scores_key": "s"},
+            {**RANKED, "s": [0, 1, 2]},
+            [(1, 0), (2, 0), (2, 1)],
+        ),
+    ]
+    for columns, row, pairs in cases:
+        (example,) = load("pairs", [row], tokenizer, columns)
+        assert [tokenizer.decode(ids) for ids in example.texts] == ["<bos>xa<eos>", "<bos>xb<eos>", "<bos>xc<eos>"]
+        assert sorted(example.pairs) == pairs
+    (whole,) = load("pairs", [{"r": ["a", "b"]}], tokenizer, {"responses_key": "r"})
+    assert [tokenizer.decode(ids) for ids in whole.texts] == ["<bos>a<eos>", "<bos>b<eos>"]
+    (chat,) = load("pairs", [{**RANKED, "responses": ["b", GOOD]}], tokenizer, **WITH_CHAT)
+    assert {tokenizer.decode(ids) for ids in chat.texts} == {"<bos><user>x<eos>\n<assistant>b<eos>"}
+    assert len(load("pairs", [RANKED, {**RANKED, "responses": ["a", "bcd"]}], tokenizer, max_len=4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"responses": "ab"}, {}, "not a list of two responses or more: 'ab'"),
+        ({"responses": ["a"]}, {}, r"not a list of two responses or more: \['a'\]. Correct or remove the row"),
+        ({"scores": [1, 2]}, {}, "not one score for each of 3 responses"),
+        ({"scores": [1, 1, 1]}, {}, "no response is better than another. Remove the row"),
+        ({"scores": [1, "x", 1]}, {}, "the score of a response is not a number: 'x'. Correct it, or remove the row"),
+        ({"m": 1}, {"margin_key": "m"}, "--margin_key is about pairs, and this row is a ranking"),
+    ],
+)
+def test_a_bad_ranking_is_an_error_that_names_its_row(tokenizer, row, columns, message):
+    with pytest.raises(ValueError, match=f"^--dataset, row 1 of file: {message}"):
+        load("pairs", [{**RANKED, **row}], tokenizer, columns)

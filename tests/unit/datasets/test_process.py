@@ -34,6 +34,14 @@ def test_judgements_stand_at_the_placeholders_right_after_their_steps(tokenizer,
     assert judged({"input": solution, "label": label}, tokenizer) == ("<bos>q sK\ntK", expected)
 
 
+def test_rows_of_other_trainers_are_read_as_they_are(tokenizer):
+    openrlhf = {"inputs": "q s K\nt K", "labels": ["+", "-"]}
+    trl = {"prompt": "q", "completions": ["s", "t"], "labels": [True, False]}
+    assert judged(openrlhf, tokenizer) == judged({"input": TWO, "label": "q s +\nt -"}, tokenizer)
+    assert judged({"inputs": TWO, "labels": "q s +\nt -"}, tokenizer) == judged(openrlhf, tokenizer)
+    assert judged(trl, tokenizer) == judged(LISTS, tokenizer)
+
+
 def test_a_list_of_steps_follows_its_question(tokenizer, make_tokenizer):
     assert judged(LISTS, tokenizer) == ("<bos>q\n\nsK\n\ntK", STEPS)
     assert judged(LISTS, tokenizer, input_template="Q{}A") == ("<bos>QqAsK\n\ntK", STEPS)

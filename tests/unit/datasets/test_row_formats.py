@@ -3,7 +3,8 @@
 import pytest
 
 from openppo.config import RowsConfig
-from openppo.datasets.row_formats import RowFields, RowReader
+from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_reader import RowReader
 from openppo.datasets.sources import number_rows
 
 USER, MORE = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
@@ -115,7 +116,7 @@ def test_each_source_has_a_format_of_its_own(caplog):
         ({"a": 1, "b": 2}, "prompts", "auto", "no known format. Its columns are a, b: .*--input_key, or .*--data_form"),
         ({"a": 1}, "pairs", "auto", r"Its columns are a: .*--chosen_key and --rejected_key, or .*--data_format"),
         ({"input": "q"}, "sft", "alpaca", r"'alpaca' \('instruction' and 'output'\). Its columns are input: .*--inp"),
-        ({"input": "q"}, "pairs", "alpaca", "alpaca is not for this command: use hh, preference, sharegpt"),
+        ({"input": "q"}, "pairs", "alpaca", "alpaca is not for this command: use hh, preference, ranking, sharegpt"),
         ({"messages": [HUMAN]}, "sft", "auto", 'not a chat message with texts "role" and "content"'),
         ({"conversations": [{"from": "me", "value": "q"}]}, "sft", "auto", r'not a turn with "from" \(one of human, '),
         ({"conversations": "q"}, "sft", "auto", "'conversations' is not a list of turns: 'q'"),

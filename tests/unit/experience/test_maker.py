@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.experience import ExperienceMaker, ReplayBuffer
+from openppo.experience.maker import Hooks
 from openppo.experience.replay_buffer import join_rows
 from openppo.models import Actor, ScalarHeadModel
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
-from openppo.types import Ending, Episode, Experience, FinishReason, SingleProcess
+from openppo.types import Ending, Episode, Experience, FinishReason, Prompt, SingleProcess
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODEL = LlamaConfig(vocab_size=20, num_labels=1, pad_token_id=None, initializer_range=0.3, **SIZES)
@@ -130,7 +132,19 @@ def test_metrics_are_means_over_tokens_or_over_responses(trajectories):
     kls = [fields["log_probs"][t] - fields["ref_log_probs"][t] for _, fields, t in tokens]
     gaps = [abs(fields["log_probs"][t] - row.log_probs[t]) for row, fields, t in tokens]
     n_tokens = len(tokens)
+    chances = [abs(math.exp(fields["log_probs"][t]) - math.exp(row.log_probs[t])) for row, fields, t in tokens]
+    extremes = {
+        **{name: [fields[name][t] for _, fields, t in tokens] for name in ("advantages", "returns")},
+        "reward": [0.75, 3.0, -2.0, 0.5, 1.0],
+        "prompt_length": [2, 3, 1, 4, 2],
+    }
     expected = {
+        **{f"{name}_max": max(values) for name, values in extremes.items()},
+        **{f"{name}_min": min(values) for name, values in extremes.items()},
+        "prompt_length": 12 / 5,
+        "rollout_prob_gap": statistics.mean(chances),
+        "rollout_prob_gap_max": max(chances),
+        "rollout_prob_gap_std": statistics.pstdev(chances),
         "kl": sum(kls) / n_tokens,
         "kl_per_response": sum(kls) / 5,
         "kl_k3": sum(kl_by_hand(x, "k3") for x in kls) / n_tokens,
@@ -158,6 +172,29 @@ def test_named_scores_are_weighted_and_logged_one_by_one(trajectory):
     made, found = make(rows, {"reference": None}, reward_weights=("brief=-0.25",))
     assert [e.rewards[0, -1].item() for e in made] == pytest.approx([0.0, -0.5], abs=1e-6)
     assert (found["reward"], found["reward/right"], found["reward/brief"]) == (pytest.approx(-0.25), 0.5, 3.0)
+
+
+def test_extras_and_sources_are_metrics_of_their_own(trajectory):
+    rows, of = [], {"d/a.jsonl": "a.jsonl", "d/b.jsonl": "b.jsonl"}
+    for score, source, extras in ((1.0, "d/a.jsonl", {"n": 8.0}), (0.0, "d/b.jsonl", {}), (0.5, "d/b.jsonl", {"n": 2})):
+        row = trajectory([5], [6] * int(2 * score) + [END], reason=FinishReason.LENGTH if score else FinishReason.STOP)
+        rows.append(
+            dataclasses.replace(row, prompt=Prompt("", [5], source=source), scores={"won": score}, extras=extras)
+        )
+    one, metrics = maker({"reference": None}), Metrics()
+    one.hooks = Hooks(sources=of)
+    one.make(rows, metrics)
+    found = metrics.reduced(SingleProcess())
+    expected = {"reward": 0.5, "extra/n": 5.0, "source/a.jsonl/reward": 1.0, "source/a.jsonl/reward_std": 0.0}
+    expected |= {"source/a.jsonl/extra/n": 8.0, "source/b.jsonl/reward": 0.25, "source/b.jsonl/reward_std": 0.25}
+    expected |= {"source/b.jsonl/reward/won": 0.25, "source/b.jsonl/extra/n": 2.0}
+    expected |= {"source/a.jsonl/response_length": 3.0, "source/b.jsonl/response_length": 1.5}
+    expected |= {"source/a.jsonl/truncated_fraction": 1.0, "source/b.jsonl/truncated_fraction": 0.5}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    for sources in ({}, {"d/b.jsonl": "b.jsonl"}):
+        one.hooks, metrics = Hooks(sources=sources), Metrics()
+        one.make(rows, metrics)
+        assert not any(name.startswith("source/") for name in metrics.reduced(SingleProcess())), "nor is a single one"
 
 
 def test_responses_that_were_cut_off_are_penalized_and_left_out_of_the_losses(trajectories):

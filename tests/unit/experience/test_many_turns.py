@@ -178,13 +178,15 @@ def test_the_last_part_of_an_episode_can_stand_for_all_its_rewards(n_parts):
         assert parts[-1].total_reward({}) == pytest.approx(whole.total_reward({}))
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
+@pytest.mark.parametrize("name", [*(name for name in ESTIMATORS if name != "gae"), "reinforce by group"])
 def test_an_episode_in_parts_counts_once_in_its_group(name):
     rows = episodes_at_random(random.Random(5), n_turns=5)
-    whole, expected = made(name, rows, coef=0)
+    options: Any = {"normalize_reward": True, "reward_normalizer": "group"} if "by group" in name else {}
+    name = name.removesuffix(" by group")
+    whole, expected = made(name, rows, coef=0, **options)
     for n_parts in (2, 3, 5):
         parts = [*rows[:1], *forked(rows[1], n_parts), *rows[2:]]
-        split, metrics = made(name, parts, coef=0)
+        split, metrics = made(name, parts, coef=0, **options)
         expected_of, found = (x.advantages[x.action_mask] for x in (whole, split))
         assert found.tolist() == pytest.approx(expected_of.tolist(), abs=1e-6)
         assert {n: metrics[n] for n in metrics if "reward" in n} == pytest.approx(

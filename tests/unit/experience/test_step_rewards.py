@@ -16,6 +16,7 @@ from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
 
 WHOLE = ["reinforce_baseline", "rloo", "dr_grpo", "remax"]
 RUNNING = {"normalize_reward": True, "reward_normalizer": "running"}
+BY_GROUP = {"normalize_reward": True, "reward_normalizer": "group"}
 REQUIRED = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "n_samples_per_prompt": 4}
 
 
@@ -74,7 +75,21 @@ BY_HAND = {
 
 @pytest.mark.parametrize(("rows", "expected"), BY_HAND.values(), ids=BY_HAND)
 def test_group_norm_by_hand(rows, expected):
-    assert advantages("group_norm", rows) == [pytest.approx(row, abs=1e-6) for row in expected]
+    for found in (advantages("group_norm", rows), advantages("reinforce", rows, **BY_GROUP)):
+        assert found == [pytest.approx(row, abs=1e-6) for row in expected]
+
+
+def test_rewards_normalized_by_group_are_penalized_and_clipped_before_gae():
+    one = maker("gae", **BY_GROUP, missing_eos_penalty=0.25, reward_clip_range=(-0.9, 2.0), lambd=1.0)
+    one.critic = lambda ids, mask: torch.full(ids.shape, 0.5)
+    rows = [response([], score, group, after=2) for score, group in ((3.0, 7), (5.0, 8), (1.0, 7), (5.0, 8))]
+    rows[2].finish_reason = rows[3].finish_reason = FinishReason.LENGTH
+    metrics = Metrics()
+    found = [row.advantages[0, 1:].tolist() for row in one.make(Rollout(rows, metrics), metrics)]
+    shaped = [HALF, 0.0, -0.9, -0.25]  # 3 and 1: mean 2, std sqrt 2, and -HALF - 0.25 is clipped
+    assert found == [pytest.approx([reward - 0.5] * 2) for reward in shaped]
+    reduced = metrics.reduced(SingleProcess())
+    assert (reduced["reward"], reduced["shaped_reward"]) == (3.5, pytest.approx(statistics.fmean(shaped)))
 
 
 @pytest.mark.parametrize("name", WHOLE)

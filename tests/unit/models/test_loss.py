@@ -246,6 +246,8 @@ def test_weights_by_hand_without_gradient_or_what_lies_outside_the_mask(method, 
 def test_mismatch_metrics_by_hand():
     ks = K[0, :6].tolist()
     gaps = [abs(math.log(k)) for k in ks]
+    actor, engine = (tensor[0, :6].exp().tolist() for tensor in (LOG_PROBS, ROLLOUT))
+    chances = [abs(mine - other) for mine, other in zip(actor, engine, strict=True)]
     metrics = Metrics()
     measure_mismatch(LOG_PROBS, ROLLOUT, CORRECTED, metrics)
     assert metrics.reduced(SingleProcess()) == pytest.approx(
@@ -255,6 +257,9 @@ def test_mismatch_metrics_by_hand():
             "rollout_ratio_max": 6.0,
             "rollout_log_prob_gap": statistics.mean(gaps),
             "rollout_log_prob_gap_max": max(gaps),
+            "rollout_prob_gap": statistics.mean(chances),
+            "rollout_prob_gap_max": max(chances),
+            "rollout_prob_gap_std": statistics.pstdev(chances),
         },
         abs=1e-6,
     )

@@ -44,8 +44,8 @@ def test_pairwise_losses_by_hand():
     plain, with_margin = (sum(math.log1p(math.exp(-d)) for d in leads) / 3 for leads in ([1, 0, -2], [0.5, -3, -2]))
     assert PairWiseLoss()(chosen, rejected).item() == pytest.approx(plain, abs=1e-9)
     assert LogExpLoss()(chosen, rejected).item() == pytest.approx(plain, abs=1e-9)
-    for loss in (PairWiseLoss(), LogExpLoss()):
-        assert loss(chosen, rejected, margin).item() == pytest.approx(with_margin, abs=1e-9)
+    assert PairWiseLoss()(chosen, rejected, margin).item() == pytest.approx(with_margin, abs=1e-9)
+    assert LogExpLoss()(chosen, rejected, margin).item() == pytest.approx(with_margin, abs=1e-9)
 
     for loss in (PairWiseLoss(), LogExpLoss()):
         for lead, expected, slope in ((1000.0, 0.0, 0.0), (-1000.0, 1000.0, -1.0)):  # huge differences are stable

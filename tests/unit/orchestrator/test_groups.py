@@ -123,6 +123,7 @@ def test_json_of_a_group_gives_it_back():
             7,
             share=share,
             scores={"r": 0.1},
+            extras={"n": 2.5},
             token_rewards=[0.0, 0.25, 0.5],
             step_ends=[False, False, True],
             greedy=greedy,

@@ -135,10 +135,15 @@ def test_a_functions_options_reach_it(build, folder, trajectory):
     (folder / "steps.py").write_text(
         "def reward_fn(response):\n    return [1.0] * response.count('z') if response else 1 / 0\n"
     )
-    scorer = build(reward_fn="M/steps.py", step_separator="z", reward_error_value=-3.0, reward_weights=("reward=0.5",))
+    options = {"step_separator": "z", "reward_error_value": -3.0, "reward_weights": ("reward=0.5",)}
+    scorer = build(reward_fn="M/steps.py", **options, reward_workers=2, reward_timeout=60.0)
+    assert (scorer.function.processes.n, scorer.function.processes.seconds) == (2, 60.0)
     first, second = scorer.score([trajectory("azbz"), trajectory("")])
     assert first.token_rewards == [*[0.0] * len(PROMPTS[0].token_ids), 0.5, 0.0, 0.5, 0.0, 0.0]
     assert (second.rewards, second.failed) == ({"reward": -3.0}, True)
+    alone = build(reward_fn="M/steps.py", **options)
+    assert alone.function.processes is None
+    assert alone.score([trajectory("azbz"), trajectory("")]) == [first, second]
 
 
 CHAT = Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])

@@ -62,10 +62,11 @@ BATCH = {
     "token_ids": [[6, 7, 1], [1]],
     "turns": [["cd"], [""]],
     "tool_results": [[], []],
+    "sources": ["", ""],
 }
 NAMES_OF_ONE = (
     *("prompt", "response", "completion", "label", "query", "row"),
-    *("messages", "token_ids", "turns", "tool_results"),
+    *("messages", "token_ids", "turns", "tool_results", "source"),
 )
 SINGLE = {name: values[0] for name, values in zip(NAMES_OF_ONE, BATCH.values(), strict=True)}
 
@@ -82,7 +83,7 @@ def test_a_function_gets_what_its_parameters_name(call):
     assert call(lambda queries, prompts, labels: (prompts, labels, queries)) == (["ab", "a"], BATCH["labels"], queries)
     assert call(lambda rows, *, messages, token_ids: [rows, messages, token_ids]) == [rows, *others[:2]]
     given = call(lambda query, row, messages, token_ids, turns: [query, row, messages, token_ids, turns], 1)
-    assert given == list(SINGLE.values())[4:-1]
+    assert given == list(SINGLE.values())[4:-2]
     assert call(lambda completions, answer: (completions, answer)) == (["cd", ""], ["4", "5"])
     assert call(Judge(), 1) == ("cd", "4")
     assert call(functools.partial(Judge(), answer="6"), 1) == ("cd", "4"), "the data wins over a default"
@@ -98,6 +99,23 @@ def test_keyword_arguments_get_everything_as_trl_passes_it(call, make_trajectory
     function = RewardFunction(lambda responses, **kwargs: kwargs, "f", ["answer", "hint"])
     given = function(make_samples(rows, make_tokenizer()))
     assert (given["answer"], given["hint"]) == ([1, None], [None, 2]), "a row without the column gives None"
+
+
+def test_a_function_is_told_the_data_source_unless_a_column_has_its_name(make_trajectory, make_tokenizer, caplog):
+    rows = [make_trajectory([4], [5, 1], source=name, row={"source": name[0]}) for name in ("a.jsonl", "b.jsonl")]
+    samples = make_samples(rows, make_tokenizer())
+
+    def of(function, columns=()):
+        return RewardFunction(function, "--reward_fn f.py", columns)(samples)
+
+    caplog.set_level(logging.INFO, "openppo")
+    assert of(lambda responses, sources: sources) == ["a.jsonl", "b.jsonl"]
+    assert of(lambda response, source: source) == "a.jsonl"
+    assert of(lambda responses, **kwargs: kwargs["sources"]) == ["a.jsonl", "b.jsonl"]
+    assert caplog.messages == []
+    assert of(lambda responses, source: source, ["source"]) == ["a", "b"]
+    assert of(lambda response, source: source, ["source"]) == "a"
+    assert caplog.messages == ["--reward_fn f.py: source is a column of the data here, no name of a data set"] * 2
 
 
 @pytest.mark.parametrize(
@@ -238,6 +256,35 @@ def test_each_form_of_a_function_gives_the_same_scores(form, scorer_of, two):
 def test_dicts_are_named_rewards(function, scorer_of, two):
     scores = scorer_of(function).score(two)
     assert scores == [Score({"length": 2.0, "style": 0.5}), Score({"length": 0.0, "style": 0.5})]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda response: {"reward": len(response), "extra": {"half": len(response) / 2, "any": response != ""}},
+        lambda responses: [{"reward": len(r), "extra": {"half": len(r) / 2, "any": r != ""}} for r in responses],
+        lambda responses: {"reward": [2, 0], "extra": {"half": np.array([1, 0]), "any": [True, False]}},
+        lambda responses: {"rewards": [2, 0], "extra": {"half": [1, 0], "any": [True, False]}, "extra_logs": {}},
+    ],
+    ids=["sample", "batch", "dict of lists", "rewards"],
+)
+def test_extras_are_kept_out_of_the_rewards(function, scorer_of, two):
+    expected = [({"reward_fn": 2.0}, {"half": 1.0, "any": 1.0}), ({"reward_fn": 0.0}, {"half": 0.0, "any": 0.0})]
+    assert [(s.rewards, s.extras) for s in scorer_of(function, name="reward_fn").score(two)] == expected
+
+
+def test_extras_stand_beside_named_rewards_and_rewards_of_steps(scorer_of, two, steps):
+    extra = {"rewards": 0.5}
+    for returned in ({"a": 1.0, "b": 2.0, "extra": extra}, {"reward": {"a": 1.0, "b": 2.0}, "extra": extra}):
+        assert scorer_of(lambda response, r=returned: r).score(two) == [Score({"a": 1.0, "b": 2.0}, extras=extra)] * 2
+    columns = {"reward": {"a": [1.0, 3.0]}, "extra": {"rewards": [0.5, 1.5]}}
+    found = scorer_of(lambda responses: columns).score(two)
+    assert found == [Score({"a": 1.0}, extras=extra), Score({"a": 3.0}, extras={"rewards": 1.5})]
+    assert scorer_of(lambda response: {"a": 1.0, "extra": 2.0}).score(two[:1]) == [Score({"a": 1.0, "extra": 2.0})]
+    (score,) = scorer_of(lambda response: {"reward": [1, 0, 3], "extra": extra}, step_separator="z").score([steps])
+    assert (score.token_rewards[-2:], score.extras) == ([3.0, 0.0], extra)
+    with pytest.raises(ValueError, match="^--reward_fn f.py, as extra 'kind', returned 'good' for prompt 'ab'; a"):
+        scorer_of(lambda response: {"reward": 1.0, "extra": {"kind": "good"}}).score(two)
 
 
 def test_async_calls_of_samples_run_at_the_same_time_in_one_loop_for_the_whole_run(scorer_of, two):

@@ -74,10 +74,10 @@ def test_what_a_source_raises_comes_up(collective, two):
 def test_token_rewards_of_several_sources_are_summed(two):
     sources = [
         Source(Score(token_rewards=[0.5, -1.0, 0.0], step_ends=[True, True, False])),
-        Source(Score({"a": 1.0}, failed=True)),
+        Source(Score({"a": 1.0}, failed=True, extras={"n": 2.0})),
         Source(Score(token_rewards=[1.0, 0.0, 0.0], step_ends=[True, False, False]), collective=True),
     ]
-    expected = Score({"a": 1.0}, [1.5, -1.0, 0.0], [True, True, False], failed=True)
+    expected = Score({"a": 1.0}, [1.5, -1.0, 0.0], [True, True, False], failed=True, extras={"n": 2.0})
     assert CombinedScorer(sources).score(two[:1]) == [expected]
     of_each_token = Source(Score(token_rewards=[0.0, 0.0, 0.0]))
     (score,) = CombinedScorer([*sources, of_each_token]).score(two[:1])
@@ -87,6 +87,9 @@ def test_token_rewards_of_several_sources_are_summed(two):
 def test_two_sources_of_one_name_are_an_error_naming_them(two):
     combined = CombinedScorer([Source(GOOD, name="--reward_fn f.py"), Source(GOOD, name="--remote_rm_url")])
     says = "^--reward_fn f.py and --remote_rm_url: two of them give a reward named 'good'"
+    extras = CombinedScorer([Source(Score({name: 1.0}, extras={"n": 1.0})) for name in "ab"])
+    with pytest.raises(ValueError, match="two of them give an extra named 'n'; give one another name"):
+        extras.score(two)
     with pytest.raises(ValueError, match=says):
         combined.score(two)
 

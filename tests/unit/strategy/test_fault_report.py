@@ -1,6 +1,7 @@
 """Out of memory is recognized whatever raises it, and reported with sizes and remedies."""
 
 import errno
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,3 +56,13 @@ def test_credentials_are_masked():
     report = fault_report.raised(RuntimeError("POST https://me:secret@host/?key=k1"), WHERE, {}, list).render([], "")
     assert "secret" not in report
     assert "k1" not in report
+
+
+def test_a_rank_waits_for_those_that_started_fewer_collectives():
+    ahead, behind = (replace(WHERE, collectives=n) for n in (7, 6))
+    assert ahead.waits_for(behind)
+    assert not ahead.waits_for(ahead)
+    assert not behind.waits_for(ahead)
+    assert not ahead.waits_for(replace(behind, done=True)), "it has left its groups"
+    assert not ahead.waits_for(replace(behind, samples=True)), "the sides have collectives of their own"
+    assert replace(ahead, samples=True).waits_for(replace(behind, samples=True))

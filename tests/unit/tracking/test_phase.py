@@ -36,7 +36,7 @@ class FakeCUDA:
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     """Restores the current phase of this process."""
-    before, current.phase = dict(vars(current)), "starting"
+    before, current.phase, current.seconds = dict(vars(current)), "starting", {}
     yield
     vars(current).update(before)
 
@@ -67,10 +67,46 @@ def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock):
     other.count_tokens("generation", 10)
     expected = {"time/generation_s": 4.0, "time/step_s": 3.5, "speed/generation_tokens_per_s": 4.0}
     expected |= {"speed/step_tokens_per_s": 3 / 3.5, "speed/generation_imbalance": 0.25, "speed/step_imbalance": 1.0}
-    assert on_ranks(2, lambda comm: (timer, other)[comm.rank].take_metrics(comm)) == [expected] * 2
+    expected["speed/step_tokens_per_s_per_device"] = 3 / 3.5 / 5  # three more ranks sample
+    assert on_ranks(2, lambda comm: (timer, other)[comm.rank].take_metrics(comm, others=3)) == [expected] * 2
     assert timer.take_metrics(SingleProcess()) == {}
     with pytest.raises(AssertionError, match="already running"), timer.phase("a"), timer.phase("a"):
         pass
+
+
+def test_roles_add_up_and_an_evaluation_counts_as_a_whole(clock):
+    class Trainer:
+        comm = SingleProcess()
+
+        @phase.evaluation
+        def evaluate(self, found):
+            with phase.timed("sync"), phase.timed("reward_model"):
+                clock[0] += 2.0
+            return found
+
+    timer, trainer = PhaseTimer(), Trainer()
+    with timer.phase("experience"):
+        for seconds in (1.0, 0.5):
+            with phase.timed("actor_forward"):
+                clock[0] += seconds
+    with phase.phase("saving"):
+        clock[0] += 8.0
+    expected = {"time/experience_s": 1.5, "time/actor_forward_s": 1.5, "time/saving_s": 8.0}
+    assert timer.take_metrics(trainer.comm) == expected
+    assert trainer.evaluate({"eval_reward": 1.0}) == {"eval_reward": 1.0, "time/evaluation_s": 2.0}
+    assert trainer.evaluate({}) == {}, "nothing was evaluated"
+    with pytest.raises(KeyError), phase.timed("actor_training"):
+        raise KeyError
+    assert timer.take_metrics(trainer.comm) == {}, "all of it has been reported"
+
+
+def test_a_role_waits_for_the_gpu_before_and_after(monkeypatch):
+    cuda, waits = FakeCUDA(), []
+    monkeypatch.setattr(phase.torch, "cuda", cuda)
+    monkeypatch.setattr(cuda, "synchronize", lambda: waits.append("wait"), raising=False)
+    with phase.timed("actor_forward"):
+        waits.append("forward")
+    assert waits == ["wait", "forward", "wait"]
 
 
 def test_each_phase_has_its_own_peak_beside_the_estimate(monkeypatch):

@@ -73,7 +73,7 @@ def test_a_condition_compares_as_it_reads():
 
 
 def test_every_documented_metric_may_end_a_run():
-    section = DOCUMENT.split("\n## Rewards")[1].split("\n## samples.jsonl")[0]
+    section = DOCUMENT.split("\n## Progress")[1].split("\n## Dumped rollouts")[0]
     rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
     names = [re.sub(r"<\w+>", "1", name) for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert len(names) > 50

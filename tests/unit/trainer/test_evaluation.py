@@ -64,9 +64,9 @@ def at_random(_, prompt, seed, params):
 
 
 def two_rewards(t):
-    """Two named ones, and one for each response token."""
+    """Two named ones, one for each response token, and an extra."""
     named = {"right": float(sum(t.response_ids) % 2), "bonus": float(len(t.response_ids))}
-    return Score(named, [0.1 * token for token in t.token_ids])
+    return Score(named, [0.1 * token for token in t.token_ids], extras={"first": float(t.response_ids[0])})
 
 
 def evaluated(comm, prompts=PROMPTS, pass_reward=2.5, weights=WEIGHTS, score_of=two_rewards):
@@ -94,9 +94,12 @@ def naive_metrics(trajectories, pass_reward):
     return {
         "reward": statistics.mean(rewards),
         "reward_std": statistics.pstdev(rewards),
+        "reward_max": max(rewards),
+        "reward_min": min(rewards),
         "reward/right": statistics.mean(right),
         "reward/bonus": statistics.mean(lengths),
         "reward/of_tokens": statistics.mean(of_tokens),
+        "extra/first": statistics.mean(t.response_ids[0] for t in trajectories),
         "response_length": statistics.mean(lengths),
         "truncated_fraction": statistics.mean(t.finish_reason is FinishReason.LENGTH for t in trajectories),
         **{f"pass@{k}": pass_at(k) for k in (1, 2, 4)},
@@ -125,7 +128,9 @@ def test_a_single_reward_is_reported_once_errors_count_and_weights_must_fit():
         return Score({"reward": 0.5}, failed=trajectory.prompt.text == "a")
 
     metrics, _ = evaluated(SingleProcess(), [Prompt("a", [1]), Prompt("b", [2])], weights={}, score_of=nameless)
-    assert [name for name in metrics if "reward" in name] == ["eval_reward", "eval_reward_std", "eval_reward_errors"]
+    assert [name.removeprefix("eval_reward") for name in metrics if "reward" in name] == [
+        *("", "_std", "_max", "_min", "_errors")
+    ]
     assert all(name.startswith("eval_") for name in metrics), "nor is a single source"
     assert metrics["eval_reward_errors"] == 4
     with pytest.raises(ValueError, match="--reward_weights names bonsu, but the rewards are reward"):

@@ -68,6 +68,23 @@ def test_states_of_four_ranks_are_those_of_the_table(stage: int, bf16: bool) -> 
         assert (away.moments, here.host) == (0, 0)
 
 
+@pytest.mark.parametrize(("stage", "each"), [(1, 2**33), (2, 2**33), (3, 2**32 + 2**31)])
+def test_pinned_memory_takes_powers_of_two(stage: int, each: int) -> None:
+    """6 GB of 1.5e9 numbers become 8 GiB; under ZeRO-3 a tensor has 1e9 of them. On CPUs nothing is pinned."""
+    large, n = SIZE._replace(n_parameters=1_500 * M), 1_500 * M
+    for on_cpu, expected in ((False, each), (True, 4 * n)):
+        stays, away = (
+            model_memory(large, machine(1, on_cpu, zero_stage=stage, adam_offload=offload), FULL)
+            for offload in (False, True)
+        )
+        assert stays.resting == 2 * expected, "of two moments"
+        assert away.host == 4 * n + 8 * n + 2 * expected, "weights and moments, and two of gradients"
+    actor = {"actor": large}
+    rests, stays = (ppo(actor, zero_stage=stage, critic_pretrain="c", offload_idle=rests) for rests in (True, False))
+    assert rests.host - stays.host == 2 * each
+    assert stays.phases["generation"] - rests.phases["generation"] == 8 * n
+
+
 def test_gradients_come_and_go_by_stage() -> None:
     large = SIZE._replace(n_parameters=8_000 * M)
     of = [model_memory(large, machine(8, zero_stage=stage, bf16=stage > 0), FULL) for stage in range(4)]
@@ -148,13 +165,14 @@ def test_what_rests_in_the_host_leaves_the_device() -> None:
     moments = 8 * (M + 900_000)
     saved = {name: before.phases[name] - after.phases[name] for name in before.phases}
     assert saved == {"loading": 0, "generation": moments, "experience": moments, "training": 0}
-    assert after.host - before.host == moments
+    assert after.host - before.host == 4 * 2**22, "in powers of two: 4 and 3.6 MB are 4 MiB"
     away, here = (ppo(buffer_cpu_offload=offload, on={"n_ranks": 2}) for offload in (True, False))
     everyones = (32 + 64) * 150 * 42  # own samples and all, of 150 tokens, 42 bytes each
     assert here.phases["training"] - away.phases["training"] == away.host - here.host == everyones
-    both = {"enable_ema": True, "adam_offload": True, "max_num_seqs": 8, "cuda_graphs": "off"}
+    both: dict[str, Any] = {"enable_ema": True, "adam_offload": True, "max_num_seqs": 8, "cuda_graphs": "off"}
     gpu, cpu = (ppo(**both, on={"on_cpu": on_cpu}) for on_cpu in (False, True))
-    assert cpu.phases["generation"] - gpu.phases["generation"] == gpu.host == cpu.host, "the host is the device"
+    assert cpu.phases["generation"] - gpu.phases["generation"] == cpu.host, "the host is the device"
+    assert gpu.host - cpu.host == 2 * (4 * 2**20 - 4 * M) + 2 * (2**22 - 3_600_000), "of weights and gradients"
     assert gpu.host - ppo(adam_offload=True).host == 4 * M, "the average"
 
 

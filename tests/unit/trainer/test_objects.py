@@ -60,6 +60,7 @@ REFUSED = [
     (lambda actor, _: {"actor": actor}, {"load_in_4bit": True}, "--load_in_4bit: .* leave it out, or actor and critic"),
     (lambda actor, _: {"actor": actor}, {"flash_attn": True}, "actor: --flash_attn .* attn_implementation='flash_att"),
     (lambda *_: {"tokenizer": "name"}, {}, "tokenizer: str is none of transformers; give one of AutoTokenizer"),
+    (lambda *_: {"tokenizer": "t"}, {"chat_template": "c"}, "--chat_template is for a tokenizer .* read by name"),
     (lambda *_: {"reward_fn": "f.py"}, {}, "reward_fn: it cannot be called; give a function"),
     (lambda *_: {"prompts": "p.jsonl"}, {}, "prompts: give a list or generator of Prompt or texts"),
     (lambda _, critic: {"actor": critic}, {}, "actor: LlamaForSequenceClassification lacks the head"),
@@ -157,6 +158,7 @@ def test_prompts_are_texts_or_prompts_from_a_list_a_generator_or_a_function(make
     assert read((mine for _ in count()), tokenizer, max_samples=3) == [mine] * 3
     assert read([mine, Prompt("long", [3] * 9)], tokenizer, prompt_max_len=2) == [mine]
     assert "prompts: dropped 1 of 2" in caplog.text
+    assert read([Prompt("", [3, 4, 5])], tokenizer, prompt_max_len=2, prompt_truncation="left")[0].token_ids == [4, 5]
     assert read([Prompt("", [])], tokenizer, empty=True) == [Prompt("", [])]
     state = torch.get_rng_state()
     assert len(read(lambda _: [Prompt("", [int(torch.randint(5, 9, (1,)))])], tokenizer)) == 1

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -218,6 +219,21 @@ def test_unpadded_samples_have_the_outputs_and_gradients_of_padded_ones(name, ro
     torch.testing.assert_close(unpadded, padded, rtol=1e-4, atol=1e-5)
     assert calls[-1].starts.tolist() == [0, 7, 9, 14, 21, 22]
     assert calls[-1].starts is calls[-1].key_starts is calls[-2].starts, "one tensor for both layers"
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reward"])
+def test_an_unpadded_forward_asks_its_device_for_no_size(role, samples, monkeypatch):
+    """Tensors of the device "meta" have no values; a size that depends on them would be an error."""
+    shapes = lambda module, queries, *_, **__: (queries.transpose(1, 2), None)  # noqa: E731 (of attention)
+    monkeypatch.setitem(AttentionInterface._global_mapping, BY_LENGTHS, shapes)
+    model, given = actor_of("llama", BY_LENGTHS), samples
+    if role != "actor":
+        classifier = model_of("llama", BY_LENGTHS, auto=AutoModelForSequenceClassification)
+        model, given = ScalarHeadModel(classifier, role), samples[:2]
+    model.to("meta").packs_rows = True
+    outputs = model(*given)
+    outputs.sum().backward()
+    assert (outputs.device.type, outputs.shape) == ("meta", (5,) if role == "reward" else (5, 7))
 
 
 def test_an_unpadded_batch_without_actions_has_log_probs_of_zero_and_a_backward_pass(samples, monkeypatch):

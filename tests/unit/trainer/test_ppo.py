@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from openppo.config import RunConfig
 from openppo.experience.token_rewards import useful_groups
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
+from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.source import PromptSource
 from openppo.trainer.update import SkippedSteps
 from openppo.types import Completion, FinishReason, Prompt, Score, SingleProcess, Trajectory
-from tests.unit.trainer.conftest import OneOf, StopIn, Strategy, prompts, trainer_of
+from tests.unit.trainer.conftest import OneOf, Scorer, StopIn, Strategy, prompts, trainer_of
 
 
 def ppo(n_batches, evaluates=False, **options):
@@ -41,6 +43,21 @@ def test_evaluations_logging_steps_and_the_end_are_logged(n_batches, options, lo
     trainer.fit()
     assert {step: "eval_reward" in row for step, row in record.logged} == logged
     assert [step for step, *_ in record.saved] == [trainer.total_steps], "the end of max_steps too gets a checkpoint"
+
+
+def test_passes_samples_and_tokens_of_the_whole_run_are_counted():
+    trainer, record = ppo(3, num_episodes=2)
+    trainer.fit()
+    counts = [[row[name] for name in ("episode", "consumed_samples", "consumed_tokens")] for _, row in record.logged]
+    assert counts == [[(n + 1) / 3, 2 * (n + 1), 2 * (n + 1) * 2] for n in range(6)], "a prompt of one token each"
+    assert record.saved[-1][1]["state"]["consumed_samples"] == 12
+    trainer.state.consumed_tokens = 100
+    assert trainer.step(prompts("a", "b", "c"))["consumed_tokens"] == 106
+    dynamic, record = ppo(4, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
+    dynamic.scorer = None
+    dynamic.fit()
+    episodes = [row["episode"] for _, row in record.logged]
+    assert episodes == sorted(episodes) and episodes[-1] == 1.0
 
 
 def test_errors_are_those_of_all_responses_of_a_step_and_no_others():
@@ -243,6 +260,23 @@ def test_evaluation_holds_the_weights_only_while_it_samples():
     assert [t.group for t in responses] == [0, 0, 1, 1, 2, 2]
     assert all(t.scores for t in responses)
     assert source.state_dict() == {"consumed_batches": 0, "consumed_prompts": 0}
+
+
+def test_evaluation_by_another_function_replaces_all_rewards():
+    source = source_of()
+    scorer = Scorer(lambda t: Score({"other": float(t.prompt.token_ids[0])}))
+    source.components.grading = Grading(source.comm, scorer=scorer)
+    sample = source.sampled_by.sample
+
+    def as_an_agent(*arguments, **named):
+        made = sample(*arguments, **named)
+        for t in made:
+            t.scores, t.token_rewards = {"own": 1.0}, [1.0] * len(t.token_ids)
+        return made
+
+    source.sampled_by = SimpleNamespace(sample=as_an_agent)
+    assert [(t.scores, t.token_rewards) for t in source.evaluate()] == [({"other": 10.0 + i}, None) for i in range(3)]
+    assert all(t.scores.keys() == {"own", "last"} for t in source.rollout(PROMPTS)), "training keeps its own"
 
 
 def scored(group, *rewards):

@@ -163,6 +163,7 @@ class View(StepDiagnostics):
         )
         strategy = SimpleNamespace(comm=comm or SingleProcess())
         parts: Any = SimpleNamespace(strategy=strategy, tokenizer=BYTES, trackers=trackers, state=SimpleNamespace())
+        parts.grading = SimpleNamespace(reward_weights={"a": 0.25})
         given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "self_check": False}
         super().__init__(from_options(TrainPPOConfig, **given), parts, total_steps)
         self.weights = {"a": 0.5}
@@ -238,8 +239,9 @@ def test_tokens_are_of_a_hundred_steps_and_samples_of_all() -> None:
 
 def test_held_out_samples_have_the_engines_log_probs() -> None:
     view = View()
-    view.show_evaluation(5, [ONE])
+    view.show_evaluation(5, [dataclasses.replace(ONE, scores={"a": 2.0}, token_rewards=None, extras={"n": 3.0})])
     (sample,), (tokens,) = view.samples, view.tokens
+    assert (sample["reward"], sample["extra"]) == (0.5, {"n": 3.0}), "with the weights of evaluations"
     assert sample["evaluation"] is tokens["evaluation"] is True
     assert sample["step"] == tokens["step"] == 5
     assert tokens["log_prob"] == [-0.5, -0.5]

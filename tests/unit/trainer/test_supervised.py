@@ -89,7 +89,9 @@ def test_loss_and_accuracy_count_every_judged_step_once(causal, judge_of, exampl
     right = [(logp[0] > logp[1]).item() == (wanted > 0.5) for logp, wanted in steps]
     assert 0 < sum(right) < len(steps)
     expected = {"eval_loss": mean_loss(steps).item(), "eval_accuracy": sum(right) / len(steps)}
-    assert trainer.evaluate() == pytest.approx(expected, abs=1e-6)
+    found = trainer.evaluate()
+    assert found.pop("time/evaluation_s") > 0
+    assert found == pytest.approx(expected, abs=1e-6)
     assert trainer.make_batch(examples).n_input_tokens == 8 + 2 + 4 + 5 + 3
 
 
