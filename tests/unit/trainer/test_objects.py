@@ -1,6 +1,7 @@
 """The caller's own objects: what cannot work is refused with its remedy, prompts are what they are by name."""
 
 import copy
+import logging
 from itertools import count
 from types import SimpleNamespace
 
@@ -8,12 +9,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from openppo.config import TrainPPOConfig, from_options
+from openppo.config import RewardConfig, TrainPPOConfig, from_options
 from openppo.models import Actor
+from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
+from openppo.rewards.build import ScorerSetup
+from openppo.rollout.rollout import make_trajectory
 from openppo.trainer.data import check_models
 from openppo.trainer.objects import GIVEN, OwnObjects
-from openppo.types import Prompt, SingleProcess
+from openppo.types import Completion, FinishReason, Prompt, SingleProcess
 from tests.unit.trainer.conftest import SIZES, OneOf
 
 
@@ -180,3 +184,17 @@ def test_prompts_are_texts_or_prompts_from_a_list_a_generator_or_a_function(make
 def test_what_is_no_prompt_is_an_error_that_names_it(prompts, message, make_tokenizer):
     with pytest.raises(ValueError, match=message):
         read(prompts, make_tokenizer())
+
+
+def test_a_function_that_is_given_stays_in_the_process(make_tokenizer, caplog):
+    def here(response):
+        return float(len(called.append(response) or called))
+
+    called, source = [], RewardConfig(reward_fn=GIVEN, reward_workers=2)
+    run = SimpleNamespace(comm=SingleProcess())
+    with caplog.at_level(logging.INFO, "openppo"):
+        scorer = ScorerSetup(source, make_tokenizer(), run, [], "m", MicroBatchSize(2), {}, function=here).build()
+    made = make_trajectory(Prompt("a", [4]), Completion([5, 1], [0.0, 0.0], [0, 0], FinishReason.STOP), 0)
+    assert "reward_fn stays in this process: --reward_workers are for functions in files" in caplog.text
+    assert [score.rewards for score in scorer.score([made])] == [{"reward": 1.0}]
+    assert len(called) == 1
