@@ -48,7 +48,7 @@ def load_prompts(
         with naming_row(row):
             key = options.label_key
             label = reader.read(row).label if key is None else value_of(row.row, key, "--label_key")
-            prompt = _fitted(whole, tokenizer, options)
+            prompt = fitted_prompt(whole, tokenizer, options)
         n_cut += prompt is not whole
         prompts.append(replace(prompt, label=label, row=row.row, source=row.source, index=row.number - 1))
     limit = "--prompt_max_len", options.prompt_max_len
@@ -78,7 +78,7 @@ def load_tasks(
     return load_prompts(rows, tokenizer, options, show)
 
 
-def _fitted(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig) -> Prompt:
+def fitted_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig) -> Prompt:
     """``prompt`` cut to ``--prompt_max_len`` as ``--prompt_truncation`` says; a BOS in front stays, as do messages."""
     ids, most, how = prompt.token_ids, options.prompt_max_len, options.prompt_truncation
     if len(ids) <= most or how == "drop":

@@ -43,7 +43,7 @@ class ScorerSetup:
     ``prompts`` are all that will be scored: their columns, labels and chats are checked. ``size`` is that of a forward.
     ``loading`` holds ``bf16``, ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward
     model's stored mean and std. ``episodes``: whole conversations are scored. ``function_flag`` named the function of
-    ``source``, in whose place ``function`` is.
+    ``source``. ``function`` is in place of the file of ``--reward_fn``.
     """
 
     source: RewardConfig
@@ -101,16 +101,17 @@ class ScorerSetup:
     def _function(self, location: str, name: str, flag: str, default: str) -> Scorer:
         """The user's function at ``location``, which is called ``default`` unless the location says more."""
         columns, where = {column for prompt in self.prompts for column in prompt.row}, f"{flag} {location}"
-        comm, source = self.strategy.comm, self.source
-        own = self.function if flag == "--reward_fn" else None
+        comm, source, own = self.strategy.comm, self.source, self.function if flag == "--reward_fn" else None
         function = collective(
             comm, lambda: RewardFunction(own or load_callable(location, flag, default), where, columns)
         )
-        place = None if own is not None else split_location(location, flag, default)
-        if place is not None:
-            check_same(comm, {flag: place[0].read_text()})
-        if source.reward_workers > 0:
-            function.start_processes(place, source.reward_workers, source.reward_timeout)
+        if own is None:
+            file, function_name = split_location(location, flag, default)
+            check_same(comm, {flag: file.read_text()})
+            if source.reward_workers > 0:
+                function.start_processes(file, function_name, source.reward_workers, source.reward_timeout)
+        elif source.reward_workers > 0:
+            logger.info("reward_fn stays in this process: --reward_workers are for functions in files")
         options = source.reward_error_value, source.step_separator, source.weights().get(name, 1.0)
         return FunctionScorer(function, self.tokenizer, name, *options)
 

@@ -149,25 +149,21 @@ def _estimated(
     checked: Checked,
 ) -> tuple[TrainPPOConfig, Estimate | None, TaskRewards]:
     """``config`` with sizes by memory, whose estimate is logged, and what rewards are made of; a dry run ends here."""
-    (tokenizer, actor_config, data), dry_run, estimate = checked, config.run.dry_run, None
-    if samples or dry_run:
+    (tokenizer, actor_config, data), estimate = checked, None
+    if samples or config.run.dry_run:
         config, estimate = estimated_ppo(config, data, strategy, own.configs | {"--pretrain": actor_config})
     rewards = TaskRewards(TaskMaker.of(config, maker), tokenizer, strategy, data, actor_config, own.reward_fn)
-    if dry_run and samples:
+    if config.run.dry_run and samples:
         rewards.check()
     log_estimate(estimate, config, strategy)
     return config, estimate, rewards
 
 
 def _trackers(
-    config: TrainPPOConfig,
-    strategy: DeepspeedStrategy,
-    plan: BatchPlan,
-    checkpointer: Checkpointer,
-    own: Sequence[Tracker],
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, plan: BatchPlan, saver: Checkpointer, own: Sequence[Tracker]
 ) -> Trackers:
     """Those of options, and on rank 0 those of the caller."""
-    resume_step = None if config.evaluation.val_only else checkpointer.found_step
+    resume_step = None if config.evaluation.val_only else saver.found_step
     config, own = config.for_evaluation, own if strategy.is_main else ()
     own = [*own, *rollout_trackers(config, strategy, resume_step)]
     return start_trackers(config, strategy, HEADLINE, plan.n_steps, resume_step, own)

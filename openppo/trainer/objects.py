@@ -16,6 +16,7 @@ from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.data import PromptDataConfig
 from openppo.config.fields import given_options, raise_first, require
 from openppo.datasets import render_prompt
+from openppo.datasets.examples import fitted_prompt
 from openppo.experience.estimators import ESTIMATORS
 from openppo.models.actor import Actor
 from openppo.models.attention import use_fast_attention
@@ -100,9 +101,10 @@ class OwnObjects:
                 require(are_ids, "token_ids must be a list of ints, as tensor.tolist() gives.")
                 require(ids or empty, "token_ids is empty, so there is nothing to respond to: leave it out.")
                 require(not prompt.task, "task is for runs with --tasks: leave it empty.")
+                prompt = fitted_prompt(prompt, tokenizer, options)
             except ValueError as error:
                 raise ValueError(f"prompts, item {number}: {error}") from error
-            if len(ids) <= options.prompt_max_len:
+            if len(prompt.token_ids) <= options.prompt_max_len:
                 kept.append(prompt)
         if dropped := len(given) - len(kept):
             logger.warning("prompts: dropped %d of %d with more than --prompt_max_len tokens", dropped, len(given))
@@ -155,8 +157,8 @@ def _problems(config: TrainPPOConfig, given: Mapping[str, Any], samples: bool, a
         yield "reference: --init_kl_coef 0 uses none; leave it out, or give a positive --init_kl_coef."
     if config.lora.load_in_4bit and ("actor" in given or "critic" in given):
         yield "--load_in_4bit: weights are quantized while they are loaded by name; leave it out, or actor and critic."
-    for name in ("chat_template", "chat_template_kwargs") if "tokenizer" in given else ():
-        if options[name] is not None:
+    for name in ("chat_template", "chat_template_kwargs"):
+        if "tokenizer" in given and options[name] is not None:
             yield f"--{name} is for a tokenizer that is read by name; leave it out, or the tokenizer."
     if not isinstance(given.get("tokenizer", None), PreTrainedTokenizerBase | None):
         yield f"tokenizer: {type(given['tokenizer']).__name__} is none of transformers; give one of AutoTokenizer."

@@ -62,7 +62,7 @@ def scorer_of(file, make_tokenizer):
     def make(name, n=1, seconds=None, **options):
         location = f"{file}:{name}"
         function = RewardFunction(load_callable(location, "--reward_fn"), "--reward_fn f.py", ())
-        function.start_processes(split_location(location, "--reward_fn"), n, seconds)
+        function.start_processes(*split_location(location, "--reward_fn"), n, seconds)
         return FunctionScorer(function, make_tokenizer(), **options)
 
     return make

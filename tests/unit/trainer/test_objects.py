@@ -1,6 +1,7 @@
 """The caller's own objects: what cannot work is refused with its remedy, prompts are what they are by name."""
 
 import copy
+import logging
 from itertools import count
 from types import SimpleNamespace
 
@@ -8,12 +9,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from openppo.config import TrainPPOConfig, from_options
+from openppo.config import RewardConfig, TrainPPOConfig, from_options
 from openppo.models import Actor
+from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
+from openppo.rewards.build import ScorerSetup
+from openppo.rollout.rollout import make_trajectory
 from openppo.trainer.data import check_models
 from openppo.trainer.objects import GIVEN, OwnObjects
-from openppo.types import Prompt, SingleProcess
+from openppo.types import Completion, FinishReason, Prompt, SingleProcess
 from tests.unit.trainer.conftest import SIZES, OneOf
 
 
@@ -60,6 +64,7 @@ REFUSED = [
     (lambda actor, _: {"actor": actor}, {"load_in_4bit": True}, "--load_in_4bit: .* leave it out, or actor and critic"),
     (lambda actor, _: {"actor": actor}, {"flash_attn": True}, "actor: --flash_attn .* attn_implementation='flash_att"),
     (lambda *_: {"tokenizer": "name"}, {}, "tokenizer: str is none of transformers; give one of AutoTokenizer"),
+    (lambda *_: {"tokenizer": "t"}, {"chat_template": "c"}, "--chat_template is for a tokenizer .* read by name"),
     (lambda *_: {"reward_fn": "f.py"}, {}, "reward_fn: it cannot be called; give a function"),
     (lambda *_: {"prompts": "p.jsonl"}, {}, "prompts: give a list or generator of Prompt or texts"),
     (lambda _, critic: {"actor": critic}, {}, "actor: LlamaForSequenceClassification lacks the head"),
@@ -157,6 +162,7 @@ def test_prompts_are_texts_or_prompts_from_a_list_a_generator_or_a_function(make
     assert read((mine for _ in count()), tokenizer, max_samples=3) == [mine] * 3
     assert read([mine, Prompt("long", [3] * 9)], tokenizer, prompt_max_len=2) == [mine]
     assert "prompts: dropped 1 of 2" in caplog.text
+    assert read([Prompt("", [3, 4, 5])], tokenizer, prompt_max_len=2, prompt_truncation="left")[0].token_ids == [4, 5]
     assert read([Prompt("", [])], tokenizer, empty=True) == [Prompt("", [])]
     state = torch.get_rng_state()
     assert len(read(lambda _: [Prompt("", [int(torch.randint(5, 9, (1,)))])], tokenizer)) == 1
@@ -178,3 +184,17 @@ def test_prompts_are_texts_or_prompts_from_a_list_a_generator_or_a_function(make
 def test_what_is_no_prompt_is_an_error_that_names_it(prompts, message, make_tokenizer):
     with pytest.raises(ValueError, match=message):
         read(prompts, make_tokenizer())
+
+
+def test_a_function_that_is_given_stays_in_the_process(make_tokenizer, caplog):
+    def here(response):
+        return float(len(called.append(response) or called))
+
+    called, source = [], RewardConfig(reward_fn=GIVEN, reward_workers=2)
+    run = SimpleNamespace(comm=SingleProcess())
+    with caplog.at_level(logging.INFO, "openppo"):
+        scorer = ScorerSetup(source, make_tokenizer(), run, [], "m", MicroBatchSize(2), {}, function=here).build()
+    made = make_trajectory(Prompt("a", [4]), Completion([5, 1], [0.0, 0.0], [0, 0], FinishReason.STOP), 0)
+    assert "reward_fn stays in this process: --reward_workers are for functions in files" in caplog.text
+    assert [score.rewards for score in scorer.score([made])] == [{"reward": 1.0}]
+    assert len(called) == 1
