@@ -105,22 +105,20 @@ class RewardFunction:
         call = getattr(function, "__call__", None)  # noqa: B004 (an object whose __call__ is async)
         self.is_async = any(map(inspect.iscoroutinefunction, (function, call)))
 
-    def start_processes(self, place: tuple[Path, str] | None, n: int, seconds: float | None) -> None:
-        """Call the function at ``place`` in ``n`` processes from now on, unless it is async, an object, or in none.
+    def start_processes(self, file: Path, name: str, n: int, seconds: float | None) -> None:
+        """Call ``name`` of ``file`` in ``n`` processes from now on, unless it is async or an object.
 
         A call may take so many ``seconds`` for each of its samples.
         """
-        if place is None or self.is_async or not inspect.isfunction(self.function):
-            kind = (
-                "async" if self.is_async else "given in Python" if place is None else "an object, which may hold state"
-            )
+        if self.is_async or not inspect.isfunction(self.function):
+            kind = "async" if self.is_async else "an object, which may hold state of the run"
             logger.warning(
                 "%s is %s: it stays in this process, without --reward_workers and time limit", self.source, kind
             )
             return
         if self.is_batch:
             logger.info("%s scores whole batches, each in one of --reward_workers %d", self.source, n)
-        self.processes = FunctionProcesses(self.source, str(place[0].resolve()), place[1], n, seconds)
+        self.processes = FunctionProcesses(self.source, str(file.resolve()), name, n, seconds)
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
         """Call the function with copies of ``samples``."""
