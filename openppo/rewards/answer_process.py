@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -180,8 +181,16 @@ def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> by
         return repr(error), "".join(traceback.format_exception(error))
 
 
+def end_with(run: int) -> None:
+    """Kill this process and what it has started once ``run`` is gone: a function may never return."""
+    while os.getppid() == run:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main(kind: str, *arguments: str) -> None:
     """Answer questions until stdin is closed."""
+    threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
     questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a function prints is no answer

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -47,6 +49,21 @@ class Judge:
         return label
 judge, part = Judge(), functools.partial(raises)
 """
+
+
+def until(condition):
+    """What it returns once that is true; an error after half a minute."""
+    deadline = time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def has_ended(pid):
+    """Whether a process is gone, or only waits for somebody to read its status."""
+    stat = Path("/proc") / pid / "stat"
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.fixture
@@ -111,11 +128,7 @@ def test_a_sample_without_result_ends_the_run_or_costs_a_chosen_value(name, file
 
 def test_what_a_late_sample_has_started_ends_with_it(file, scorer_of, labelled):
     scorer_of("slow", seconds=1.0, error_value=0.0).score(labelled[1:2])
-    child = Path("/proc") / file.with_name("child").read_text() / "stat"
-    deadline = time.monotonic() + 30
-    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: has_ended(file.with_name("child").read_text()))
 
 
 def test_an_exception_shows_where_the_file_raised_it(scorer_of, labelled):
@@ -157,3 +170,18 @@ def test_async_functions_and_objects_stay_in_the_process(name, kind, file, score
     assert f"--reward_fn f.py is {kind}" in caplog.text and "it stays in this process" in caplog.text
     assert scorer.score(labelled[2:3]) == [Score({"reward": 2.0})]
     assert file.with_name("loaded").read_text().split() == [str(os.getpid())]
+
+
+def test_a_function_ends_with_its_run(file):
+    """Though it would never return, and the run was killed."""
+    path = os.pathsep.join(sys.path)
+    program = f"""
+from openppo.rewards.answer_process import AnswerProcess
+AnswerProcess("--reward_fn", "function", {str(file)!r}, "slow", {path!r}).ask({{"label": 1}}, None)
+"""
+    run = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path})
+    child = until(lambda: file.with_name("child").exists() and file.with_name("child").read_text())
+    run.kill()
+    run.wait()
+    [pid] = file.with_name("loaded").read_text().split()
+    until(lambda: has_ended(pid) and has_ended(child))
