@@ -57,7 +57,7 @@ class Machine:
 
     def pinned(self, n: int, piece: int) -> int:
         """Host memory of ``n`` float32 numbers in tensors of ``piece``; torch pins powers of two of bytes."""
-        pieces = [piece] * (n // piece) + [n % piece]
+        pieces = [piece] * (n // piece) + [n % piece] if n > 0 else []
         return 4 * n if self.on_cpu else sum(1 << (4 * m - 1).bit_length() for m in pieces if m > 0)
 
     def live(self, gathered: int) -> int:
