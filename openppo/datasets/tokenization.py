@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
-import tokenizers
 import transformers
 from datasets import Dataset, disable_progress_bars, load_from_disk
 from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ def to_json(fields: RowFields) -> str:
 
 def tokenizing_content(tokenizer: PreTrainedTokenizerBase, *options: object) -> str:
     """What examples depend on besides their rows: the tokenizer's files, ``options``, versions and our code."""
-    digest = sha256(repr([options, transformers.__version__, tokenizers.__version__]).encode())
+    digest = sha256(repr([options, transformers.__version__, version("tokenizers")]).encode())
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = [*Path(folder).rglob("*"), *Path(__file__).parent.glob("*.py")]
