@@ -11,6 +11,7 @@ from openppo.agents.build import AgentSource
 from openppo.agents.renderer import Renderer
 from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import load_tools
+from openppo.config import RowsConfig
 from openppo.config.agents import AgentConfig
 from openppo.trainer.startup import load_policy_tokenizer
 from openppo.types import Completion, FinishReason
@@ -175,7 +176,7 @@ def test_template_arguments_reach_every_rendering(tmp_path, chat_tokenizer):
     (tmp_path / "chat_template.jinja").write_text(template)
     texts = {}
     for given in (None, '{"enable_thinking": true}'):
-        tokenizer = load_policy_tokenizer(str(tmp_path), False, given)
+        tokenizer = load_policy_tokenizer(str(tmp_path), False, RowsConfig(chat_template_kwargs=given))
         renderer = Renderer(tokenizer, "json", [tokenizer.eos_token_id])
         completion = Completion([tokenizer.eos_token_id], [], [], FinishReason.STOP)
         ids = renderer.bridge([USER, {"role": "assistant", "content": "x"}], completion, [USER])
