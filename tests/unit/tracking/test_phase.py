@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,7 +192,7 @@ def work(timer: PhaseTimer, steps: int, loops: int, clock: list[float]) -> None:
                         clock[0] += 1.0
 
 
-def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_all(tmp_path, clock, capfd):
+def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_all(tmp_path, clock):
     work(profiled(tmp_path), 1, 500, clock)
     events = events_of(tmp_path)
     multiplied = [event["ts"] for event in events if event["name"] == "aten::mm"]
@@ -198,7 +200,21 @@ def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_al
     ends = {event["name"]: event["ts"] + event["dur"] for event in events}
     begins = {event["name"]: event["ts"] for event in events}
     assert begins["generation"] < multiplied[0] < ends["generation"] <= begins["training"] < ends["training"]
-    assert [line for line in capfd.readouterr().err.splitlines() if not line.startswith("[openppo]")] == []
+
+
+def test_a_trace_prints_nothing_but_our_line(tmp_path):
+    """In a process of its own: torch reads once how much it says, for whatever uses its profiler first."""
+    program = f"""
+import torch
+from openppo.config import TrackingConfig
+from openppo.tracking import PhaseTimer, StepProfiler
+timer = PhaseTimer(StepProfiler({str(tmp_path)!r}, TrackingConfig(profile_steps="1"), 0).phase)
+with timer.step(1):
+    torch.ones(2)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert len(events_of(tmp_path)) > 0
+    assert [line for line in ended.stderr.splitlines() if not line.startswith("[openppo]")] == []
 
 
 def test_nothing_is_left_running_after_an_error_or_on_a_full_disk(tmp_path, clock, caplog):
