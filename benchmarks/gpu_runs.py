@@ -158,7 +158,7 @@ def difference(ones: list[Row], others: list[Row], names: Sequence[str] = ()) ->
     """The largest of metrics, relative to those above 1; of all but times and memory without ``names``."""
     largest = 0.0
     for one, other in zip(ones, others, strict=True):
-        for key in names or [k for k in one if not k.startswith(("time/", "speed/", "memory/", "agent/"))]:
+        for key in names or [k for k in one if not k.startswith(("time", "speed/", "memory/", "agent/"))]:
             left, right = one.get(key), other.get(key)
             if isinstance(left, int | float) and isinstance(right, int | float):
                 largest = max(largest, abs(left - right) / max(1.0, abs(left)))

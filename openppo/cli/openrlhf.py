@@ -22,7 +22,7 @@ DROPPED = {
 _RAY = """
     ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node actor_num_nodes
     actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node colocate_actor_ref colocate_critic_reward
-    colocate_all_models ref_reward_offload vllm_num_engines vllm_tensor_parallel_size vllm_sync_backend
+    colocate_all_models ref_reward_offload vllm_num_engines vllm_sync_backend
     vllm_sync_with_ray vllm_enable_sleep deepspeed_enable_sleep enforce_eager enable_prefix_caching ring_attn_size
     ring_head_stride
 """.split()

@@ -172,6 +172,8 @@ class TrainPPOConfig(TrainingConfig):
         cut = sampling.top_p < 1 or sampling.top_k is not None or sampling.min_new_tokens > 0
         if self.loss.old_log_probs == "rollout" and cut:
             yield "--old_log_probs rollout: with --top_p, --top_k or --min_new_tokens it is not exact; leave one out."
+        if ranks % (pieces := sampling.vllm_tensor_parallel_size) != 0:
+            yield f"--vllm_tensor_parallel_size {pieces} does not divide the {ranks} ranks: use a divisor."
         if self.lora.load_in_4bit and sampling.rollout_engine == "vllm":
             yield "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out."
         if self.ppo.offload_idle and self.deepspeed.adam_offload:
@@ -179,20 +181,16 @@ class TrainPPOConfig(TrainingConfig):
         if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
             yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
         batch, prompts, n = self.batch.train_batch_size, self.prompts_per_step, self.ppo.n_samples_per_prompt
-        counts = []
+        flag = "--rollout_batch_size" if self.agents.n_envs is None else "--n_envs"
         if self.agents.n_envs is not None and self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size:
             yield "--n_envs says how many seeds a step has, and so does --rollout_batch_size: leave one of them out."
         if prompts % ranks != 0:
-            counts.append(
-                f"--rollout_batch_size {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
-            )
+            yield f"{flag} {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
         if prompts * n % batch != 0:
-            counts.append(
-                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
-                f"into optimizer steps of --train_batch_size {batch}: make it a divisor of that number."
+            yield (
+                f"{flag} {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide into optimizer "
+                f"steps of --train_batch_size {batch}: make it a divisor of that number."
             )
-        flag = "--rollout_batch_size" if self.agents.n_envs is None else "--n_envs"
-        yield from (text.replace("--rollout_batch_size", flag) for text in counts)
         if self.agents.form is not None:
             yield from self.data.unread_by_agents()
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
@@ -241,6 +239,8 @@ class TrainPPOConfig(TrainingConfig):
             return
         if self.generation.rollout_engine == "vllm" and asynchronous.running_requests == "continue":
             yield "--rollout_engine vllm cannot continue requests with new weights: use --running_requests drain."
+        if (pieces := self.generation.vllm_tensor_parallel_size) > 1 and asynchronous.rollout_ranks > 0:
+            yield f"--vllm_tensor_parallel_size {pieces}: --rollout_ranks work each by itself; leave one of them out."
         if self.lora.load_in_4bit and asynchronous.rollout_ranks > 0:
             yield "--load_in_4bit keeps no whole weights that could be sent to --rollout_ranks: leave one of them out."
         if self.ppo.dynamic_sampling and (rewards.reward_pretrain or rewards.prm_pretrain):

@@ -51,6 +51,8 @@ class GenerationConfig(SamplingConfig):
     """Sample with the actor's own module (hf), or with a copy of it in vLLM (vllm, must be installed)."""
     vllm_gpu_memory_utilization: float = option(0.3, inside("(0, 1)"))
     """Share of a GPU's memory (without GPUs: of the host's) for vLLM's copy and its key-value cache, on each rank."""
+    vllm_tensor_parallel_size: int = option(1, at_least(1))
+    """Ranks that share one copy of the policy in vLLM, for one that does not fit a GPU; they decode in lockstep."""
     max_num_seqs: int | None = option(None, at_least(1))
     """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
 
@@ -58,6 +60,8 @@ class GenerationConfig(SamplingConfig):
         yield from super().problems()
         if self.cuda_graphs == "on" and self.rollout_engine == "vllm":
             yield "--cuda_graphs works with --rollout_engine hf only; vLLM records its own graphs: leave it out."
+        if (pieces := self.vllm_tensor_parallel_size) > 1 and self.rollout_engine == "hf":
+            yield f"--vllm_tensor_parallel_size {pieces} works with --rollout_engine vllm only: leave it out."
 
 
 @dataclass(frozen=True)

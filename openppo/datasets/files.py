@@ -73,7 +73,7 @@ class Place:
         """Turn any error of a remote file system, which has kinds of its own, into a ``ValueError`` with a remedy."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # of any kind, and raised again: each package behind fsspec has its own
             if isinstance(self.system, LocalFileSystem) or str(error).startswith(flag):
                 raise
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -91,8 +91,11 @@ def _kept(rendering: _Rendering, fields: list[str], content: str, processes: int
             made = rows.map(rendering, batched=True, remove_columns=["fields"], **options)
             with TemporaryDirectory(dir=folder.parent) as temporary:
                 made.save_to_disk(f"{temporary}/made")
-                if not folder.is_dir():  # of another run
+                try:
                     os.rename(f"{temporary}/made", folder)
+                except OSError:
+                    if not folder.is_dir():  # of another run, which has made the same
+                        raise
         return list(load_from_disk(str(folder))["example"])
     except OSError as error:
         remedy = "Choose another folder with HF_DATASETS_CACHE."

@@ -39,17 +39,14 @@ class EngineDriver:
     """Coroutines of ``loop`` await ``generate``; ``drive`` runs the engine until their work is done.
 
     The engine's steps consume requests and cancellations from one queue and hand completions to the loop. ``drive``
-    waits for requests at most ``LONGEST_WAIT`` at a time. ``any_rank`` (None: each rank by itself) combines a flag over
-    ranks in lockstep, which take equally many steps: a rank whose coroutines all wait for tools runs along. Coroutines
-    may outlive the work: their requests wait for the next ``drive``. ``waited`` are seconds without requests in it,
-    ``stood`` those outside of it.
+    waits for requests at most ``LONGEST_WAIT`` at a time. Ranks in lockstep take equally many steps: one whose
+    coroutines all wait for tools runs along. Coroutines may outlive the work: their requests wait for the next
+    ``drive``. ``waited`` are seconds without requests in it, ``stood`` those outside of it.
     """
 
-    def __init__(
-        self, engine: Engine, any_rank: Callable[[bool], bool] | None = None, stop: StopCheck | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, stop: StopCheck | None = None) -> None:
         self.engine = engine
-        self.any_rank = any_rank or (lambda flag: flag)
+        self.any_rank = engine.any_rank or (lambda flag: flag)
         self.stop = stop or StopCheck()
         self.loop = asyncio.new_event_loop()
         self.steps, self.waited = 0, 0.0

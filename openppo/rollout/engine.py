@@ -1,7 +1,7 @@
 """Generation engines: what all of them do, and the loop over their steps."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from typing import Protocol
@@ -32,16 +32,23 @@ class Engine(ABC):
     way go on with new weights, and each token is recorded with its version. Stop strings are looked for in the text
     that ``decode`` makes of ids; its owner sets it. All of it takes place inside ``with_weights``.
 
+    ``any_rank`` puts ranks in lockstep (None: each decodes by itself): it combines their ``busy`` before each step, and
+    a rank with nothing to do runs along.
+
     ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those of which keys and values were
     kept.
     """
 
     decode: Decode | None = None
-    in_lockstep = False
-    """Whether all ranks take equally many steps."""
 
-    def __init__(self, show_progress: bool = False, stop: StopCheck | None = None) -> None:
+    def __init__(
+        self,
+        show_progress: bool = False,
+        stop: StopCheck | None = None,
+        any_rank: Callable[[bool], bool] | None = None,
+    ) -> None:
         self.show_progress = show_progress
+        self.any_rank = any_rank
         self.stop = stop or StopCheck()
         self.version = 0
         self.read_tokens = self.reused_tokens = 0
@@ -112,4 +119,4 @@ class Engine(ABC):
     def _has_work(self) -> bool:
         if self.stop.requested():
             self._drop_all()
-        return self.busy
+        return self.busy if self.any_rank is None else self.any_rank(self.busy)

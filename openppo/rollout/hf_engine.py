@@ -28,8 +28,7 @@ class HFEngine(Engine):
     sampled id in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places, so it
     may equal EOS.
 
-    ``any_rank_busy`` puts ranks in lockstep, for partitioned weights that cannot be gathered: it combines the ranks'
-    ``busy`` before each step, and a rank with nothing to do runs along. Else ``new_recorder`` may record decode steps.
+    ``any_rank`` is for partitioned weights that cannot be gathered. Else ``new_recorder`` may record decode steps.
     """
 
     def __init__(
@@ -38,12 +37,12 @@ class HFEngine(Engine):
         eos_token_ids: Sequence[int],
         pad_token_id: int,
         max_batch_size: int | None = None,
-        any_rank_busy: Callable[[bool], bool] | None = None,
+        any_rank: Callable[[bool], bool] | None = None,
         show_progress: bool = False,
         stop: StopCheck | None = None,
         new_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
-        super().__init__(show_progress, stop)
+        super().__init__(show_progress, stop, any_rank)
         check_cache(model.config)
         if new_recorder is not None:
             check_layers(model.config)
@@ -51,8 +50,6 @@ class HFEngine(Engine):
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pad_token_id = pad_token_id
         self.max_batch_size = max_batch_size or (ROWS_ON_CPU if self._device.type == "cpu" else ROWS_ON_GPU)
-        self.any_rank_busy = any_rank_busy
-        self.in_lockstep = any_rank_busy is not None
         self.new_recorder = new_recorder
         self._sizes_itself = max_batch_size is None
         self._waiting = Queue()
@@ -104,7 +101,7 @@ class HFEngine(Engine):
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
-        with weights.gathered(in_lockstep=self.any_rank_busy is not None), _without_flash_attention(self.model):
+        with weights.gathered(in_lockstep=self.any_rank is not None), _without_flash_attention(self.model):
             self._read_anew()  # unless weights are where they were, what was recorded is of no use
             try:
                 yield
@@ -118,10 +115,6 @@ class HFEngine(Engine):
     def order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
         """Longest first."""
         return sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
-
-    def _has_work(self) -> bool:
-        busy = super()._has_work()
-        return busy if self.any_rank_busy is None else self.any_rank_busy(busy)
 
     def _drop_all(self) -> None:
         self._waiting, self._running = Queue(), []

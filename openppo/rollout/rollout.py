@@ -24,10 +24,9 @@ def sample_seed(seed: int, number: int) -> int:
 class SamplerParts:
     """What a sampler works with. ``longest`` is the most tokens that a prompt and its response may have.
 
-    ``any_rank`` combines a flag over ranks that decode in lockstep (None: each decodes by itself). ``has_rewards``
-    tells whether sources of rewards score what is sampled. ``leave`` is what ``EngineDriver.drive`` does with requests
-    of others that are under way when a batch of samples is complete. ``driver`` is shared by the samplers of several
-    tasks.
+    ``has_rewards`` tells whether sources of rewards score what is sampled. ``leave`` is what ``EngineDriver.drive``
+    does with requests of others that are under way when a batch of samples is complete. ``driver`` is shared by the
+    samplers of several tasks.
     """
 
     engine: Engine
@@ -37,14 +36,13 @@ class SamplerParts:
     stop: StopCheck
     longest: int
     context: int | None = None
-    any_rank: Callable[[bool], bool] | None = None
     has_rewards: bool = True
     leave: Leave = "abandon"
     driver: EngineDriver | None = None
 
     def own_driver(self) -> EngineDriver:
         """The driver that is given, or a new one."""
-        return self.driver or EngineDriver(self.engine, self.any_rank, self.stop)
+        return self.driver or EngineDriver(self.engine, self.stop)
 
 
 class Sampler(Protocol):

@@ -15,6 +15,7 @@ from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.sampling import completed_stop
+from openppo.rollout.vllm_requests import VLLMRequests, vllm_params
 from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -31,7 +32,10 @@ def check_vllm() -> None:
 
 
 class VLLMEngine(Engine):
-    """``Engine`` over a copy of the policy in vLLM, one for each rank: ranks need no company while they decode.
+    """``Engine`` over a copy of the policy in vLLM.
+
+    Each rank has one, and needs no company while it decodes; or ``vllm_tensor_parallel_size`` ranks have one in pieces
+    and decode in lockstep.
 
     ``name`` is a folder or hub name with the config of the policy; its weights are not read. A prompt and its response
     have ``max_tokens`` at most. Weights come through ``with_weights`` only, so requests are submitted and decoded
@@ -57,12 +61,14 @@ class VLLMEngine(Engine):
         self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
         self._sleep_level: int | None = None  # until the first weights have come
         self._asleep = self._awake = False
-        self._under_way: dict[str, SamplingParams] = {}
         self._llm = _start(name, config, max_tokens, self._sleeps)
+        self._requests = VLLMRequests(config.generation.vllm_tensor_parallel_size)
+        if self._requests.n_ranks > 1:
+            self.any_rank = self._requests.any_rank
 
     @property
     def busy(self) -> bool:
-        return bool(self._under_way)
+        return bool(self._requests.own)
 
     def submit(
         self,
@@ -85,37 +91,42 @@ class VLLMEngine(Engine):
                 "context: raise --prompt_max_len, or shorten the prompt."
             )
         assert self._awake, "the engine has no weights outside of with_weights()"
-        [prompt] = self._llm.renderer.render_cmpl([{"prompt_token_ids": list(prompt_ids)}])
         number = next(self._numbers)
-        self._llm.llm_engine.add_request(str(number), prompt, self._sampling_params(params, seed))
-        self._under_way[str(number)] = params
+        self._requests.submit(number, prompt_ids, params, seed)
         return number
 
     def cancel(self, number: int) -> None:
-        """Drop a request and free its row; nothing happens if it has ended."""
-        if self._under_way.pop(str(number), None) is not None:
-            self._llm.llm_engine.abort_request([str(number)])
+        """Drop a request; the next step frees its row. Nothing happens if it has ended."""
+        self._requests.cancel(number)
 
     def step(self) -> None:
         """One forward pass of vLLM: decode one token per row, prefill waiting requests, or both."""
-        for output in self._llm.llm_engine.step():
-            if (params := self._under_way.get(output.request_id)) is None:
+        engine, under_way = self._llm.llm_engine, self._requests.under_way
+        for new, cancelled in self._requests.exchange():
+            for name, ids, params, seed in new:
+                [prompt] = self._llm.renderer.render_cmpl([{"prompt_token_ids": ids}])
+                engine.add_request(name, prompt, vllm_params(params, seed, self.eos_token_ids))
+            engine.abort_request(cancelled)
+        for output in engine.step() if under_way else ():
+            if output.request_id not in under_way:
                 continue  # it was cancelled
-            [answer] = output.outputs
+            [answer], params = output.outputs, under_way[output.request_id]
             ids = list(answer.token_ids)
             stopped = completed_stop(ids, params, self.decode) is not None  # vLLM has no tokenizer for it
             if not (stopped or output.finished):
                 continue
             if not output.finished:
-                self._llm.llm_engine.abort_request([output.request_id])
-            del self._under_way[output.request_id]
+                engine.abort_request([output.request_id])
+            del under_way[output.request_id]
+            if (number := self._requests.own.pop(output.request_id, None)) is None:
+                continue  # it is another rank's
             self.read_tokens += len(output.prompt_token_ids)
             self.reused_tokens += output.num_cached_tokens or 0
             reason = FinishReason.LENGTH if answer.finish_reason == "length" and not stopped else FinishReason.STOP
             greedy = params.temperature == 0  # then the choice is certain, as with HFEngine
             chosen = zip(answer.logprobs, ids, strict=True)
             log_probs = [0.0 if greedy else entry[token].logprob for entry, token in chosen]
-            self._ended[int(output.request_id)] = Completion(ids, log_probs, [self.version] * len(ids), reason)
+            self._ended[number] = Completion(ids, log_probs, [self.version] * len(ids), reason)
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
@@ -129,7 +140,8 @@ class VLLMEngine(Engine):
                 self._sleep_level = self._check_sleep(weights)
             yield
         finally:
-            self._drop_all()
+            self._llm.llm_engine.abort_request(list(self._requests.under_way))
+            self._requests.clear()
             self._awake = False
             if self._sleeps:
                 self._sleep(self._sleep_level or 1)
@@ -183,26 +195,8 @@ class VLLMEngine(Engine):
         self._llm.wake_up(tags=[tag])
 
     def _drop_all(self) -> None:
-        self._llm.llm_engine.abort_request(list(self._under_way))
-        self._under_way = {}
-
-    def _sampling_params(self, params: SamplingParams, seed: int) -> Any:
-        from vllm import SamplingParams as VLLMParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return VLLMParams(
-            max_tokens=params.max_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k or 0,  # 0: all tokens
-            seed=seed,
-            logprobs=0,  # of the sampled token
-            stop_token_ids=sorted({*self.eos_token_ids, *params.stop_token_ids}),
-            min_tokens=params.min_new_tokens,
-            ignore_eos=True,  # vLLM's own, of which it knows one
-            detokenize=False,
-            output_kind=RequestOutputKind.CUMULATIVE if params.stop else RequestOutputKind.FINAL_ONLY,
-        )
+        for number in list(self._requests.own.values()):
+            self._requests.cancel(number)
 
 
 def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool) -> Any:
@@ -222,6 +216,7 @@ def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool) -> 
         "gpu_memory_utilization": memory_share,
         "seed": config.deepspeed.seed,
         "distributed_executor_backend": "external_launcher",  # takes the process group that is there
+        "tensor_parallel_size": config.generation.vllm_tensor_parallel_size,
         "generation_config": "vllm",  # not the model's: OpenPPO's options are all that counts
         "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
         "enforce_eager": not torch.cuda.is_available(),  # without CUDA graphs compiling gains little

@@ -62,6 +62,7 @@ class DeepspeedStrategy(InferenceStrategy):
         overrides: dict[str, Any] | None = None,
         rollout_ranks: int = 0,
     ) -> None:
+        config.validate()
         super().__init__(config.bf16, timeout, rollout_ranks)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         self.config = config

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -49,7 +49,7 @@ from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
-from openppo.trainer.objects import OwnObjects, Role
+from openppo.trainer.objects import Given, OwnObjects, Role
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, rollout_trackers, start_trackers
@@ -69,7 +69,7 @@ def build_ppo_trainer(
     callbacks: Sequence[Callback] = (),
     source: RolloutSource | SamplerMaker | None = None,
     trackers: Sequence[Tracker] = (),
-    **objects: Any,
+    **objects: Unpack[Given],
 ) -> PPOTrainer:
     """A trainer; ``objects`` fill ``OwnObjects``, ``trackers`` log on rank 0. ``ValueError`` names flag or object."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
@@ -240,7 +240,6 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Lea
         components.stop,
         components.data.longest,
         context_length(actor_config),
-        strategy.any_rank if engine.in_lockstep else None,
         components.scorer is not None,
         leave,
     )

@@ -82,7 +82,7 @@ def new_engine(
         return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
     device = next(policy.parameters()).device
     recorder = choose_recorder(generation.cuda_graphs, actor_config, device, together is not None)
-    common |= {"any_rank_busy": together, "new_recorder": recorder}
+    common |= {"any_rank": together, "new_recorder": recorder}
     return HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
 
 
@@ -91,7 +91,7 @@ def check_like(engine: Engine, check: Callable[[Mapping[str, Engine]], None]) ->
     if not isinstance(engine, HFEngine):
         return check({"": engine})
     given = engine.model, (), 0, len(REQUESTS)
-    last = plain = HFEngine(*given, engine.any_rank_busy)
+    last = plain = HFEngine(*given, engine.any_rank)
     checked: dict[str, Engine] = {"": plain}
     if engine.new_recorder is not None:
         checked[" with --cuda_graphs"] = last = HFEngine(*given, new_recorder=engine.new_recorder)

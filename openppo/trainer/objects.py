@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 from weakref import WeakSet
 
 import torch
@@ -132,6 +132,17 @@ class OwnObjects:
             if role == "critic"
             else Actor(model, temperature=temperature, **vars(lora))
         )
+
+
+class Given(TypedDict, total=False):
+    """Keywords that fill ``OwnObjects``, for type checkers."""
+
+    actor: PreTrainedModel | Actor
+    critic: PreTrainedModel | ScalarHeadModel
+    reference: PreTrainedModel | Actor
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Prompts | Callable[[PreTrainedTokenizerBase], Prompts]
+    reward_fn: Callable[..., Any]
 
 
 NOTHING = OwnObjects()

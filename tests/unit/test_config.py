@@ -215,6 +215,9 @@ export ranks=2 | ...export runs in one process
 report run_dirs=[] | ...name the folder of a run
 ppo cuda_graphs="'on'" rollout_engine=vllm | works with --rollout_engine hf only
 ppo rollout_engine=vllm load_in_4bit=true lora_rank=4 | vllm takes whole weights
+ppo vllm_tensor_parallel_size=2 ranks=2 | 2 works with --rollout_engine vllm only
+ppo vllm_tensor_parallel_size=2 rollout_engine=vllm ranks=3 train_batch_size=6 rollout_batch_size=6 | ...use a divisor
+ppo vllm_tensor_parallel_size=2 rollout_engine=vllm rollout_ranks=2 running_requests=drain ranks=2 | 2: --rollout_ranks
 ppo offload_idle=true adam_offload=true | ...leave one of them out
 ppo old_log_probs=rollout top_k=5 | rollout: with --top_p, --top_k or --min_new_tokens
 ppo min_new_tokens=9 generate_max_len=8 | 9 exceeds --generate_max_len 8

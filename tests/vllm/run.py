@@ -1,12 +1,14 @@
 """``run.py MODELS OUT`` samples with vLLM; ``run.py OPTIONS`` is train_ppo with every weight partitioned under ZeRO-3.
 
 The first writes completions to ``OUT``; its model changes in between, and ``OUT/<stage>`` keeps the weights of a stage.
+Two ranks share one vLLM and write ``OUT/<rank>.json``.
 """
 
 import gc
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -160,6 +162,32 @@ def interrupted(engine, weights, stop):
     return found | {"too long": error_of(ValueError, too_long), "again": greedy(engine, weights)}
 
 
+def shared(models, out, rank):
+    """Completions of two ranks with different requests, some late, one cancelled; and the share of weights of each."""
+    config = replace(CONFIG, generation=replace(CONFIG.generation, vllm_tensor_parallel_size=2))
+    engine = VLLMEngine(str(models / "llama"), config, 200, EOS)
+    engine.decode = lambda ids: "".join("___abcdefgh"[i] for i in ids)
+    weights = Weights(Actor(str(models / "llama")).model)
+    mine, seeds = PROMPTS[: 2 + 4 * rank], range(100, 106)
+    with engine.with_weights(weights):
+        [model] = engine._llm.collective_rpc(lambda worker: worker.get_model())
+        layer = model.model.layers[0].mlp.down_proj  # on CPUs its weight is packed and shows no shape
+        result = {"share": layer.input_size_per_partition / layer.input_size}
+        result |= {name: plain(engine.generate(mine, kind, seeds)) for name, kind in SAMPLING.items()}
+        numbers = []
+        for prompt, seed in zip(mine, seeds, strict=False):
+            numbers.append(engine.submit(prompt, SAMPLING["plain"], seed))
+            for _ in range(1 + rank):
+                assert engine.any_rank(True)
+                engine.step()
+        engine.cancel(numbers[-1])
+        while engine.any_rank(engine.busy):
+            engine.step()
+        done = engine.collect()
+        result["entering"] = [done[number].token_ids for number in numbers if number in done]
+    (out / f"{rank}.json").write_text(json.dumps(result))
+
+
 def train():
     """The run of the options."""
     config = parse_options(TrainPPOConfig, sys.argv[1:])
@@ -172,6 +200,8 @@ def train():
 def sample(models, out):
     """Every stage."""
     init_process_group(timedelta(seconds=100))
+    if torch.distributed.get_world_size() == 2:
+        return shared(models, out, torch.distributed.get_rank())
     torch.manual_seed(3)
     random_state, n_threads = torch.get_rng_state(), torch.get_num_threads()
     stop = StopsAfter()

@@ -207,6 +207,19 @@ def test_a_signal_leaves_nothing_behind_refusals_name_our_flags_and_group_and_th
     assert (result["group"], after, changed) == (True, before, before + 1)
 
 
+def test_ranks_that_share_a_copy_sample_what_each_would_alone(inputs, result, tmp_path, launch):
+    """Whatever the other submits, when, and cancels; each keeps a half of the weights."""
+    launch(2, SCRIPT, inputs, tmp_path, real=True)
+    for rank, n in enumerate((2, 6)):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["share"] == 0.5
+        for name in ("plain", "warm", "cut", "stops", "late"):
+            for ours, alone in zip(found[name], result["sampled"][name][:n], strict=True):
+                assert (ours["token_ids"], ours["finish_reason"]) == (alone["token_ids"], alone["finish_reason"])
+                assert ours["log_probs"] == pytest.approx(alone["log_probs"], abs=1e-4)
+        assert found["entering"] == tokens(result["sampled"]["plain"])[: n - 1], "the last is cancelled"
+
+
 @pytest.fixture(scope="module")
 def train(inputs, tmp_path_factory, launch):
     """``train(ranks, options)`` runs two steps in an episode, and returns the folder of the model."""
@@ -256,6 +269,7 @@ def greedy_answer(model, tokenizer, prompt):
         (2, "--eval_steps 2 --zero_stage 3", AutoModelForCausalLM),
         (0, "--eval_steps 2 --zero_stage 2 --lora_rank 4", AutoPeftModelForCausalLM),
         (2, "--eval_steps 2 --zero_stage 3 --lora_rank 4", AutoPeftModelForCausalLM),
+        (2, "--eval_steps 1 --zero_stage 3 --vllm_tensor_parallel_size 2", AutoModelForCausalLM),
     ],
 )
 def test_samples_are_the_actors_and_the_last_evaluation_is_of_what_is_saved(inputs, train, ranks, options, saved):

@@ -203,7 +203,8 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     training = max(_training(sizes[role], models[role], loras[role], *work) for role in trained)
     actor, whole, options, s = sizes["actor"], models["actor"].gathered, config.generation, machine.element
     if options.rollout_engine == "vllm":
-        generation = max(int(options.vllm_gpu_memory_utilization * machine.memory), s * actor.n_parameters)
+        copy = s * actor.n_parameters // options.vllm_tensor_parallel_size
+        generation = max(int(options.vllm_gpu_memory_utilization * machine.memory), copy)
     else:  # the engine's cache, and reading prompts or sampling
         free = 2**62 if machine.on_cpu else max(0, machine.room - resident)
         gathered = whole if whole <= free // 2 else machine.live(whole)  # then ranks decode in lockstep

@@ -23,13 +23,15 @@ def make_driver(chat_tokenizer: Any) -> Iterator[MakeDriver]:
     """A driver of an engine that answers with ``answer``; ``step`` is called at each of its steps."""
     made: list[EngineDriver] = []
 
-    def make(answer: str = "yes", step: Callable[[], None] = lambda: None, **more: Any) -> EngineDriver:
+    def make(answer: str = "yes", step: Callable[[], None] = lambda: None, any_rank: Any = None) -> EngineDriver:
         class Engine(ScriptedEngine):
             def step(self) -> None:
                 step()
                 super().step()
 
-        made.append(EngineDriver(Engine(chat_tokenizer, lambda prompt: answer), **more))
+        engine = Engine(chat_tokenizer, lambda prompt: answer)
+        engine.any_rank = any_rank
+        made.append(EngineDriver(engine))
         return made[-1]
 
     yield make
@@ -258,7 +260,8 @@ def test_a_signal_cancels_the_work_which_may_clean_up(make_driver):
             await asyncio.sleep(0.05)
             ended.append("cleaned up")
 
-    made = make_driver("yes", stop=Signal())
+    made = make_driver("yes")
+    made.stop = Signal()
     with pytest.raises(Interrupted, match="SIGTERM"):
         made.drive(work())
     assert ended == ["cleaned up"]

@@ -106,6 +106,18 @@ def test_a_cache_that_cannot_be_written_is_an_error_with_remedy(tokenizer, rende
         load("prompts", [{"input": "a"}], tokenizer, dataset_num_proc=2)
 
 
+def test_the_cache_of_a_run_that_was_quicker_is_used(tokenizer, renderings, monkeypatch):
+    rename = os.rename
+
+    def too_late(source, target):
+        rename(source, target)
+        raise OSError("Directory not empty")
+
+    monkeypatch.setattr(os, "rename", too_late)
+    [prompt] = load("prompts", [{"input": "a"}], tokenizer, dataset_num_proc=2)
+    assert prompt == load("prompts", [{"input": "a"}], tokenizer)[0]
+
+
 class InTurn(SingleProcess):
     """A rank of two that runs alone; what it does is noted when it meets the other."""
 

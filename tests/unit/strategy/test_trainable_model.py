@@ -21,6 +21,11 @@ from openppo.strategy.ema import ParameterAverage, average_device
 from openppo.strategy.trainable_model import adapters_merged
 
 
+def test_options_made_in_python_are_checked():
+    with pytest.raises(ValueError, match="--overlap_comm must be auto, on or off, got False"):
+        DeepspeedStrategy(DeepSpeedConfig(overlap_comm=False))  # type: ignore[arg-type]
+
+
 def trained_for(steps: int, stage: int, bf16: bool, offloads: bool) -> list[torch.Tensor]:
     """Weights after so many steps; with ``offloads``, moments were on the host between them."""
     strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage, bf16=bf16))

@@ -1,0 +1,91 @@
+"""What ranks that share one vLLM submit and cancel."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from openppo.types import SamplingParams
+
+
+class VLLMRequest(NamedTuple):
+    """One of any rank that shares a vLLM."""
+
+    name: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+
+
+class VLLMRequests:
+    """Requests of ``n_ranks`` ranks with following numbers, which share the vLLM that has started last.
+
+    The vLLM of each must get the same requests in the same order, so what is new or cancelled is exchanged before each
+    step. ``own`` are the numbers of this rank's that have not ended, by name; ``under_way`` has all those in vLLM.
+    """
+
+    def __init__(self, n_ranks: int) -> None:
+        from vllm.distributed import get_tp_group
+
+        self.n_ranks, self._group = n_ranks, get_tp_group().cpu_group
+        self._place = dist.get_rank() % n_ranks
+        self.own: dict[str, int] = {}
+        self.under_way: dict[str, SamplingParams] = {}
+        self._new: list[VLLMRequest] = []
+        self._cancelled: list[str] = []
+
+    def submit(self, number: int, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> None:
+        """For the next exchange."""
+        request = VLLMRequest(self._name(number), list(prompt_ids), params, seed)
+        self._new.append(request)
+        self.own[request.name] = number
+
+    def cancel(self, number: int) -> None:
+        """At the next exchange; nothing happens if it has ended."""
+        if self.own.pop(self._name(number), None) is not None:
+            self._cancelled.append(self._name(number))
+
+    def exchange(self) -> Iterator[tuple[list[VLLMRequest], list[str]]]:
+        """What is new, and the names of what is cancelled, rank by rank."""
+        given, self._new, self._cancelled = (self._new, self._cancelled), [], []
+        everyones: list[Any] = [given] * self.n_ranks
+        if self.n_ranks > 1:
+            dist.all_gather_object(everyones, given, group=self._group)
+        for new, cancelled in everyones:
+            self.under_way |= {request.name: request.params for request in new}
+            yield new, [name for name in cancelled if self.under_way.pop(name, None) is not None]
+
+    def any_rank(self, flag: bool) -> bool:
+        """True on all of them if ``flag`` is on one."""
+        result = torch.tensor(int(flag))
+        dist.all_reduce(result, dist.ReduceOp.MAX, group=self._group)
+        return bool(result)
+
+    def clear(self) -> None:
+        """Forget all, on all of them together."""
+        for requests in (self.own, self.under_way, self._new, self._cancelled):
+            requests.clear()
+
+    def _name(self, number: int) -> str:
+        return f"{self._place}/{number}"
+
+
+def vllm_params(params: SamplingParams, seed: int, eos_token_ids: Sequence[int]) -> Any:
+    """vLLM's ``SamplingParams`` for ours."""
+    from vllm import SamplingParams as VLLMParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMParams(
+        max_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or 0,  # 0: all tokens
+        seed=seed,
+        logprobs=0,  # of the sampled token
+        stop_token_ids=sorted({*eos_token_ids, *params.stop_token_ids}),
+        min_tokens=params.min_new_tokens,
+        ignore_eos=True,  # vLLM's own, of which it knows one
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE if params.stop else RequestOutputKind.FINAL_ONLY,
+    )
