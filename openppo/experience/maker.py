@@ -32,7 +32,8 @@ from openppo.experience.token_rewards import (
     overlong_mask,
     shape_scores,
 )
-from openppo.models.padding import Deal, MicroBatchSize, equal_batches, on_device, pad_right, split_overhead
+from openppo.models.batching import Deal, MicroBatchSize, equal_batches, split_overhead
+from openppo.models.padding import on_device, pad_right
 from openppo.rollout.rollout import Rollout, by_episode, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.tracking.phase import timed
@@ -178,7 +179,8 @@ class ExperienceMaker:
         rows = deal.out([torch.tensor([t.token_ids, t.action_mask], dtype=torch.int32) for t in trajectories])
         made, lengths = rows[:], [row.shape[1] for row in rows]
         with self.hooks.uncompiled():
-            batches = equal_batches(lengths, forward_size(self.config), self.comm)
+            sharing = [row[0].tolist() for row in rows] if self.config.ppo.share_prompts == "auto" else []
+            batches = equal_batches(lengths, forward_size(self.config), self.comm, sharing)
             for chosen in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
                 outputs = self._forward([rows[i] for i in chosen], old_log_probs, values)
                 stacked = torch.stack([*outputs.values()]).float()  # (N, B, L)

@@ -9,6 +9,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from openppo.models.tree_attention import tree_attention
+
 HAS_LENGTHS = torch.__version__ >= "2.13"
 """Whether torch has ``varlen_attn`` with windows and shared keys."""
 if HAS_LENGTHS:
@@ -26,6 +28,10 @@ _LONGEST_WITH_AMX = 512
 """There SDPA in bfloat16 is as fast for longer ones."""
 _SCORES = 1 << 20
 """Scores at a time, about: 4 MiB in float32."""
+
+
+PREFIX_TREE = "prefix_tree"
+"""Keyword for the tree of a row's tokens: on CPUs its nodes, by lengths the places of keys that each node sees."""
 
 
 class LengthsError(ValueError):
@@ -56,6 +62,11 @@ def _attend_on_cpu(
     """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
     decodes, scale = query.shape[2] == 1, options.get("scaling") or query.shape[-1] ** -0.5
     is_plain = not _extras(options)
+    if (nodes := options.get(PREFIX_TREE)) is not None:
+        if not is_plain or options.get("sliding_window") or not _is_causal(module, options):
+            raise LengthsError(f"{type(module).__name__} asks for more than plain causal attention")
+        n = query.shape[1] // key.shape[1]
+        return tree_attention(query, repeat_kv(key, n), repeat_kv(value, n), nodes, scale)[0].transpose(1, 2), None
     of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
     if decodes and query.dtype is torch.float32 and is_plain and of_columns:
         return _attend_once(query, key, value, attention_mask, scale), None
@@ -242,6 +253,8 @@ def _attend_by_lengths(
         )
     window = (options.get("sliding_window") or 0) - 1  # keys before a query's own
     queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (T, H, D), (T, G, D) twice
+    if (places := options.get(PREFIX_TREE)) is not None:
+        keys, values = keys[places], values[places]
     shared: dict[str, Any] = {"window_size": (window, 0), "enable_gqa": keys.shape[1] != queries.shape[1]}
     if (
         n_keys is not None
