@@ -138,7 +138,9 @@ def same_numbers(summaries: Sequence[Summary]) -> list[str]:
         if name.startswith("same_")
     }
     said = ", ".join(f"{name} {gap:.1e}" for name, gap in sorted(gaps.items()))
-    return [f"OpenPPO and separate rows differ by: {said} (relative above 1; of the first measured step).", ""] if gaps else []
+    return (
+        [f"OpenPPO and separate rows, first measured step, differ by: {said} (relative above 1).", ""] if gaps else []
+    )
 
 
 def decode_table(decoded: Mapping[str, Sequence[Summary]]) -> list[str]:

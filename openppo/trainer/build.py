@@ -34,7 +34,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.components import PPOComponents
+from openppo.trainer.components import PPOComponents, sharing
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import (
     PPOData,
@@ -86,8 +86,7 @@ def build_ppo_trainer(
     critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
     actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, own, actor)
-    if not all(model.module.shares_prompts for model in (actor, critic) if model is not None):
-        config = replace(config, ppo=replace(config.ppo, share_prompts="off"))
+    config = sharing(config, actor, critic)
     traced, peaks = StepProfiler(run.save_path, config.tracking, comm.rank).phase, estimate.peaks if estimate else None
     hooks = Hooks(PhaseTimer(traced, peaks), SignalStop(comm), strategy.uncompiled, data.source_names)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
@@ -282,8 +281,7 @@ def _prepared(
         model = strategy.prepare(module, config.adam, rate, n_steps)
     with strategy.uncompiled():
         pack_where_exact(module, model, strategy.device, role)
-        has_groups = config.ppo.n_samples_per_prompt > 1 or config.agents.form or config.orchestrator.tasks
-        if config.ppo.share_prompts == "auto" and has_groups:
+        if config.ppo.share_prompts == "auto":
             share_where_exact(module, model, strategy.device, role)
     return model
 

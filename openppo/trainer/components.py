@@ -1,11 +1,12 @@
 """What a PPO trainer is put together from, and how far it has come."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from openppo.config import TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
@@ -73,3 +74,9 @@ class PPOComponents:
         """Write the actor as a Hugging Face folder, on all ranks together."""
         with self.weights_to_save():
             self.strategy.save_pretrained(self.actor.module.model, folder, self.tokenizer)
+
+
+def sharing(config: TrainPPOConfig, *trained: TrainableModel | None) -> TrainPPOConfig:
+    """With ``--share_prompts off`` if a trained model cannot share them: then batches have little padding instead."""
+    share = all(model.module.shares_prompts for model in trained if model is not None)
+    return config if share else replace(config, ppo=replace(config.ppo, share_prompts="off"))
