@@ -127,6 +127,9 @@ FLOAT32 = [
     *(Case(task, stage, micro) for task in SUPERVISED for stage in STAGES for micro in (1, 3)),
     *(Case(task, stage, micro, 3) for task in GROUPS for stage in STAGES for micro in (3, EVERYTHING)),
     *(Case(task, stage, 4, 4, LORA) for task in GROUPS for stage in (2, 3)),
+    *(Case(task, 2, 4, 4, more) for task in GROUPS for more in ("--gradient_checkpointing", "--offload_idle")),
+    *(Case(task, 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70") for task in GROUPS),
+    *[Case("groups", 0, 4, 4, "--compile")] * CAN_COMPILE,
     *(Case("uneven", stage, 3, 3, more) for stage in STAGES for more in ("", LORA)),
     *(Case("uneven", 3, 3, 3, more, lockstep=True) for more in ("", LORA)),
     *(Case(task, stage, 3, 3) for task in ("function", "verified", "dynamic") for stage in (0, 3)),
@@ -171,6 +174,8 @@ EVERY_RUN = {
     (2, Case("samples", 3, 3, 2)),
     *((n, Case(task, stage, 3, 3)) for n, task, stage in ((1, "groups", 0), (2, "groups", 3), (2, "groups_gae", 2))),
     (2, Case("groups", 2, 4, 4, LORA)),
+    (2, Case("groups", 2, 4, 4, "--gradient_checkpointing")),
+    (1, Case("groups", 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70")),
     *((2, Case(task, stage, 3, 4)) for stage, task in zip((3, 2, 3, 2), ("grpo", "gspo", "remax", "ema"), strict=True)),
     *((2, Case(task, stage, micro)) for task, stage, micro in (("sft", 3, 3), ("rm", 2, 1))),
     # Stages where all ranks but one have nothing, adapters and bfloat16, on four ranks.
