@@ -101,7 +101,7 @@ values    13 2 ppo --train_batch_size 14 --value_pretrain_steps 1 --lambd_critic
                    --loss_agg sequence_mean
 groups     5 2 ppo --train_batch_size 14 --n_samples_per_prompt 4 --advantage_estimator group_norm --max_epochs 2
                    --use_kl_loss --kl_estimator k3 --prompt_data {folder}/long.jsonl
-groups_gae 5 1 ppo --train_batch_size 12 --n_samples_per_prompt 4 --prompt_data {folder}/long.jsonl
+groups_gae 5 1 ppo --train_batch_size 14 --n_samples_per_prompt 4 --prompt_data {folder}/long.jsonl
 ema       13 1 ppo --train_batch_size 6 --rollout_batch_size 12 --enable_ema --ema_beta 0.5
 sft       13 2 sft --train_batch_size 14 --pretrain {tiny}/actor --dataset {tiny}/sft.jsonl
                    --eval_dataset {tiny}/sft.jsonl
