@@ -64,7 +64,7 @@ def group_options(arguments: Any, folder: Path) -> dict[str, Any]:
     """Options of a workload with groups, whose files are written to ``folder``."""
     prompts = "".join(json.dumps({"input": text}) + "\n" for text in turns.group_prompts(arguments.workload))
     (folder / "prompts.jsonl").write_text(prompts, encoding="utf-8")
-    (folder / "reward.py").write_text("def reward_fn(response):\n    return float(len(set(response)) % 7)\n")
+    (folder / "reward.py").write_text("def reward_fn(response):\n    return float(len(response) % 7)\n")
     return {
         "pretrain": str(arguments.assets / "w1" / "policy"),
         "reward_fn": str(folder / "reward.py"),

@@ -74,7 +74,7 @@ def load(arguments: Any, clock: turns.Turns) -> Any:
             folder, dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16
         ),
         args=config,
-        reward_funcs=lambda completions, **_: [float(len(set(text)) % 7) for text in completions],
+        reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
         train_dataset=Dataset.from_dict({"prompt": turns.group_prompts(arguments.workload)}),
         callbacks=[InTurns()],
