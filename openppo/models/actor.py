@@ -53,8 +53,8 @@ class Actor(nn.Module):
         if not self.ends_in_head:
             logger.info("%s: logits are held whole, as they are not simply a linear head's", type(model).__name__)
         self.packs_rows = self.shares_prompts = False
-        """Whether the rows of a batch go through the model as one, without padding: see ``pack_where_exact``; and what
-        they begin with once: see ``share_where_exact``."""
+        """Whether the rows of a batch go through the model as one, without padding (see ``pack_where_exact``), and
+        whether what several begin with is in it once (see ``share_where_exact``)."""
 
     def forward(
         self,

@@ -16,6 +16,7 @@ HAS_LENGTHS = torch.__version__ >= "2.13"
 if HAS_LENGTHS:
     from torch.nn.attention.varlen import varlen_attn
 
+ON_CPU = "openppo_cpu"
 BY_LENGTHS = "openppo_lengths"
 """Name of the attention that computes nothing of padding: of documents in one row, and of rows that are decoded."""
 _WIDEST = 192
@@ -47,7 +48,7 @@ def use_fast_attention(model: PreTrainedModel) -> None:
     """Replace SDPA in a model on CPUs, and on GPUs by what its dtype, the GPU and torch allow."""
     if model.config._attn_implementation != "sdpa":
         return
-    name = "openppo_cpu"
+    name = ON_CPU
     if torch.cuda.is_available():
         name = "openppo_cuda"
         if model.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability() >= (8, 0):
@@ -266,7 +267,7 @@ def _attend_by_lengths(
 
 
 for _name, _attend in {
-    "openppo_cpu": _attend_on_cpu,
+    ON_CPU: _attend_on_cpu,
     "openppo_cuda": _attend_on_gpu,
     BY_LENGTHS: _attend_by_lengths,
 }.items():

@@ -13,7 +13,7 @@ from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.pretrained import context_length
 
 _ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
-_LEAK, _NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
+_LEAK, NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
 
 
 def pad_right(rows: Sequence[Sequence[int] | Tensor], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def pack_where_exact(module: Any, forward: Callable[[Tensor, Tensor], Tensor], d
     module.packs_rows = is_exact(f"samples of the {name} are padded", beside)
 
 
-def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor]) -> bool:
+def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor], noise: float = NOISE) -> bool:
     """Whether outputs of a row are the same ``beside`` two others, and without others up to rounding; logs if not."""
     try:
         alone, one, another = beside([]), beside([0, 1, 2]), beside([3, 1, 0])
@@ -125,7 +125,7 @@ def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor]) -> bool:
         logger.warning("%s: the model cannot read one row of them (%s)", otherwise, error)
         return False
     leak, shift = float((one - another).abs().max()), float((one - alone).abs().max() / alone.abs().max().clamp(min=1))
-    if leak <= _LEAK and shift <= _NOISE:
+    if leak <= _LEAK and shift <= noise:
         return True
     said = "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g"
     logger.warning(said, otherwise, leak, shift)

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from openppo.models.attention import BY_LENGTHS, PREFIX_TREE, finished_mask
+from openppo import logger
+from openppo.models.attention import BY_LENGTHS, ON_CPU, PREFIX_TREE, finished_mask
 from openppo.models.batching import LEAST_SHARED, pays, shared_order
-from openppo.models.padding import device_of, is_exact, on_device, pack_rows, rounded_width
+from openppo.models.padding import NOISE, device_of, is_exact, on_device, pack_rows, rounded_width
+
+_NOISE_IN_FLOAT32 = 1e-3
 
 
 class PrefixTree(NamedTuple):
@@ -91,9 +94,9 @@ def _inputs(tree: PrefixTree, sequences: Tensor, model: Any) -> dict[str, Any]:
     given = {"input_ids": ids, "position_ids": positions, "attention_mask": finished_mask(device)}
     if model.config._attn_implementation != BY_LENGTHS:
         return {name: on_device(value, device) for name, value in given.items()} | {PREFIX_TREE: tree.nodes}
-    paths: list[Tensor] = []  # of each node: the tokens that its own see
-    for first, end, _ in tree.nodes.tolist():
-        above = [torch.arange(a, b) for a, b, stop in tree.nodes.tolist() if b <= first < stop]
+    spans, paths = tree.nodes.tolist(), list[Tensor]()  # of each node: the tokens that its own see
+    for first, end, _ in spans:
+        above = [torch.arange(a, b) for a, b, stop in spans if b <= first < stop]
         paths.append(torch.cat([*above, torch.arange(first, end)]))
     n_keys, n_queries = torch.tensor([len(path) for path in paths]), tree.nodes[:, 1] - tree.nodes[:, 0]
     given |= {"cu_seq_lens_q": _starts(n_queries), "cu_seq_lens_k": _starts(n_keys), PREFIX_TREE: torch.cat(paths)}
@@ -113,6 +116,13 @@ def share_where_exact(
 
     ``forward`` is the module or the engine around it, called by all ranks together.
     """
+    otherwise, attention = (
+        f"prompts of the {name} are computed for each response",
+        module.model.config._attn_implementation,
+    )
+    if attention not in (ON_CPU, BY_LENGTHS):
+        logger.info("%s: its attention is %s", otherwise, attention)
+        return
     common = [1 + i % 3 for i in range(3 * LEAST_SHARED)]
 
     def beside(last: list[int]) -> Tensor:
@@ -120,4 +130,5 @@ def share_where_exact(
         sequences = torch.tensor([[*common, 2, 0, 1], [*common, *(last or [3, 3, 0])]])
         return forward(sequences.to(device), torch.ones_like(sequences, dtype=torch.bool).to(device))[0]
 
-    module.shares_prompts = is_exact(f"prompts of the {name} are computed for each response", beside)
+    is_half = module.model.dtype.itemsize < 4
+    module.shares_prompts = is_exact(otherwise, beside, NOISE if is_half else _NOISE_IN_FLOAT32)

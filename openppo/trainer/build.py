@@ -34,7 +34,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.components import PPOComponents, sharing
+from openppo.trainer.components import PPOComponents, has_groups, sharing
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import (
     PPOData,
@@ -281,7 +281,7 @@ def _prepared(
         model = strategy.prepare(module, config.adam, rate, n_steps)
     with strategy.uncompiled():
         pack_where_exact(module, model, strategy.device, role)
-        if config.ppo.share_prompts == "auto":
+        if has_groups(config):
             share_where_exact(module, model, strategy.device, role)
     return model
 

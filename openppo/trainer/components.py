@@ -76,6 +76,12 @@ class PPOComponents:
             self.strategy.save_pretrained(self.actor.module.model, folder, self.tokenizer)
 
 
+def has_groups(config: TrainPPOConfig) -> bool:
+    """Whether samples may begin alike, and may share that."""
+    several = config.ppo.n_samples_per_prompt > 1 or config.agents.form or config.orchestrator.tasks
+    return config.ppo.share_prompts == "auto" and bool(several)
+
+
 def sharing(config: TrainPPOConfig, *trained: TrainableModel | None) -> TrainPPOConfig:
     """With ``--share_prompts off`` if a trained model cannot share them: then batches have little padding instead."""
     share = all(model.module.shares_prompts for model in trained if model is not None)

@@ -234,6 +234,21 @@ def test_a_model_that_loses_the_tree_on_its_way_reads_separate_rows(monkeypatch,
     assert PREFIX_TREE != "lost"
 
 
+def test_a_model_that_counts_positions_itself_reads_separate_rows(monkeypatch):
+    actor = Actor(model_of(SHARING["gpt2"]))
+    forward = actor.model.forward
+    monkeypatch.setattr(actor.model, "forward", lambda *args, position_ids=None, **more: forward(*args, **more))
+    share_where_exact(actor, actor, CPU, "actor")
+    assert not actor.shares_prompts
+
+
+def test_other_attention_is_not_tried(caplog):
+    actor = Actor(model_of(SHARING["llama"], implementation="eager"))
+    with caplog.at_level(logging.INFO, "openppo"):
+        share_where_exact(actor, actor, CPU, "actor")
+    assert not actor.shares_prompts and "its attention is eager" in caplog.text
+
+
 def test_rows_that_share_little_are_not_shared():
     actor = Actor(model_of(SHARING["llama"]))
     actor.shares_prompts = True
