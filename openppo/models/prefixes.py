@@ -116,11 +116,8 @@ def share_where_exact(
 
     ``forward`` is the module or the engine around it, called by all ranks together.
     """
-    otherwise, attention = (
-        f"prompts of the {name} are computed for each response",
-        module.model.config._attn_implementation,
-    )
-    if attention not in (ON_CPU, BY_LENGTHS):
+    otherwise = f"prompts of the {name} are computed for each response"
+    if (attention := module.model.config._attn_implementation) not in (ON_CPU, BY_LENGTHS):
         logger.info("%s: its attention is %s", otherwise, attention)
         return
     common = [1 + i % 3 for i in range(3 * LEAST_SHARED)]

@@ -181,7 +181,7 @@ def test_log_probs_entropy_and_gradient_are_those_of_separate_rows(name):
 @pytest.mark.parametrize("name", SEPARATE)
 def test_other_attention_reads_separate_rows_and_says_so(name, caplog):
     actor = Actor(model_of(SEPARATE[name]))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO, "openppo"):
         share_where_exact(actor, actor, CPU, "actor")
     assert not actor.shares_prompts
     assert caplog.text.count("prompts of the actor are computed for each response") == 1
