@@ -64,7 +64,8 @@ def _attend_on_cpu(
     decodes, scale = query.shape[2] == 1, options.get("scaling") or query.shape[-1] ** -0.5
     is_plain = not _extras(options)
     if (nodes := options.get(PREFIX_TREE)) is not None:
-        if not is_plain or options.get("sliding_window") or not _is_causal(module, options):
+        plain_heads = query.shape[-1] == key.shape[-1] == value.shape[-1]
+        if not (is_plain and plain_heads and _is_causal(module, options)) or options.get("sliding_window"):
             raise LengthsError(f"{type(module).__name__} asks for more than plain causal attention")
         n = query.shape[1] // key.shape[1]
         return tree_attention(query, repeat_kv(key, n), repeat_kv(value, n), nodes, scale)[0].transpose(1, 2), None

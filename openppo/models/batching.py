@@ -32,19 +32,26 @@ class MicroBatchSize:
         """Rows of ``length`` tokens in one forward; at least one."""
         return self.rows if self.tokens is None else max(1, self.tokens // max(1, length))
 
+    def overhead_of(self, lengths: Sequence[int]) -> float:
+        """Of a micro-batch of rows of these lengths, in tokens."""
+        rows = min(self.rows, len(lengths)) * max(lengths, default=0)
+        return self.overhead * (rows if self.tokens is None else self.tokens)
+
     def cut(self, lengths: Sequence[int], cost: Callable[[int, int], int]) -> list[tuple[int, int]]:
         """Of all ways to cut rows of these lengths, in their order, the one of least cost and overhead.
 
-        ``cost`` is the tokens of a forward of the rows from one index to before another.
+        ``cost`` is the tokens that a forward of the rows from one index to before another computes. Limits count the
+        rows' own tokens where these are more: memory for logits and keys follows them.
         """
-        n, longest = len(lengths), max(lengths, default=0)
-        overhead = self.overhead * (min(self.rows, n) * longest if self.tokens is None else self.tokens)
+        n, overhead = len(lengths), self.overhead_of(lengths)
+        before = [*accumulate(lengths, initial=0)]
         least, ends = [0.0] * (n + 1), [n] * (n + 1)  # for rows i to n: the cost, and where the first forward ends
         for first in reversed(range(n)):
             least[first] = math.inf
             for end in range(first + 1, n + 1):
                 tokens = cost(first, end)
-                if end > first + 1 and (end - first > self.rows if self.tokens is None else tokens > self.tokens):
+                most = max(tokens, before[end] - before[first])
+                if end > first + 1 and (end - first > self.rows if self.tokens is None else most > self.tokens):
                     break
                 if tokens + least[end] <= least[first]:
                     least[first], ends[first] = tokens + least[end], end
@@ -74,9 +81,9 @@ def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int
 def equal_batches(
     lengths: Sequence[int], size: MicroBatchSize, comm: Comm, rows: Sequence[list[int]] = ()
 ) -> list[list[int]]:
-    """Indexes of rows in ``micro_batches``, the longest first; rows of length 0 are in none.
+    """Indexes of rows in ``micro_batches``; rows of length 0 are in none.
 
-    With ``rows`` those that begin alike are together where it pays. As many batches as the rank with the most has, as
+    With ``rows`` those that begin alike are together where it pays; else the longest come first. As many batches as the rank with the most has, as
     partitioned weights demand: the last may be empty. Collective.
     """
     real = [i for i in range(len(lengths)) if lengths[i] > 0]
@@ -139,7 +146,7 @@ class Deal:
 LEAST_SHARED = 16
 """Tokens of a beginning that is worth a node of its own: attention runs once more for each."""
 _WORTH_SHARING = 1.1
-"""Tokens of rows over those computed where beginnings are shared: below, what attention costs more may not pay."""
+"""Tokens computed otherwise over those with beginnings shared: below, what attention costs more may not pay."""
 
 
 def shared_order(rows: Sequence[list[int]]) -> tuple[list[int], list[int]]:
@@ -157,48 +164,61 @@ def shared_order(rows: Sequence[list[int]]) -> tuple[list[int], list[int]]:
     return order, shared
 
 
-def shared_batches(rows: Sequence[list[int]], size: MicroBatchSize) -> list[list[int]]:
-    """Indexes of rows in micro-batches whose rows begin alike where they can; limits count what is computed."""
-    order, shared = shared_order(rows)
-    lengths = [len(rows[i]) for i in order]
-    new = [*accumulate((length - common for length, common in zip(lengths, shared, strict=True)), initial=0)]
-    cuts = size.cut(lengths, lambda first, end: new[end] - new[first] + shared[first])
-    return [order[slice(*cut)] for cut in cuts]
-
-
-def pays(rows: Sequence[list[int]], n_computed: int) -> bool:
-    """Whether ``n_computed`` tokens are enough fewer than those of ``rows``."""
-    return n_computed * _WORTH_SHARING <= sum(map(len, rows))
+def pays(n_shared: int, n_otherwise: int) -> bool:
+    """Whether ``n_shared`` tokens, computed with beginnings shared, are enough fewer."""
+    return 0 < n_shared * _WORTH_SHARING <= n_otherwise
 
 
 def shared_plan(rows: Sequence[list[int]], n_shares: int, size: MicroBatchSize) -> list[list[list[int]]] | None:
     """Micro-batches of ``n_shares`` ranks whose rows begin alike; None where that saves too little.
 
-    Rows that begin alike are on one rank, unless that makes the fullest rank fuller.
+    Rows that begin alike are on one rank, unless the fullest rank has less to do otherwise.
     """
     order, shared = shared_order(rows)
-    groups: list[list[int]] = []
-    for i, common in zip(order, shared, strict=True):
-        if common == 0:
-            groups.append([])
-        groups[-1].append(i)
-    whole: list[list[int]] = [[] for _ in range(n_shares)]
-    loads = [0] * n_shares
-    tokens = [_n_computed([rows[i] for i in group]) for group in groups]
-    for number in sorted(range(len(groups)), key=tokens.__getitem__, reverse=True):  # the largest to the emptiest
-        emptiest = loads.index(min(loads))
-        whole[emptiest] += groups[number]
-        loads[emptiest] += tokens[number]
+    lengths = [len(rows[i]) for i in order]
+    new = [*accumulate((length - common for length, common in zip(lengths, shared, strict=True)), initial=0)]
+    runs = [order[start:end] for start, end in _equal_runs(new, shared, n_shares)]
     dealt = deal([len(row) for row in rows], n_shares)
 
-    def batches(shares: list[list[int]]) -> tuple[list[list[list[int]]], int]:
-        """In micro-batches, and the tokens that the fullest share computes."""
-        made = [[[share[k] for k in b] for b in shared_batches([rows[i] for i in share], size)] for share in shares]
-        return made, max(sum(_n_computed([rows[i] for i in b]) for b in share) for share in made)
+    def batches(shares: list[list[int]]) -> tuple[list[list[list[int]]], int, float]:
+        """Of each share, the most tokens of one, and the same with the overhead of as many micro-batches as one has."""
+        made = [[[share[k] for k in b] for b in _shared_batches([rows[i] for i in share], size)] for share in shares]
+        most = max(sum(_n_computed([rows[i] for i in b]) for b in share) for share in made)
+        return made, most, most + size.overhead_of(lengths) * max(map(len, made))
 
-    best, most = min((batches(shares) for shares in (whole, dealt)), key=lambda found: found[1])
-    alone = max(sum(len(rows[i]) for i in share) for share in dealt)
-    return best if most * _WORTH_SHARING <= alone else None
+    best, most, _ = min((batches(shares) for shares in (runs, dealt)), key=lambda found: found[2])
+    return best if pays(most, max(sum(len(rows[i]) for i in share) for share in dealt)) else None
+
+
+def _equal_runs(new: Sequence[int], shared: Sequence[int], n_shares: int) -> list[tuple[int, int]]:
+    """Runs of rows in the order of ``shared_order``, one for each share, of which the fullest computes least.
+
+    ``new`` are sums of the tokens that rows do not share with the one before; the first row of a run is whole.
+    """
+
+    def runs(most: int) -> list[tuple[int, int]]:
+        found, first = list[tuple[int, int]](), 0
+        for end in range(1, len(shared) + 1):
+            if end == len(shared) or new[end + 1] - new[first] + shared[first] > most:
+                found.append((first, end))
+                first = end
+        return found
+
+    low, high = 0, new[-1]  # too little for n_shares runs, and enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(runs(middle)) <= n_shares else (middle, high)
+    found = runs(high)
+    return found + [(0, 0)] * (n_shares - len(found))
+
+
+def _shared_batches(rows: Sequence[list[int]], size: MicroBatchSize) -> list[list[int]]:
+    """Indexes of rows in micro-batches whose rows begin alike where they can."""
+    order, shared = shared_order(rows)
+    lengths = [len(rows[i]) for i in order]
+    new = [*accumulate((length - common for length, common in zip(lengths, shared, strict=True)), initial=0)]
+    cuts = size.cut(lengths, lambda first, end: new[end] - new[first] + shared[first])
+    return [order[slice(*cut)] for cut in cuts]
 
 
 def _n_computed(rows: Sequence[list[int]]) -> int:

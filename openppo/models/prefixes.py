@@ -11,6 +11,7 @@ from openppo import logger
 from openppo.models.attention import BY_LENGTHS, ON_CPU, PREFIX_TREE, finished_mask
 from openppo.models.batching import LEAST_SHARED, pays, shared_order
 from openppo.models.padding import NOISE, device_of, is_exact, on_device, pack_rows, rounded_width
+from openppo.models.pretrained import layer_kinds
 
 _NOISE_IN_FLOAT32 = 1e-3
 
@@ -76,10 +77,9 @@ def row_inputs(
     With ``shares_prompts`` what rows begin with is in it once, where that pays; else there is one with ``packs_rows``.
     """
     if module.shares_prompts and position_ids is None and len(sequences) > 1:
-        lengths = attention_mask.sum(1).tolist()
-        rows = [row[:n] for row, n in zip(sequences.tolist(), lengths, strict=True)]
-        tree = prefix_tree(rows, sequences.shape[1])
-        if pays(rows, len(tree.depths)):
+        lengths = attention_mask.bool().sum(1).tolist()
+        tree = prefix_tree([row[:n] for row, n in zip(sequences.tolist(), lengths, strict=True)], sequences.shape[1])
+        if pays(len(tree.depths), sum(lengths) if module.packs_rows else sequences.numel()):
             return _inputs(tree, sequences, module.model), tree.in_row.to(sequences.device)
     return pack_rows(sequences, attention_mask, module.model, position_ids) if module.packs_rows else None
 
@@ -117,8 +117,10 @@ def share_where_exact(
     ``forward`` is the module or the engine around it, called by all ranks together.
     """
     otherwise = f"prompts of the {name} are computed for each response"
-    if (attention := module.model.config._attn_implementation) not in (ON_CPU, BY_LENGTHS):
-        logger.info("%s: its attention is %s", otherwise, attention)
+    config = module.model.config
+    kinds, attention = layer_kinds(config) - {"full_attention", "global"}, config._attn_implementation
+    if kinds or attention not in (ON_CPU, BY_LENGTHS):  # windows longer than what is tried would not be seen
+        logger.info("%s: its attention is %s", otherwise, ", ".join(sorted(kinds)) or attention)
         return
     common = [1 + i % 3 for i in range(3 * LEAST_SHARED)]
 

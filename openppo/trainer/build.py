@@ -86,7 +86,7 @@ def build_ppo_trainer(
     critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
     actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, own, actor)
-    config = sharing(config, actor, critic)
+    config = sharing(config, strategy, actor, critic, reference)
     traced, peaks = StepProfiler(run.save_path, config.tracking, comm.rank).phase, estimate.peaks if estimate else None
     hooks = Hooks(PhaseTimer(traced, peaks), SignalStop(comm), strategy.uncompiled, data.source_names)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None

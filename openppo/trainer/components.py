@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -82,7 +83,8 @@ def has_groups(config: TrainPPOConfig) -> bool:
     return config.ppo.share_prompts == "auto" and bool(several)
 
 
-def sharing(config: TrainPPOConfig, *trained: TrainableModel | None) -> TrainPPOConfig:
-    """With ``--share_prompts off`` if a trained model cannot share them: then batches have little padding instead."""
-    share = all(model.module.shares_prompts for model in trained if model is not None)
-    return config if share else replace(config, ppo=replace(config.ppo, share_prompts="off"))
+def sharing(config: TrainPPOConfig, strategy: DeepspeedStrategy, *models: Any) -> TrainPPOConfig:
+    """With ``--share_prompts off``, on all ranks, if one of the models cannot: batches have little padding then."""
+    modules = [getattr(model, "module", model) for model in models if model is not None]
+    separate = strategy.any_rank(not all(module.shares_prompts for module in modules))
+    return config if not separate else replace(config, ppo=replace(config.ppo, share_prompts="off"))
