@@ -83,8 +83,8 @@ def equal_batches(
 ) -> list[list[int]]:
     """Indexes of rows in ``micro_batches``; rows of length 0 are in none.
 
-    With ``rows`` those that begin alike are together where it pays; else the longest come first. As many batches as the rank with the most has, as
-    partitioned weights demand: the last may be empty. Collective.
+    With ``rows`` those that begin alike are together where it pays; else the longest come first. As many batches as the
+    rank with the most has, as partitioned weights demand: the last may be empty. Collective.
     """
     real = [i for i in range(len(lengths)) if lengths[i] > 0]
     plan = shared_plan([rows[i] for i in real], 1, size) if rows else None
