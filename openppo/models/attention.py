@@ -68,7 +68,8 @@ def _attend_on_cpu(
         if not (is_plain and plain_heads and _is_causal(module, options)) or options.get("sliding_window"):
             raise LengthsError(f"{type(module).__name__} asks for more than plain causal attention")
         n = query.shape[1] // key.shape[1]
-        return tree_attention(query, repeat_kv(key, n), repeat_kv(value, n), nodes, scale)[0].transpose(1, 2), None
+        inputs = query.float(), repeat_kv(key.float(), n), repeat_kv(value.float(), n)  # in bfloat16 it is slower
+        return tree_attention(*inputs, nodes, scale)[0].transpose(1, 2).to(query.dtype), None
     of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
     if decodes and query.dtype is torch.float32 and is_plain and of_columns:
         return _attend_once(query, key, value, attention_mask, scale), None

@@ -23,11 +23,11 @@ def _parts(nodes: Tensor) -> Iterator[tuple[slice, slice, bool]]:
 
 @torch.library.custom_op("openppo::tree_attention", mutates_args=())
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """``query``, ``key`` and ``value`` (1, H, T, D) to (1, H, T, D) and the log-sums of scores float32 (1, H, T).
+    """``query``, ``key``, ``value`` float32 (1, H, T, D) to (1, H, T, D) and the log-sums of scores (1, H, T).
 
     ``nodes`` are those of ``PrefixTree``; tokens outside of them see nothing and get 0.
     """
-    output = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     total = output.new_full(query.shape[:3], -torch.inf)
     for queries, keys, is_own in _parts(nodes):
         given = query[:, :, queries], key[:, :, keys], value[:, :, keys]
@@ -39,7 +39,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, sca
         kept, added = (torch.exp(x - both)[..., None] for x in (total[:, :, queries], of_part))
         output[:, :, queries].mul_(kept).add_(part * added)
         total[:, :, queries] = both
-    return output.to(query.dtype), total
+    return output, total
 
 
 @torch.library.custom_op("openppo::tree_attention_backward", mutates_args=())
@@ -47,18 +47,18 @@ def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, total: Tensor, nodes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = query, key, value
-    sums = [torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format) for x in inputs]
+    sums = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
     for queries, keys, is_own in _parts(nodes):
         given = grad[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys]
         found = _gradients(*given, output[:, :, queries], total[:, :, queries], 0.0, is_own, scale=scale)
         for into, part, places in zip(sums, found, (queries, keys, keys), strict=True):
             into[:, :, places] += part
-    return sums[0].to(query.dtype), sums[1].to(key.dtype), sums[2].to(value.dtype)
+    return sums[0], sums[1], sums[2]
 
 
 @tree_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3])
 
 
 @_backward.register_fake
