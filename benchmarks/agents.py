@@ -4,7 +4,9 @@
 
 Sessions of a coroutine agent with instantaneous tools over a small random Llama on two CPU cores. The first table has
 the share of the rollout's time in which the engine steps; the second the time that the engine takes for the prompts of
-the last turn, histories of about 1,000 tokens, with the keys and values of the turns before and without.
+the last turn, histories of about 1,000 tokens, with the keys and values of the turns before and without; the third the
+time of a forward and backward pass over groups of four sessions of which each branches once, with beginnings shared and
+in separate rows.
 """
 
 import argparse
@@ -23,11 +25,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from openppo.agents import AgentSource
 from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
+from openppo.experience import ReplayBuffer
+from openppo.experience.replay_buffer import collate
+from openppo.models import Actor
+from openppo.models.attention import use_fast_attention
+from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rollout import SamplerParts
 from openppo.rollout.sampling import decoder
 from openppo.tracking import Metrics
-from openppo.types import Completion, Prompt, SamplingParams, SingleProcess, StopCheck
+from openppo.types import Completion, Prompt, SamplingParams, SingleProcess, StopCheck, Trajectory
 
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -79,8 +86,8 @@ def timed(engine: Any) -> Timed:
     return found
 
 
-def agent(turns: int) -> Callable[..., Any]:
-    """An agent that asks so many times; its tools answer at once."""
+def agent(turns: int, branches: bool = False) -> Callable[..., Any]:
+    """An agent that asks so many times; its tools answer at once. It may try its last turn twice."""
 
     async def solve(task: Any, session: Any) -> float:
         messages = list(task.messages)
@@ -88,16 +95,20 @@ def agent(turns: int) -> Callable[..., Any]:
             answer = await session.chat(messages)
             result = f"{task['number']:03d} {turn} " + "the tool says a lot " * SAID
             messages += [answer.message, {"role": "user", "content": result[:SAID]}]
+        if branches:
+            await session.chat([*messages[:-3], {"role": "user", "content": result[:SAID].upper()}])
         return 1.0
 
     return solve
 
 
-def make_sampler(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, turns: int) -> AgentSampler:
+def make_sampler(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, turns: int, branches: bool = False
+) -> AgentSampler:
     """A sampler of its own, with an engine that never meets EOS."""
     engine = HFEngine(model, [], tokenizer.pad_token_id)
     engine.decode = decoder(tokenizer)
-    source = AgentSource(agent(turns), AgentConfig(check_rendering="off"))
+    source = AgentSource(agent(turns, branches), AgentConfig(check_rendering="off"))
     parts = SamplerParts(engine, tokenizer, [tokenizer.eos_token_id], SingleProcess(), StopCheck(), longest=4000)
     return source.make(parts)
 
@@ -120,6 +131,40 @@ def read(engine: HFEngine, prompts: Sequence[tuple[list[int], int | None]]) -> t
         engine.step()
         done |= engine.collect()
     return time.perf_counter() - began, [done[number] for number in numbers]
+
+
+def train(model: LlamaForCausalLM, trajectories: Sequence[Trajectory], rounds: int) -> list[str]:
+    """Rows of a table: passes over micro-batches of eight segments, in separate rows and with beginnings shared."""
+    use_fast_attention(model)
+    actor, seconds, tokens, gradients = Actor(model), [], [], []
+    share_where_exact(actor, actor, torch.device("cpu"), "actor")
+    assert actor.shares_prompts
+    model.get_input_embeddings().register_forward_hook(lambda _, given, __: tokens.append(given[0].numel()))
+    passes = []
+    for shares in (False, True):
+        buffer = ReplayBuffer(shares_prompts=shares)
+        buffer.append(collate(trajectories, 0))
+        [step] = buffer.mini_batches(len(trajectories), 8, epochs=1, seed=1)
+        passes.append((shares, step.micro_batches))
+    for _ in range(rounds + 1):
+        for shares, micros in passes:
+            actor.zero_grad()
+            tokens.clear()
+            actor.shares_prompts, began = shares, time.perf_counter()
+            for micro in micros:
+                actor(micro.sequences, micro.attention_mask, micro.action_mask).sum().backward()
+            seconds.append((time.perf_counter() - began, sum(tokens)))
+            gradients.append(torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None]))
+    (apart, n_apart), (together, n_together) = (
+        (statistics.median(took for took, _ in seconds[2 + i :: 2]), seconds[i][1]) for i in (0, 1)
+    )
+    gap = float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
+    return [
+        "| segments | separate rows: tokens | s | shared: tokens | s | times faster | gradients differ by |",
+        "| --- " * 7 + "|",
+        f"| {len(trajectories)} | {n_apart} | {apart:.2f} | {n_together} | {together:.2f} | {apart / together:.1f} "
+        f"| {gap:.0e} |",
+    ]
 
 
 def main() -> None:
@@ -161,6 +206,12 @@ def main() -> None:
         "| --- | --- | --- | --- |\n"
         f"| {statistics.median(without):.3f} | {statistics.median(with_reuse):.3f} | {ratio:.1f} | {verdicts[1]} |"
     )
+    branching = make_sampler(model, tokenizer, arguments.turns, branches=True)
+    prompts = [Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i}) for i in range(8)]
+    trajectories = branching.sample(prompts, SamplingParams(SAMPLED), 4, 1, 0, Metrics())
+    branching.close()
+    print("\nTraining on 8 groups of 4 sessions, of which each tries its last turn twice:\n")
+    print("\n".join(train(model.train(), trajectories, arguments.rounds)))
 
 
 if __name__ == "__main__":

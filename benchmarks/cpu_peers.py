@@ -6,7 +6,9 @@
     python benchmarks/cpu_peers.py --only openppo --workloads w1-float32 --before ../old  # this checkout and another
 
 64 prompts a batch, one response each, one optimizer step in micro-batches of 8, one process with two threads; the
-workloads are described in benchmarks/peers/workload.py. Every participant is a process of its own that has loaded
+workloads are described in benchmarks/peers/workload.py. W3 and W4 are groups without a critic beside TRL's GRPOTrainer:
+8 prompts of 256 tokens (W4: 64) with 8 responses of 64 (128) each; "kl" with a KL loss. There "separate rows" is
+OpenPPO with --share_prompts off. Every participant is a process of its own that has loaded
 everything; in turns each runs one iteration, so that all see the same machine. An iteration during which other
 processes were at work (the bounds are in benchmarks/peers/measure.py) is discarded and repeated. Shown are medians,
 ratios of a peer's median iteration to OpenPPO's, and whether they reach the targets. OpenPPO runs with its defaults,
@@ -29,9 +31,12 @@ from peers.interleave import (
     say,
     write_results,
 )
-from peers.measure import STALL_BOUND, ratio_table, speed_table
+from peers.measure import STALL_BOUND, ratio_table, same_numbers, speed_table
 
-CELLS = {"w1-float32": "W1 float32", "w1-bf16": "W1 bf16", "w2-float32": "W2 float32"}
+CELLS = {
+    **{"w1-float32": "W1 float32", "w1-bf16": "W1 bf16", "w2-float32": "W2 float32"},
+    **{f"{w}-{kind}": f"{w.upper()} {kind}" for w in ("w3", "w4") for kind in ("float32", "bf16", "float32-kl")},
+}
 PARTICIPANTS = ("openppo", "openppo-compile", "trl", "openrlhf")
 FULL, QUICK = Rounds(2, 7, 7), Rounds(1, 3, 1)
 QUICK_CELL_S = 230  # from loading on
@@ -39,6 +44,12 @@ QUICK_CELL_S = 230  # from loading on
 
 def entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
     """The participants of a cell."""
+    if cell[:2] in ("w3", "w4"):
+        micros = (8, 64) if quick else (8, 16, 32, 64)
+        trl = [Entry(f"TRL 1.12.0 (micro {n})", "trl_grpo_step.py", ("--micro", str(n)), "trl") for n in micros]
+        separate = Entry("separate rows", "openppo_step.py", ("--share_prompts", "off"))
+        groups = {"openppo": [Entry("OpenPPO", "openppo_step.py"), separate], "trl": trl}
+        return [entry for name in only for entry in groups.get(name, [])]
     openrlhf = Entry("OpenRLHF 0.6.1", "openrlhf_step.py", environment="openrlhf")
     found = {
         "openppo": [Entry("OpenPPO", "openppo_step.py")],
@@ -58,7 +69,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one warm-up and at most three iterations each")
     parser.add_argument("--only", nargs="+", choices=PARTICIPANTS, default=list(PARTICIPANTS))
     parser.add_argument("--before", type=Path, help="another checkout of OpenPPO, which takes turns with this one")
-    parser.add_argument("--workloads", nargs="+", choices=[*CELLS, "decode"], default=[*CELLS, "decode"])
+    several = {name[:2] for name in CELLS}  # w3: all of its cells
+    names = [*CELLS, "decode", *sorted(several)]
+    parser.add_argument("--workloads", nargs="+", choices=names, default=[*CELLS, "decode"])
     parser.add_argument("--environments", type=Path, default=CACHE, help="the folder given to peers/setup.sh")
     parser.add_argument("--assets", type=Path, default=CACHE / "assets", help="models and prompts, built on first use")
     parser.add_argument("--write", action="store_true", help="keep the tables in benchmarks/results")
@@ -67,12 +80,13 @@ def main() -> None:
 
     lines: list[str] = []
     versions: dict[str, dict[str, str]] = {}
-    for cell in (cell for cell in CELLS if cell in arguments.workloads):
+    for cell in (cell for cell in CELLS if {cell, cell[:2]} & set(arguments.workloads)):
         say(f"{CELLS[cell]}:")
         rounds = QUICK if arguments.quick else FULL
         deadline = time.monotonic() + (QUICK_CELL_S if arguments.quick else float("inf"))
-        workload, dtype = cell.split("-")
+        workload, dtype, *kl = cell.split("-")
         given = ["--assets", str(arguments.assets.resolve()), "--workload", workload, "--dtype", dtype]
+        given += ["--kl", "0.04"] if kl else []
         taking_part = entries(cell, arguments.only, arguments.quick)
         if arguments.before is not None:
             taking_part.append(Entry("OpenPPO before", "openppo_step.py", checkout=arguments.before.resolve()))
@@ -85,6 +99,7 @@ def main() -> None:
         versions |= used
         if summaries:
             lines += [f"## {CELLS[cell]}", "", *speed_table(summaries), "", *ratio_table(CELLS[cell], summaries), ""]
+            lines += same_numbers(summaries)
     if "decode" in arguments.workloads:
         table, used = decode.measure(arguments.assets, arguments.environments, arguments.quick)
         lines += ["## Decoding", "", *table, ""]

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 STALL_BOUND = 0.05
 """Share of an iteration in which threads waited for a CPU, or the host took one away, above which it is discarded. On a
@@ -34,6 +34,11 @@ TARGETS: dict[tuple[str, str], Target] = {
     ("W1 bf16", "OpenRLHF"): Target(2.3, 2.3),
     ("W2 float32", "TRL"): Target(3.0, 3.0),
     ("W2 float32", "OpenRLHF"): Target(2.1, 2.1),
+    **{
+        (f"W3 {kind}", "TRL"): Target(bound, bound)
+        for kind, bound in (("float32", 2.0), ("bf16", 2.0), ("float32-kl", 1.5))
+    },
+    **{(f"W4 {kind}", "TRL"): Target(1.5, 1.5) for kind in ("float32", "bf16", "float32-kl")},
 }
 MEMORY_TARGETS = {"TRL": 0.75, "OpenRLHF": 1.0}
 """Upper bounds of OpenPPO's peak over a peer's, in float32."""
@@ -48,6 +53,8 @@ class Summary:
     n_kept: int
     n_discarded: int
     peak_mb: float
+    first: Iteration = field(default_factory=dict)
+    """Its first measured iteration, which is of the same samples for each that runs OpenPPO."""
 
     @property
     def disturbed(self) -> bool:
@@ -72,7 +79,7 @@ def summarize(name: str, iterations: Sequence[Iteration], peak_mb: float) -> Sum
     kept = undisturbed(iterations)
     used = kept or iterations
     medians = {key: statistics.median(iteration[key] for iteration in used) for key in used[0]}
-    return Summary(name, medians, len(kept), len(iterations) - len(kept), peak_mb)
+    return Summary(name, medians, len(kept), len(iterations) - len(kept), peak_mb, iterations[0])
 
 
 def best(summaries: Sequence[Summary], peer: str) -> Summary | None:
@@ -119,6 +126,21 @@ def ratio_table(cell: str, summaries: Sequence[Summary]) -> list[str]:
     if memory:
         lines += ["", "| peak memory | share | target | reached |", "| --- | --- | --- | --- |", *memory]
     return lines
+
+
+def same_numbers(summaries: Sequence[Summary]) -> list[str]:
+    """How far numbers named ``same_...`` of OpenPPO are from those with separate rows, where both are there."""
+    by_name = {summary.name: summary.first for summary in summaries}
+    ours, other = by_name.get("OpenPPO", {}), by_name.get("separate rows", {})
+    gaps = {
+        name.removeprefix("same_"): abs(ours[name] - other[name]) / max(1.0, abs(other[name]))
+        for name in ours.keys() & other.keys()
+        if name.startswith("same_")
+    }
+    said = ", ".join(f"{name} {gap:.1e}" for name, gap in sorted(gaps.items()))
+    return (
+        [f"OpenPPO and separate rows, first measured step, differ by: {said} (relative above 1).", ""] if gaps else []
+    )
 
 
 def decode_table(decoded: Mapping[str, Sequence[Summary]]) -> list[str]:

@@ -5,10 +5,12 @@ Given are the batch sizes of the workload, its lengths and the dtype; ``--compil
 generation, forwards, backwards and optimizer steps.
 """
 
+import json
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import turns
@@ -58,8 +60,35 @@ def time_parts(trainer: Any) -> PartTimers:
     return timers
 
 
+def group_options(arguments: Any, folder: Path) -> dict[str, Any]:
+    """Options of a workload with groups, whose files are written to ``folder``."""
+    prompts = "".join(json.dumps({"input": text}) + "\n" for text in turns.group_prompts(arguments.workload))
+    (folder / "prompts.jsonl").write_text(prompts, encoding="utf-8")
+    (folder / "reward.py").write_text("def reward_fn(response):\n    return float(len(response) % 7)\n")
+    return {
+        "pretrain": str(arguments.assets / "w1" / "policy"),
+        "reward_fn": str(folder / "reward.py"),
+        "prompt_data": str(folder / "prompts.jsonl"),
+        "prompt_max_len": turns.PROMPT_TOKENS[arguments.workload],
+        "rollout_batch_size": turns.BATCH // turns.GROUP,
+        "n_samples_per_prompt": turns.GROUP,
+        "advantage_estimator": "group_norm",
+        "init_kl_coef": arguments.kl,
+        "use_kl_loss": arguments.kl > 0,
+        "kl_estimator": "k3" if arguments.kl > 0 else "k1",
+        "generate_max_len": turns.NEW_TOKENS[arguments.workload],
+        "train_batch_size": turns.BATCH,
+        "micro_train_batch_size": turns.MICRO_TRAIN_BATCH,
+        "bf16": arguments.dtype == "bf16",
+        "save_path": str(folder),
+        **({"share_prompts": arguments.share_prompts} if arguments.share_prompts else {}),
+    }
+
+
 def options(arguments: Any, folder: str) -> dict[str, Any]:
     """Options of train_ppo by name."""
+    if arguments.workload in turns.PROMPT_TOKENS:
+        return group_options(arguments, Path(folder))
     models = arguments.assets / arguments.workload
     return {
         "pretrain": str(models / "policy"),
@@ -84,6 +113,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="with the option --compile of train_ppo")
     parser.add_argument("--old_log_probs", default="auto", help="as of train_ppo")
     parser.add_argument("--micro_rollout_batch_size", type=int, default=8, help="as of train_ppo")
+    parser.add_argument("--share_prompts", help="as of train_ppo")
     parser.add_argument("--parts", action="store_true", help="time the engines' calls too")
     parser.add_argument("--sizes", type=int, nargs="*", default=[], help="responses of each turn; all else 64")
     arguments = parser.parse_args()
@@ -113,7 +143,13 @@ def main() -> None:
             prompts = trainer.components.data.prompts[: arguments.sizes[turn]]
         metrics = trainer.step(prompts)
         trainer.report(metrics)
-        clock.report(**phases(metrics, len(prompts)), **(timers.take() if timers else {}))
+        n_responses = len(prompts) * trainer.config.ppo.n_samples_per_prompt
+        more = timers.take() if timers else {}
+        if n_responses > len(prompts):
+            more |= {f"same_{name}": metrics[name] for name in ("reward", "policy_loss", "actor_grad_norm")}
+            parameters = trainer.components.actor.module.parameters()
+            more["same_weights"] = sum(float(parameter.detach().abs().sum()) for parameter in parameters)
+        clock.report(**phases(metrics, n_responses), **more)
     trainer.close()
 
 

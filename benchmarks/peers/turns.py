@@ -8,13 +8,15 @@ for each line on stdin, and ``peak_mb`` at the end of stdin.
 import argparse
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-NEW_TOKENS = {"w1": 128, "w2": 256}
+NEW_TOKENS = {"w1": 128, "w2": 256, "w3": 64, "w4": 128}
+PROMPT_TOKENS, GROUP = {"w3": 256, "w4": 64}, 8  # of the workloads with several responses to a prompt
 BATCH = 64
 MICRO_TRAIN_BATCH = 8
 
@@ -25,7 +27,14 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--assets", type=Path, required=True, help="the folder that workload.py wrote")
     parser.add_argument("--workload", choices=sorted(NEW_TOKENS), default="w1")
     parser.add_argument("--dtype", choices=["float32", "bf16"], default="float32")
+    parser.add_argument("--kl", type=float, default=0.0, help="coefficient of the KL loss where there are groups")
     return parser
+
+
+def group_prompts(workload: str) -> list[str]:
+    """Random prompts of a workload with groups, as text."""
+    choose = random.Random(3)
+    return [" ".join(f"w{choose.randrange(4, 4096)}" for _ in range(PROMPT_TOKENS[workload])) for _ in range(512)]
 
 
 def use_threads() -> None:

@@ -181,16 +181,19 @@ class TrainPPOConfig(TrainingConfig):
         if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
             yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
         batch, prompts, n = self.batch.train_batch_size, self.prompts_per_step, self.ppo.n_samples_per_prompt
-        flag = "--rollout_batch_size" if self.agents.n_envs is None else "--n_envs"
+        counts = []
         if self.agents.n_envs is not None and self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size:
             yield "--n_envs says how many seeds a step has, and so does --rollout_batch_size: leave one of them out."
         if prompts % ranks != 0:
-            yield f"{flag} {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
-        if prompts * n % batch != 0:
-            yield (
-                f"{flag} {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide into optimizer "
-                f"steps of --train_batch_size {batch}: make it a divisor of that number."
+            counts.append(
+                f"--rollout_batch_size {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
             )
+        if prompts * n % batch != 0:
+            counts.append(
+                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
+                f"into optimizer steps of --train_batch_size {batch}: make it a divisor of that number."
+            )
+        yield from (text.replace("--rollout_batch_size", "--n_envs") if self.agents.n_envs else text for text in counts)
         if self.agents.form is not None:
             yield from self.data.unread_by_agents()
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:

@@ -35,6 +35,8 @@ class PPOConfig(Options):
     micro_train_tokens: int | None = option(None, at_least(1))
     """Tokens of a training micro-batch on one rank, padding included, instead of --micro_train_batch_size samples
     (default on GPUs: 32768, or less by the estimate of memory)."""
+    share_prompts: Literal["auto", "off"] = "auto"
+    """Compute what several samples begin with, such as their prompt, once in each pass, where it is exact and pays."""
     n_samples_per_prompt: int = option(1, at_least(1), resume="must match")
     """Responses sampled for each prompt."""
     dynamic_sampling: bool = option(False, resume="must match")

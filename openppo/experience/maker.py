@@ -32,7 +32,8 @@ from openppo.experience.token_rewards import (
     overlong_mask,
     shape_scores,
 )
-from openppo.models.padding import Deal, MicroBatchSize, equal_batches, on_device, pad_right, split_overhead
+from openppo.models.batching import Deal, MicroBatchSize, equal_batches, split_overhead
+from openppo.models.padding import on_device, pad_right
 from openppo.rollout.rollout import Rollout, by_episode, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.tracking.phase import timed
@@ -75,10 +76,9 @@ class ExperienceMaker:
         self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
         self.weights = self.config.rewards.weights()
         self.moments, self.step_moments = RunningMoments(), RunningMoments()
-        coef, target = self.config.kl.init_kl_coef, self.config.kl.kl_target
-        self.kl_controller = FixedKLController(coef)
-        if target is not None:
-            self.kl_controller = AdaptiveKLController(coef, target, self.config.kl.kl_horizon)
+        coef, target, horizon = self.config.kl.init_kl_coef, self.config.kl.kl_target, self.config.kl.kl_horizon
+        fixed = FixedKLController(coef)
+        self.kl_controller = fixed if target is None else AdaptiveKLController(coef, target, horizon)
 
     def make(self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0) -> list[Experience]:
         """One experience per trajectory, in their order, on this maker's device (``buffer_cpu_offload``: the host).
@@ -178,7 +178,8 @@ class ExperienceMaker:
         rows = deal.out([torch.tensor([t.token_ids, t.action_mask], dtype=torch.int32) for t in trajectories])
         made, lengths = rows[:], [row.shape[1] for row in rows]
         with self.hooks.uncompiled():
-            batches = equal_batches(lengths, forward_size(self.config), self.comm)
+            ids = [row[0].tolist() for row in rows if self.config.ppo.share_prompts == "auto"]
+            batches = equal_batches(lengths, forward_size(self.config), self.comm, ids)
             for chosen in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
                 outputs = self._forward([rows[i] for i in chosen], old_log_probs, values)
                 stacked = torch.stack([*outputs.values()]).float()  # (N, B, L)

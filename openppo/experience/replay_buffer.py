@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
-from openppo.models.padding import MicroBatchSize, deal, micro_batches, pad_right, split_overhead
+from openppo.models.batching import MicroBatchSize, deal, micro_batches, shared_plan, split_overhead
+from openppo.models.padding import pad_right
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, FinishReason, SingleProcess, Trajectory
 
@@ -82,6 +83,7 @@ class ReplayBuffer:
 
     Which samples share an optimizer step does not depend on how many ranks made them. ``limit`` is the largest number
     of samples of one rank (0: none): the oldest are dropped first. With ``normalizes``, ``fill`` normalizes advantages.
+    With ``shares_prompts`` samples that begin alike are in a micro-batch where that pays.
     """
 
     comm: Comm = field(default_factory=SingleProcess)
@@ -89,6 +91,7 @@ class ReplayBuffer:
     cpu_offload: bool = True
     zero_stage: int = 0
     normalizes: bool = False
+    shares_prompts: bool = False
     items: list[Experience] = field(default_factory=list, init=False)
 
     def __len__(self) -> int:
@@ -144,10 +147,16 @@ class ReplayBuffer:
     def _share(self, step: dict[int, Experience], size: int, tokens: int | None) -> MiniBatch:
         """This rank's micro-batches of a step, whose samples come with their places among all ranks'."""
         places, lengths = list(step), [item.sequences.shape[1] for item in step.values()]
-        shares = deal(lengths, self.comm.world_size)
-        limit = MicroBatchSize(size, tokens, split_overhead(self.zero_stage))
-        plans = [micro_batches([lengths[i] for i in share], limit) for share in shares]
-        mine = [[places[shares[self.comm.rank][i]] for i in rows] for rows in plans[self.comm.rank]]
+        n_ranks, limit = self.comm.world_size, MicroBatchSize(size, tokens, split_overhead(self.zero_stage))
+        plans = None
+        if self.shares_prompts:
+            plans = shared_plan([item.sequences[0].tolist() for item in step.values()], n_ranks, limit)
+        if plans is None:
+            shares = deal(lengths, n_ranks)
+            plans = [
+                [[share[i] for i in b] for b in micro_batches([lengths[i] for i in share], limit)] for share in shares
+            ]
+        mine = [[places[i] for i in rows] for rows in plans[self.comm.rank]]
         joined = [join_rows([step[place] for place in of_micro]) for of_micro in mine]
         n_idle = max(map(len, plans)) - len(joined)
         joined += [idle_experience().to(step[places[0]].sequences.device) for _ in range(n_idle)]

@@ -15,7 +15,8 @@ from openppo import logger
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.loading import disable_dropout, load_causal_lm, load_options
 from openppo.models.log_probs import linear_log_probs, linear_logits, log_probs_and_entropy, log_probs_from_logits
-from openppo.models.padding import device_of, on_device, pack_rows, pad_width
+from openppo.models.padding import device_of, on_device, pad_width
+from openppo.models.prefixes import row_inputs
 
 
 class Actor(nn.Module):
@@ -51,8 +52,9 @@ class Actor(nn.Module):
         """Whether log-probs are computed in its head: there logits are never whole where they are many."""
         if not self.ends_in_head:
             logger.info("%s: logits are held whole, as they are not simply a linear head's", type(model).__name__)
-        self.packs_rows = False
-        """Whether the rows of a batch go through the model as one, without padding: see ``pack_where_exact``."""
+        self.packs_rows = self.shares_prompts = False
+        """Whether the rows of a batch go through the model as one, without padding (see ``pack_where_exact``), and
+        whether what several begin with is in it once (see ``share_where_exact``)."""
 
     def forward(
         self,
@@ -80,8 +82,8 @@ class Actor(nn.Module):
         temperature = self.temperature if temperature is None else temperature
         device = device_of(self.model)
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
-        if self.packs_rows:
-            inputs, in_row = pack_rows(sequences, attention_mask, self.model, position_ids)
+        if (one_row := row_inputs(self, sequences, attention_mask, position_ids)) is not None:
+            inputs, in_row = one_row
             places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch
             places = places if len(places) > 0 else places.new_full((1,), wanted.numel() - 1)
             labels, kept, dim = sequences.flatten()[places], in_row[places - 1], 0  # (K,)

@@ -97,14 +97,14 @@ class AdapterOffReference:
     """
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model, self.module = model, model.module
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the model without adapters."""
         from peft.helpers import rescale_adapter_scale
 
-        with rescale_adapter_scale(self.model.module, 0.0):
+        with rescale_adapter_scale(self.module, 0.0):
             return self.model(*args, **kwargs)
 
 

@@ -9,11 +9,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from openppo.models.tree_attention import tree_attention
+
 HAS_LENGTHS = torch.__version__ >= "2.13"
 """Whether torch has ``varlen_attn`` with windows and shared keys."""
 if HAS_LENGTHS:
     from torch.nn.attention.varlen import varlen_attn
 
+ON_CPU = "openppo_cpu"
 BY_LENGTHS = "openppo_lengths"
 """Name of the attention that computes nothing of padding: of documents in one row, and of rows that are decoded."""
 _WIDEST = 192
@@ -26,6 +29,10 @@ _LONGEST_WITH_AMX = 512
 """There SDPA in bfloat16 is as fast for longer ones."""
 _SCORES = 1 << 20
 """Scores at a time, about: 4 MiB in float32."""
+
+
+PREFIX_TREE = "prefix_tree"
+"""Keyword for the tree of a row's tokens: on CPUs its nodes, by lengths the places of keys that each node sees."""
 
 
 class LengthsError(ValueError):
@@ -41,7 +48,7 @@ def use_fast_attention(model: PreTrainedModel) -> None:
     """Replace SDPA in a model on CPUs, and on GPUs by what its dtype, the GPU and torch allow."""
     if model.config._attn_implementation != "sdpa":
         return
-    name = "openppo_cpu"
+    name = ON_CPU
     if torch.cuda.is_available():
         name = "openppo_cuda"
         if model.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability() >= (8, 0):
@@ -56,6 +63,13 @@ def _attend_on_cpu(
     """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
     decodes, scale = query.shape[2] == 1, options.get("scaling") or query.shape[-1] ** -0.5
     is_plain = not _extras(options)
+    if (nodes := options.get(PREFIX_TREE)) is not None:
+        plain_heads = query.shape[-1] == key.shape[-1] == value.shape[-1]
+        if not (is_plain and plain_heads and _is_causal(module, options)) or options.get("sliding_window"):
+            raise LengthsError(f"{type(module).__name__} asks for more than plain causal attention")
+        n = query.shape[1] // key.shape[1]
+        inputs = query.float(), repeat_kv(key.float(), n), repeat_kv(value.float(), n)  # in bfloat16 it is slower
+        return tree_attention(*inputs, nodes, scale)[0].transpose(1, 2).to(query.dtype), None
     of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
     if decodes and query.dtype is torch.float32 and is_plain and of_columns:
         return _attend_once(query, key, value, attention_mask, scale), None
@@ -242,6 +256,8 @@ def _attend_by_lengths(
         )
     window = (options.get("sliding_window") or 0) - 1  # keys before a query's own
     queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (T, H, D), (T, G, D) twice
+    if (places := options.get(PREFIX_TREE)) is not None:
+        keys, values = keys[places], values[places]
     shared: dict[str, Any] = {"window_size": (window, 0), "enable_gqa": keys.shape[1] != queries.shape[1]}
     if (
         n_keys is not None
@@ -253,7 +269,7 @@ def _attend_by_lengths(
 
 
 for _name, _attend in {
-    "openppo_cpu": _attend_on_cpu,
+    ON_CPU: _attend_on_cpu,
     "openppo_cuda": _attend_on_gpu,
     BY_LENGTHS: _attend_by_lengths,
 }.items():

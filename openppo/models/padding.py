@@ -1,8 +1,6 @@
-"""Token ids to padded tensors, padded tensors to packed rows where that is exact, and batches with little padding."""
+"""Token ids to padded tensors, and padded tensors to packed rows where that is exact."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,117 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 from openppo import logger
 from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.pretrained import context_length
-from openppo.types import Comm
 
 _ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
-_LEAK, _NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
-_WORTH_DEALING = 1.2
-"""Tokens of the fullest rank before over those after: below, small models may win less than sending rows costs.
-
-That took 0.4 to 0.6 us for each token of all ranks, measured between processes on two busy CPU cores.
-"""
-
-
-@dataclass(frozen=True)
-class MicroBatchSize:
-    """Limit of one forward: ``rows``, or as many as fit into ``tokens``, padding included.
-
-    ``overhead`` of an extra micro-batch is a fraction of a full one: a batch is split if that much padding is saved.
-    """
-
-    rows: int
-    tokens: int | None = None
-    overhead: float = 1 / 8
-
-    def rows_of(self, length: int) -> int:
-        """Rows of ``length`` tokens in one forward; at least one."""
-        return self.rows if self.tokens is None else max(1, self.tokens // max(1, length))
-
-
-def split_overhead(zero_stage: int) -> float:
-    """Overhead of an extra micro-batch. Under ZeRO-3 each pass gathers all weights, so none is split off."""
-    return 1.0 if zero_stage == 3 else MicroBatchSize.overhead
-
-
-def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int]]:
-    """Indices of sequences in batches of similar length, the longest first.
-
-    Of all ways to cut the sorted sequences, the one with the least padding and overhead; what is too long is alone.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
-    n, longest = len(order), max(lengths, default=0)
-    overhead = size.overhead * (min(size.rows, n) * longest if size.tokens is None else size.tokens)
-    least, ends = [0.0] * (n + 1), [n] * (n + 1)  # for sequences i to n: the cost, and where the first batch ends
-    for first in reversed(range(n)):
-        length = lengths[order[first]]
-        candidates = range(first + 1, min(first + size.rows_of(length), n) + 1)
-        ends[first] = min(reversed(candidates), key=lambda end: (end - first) * length + least[end])
-        least[first] = (ends[first] - first) * length + least[ends[first]] + overhead
-    batches, first = [], 0
-    while first < n:
-        batches.append(order[first : ends[first]])
-        first = ends[first]
-    return batches
-
-
-def equal_batches(lengths: Sequence[int], size: MicroBatchSize, comm: Comm) -> list[list[int]]:
-    """Indexes of rows in ``micro_batches``, the longest first; rows of length 0 are in none.
-
-    As many batches as the rank with the most has, as partitioned weights demand: the last may be empty. Collective.
-    """
-    real = [i for i in range(len(lengths)) if lengths[i] > 0]
-    batches = [[real[k] for k in batch] for batch in micro_batches([lengths[i] for i in real], size)]
-    n_batches = int(comm.all_reduce(torch.tensor(len(batches)), "max"))
-    return batches + [[] for _ in range(n_batches - len(batches))]
-
-
-def deal(lengths: Sequence[int], n_shares: int) -> list[list[int]]:
-    """Indexes of sequences in shares that differ by at most one sequence and by no more tokens than the longest has."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
-    rounds = [order[start : start + n_shares] for start in range(0, len(order), n_shares)]
-    shares: list[list[int]] = [[] for _ in range(n_shares)]
-    for i, dealt in enumerate(rounds):  # to and fro
-        for share, index in zip(shares if i % 2 == 0 else reversed(shares), dealt, strict=False):
-            share.append(index)
-    return shares
-
-
-class Deal:
-    """Rows of all ranks, dealt over the ranks by tokens where that relieves the fullest one.
-
-    ``lengths`` are those of this rank's rows. Rows are tensors (N, L), N the same for all. Collective.
-    """
-
-    def __init__(self, lengths: Sequence[int], comm: Comm) -> None:
-        of_ranks = comm.all_gather_object(list(lengths))
-        self.comm = comm
-        self.lengths = [length for of_rank in of_ranks for length in of_rank]
-        stops = accumulate(map(len, of_ranks))
-        self.own = [[*range(stop - len(of_rank), stop)] for of_rank, stop in zip(of_ranks, stops, strict=True)]
-        dealt = deal(self.lengths, comm.world_size)
-        self.shares = dealt if self._most(self.own) > _WORTH_DEALING * self._most(dealt) else self.own
-
-    def out(self, rows: list[Tensor]) -> list[Tensor]:
-        """This rank's share, for its own ``rows``."""
-        return self._moved(rows, self.own, self.shares)
-
-    def back(self, rows: list[Tensor]) -> list[Tensor]:
-        """This rank's own rows, for those of its share."""
-        return self._moved(rows, self.shares, self.own)
-
-    def _most(self, shares: list[list[int]]) -> int:
-        return max(sum(self.lengths[place] for place in share) for share in shares)
-
-    def _moved(self, rows: list[Tensor], held: list[list[int]], wanted: list[list[int]]) -> list[Tensor]:
-        """The rows at the places ``wanted`` on this rank, where each rank has those that it has ``held``."""
-        if held == wanted:
-            return rows
-        found: dict[int, Tensor] = {}
-        gathered = self.comm.all_gather_object(torch.cat(rows, -1).cpu() if rows else None)
-        for places, joined in zip(held, gathered, strict=True):
-            if joined is not None:
-                found.update(zip(places, joined.split([self.lengths[i] for i in places], -1), strict=True))
-        return [found[place] for place in wanted[self.comm.rank]]
+_LEAK, NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
 
 
 def pad_right(rows: Sequence[Sequence[int] | Tensor], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -199,7 +89,7 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
         positions = torch.tensor([[*range(len(first)), *range(len(_ROW))]], device=device)
         return model(ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)[0, len(first) + 1 :]
 
-    return _is_exact("documents are not packed", after)
+    return is_exact("documents are not packed", after)
 
 
 @torch.no_grad()
@@ -224,18 +114,18 @@ def pack_where_exact(module: Any, forward: Callable[[Tensor, Tensor], Tensor], d
         sequences, mask = pad_right([first or [0], _ROW], 0)
         return forward(sequences.to(device), mask.to(device))[1]
 
-    module.packs_rows = _is_exact(f"samples of the {name} are padded", beside)
+    module.packs_rows = is_exact(f"samples of the {name} are padded", beside)
 
 
-def _is_exact(otherwise: str, beside: Callable[[list[int]], Tensor]) -> bool:
-    """Whether the outputs of ``_ROW`` are the same ``beside`` two others, and without others up to rounding."""
+def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor], noise: float = NOISE) -> bool:
+    """Whether outputs of a row are the same ``beside`` two others, and without others up to rounding; logs if not."""
     try:
         alone, one, another = beside([]), beside([0, 1, 2]), beside([3, 1, 0])
     except (TypeError, ValueError) as error:
         logger.warning("%s: the model cannot read one row of them (%s)", otherwise, error)
         return False
     leak, shift = float((one - another).abs().max()), float((one - alone).abs().max() / alone.abs().max().clamp(min=1))
-    if leak <= _LEAK and shift <= _NOISE:
+    if leak <= _LEAK and shift <= noise:
         return True
     said = "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g"
     logger.warning(said, otherwise, leak, shift)

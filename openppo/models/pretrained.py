@@ -203,3 +203,14 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) 
         ids = getattr(source, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return sorted(token_id for token_id in found if token_id < text.vocab_size)
+
+
+def layer_kinds(config: PreTrainedConfig) -> set[str]:
+    """Kinds of a model's layers, by its config."""
+    text = config.get_text_config()
+    named = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
+    if named:
+        return set(named)
+    windows = {"sliding_window": "sliding_attention", "keep_window_size": "dynamic_mask"}
+    found = {kind for name, kind in windows.items() if getattr(text, name, None) is not None}
+    return found or {"full_attention"}

@@ -23,7 +23,8 @@ from openppo.config import LoRAConfig
 from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, whole_weights
 from openppo.models.attention import use_fast_attention
 from openppo.models.loading import disable_dropout, load_options, load_weights
-from openppo.models.padding import on_device, pack_rows, pad_width
+from openppo.models.padding import on_device, pad_width
+from openppo.models.prefixes import row_inputs
 from openppo.models.pretrained import adapter_config, base_model_of, forbid_remote_code, is_peft_folder, load_config
 
 Role = Literal["critic", "reward"]
@@ -42,8 +43,8 @@ class ScalarHeadModel(nn.Module):
         super().__init__()
         self.model: Any = model
         self.role: Role = role
-        self.packs_rows = False
-        """Whether the rows of a batch go through the model as one, without padding: see ``pack_where_exact``."""
+        self.packs_rows = self.shares_prompts = False
+        """As in ``Actor``."""
         if lora is not None and lora.lora_rank > 0:
             self.model = add_adapters(model, lora, "SEQ_CLS")
 
@@ -54,8 +55,8 @@ class ScalarHeadModel(nn.Module):
 
     def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
-        if self.packs_rows:
-            inputs, in_row = pack_rows(sequences, attention_mask, self.model)
+        if (one_row := row_inputs(self, sequences, attention_mask)) is not None:
+            inputs, in_row = one_row
             outputs = self._outputs(**inputs)[0]  # (T,)
             outputs = outputs[on_device(in_row, outputs.device)].view(sequences.shape)
         else:  # without attention mask for the reason given in Actor.forward

@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from transformers.pytorch_utils import Conv1D
 
 from openppo.models.actor import ends_in_head
+from openppo.models.pretrained import layer_kinds
 from openppo.models.scalar_head import classifier_of
 
 
@@ -84,17 +85,6 @@ def _largest(text: Any, name: str) -> int | None:
 
 # Layers of these kinds keep keys and values alone, one of each for a token and a head.
 _CACHED = {"full_attention", "sliding_attention", "chunked_attention", "dynamic_mask", "global", "local"}
-
-
-def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Kinds of a model's layers, by its config."""
-    text = config.get_text_config()
-    named = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
-    if named:
-        return set(named)
-    windows = {"sliding_window": "sliding_attention", "keep_window_size": "dynamic_mask"}
-    found = {kind for name, kind in windows.items() if getattr(text, name, None) is not None}
-    return found or {"full_attention"}
 
 
 def check_cache(config: PreTrainedConfig) -> None:

@@ -13,8 +13,9 @@ from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.datasets.templates import text_of
 from openppo.models.actor import Actor
+from openppo.models.batching import MicroBatchSize
 from openppo.models.loading import model_error_context
-from openppo.models.padding import MicroBatchSize, pack_where_exact
+from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
 from openppo.rewards.function import FunctionScorer, RewardFunction

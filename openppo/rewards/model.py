@@ -16,7 +16,8 @@ from openppo import logger
 from openppo.config import RewardConfig
 from openppo.datasets.conversation import render_conversation
 from openppo.datasets.templates import Message, encode_start, end_with_eos, text_of
-from openppo.models.padding import MicroBatchSize, equal_batches, pad_right
+from openppo.models.batching import MicroBatchSize, equal_batches
+from openppo.models.padding import pad_right
 from openppo.models.pretrained import check_token_ids, context_length
 from openppo.rewards.scoring import check_number, check_scores, name_sample, score_of_steps, span_texts, step_tokens
 from openppo.tracking import progress_bar

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from openppo import logger
-from openppo.models.size import layer_kinds
+from openppo.models.pretrained import layer_kinds
 from openppo.rollout.row_cache import RowCache
 
 COLUMNS_TOGETHER = 256

@@ -40,7 +40,7 @@ class EngineDriver:
 
     The engine's steps consume requests and cancellations from one queue and hand completions to the loop. ``drive``
     waits for requests at most ``LONGEST_WAIT`` at a time. Ranks in lockstep take equally many steps: one whose
-    coroutines all wait for tools runs along. Coroutines may outlive the work: their requests wait for the next
+    coroutines all wait for tools takes part. Coroutines may outlive the work: their requests wait for the next
     ``drive``. ``waited`` are seconds without requests in it, ``stood`` those outside of it.
     """
 

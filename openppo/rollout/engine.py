@@ -29,11 +29,11 @@ class Engine(ABC):
     Requests enter one by one with ``submit``; each ``step`` advances what is under way by one forward pass;
     ``collect`` hands out what has ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise
     ``Interrupted``. ``version`` counts the policy's global steps, and the owner of the weights sets it; requests under
-    way go on with new weights, and each token is recorded with its version. Stop strings are looked for in the text
+    way continue with new weights, and each token is recorded with its version. Stop strings are looked for in the text
     that ``decode`` makes of ids; its owner sets it. All of it takes place inside ``with_weights``.
 
     ``any_rank`` puts ranks in lockstep (None: each decodes by itself): it combines their ``busy`` before each step, and
-    a rank with nothing to do runs along.
+    a rank with nothing to do takes part in every step.
 
     ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those of which keys and values were
     kept.
@@ -119,4 +119,8 @@ class Engine(ABC):
     def _has_work(self) -> bool:
         if self.stop.requested():
             self._drop_all()
-        return self.busy if self.any_rank is None else self.any_rank(self.busy)
+        return self._anywhere(self.busy)
+
+    def _anywhere(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on a rank in lockstep with this one."""
+        return flag if self.any_rank is None else self.any_rank(flag)

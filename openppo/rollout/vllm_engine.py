@@ -34,7 +34,7 @@ def check_vllm() -> None:
 class VLLMEngine(Engine):
     """``Engine`` over a copy of the policy in vLLM.
 
-    Each rank has one, and needs no company while it decodes; or ``vllm_tensor_parallel_size`` ranks have one in pieces
+    Each rank has one and decodes alone; or ``vllm_tensor_parallel_size`` ranks have one in pieces
     and decode in lockstep.
 
     ``name`` is a folder or hub name with the config of the policy; its weights are not read. A prompt and its response
@@ -168,12 +168,12 @@ class VLLMEngine(Engine):
         [kept], before = self._llm.collective_rpc(_copy_other_tensors), self._greedy_ids()
         self._sleep(2)
         self._hand_over(weights)
-        if self._greedy_ids() == before:
+        if not self._anywhere(self._greedy_ids() != before):
             return 2
         for (module, name), copy in kept.items():
             getattr(module, name).copy_(copy)
         self._llm.reset_prefix_cache()
-        if self._greedy_ids() != before:
+        if self._anywhere(self._greedy_ids() != before):
             raise ValueError(
                 "--rollout_engine vllm: after vLLM's sleep level 2 a greedy completion differs, and restoring all but "
                 "weights does not mend it. Use --rollout_engine hf, or another release of vLLM."
@@ -184,7 +184,7 @@ class VLLMEngine(Engine):
     def _greedy_ids(self) -> list[int]:
         n_new = min(16, self.max_tokens - len(_PROBE))
         number = self.submit(_PROBE, SamplingParams(n_new, temperature=0.0), seed=0)
-        while self.busy:
+        while self._anywhere(self.busy):
             self.step()
         return self._ended.pop(number).token_ids
 

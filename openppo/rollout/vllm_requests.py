@@ -19,16 +19,18 @@ class VLLMRequest(NamedTuple):
 
 
 class VLLMRequests:
-    """Requests of ``n_ranks`` ranks with following numbers, which share the vLLM that has started last.
+    """Requests of ``n_ranks`` ranks with following numbers, which share the one vLLM of this process.
 
     The vLLM of each must get the same requests in the same order, so what is new or cancelled is exchanged before each
     step. ``own`` are the numbers of this rank's that have not ended, by name; ``under_way`` has all those in vLLM.
     """
 
     def __init__(self, n_ranks: int) -> None:
-        from vllm.distributed import get_tp_group
+        self.n_ranks, self._group = n_ranks, None
+        if n_ranks > 1:
+            from vllm.distributed import get_tp_group
 
-        self.n_ranks, self._group = n_ranks, get_tp_group().cpu_group
+            self._group = get_tp_group().cpu_group
         self._place = dist.get_rank() % n_ranks
         self.own: dict[str, int] = {}
         self.under_way: dict[str, SamplingParams] = {}

@@ -16,6 +16,7 @@ from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import model_error_context
 from openppo.models.merge_lora import to_bf16
 from openppo.models.padding import pack_where_exact
+from openppo.models.prefixes import share_where_exact
 from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
@@ -33,7 +34,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.components import PPOComponents
+from openppo.trainer.components import PPOComponents, has_groups, sharing
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import (
     PPOData,
@@ -85,6 +86,7 @@ def build_ppo_trainer(
     critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
     actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, own, actor)
+    config = sharing(config, strategy, actor, critic, reference)
     traced, peaks = StepProfiler(run.save_path, config.tracking, comm.rank).phase, estimate.peaks if estimate else None
     hooks = Hooks(PhaseTimer(traced, peaks), SignalStop(comm), strategy.uncompiled, data.source_names)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
@@ -279,6 +281,8 @@ def _prepared(
         model = strategy.prepare(module, config.adam, rate, n_steps)
     with strategy.uncompiled():
         pack_where_exact(module, model, strategy.device, role)
+        if has_groups(config):
+            share_where_exact(module, model, strategy.device, role)
     return model
 
 

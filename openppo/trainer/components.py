@@ -1,11 +1,13 @@
 """What a PPO trainer is put together from, and how far it has come."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openppo.config import TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
@@ -73,3 +75,16 @@ class PPOComponents:
         """Write the actor as a Hugging Face folder, on all ranks together."""
         with self.weights_to_save():
             self.strategy.save_pretrained(self.actor.module.model, folder, self.tokenizer)
+
+
+def has_groups(config: TrainPPOConfig) -> bool:
+    """Whether samples may begin alike, and may share that."""
+    several = config.ppo.n_samples_per_prompt > 1 or config.agents.form or config.orchestrator.tasks
+    return config.ppo.share_prompts == "auto" and bool(several)
+
+
+def sharing(config: TrainPPOConfig, strategy: DeepspeedStrategy, *models: Any) -> TrainPPOConfig:
+    """With ``--share_prompts off``, on all ranks, if one of the models cannot: batches have little padding then."""
+    modules = [getattr(model, "module", model) for model in models if model is not None]
+    separate = strategy.any_rank(not all(module.shares_prompts for module in modules))
+    return config if not separate else replace(config, ppo=replace(config.ppo, share_prompts="off"))

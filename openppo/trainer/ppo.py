@@ -36,8 +36,8 @@ class PPOTrainer:
         self.comm = components.strategy.comm
         self.state, self.maker = components.state, components.maker
         ppo, normalizes = config.ppo, self.maker.estimator.normalizes(config.advantage.normalize_advantages)
-        stage = config.deepspeed.zero_stage
-        self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, stage, normalizes)
+        how = config.deepspeed.zero_stage, normalizes, ppo.share_prompts == "auto"
+        self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, *how)
         self.update = Update(config, components)
         self.planned_steps = source.steps or self.total_steps
         self.view = StepDiagnostics(config, components, self.total_steps)

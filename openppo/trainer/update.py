@@ -13,7 +13,7 @@ from openppo import logger
 from openppo.config import RunConfig, TrainPPOConfig
 from openppo.datasets import cyclic_batches
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, mini_batches
-from openppo.models.padding import MicroBatchSize
+from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import timed

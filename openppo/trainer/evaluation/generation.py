@@ -16,7 +16,7 @@ from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.experience.token_rewards import begin_scoring
-from openppo.models.padding import MicroBatchSize
+from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
 from openppo.rewards.scoring import answer_text

@@ -125,11 +125,11 @@ def test_code_that_blocks_the_loop_is_no_progress(make_driver):
 
 
 def test_requests_of_many_coroutines_share_steps(make_driver):
-    def let_the_loop_ask() -> None:  # however busy the machine is
+    def wait_for_the_loop() -> None:  # however busy the machine is
         for _ in range(5):
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), made.loop).result()
 
-    made = make_driver("yes", let_the_loop_ask)
+    made = make_driver("yes", wait_for_the_loop)
 
     async def work() -> list[int]:
         return await asyncio.gather(*(turns(made, 3) for _ in range(20)))

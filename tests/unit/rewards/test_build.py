@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.config import RewardConfig
-from openppo.models.padding import MicroBatchSize
+from openppo.models.batching import MicroBatchSize
 from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, VerifiableScorer
 from openppo.rewards import build as module
 from openppo.rewards.build import ScorerSetup

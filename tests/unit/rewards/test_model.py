@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from openppo.config import RowsConfig
 from openppo.datasets.templates import encode_start, render_prompt
 from openppo.datasets.turns import render_response
-from openppo.models.padding import MicroBatchSize
+from openppo.models.batching import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
 from openppo.rewards.model import RewardModelText, policy_tokens

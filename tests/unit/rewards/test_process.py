@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openppo.config import ProcessConfig, RewardConfig, RowsConfig, SupervisedConfig
 from openppo.datasets import load_process_examples, number_rows, render_prompt
-from openppo.models.padding import MicroBatchSize, equal_batches
+from openppo.models.batching import MicroBatchSize, equal_batches
 from openppo.models.scalar_head import ProcessRewardModel
 from openppo.rewards.build import ScorerSetup
 from openppo.rewards.model import ProcessScorer

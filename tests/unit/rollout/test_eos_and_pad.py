@@ -14,7 +14,7 @@ from transformers import Gemma3Config
 
 from openppo.experience import compute_reward, get_advantages_and_returns
 from openppo.experience.replay_buffer import collate
-from openppo.models.padding import MicroBatchSize
+from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import eos_token_ids, pad_token_id
 from openppo.rewards import FunctionScorer, ModelScorer, RewardFunction
 from openppo.rollout.hf_engine import HFEngine

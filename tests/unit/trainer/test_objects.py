@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from openppo.config import RewardConfig, TrainPPOConfig, from_options
 from openppo.models import Actor
-from openppo.models.padding import MicroBatchSize
+from openppo.models.batching import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards.build import ScorerSetup
 from openppo.rollout.rollout import make_trajectory
