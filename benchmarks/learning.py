@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,10 @@ def main() -> None:
         for task in arguments.tasks
     }
     lines = [line for task, found in by_task.items() for line in [f"## {task}", "", *curves.table(found), ""]]
-    lines += describe_machine({})
+    lines += describe_machine({"OpenPPO": {name: version(name) for name in ("torch", "transformers", "deepspeed")}})
     say("\n" + "\n".join(lines))
     if arguments.write:
-        write_results("learning", "Learning beside TRL and OpenRLHF", lines)
+        write_results("learning", "Learning beside TRL 1.12.0 and OpenRLHF 0.6.1", lines)
         (REPOSITORY / "docs" / "images" / "learning.svg").write_text(curves.draw(by_task), encoding="utf-8")
 
 

@@ -42,7 +42,7 @@ class Task:
 
 
 TASKS = {  # after examples/scripts/quickstart.sh and stories.sh
-    "sort": Task(64, 256, 128, 2, 16, 0.4, 0.95, 5.0, 3e-4, 1e-3),
+    "sort": Task(96, 256, 128, 2, 16, 0.4, 0.95, 5.0, 3e-4, 1e-3),
     "stories": Task(24, 128, 64, 1, 96, 0.02, 1.0, 0.2, 5e-4, 1e-3),
 }
 

@@ -29,6 +29,7 @@ def options(arguments: Any, task: learn.Task) -> dict[str, Any]:
         "seed": arguments.seed,
         "save_path": arguments.save_path,
         "save_steps": 0,
+        "max_num_seqs": task.samples,  # peers decode a rollout in one batch too
     }
     if arguments.algorithm == "grpo":
         return given | {
