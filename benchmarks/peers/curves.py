@@ -55,8 +55,12 @@ def table(by_name: Mapping[str, Sequence[Run]]) -> list[str]:
     lines = [f"| reward | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
     found = {name: rewards(runs) for name, runs in by_name.items()}
     for name, runs in by_name.items():
-        numbers = [*found[name].values(), [run["heldout"]["kl"] for run in runs]]
-        cells = [f"{statistics.mean(values):.2f} ± {deviation(values):.2f}" for values in numbers]
+        digits = 3 if max(map(abs, found[name]["all"])) < 2 else 2
+        cells = [
+            f"{statistics.mean(values):.{digits}f} ± {deviation(values):.{digits}f}" for values in found[name].values()
+        ]
+        kl = [run["heldout"]["kl"] for run in runs]
+        cells.append(f"{statistics.mean(kl):.2f} ± {deviation(kl):.2f}")
         seconds = statistics.mean(run["curve"][-1]["seconds"] for run in runs)
         lines.append(f"| {' | '.join([name, *cells, f'{seconds:.0f}'])} |")
     pairs = [
