@@ -155,13 +155,14 @@ class Participant:
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], timeout)[0]:
             os.killpg(process.pid, signal.SIGKILL)
-            raise ParticipantError(f"no answer within {timeout} s{self._last_lines()}")
+            raise ParticipantError(f"no answer within {timeout} s{self.last_lines()}")
         line = process.stdout.readline()
         if not line:
-            raise ParticipantError(f"ended with code {process.wait()}{self._last_lines()}")
+            raise ParticipantError(f"ended with code {process.wait()}{self.last_lines()}")
         return json.loads(line)
 
-    def _last_lines(self) -> str:
+    def last_lines(self) -> str:
+        """The end of its log, an indented line each."""
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").splitlines()[-8:]
         return "".join(f"\n    {line}" for line in lines)

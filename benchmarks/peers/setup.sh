@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The environments of the peers that benchmarks/cpu_peers.py and decode.py run: setup.sh [FOLDER]. About 7 GB where torch
-# is a build for CPUs. What is complete already stays; Python 3.11 or 3.12, another than python3 with PYTHON=...
+# The environments of the peers that benchmarks/cpu_peers.py, decode.py and learning.py run: setup.sh [FOLDER]. About 7 GB
+# where torch is a build for CPUs. What is complete already stays; Python 3.11 or 3.12, another than python3 with PYTHON=...
 set -euo pipefail
 folder="${1:-$HOME/.cache/openppo-benchmarks}"
 python="${PYTHON:-python3}"
@@ -38,4 +38,7 @@ if missing vllm; then
     "$folder/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
     touch "$folder/vllm/complete"
 fi
+for name in trl openrlhf; do # for learning.py, in older environments too
+    install "$name" requests==2.34.2 vaderSentiment==3.3.2
+done
 echo "ready: python benchmarks/cpu_peers.py --environments $folder"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,13 +18,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.fork_server import Launcher
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-COMMANDS = ["agents", "async", "cpu_peers", "decode", "gpu", "gpu_probe", "gpu_runs", "sweep"]
+COMMANDS = ["agents", "async", "cpu_peers", "decode", "gpu", "gpu_probe", "gpu_runs", "learning", "sweep"]
 PARTICIPANTS = ["openppo_step", "trl_step", "openrlhf_step", "local_decode", "vllm_decode", "workload"]
-PARTICIPANTS += ["gpu_models", "gpu_step"]
+PARTICIPANTS += ["gpu_models", "gpu_step", "openppo_learn", "trl_learn", "openrlhf_learn"]
 SWEEP = "sweep.py --workloads w2 --sizes 4 8 --repeat 1 --assets a", 2
 ASYNC = "async.py --waits 0.02 --turns 2 --groups 2 --steps 1 --repeat 1", 5
 
-measure = SimpleNamespace(**runpy.run_path(str(BENCHMARKS / "peers/measure.py")))
+measure, curves = (
+    SimpleNamespace(**runpy.run_path(str(BENCHMARKS / f"peers/{name}.py"))) for name in ("measure", "curves")
+)
 
 
 @pytest.mark.parametrize("script", [*COMMANDS, *(f"peers/{name}" for name in PARTICIPANTS)])
@@ -73,6 +76,24 @@ def test_disturbed_iterations_do_not_count_and_ratios_are_of_medians() -> None:
     row = next(line for line in measure.ratio_table("W1 float32", [ours, theirs]) if "TRL 1.12.0 / OpenPPO" in line)
     # 13 / 10; generation 7.8 / 2; experience 0.001 / 0.001; training 5.2 / 8
     assert [cell.strip() for cell in row.strip("|").split("|")][1:] == ["1.30", "3.90", "1.00", "0.65", ">= 1.3", "yes"]
+
+
+def test_curves_of_seeds_are_averaged_and_compared_within_their_spread() -> None:
+    def run(*rewards: float, heldout: float) -> dict[str, Any]:
+        curve = [{"samples": 8 * i, "seconds": rewards[0] * i, "reward": r} for i, r in enumerate(rewards, 1)]
+        return {"curve": curve, "heldout": {"reward": heldout, "kl": 1.0}}
+
+    ours = [run(1, 3, 5, 7, 9, heldout=1.0), run(3, 5, 7, 9, 11, heldout=2.0)]
+    average = curves.average(ours)
+    last = {name: values[-1] for name, values in average.items()}  # of the last four rollouts: 6 and 8
+    assert last == {"samples": 40, "seconds": 10.0, "mean": 7.0, "least": 6.0, "most": 8.0}
+    assert average["mean"][0] == 2.0
+    # held-out 1.5 beside 3.5, each with a deviation of 0.71: the difference of two seeds has 1
+    theirs = [run(1, 3, 5, 7, 9, heldout=3.0), run(3, 5, 7, 9, 11, heldout=4.0)]
+    named = {"OpenPPO PPO": ours, "TRL PPO": theirs, "TRL GRPO": theirs}
+    assert curves.table(named)[-1] == "OpenPPO PPO is below TRL PPO at held-out."
+    assert "below no peer" in curves.table({"OpenPPO PPO": ours, "TRL PPO": ours})[-1]
+    assert len(ElementTree.fromstring(curves.draw({"sort": named})).findall(".//{*}polyline")) == 2 * len(named)
 
 
 @pytest.mark.parametrize("tokens", [16, 400])
