@@ -1,19 +1,21 @@
 """One PPO iteration of OpenPPO, TRL 1.12.0 and OpenRLHF 0.6.1 on two CPU cores, on the same models and prompts.
 
     bash benchmarks/peers/setup.sh                 # the peers' environments, once
-    python benchmarks/cpu_peers.py --quick         # at most 15 minutes
+    python benchmarks/cpu_peers.py --quick         # at most half an hour
     python benchmarks/cpu_peers.py --write         # the full run, kept in benchmarks/results
+    python benchmarks/cpu_peers.py --workloads w3 w4        # groups
     python benchmarks/cpu_peers.py --only openppo --workloads w1-float32 --before ../old  # this checkout and another
 
 64 prompts a batch, one response each, one optimizer step in micro-batches of 8, one process with two threads; the
 workloads are described in benchmarks/peers/workload.py. W3 and W4 are groups without a critic beside TRL's GRPOTrainer:
 8 prompts of 256 tokens (W4: 64) with 8 responses of 64 (128) each; "kl" with a KL loss. There "separate rows" is
-OpenPPO with --share_prompts off. Every participant is a process of its own that has loaded
-everything; in turns each runs one iteration, so that all see the same machine. An iteration during which other
-processes were at work (the bounds are in benchmarks/peers/measure.py) is discarded and repeated. Shown are medians,
-ratios of a peer's median iteration to OpenPPO's, and whether they reach the targets. OpenPPO runs with its defaults,
-the peers with the fastest settings that we found: TRL samples in batches of 64, on W2 also in batches of 8 and the
-faster counts; OpenRLHF in batches of 8.
+OpenPPO with --share_prompts off.
+
+Every participant is a process of its own that has loaded everything; in turns each runs one iteration, so that all see
+the same machine. An iteration during which other processes were at work (the bounds are in benchmarks/peers/measure.py)
+is discarded and repeated. Shown are medians, ratios of a peer's median iteration to OpenPPO's, and whether they reach
+the targets. OpenPPO runs with its defaults, the peers with the fastest settings that we found: TRL samples in batches
+of 64, on W2 also in batches of 8 and the faster counts; OpenRLHF in batches of 8.
 """
 
 import argparse
@@ -111,7 +113,9 @@ def main() -> None:
         *describe_machine(versions),
     ]
     say("\n" + "\n".join(lines))
-    if arguments.write:
+    if arguments.write and all(name[:2] in ("w3", "w4") for name in arguments.workloads):
+        write_results("cpu-groups", "Groups on two CPU cores, beside TRL's GRPO", lines)
+    elif arguments.write:
         write_results("cpu-peers", "PPO on two CPU cores, beside TRL and OpenRLHF", lines)
 
 
