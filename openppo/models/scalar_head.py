@@ -55,7 +55,8 @@ class ScalarHeadModel(nn.Module):
 
     def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
-        if (one_row := row_inputs(self, sequences, attention_mask)) is not None:
+        one_row = row_inputs(self, sequences, attention_mask) if self.packs_rows or self.shares_prompts else None
+        if one_row is not None:
             inputs, in_row = one_row
             outputs = self._outputs(**inputs)[0]  # (T,)
             outputs = outputs[on_device(in_row, outputs.device)].view(sequences.shape)
