@@ -186,6 +186,8 @@ def shared(models, out, rank):
         done = engine.collect()
         result["entering"] = [done[number].token_ids for number in numbers if number in done]
     (out / f"{rank}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # otherwise gloo's threads may abort a process that exits
 
 
 def train():
