@@ -174,20 +174,19 @@ def shared_plan(rows: Sequence[list[int]], n_shares: int, size: MicroBatchSize) 
 
     Rows that begin alike are on one rank, unless the fullest rank has less to do otherwise.
     """
-    order, shared = shared_order(rows)
-    lengths = [len(rows[i]) for i in order]
-    new = [*accumulate((length - common for length, common in zip(lengths, shared, strict=True)), initial=0)]
+    lengths = [len(row) for row in rows]
+    order, shared, new = _in_order(rows)
     runs = [order[start:end] for start, end in _equal_runs(new, shared, n_shares)]
-    dealt = deal([len(row) for row in rows], n_shares)
+    dealt = deal(lengths, n_shares)
 
     def batches(shares: list[list[int]]) -> tuple[list[list[list[int]]], int, float]:
         """Of each share, the most tokens of one, and the same with the overhead of as many micro-batches as one has."""
         made = [[[share[k] for k in b] for b in _shared_batches([rows[i] for i in share], size)] for share in shares]
-        most = max(sum(_n_computed([rows[i] for i in b]) for b in share) for share in made)
+        most = max(sum(_in_order([rows[i] for i in b])[2][-1] for b in share) for share in made)
         return made, most, most + size.overhead_of(lengths) * max(map(len, made))
 
     best, most, _ = min((batches(shares) for shares in (runs, dealt)), key=lambda found: found[2])
-    return best if pays(most, max(sum(len(rows[i]) for i in share) for share in dealt)) else None
+    return best if pays(most, max(sum(lengths[i] for i in share) for share in dealt)) else None
 
 
 def _equal_runs(new: Sequence[int], shared: Sequence[int], n_shares: int) -> list[tuple[int, int]]:
@@ -214,13 +213,13 @@ def _equal_runs(new: Sequence[int], shared: Sequence[int], n_shares: int) -> lis
 
 def _shared_batches(rows: Sequence[list[int]], size: MicroBatchSize) -> list[list[int]]:
     """Indexes of rows in micro-batches whose rows begin alike where they can."""
-    order, shared = shared_order(rows)
-    lengths = [len(rows[i]) for i in order]
-    new = [*accumulate((length - common for length, common in zip(lengths, shared, strict=True)), initial=0)]
-    cuts = size.cut(lengths, lambda first, end: new[end] - new[first] + shared[first])
+    order, shared, new = _in_order(rows)
+    cuts = size.cut([len(rows[i]) for i in order], lambda first, end: new[end] - new[first] + shared[first])
     return [order[slice(*cut)] for cut in cuts]
 
 
-def _n_computed(rows: Sequence[list[int]]) -> int:
-    """Tokens of a forward of rows of which beginnings are computed once."""
-    return sum(map(len, rows)) - sum(shared_order(rows)[1])
+def _in_order(rows: Sequence[list[int]]) -> tuple[list[int], list[int], list[int]]:
+    """``shared_order``, and sums of the tokens that rows do not share with the one before, from 0 on."""
+    order, shared = shared_order(rows)
+    added = (len(rows[i]) - common for i, common in zip(order, shared, strict=True))
+    return order, shared, [*accumulate(added, initial=0)]

@@ -27,7 +27,7 @@ from transformers import (
 from openppo.experience import ReplayBuffer
 from openppo.models import Actor, attention, batching
 from openppo.models.attention import BY_LENGTHS, use_fast_attention
-from openppo.models.batching import MicroBatchSize, equal_batches, shared_order, shared_plan
+from openppo.models.batching import MicroBatchSize, equal_batches, shared_order, shared_plan, split_overhead
 from openppo.models.padding import pad_right
 from openppo.models.prefixes import prefix_tree, share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel
@@ -320,9 +320,10 @@ def test_a_budget_counts_all_tokens_of_its_rows_whatever_of_them_is_shared():
 
 
 def test_fewer_passes_count_under_zero_3():
-    rows = [tokens(230) for _ in range(4)] + [[*row[:20]] for row in [tokens(20)] * 16]
-    plan = shared_plan(rows, 2, MicroBatchSize(4, overhead=1.0))
-    assert plan is None or max(map(len, plan)) <= 3
+    """Whole groups on one rank would be fewer tokens, but three passes on it."""
+    groups = [[[1, number, *tokens(78)], range(8)] for number in (1, 2)]
+    rows = [[*begin, *tokens(4)] for begin, members in groups for _ in members] + [[39, *tokens(109)] for _ in range(4)]
+    assert [len(share) for share in shared_plan(rows, 2, MicroBatchSize(8, overhead=split_overhead(3)))] == [2, 2]
 
 
 def test_plans_that_save_nothing_are_none():
