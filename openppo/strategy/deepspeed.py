@@ -1,6 +1,7 @@
 """DeepspeedStrategy: from modules to engines that share one process group under ZeRO."""
 
 import logging
+import math
 import os
 import random
 import shutil
@@ -217,11 +218,11 @@ def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
 
 
 def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, total_steps: int) -> LambdaLR:
-    """Schedule of ``total_steps``: linear warm-up, then as in transformers.
+    """Schedule of ``total_steps``: linear warm-up, its steps rounded up, then as in transformers.
 
     The first of n steps of warm-up has 1/n of the peak: with 0, as in transformers, its rollout would be wasted.
     """
-    n_warmup = 0 if adam.lr_scheduler == "constant" else int(adam.lr_warmup_ratio * total_steps)
+    n_warmup = 0 if adam.lr_scheduler == "constant" else math.ceil(adam.lr_warmup_ratio * total_steps)
     more = {"min_lr_rate": 0.1} if adam.lr_scheduler == "cosine_with_min_lr" else None
     theirs = get_scheduler(adam.lr_scheduler, optimizer, n_warmup, max(1, total_steps), scheduler_specific_kwargs=more)
     after_warmup = theirs.lr_lambdas[0]

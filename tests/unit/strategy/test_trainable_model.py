@@ -136,6 +136,10 @@ def test_rates_rise_in_equal_steps_above_zero_and_then_fall(name):
     assert rates(name, 0.2) == pytest.approx(up + down)
 
 
+def test_a_share_of_few_steps_is_rounded_up():
+    assert rates("constant_with_warmup", 0.03, 48)[:3] == [PEAK / 2, PEAK, PEAK]  # 1.44 steps
+
+
 def test_the_first_step_changes_weights_whatever_the_options():
     assert set(get_args(get_type_hints(AdamConfig)["lr_scheduler"])) == {*FALLS, "constant"}
     assert rates("constant", 0.5) == [PEAK] * TOTAL
