@@ -174,11 +174,13 @@ class ExperienceMaker:
         self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom, values: bool
     ) -> dict[str, Tensor]:
         """Fields (B, L) of own trajectories, some from forwards on other ranks. Equally many forwards on all ranks."""
-        deal, outputs = Deal([len(t.token_ids) for t in trajectories], self.comm), dict[str, Tensor]()
+        shares_prompts, outputs = self.config.ppo.share_prompts == "auto", dict[str, Tensor]()
+        groups = [(t.group, t.spans[0][0] if t.spans else 0) for t in trajectories] if shares_prompts else ()
+        deal = Deal([len(t.token_ids) for t in trajectories], self.comm, groups)
         rows = deal.out([torch.tensor([t.token_ids, t.action_mask], dtype=torch.int32) for t in trajectories])
         made, lengths = rows[:], [row.shape[1] for row in rows]
         with self.hooks.uncompiled():
-            ids = [row[0].tolist() for row in rows if self.config.ppo.share_prompts == "auto"]
+            ids = [row[0].tolist() for row in rows if shares_prompts]
             batches = equal_batches(lengths, forward_size(self.config), self.comm, ids)
             for chosen in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
                 outputs = self._forward([rows[i] for i in chosen], old_log_probs, values)

@@ -108,16 +108,19 @@ def deal(lengths: Sequence[int], n_shares: int) -> list[list[int]]:
 class Deal:
     """Rows of all ranks, dealt over the ranks by tokens where that relieves the fullest one.
 
-    ``lengths`` are those of this rank's rows. Rows are tensors (N, L), N the same for all. Collective.
+    ``lengths`` are those of this rank's rows, ``prompts`` the group of each and how many tokens those of a group share:
+    they stay together where the fullest rank computes no more for it. Rows are tensors (N, L), N the same for all.
+    Collective.
     """
 
-    def __init__(self, lengths: Sequence[int], comm: Comm) -> None:
+    def __init__(self, lengths: Sequence[int], comm: Comm, prompts: Sequence[tuple[int, int]] = ()) -> None:
         of_ranks = comm.all_gather_object(list(lengths))
         self.comm = comm
         self.lengths = [length for of_rank in of_ranks for length in of_rank]
+        self.prompts = [prompt for of_rank in comm.all_gather_object(list(prompts)) for prompt in of_rank]
         stops = accumulate(map(len, of_ranks))
         self.own = [[*range(stop - len(of_rank), stop)] for of_rank, stop in zip(of_ranks, stops, strict=True)]
-        dealt = deal(self.lengths, comm.world_size)
+        dealt = min((self._by_groups(), deal(self.lengths, comm.world_size)), key=self._most)
         self.shares = dealt if self._most(self.own) > _WORTH_DEALING * self._most(dealt) else self.own
 
     def out(self, rows: list[Tensor]) -> list[Tensor]:
@@ -128,8 +131,22 @@ class Deal:
         """This rank's own rows, for those of its share."""
         return self._moved(rows, self.shares, self.own)
 
+    def _by_groups(self) -> list[list[int]]:
+        """Shares of whole groups."""
+        groups: dict[int, list[int]] = {}
+        for place in range(len(self.lengths)):
+            groups.setdefault(self.prompts[place][0] if self.prompts else place, []).append(place)
+        units = list(groups.values())
+        dealt = deal([self._tokens(unit) for unit in units], self.comm.world_size)
+        return [[place for unit in share for place in units[unit]] for share in dealt]
+
+    def _tokens(self, share: Sequence[int]) -> int:
+        """That a rank computes for rows at these places."""
+        prompts = [self.prompts[place] for place in share] if self.prompts else []
+        return sum(self.lengths[place] for place in share) - sum(n for _, n in prompts) + sum(dict(prompts).values())
+
     def _most(self, shares: list[list[int]]) -> int:
-        return max(sum(self.lengths[place] for place in share) for share in shares)
+        return max(map(self._tokens, shares))
 
     def _moved(self, rows: list[Tensor], held: list[list[int]], wanted: list[list[int]]) -> list[Tensor]:
         """The rows at the places ``wanted`` on this rank, where each rank has those that it has ``held``."""

@@ -117,6 +117,10 @@ TASKS = {
 }
 TASKS["prm_soft"] = TASKS["prm_hard"]._replace(arguments=TASKS["prm_hard"].arguments.replace("hard", "soft"))
 GROUPS = ("groups", "groups_gae")
+OTHERS = ("reinforce", "reinforce_baseline", "rloo", "dr_grpo", "remax")  # estimators, with the KL in the reward
+for estimator in OTHERS:
+    more = f" --max_epochs 2 --advantage_estimator {estimator}"
+    TASKS[f"groups_{estimator}"] = TASKS["groups_gae"]._replace(arguments=TASKS["groups_gae"].arguments + more)
 ALGORITHMS, SUPERVISED = ("grpo", "gspo", "remax", "values", "ema"), ("sft", "rm", "prm_hard", "prm_soft")
 FLOAT32 = [
     *(Case("step", stage, micro, 15 - micro) for stage in STAGES for micro in (1, 3, 8, 14)),
@@ -126,6 +130,7 @@ FLOAT32 = [
     *(Case(task, stage, 3, 4) for task in ALGORITHMS for stage in (0, 2, 3)),
     *(Case(task, stage, micro) for task in SUPERVISED for stage in STAGES for micro in (1, 3)),
     *(Case(task, stage, micro, 3) for task in GROUPS for stage in STAGES for micro in (3, EVERYTHING)),
+    *(Case(f"groups_{estimator}", stage, 3, 3) for estimator in OTHERS for stage in (0, 3)),
     *(Case(task, stage, 4, 4, LORA) for task in GROUPS for stage in (2, 3)),
     *(Case(task, 2, 4, 4, more) for task in GROUPS for more in ("--gradient_checkpointing", "--offload_idle")),
     *(Case(task, 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70") for task in GROUPS),
@@ -157,7 +162,7 @@ def reference(case: Case) -> Case:
     """
     if "--bf16" in case.more:
         return Case(case.task, 1, 1, 1, case.more)
-    return Case(case.task, more=(LORA * (LORA in case.more) + " --share_prompts off" * (case.task in GROUPS)).strip())
+    return Case(case.task, more=(LORA * (LORA in case.more) + " --share_prompts off" * ("groups" in case.task)).strip())
 
 
 REFERENCES = list(dict.fromkeys(map(reference, [*FLOAT32, *BF16])))

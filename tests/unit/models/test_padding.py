@@ -95,6 +95,24 @@ def test_rows_move_off_full_ranks_only_and_outputs_come_back(lengths, tokens):
         assert [row.tolist() for row in back] == [(-row).tolist() for row in own]
 
 
+@pytest.mark.parametrize(
+    ("rows", "groups"),  # (length, group, prompt) of the rows of each rank; the groups of each rank then
+    [
+        ([[(30, g, 20) for g in (0, 0, 1, 1)], []], [{0}, {1}]),  # by rows each would compute both prompts
+        ([[(30, g, 20) for g in (0, 0, 0, 1)], [(12, 2, 8)]], [{0}, {1, 2}]),
+        ([[(30, 0, 4)] * 4, []], [{0}, {0}]),  # one group: its prompt twice is less than all on one rank
+    ],
+)
+def test_groups_move_whole_where_that_costs_no_balance(rows, groups):
+    def work(comm):
+        mine = rows[comm.rank]
+        dealt = Deal([length for length, _, _ in mine], comm, [(group, n) for _, group, n in mine])
+        return dealt.out([torch.full((1, length), group) for length, group, _ in mine])
+
+    found = on_ranks(len(rows), work)
+    assert sorted(({int(row[0, 0]) for row in share} for share in found), key=min) == groups
+
+
 def test_few_widths_hold_all_lengths_with_little_padding():
     widths = {length: rounded_width(length) for length in range(1, 4097)}
     assert all(width % 8 == 0 and 0 <= width - length <= max(7, length / 16) for length, width in widths.items())
