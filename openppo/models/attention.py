@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -67,11 +68,9 @@ def _attend_on_cpu(
         plain_heads = query.shape[-1] == key.shape[-1] == value.shape[-1]
         if not (is_plain and plain_heads and _is_causal(module, options)) or options.get("sliding_window"):
             raise LengthsError(f"{type(module).__name__} asks for more than plain causal attention")
-        n = query.shape[1] // key.shape[1]
-        inputs = query.float(), repeat_kv(key.float(), n), repeat_kv(value.float(), n)  # in bfloat16 it is slower
-        return tree_attention(*inputs, nodes, scale)[0].transpose(1, 2).to(query.dtype), None
+        return tree_attention(query, key, value, nodes, scale)[0].transpose(1, 2), None
     of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
-    if decodes and query.dtype is torch.float32 and is_plain and of_columns:
+    if decodes and is_plain and of_columns:
         return _attend_once(query, key, value, attention_mask, scale), None
     if not decodes and query.dtype is torch.bfloat16:
         has_amx = bool(torch.cpu.get_capabilities().get("amx_bf16", False))
@@ -100,15 +99,13 @@ def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
 
 
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D)."""
+    """``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D); keys are not copied for each head."""
     n_rows, heads, _, width = query.shape
-    groups, length = key.shape[1:3]
-    queries = query.reshape(n_rows * groups, -1, width)  # by the head of their keys
-    scores = torch.bmm(queries, key.flatten(0, 1).transpose(1, 2)).mul(scale).view(n_rows, heads, length)
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, 0], -torch.inf)
-    weights = torch.softmax(scores, -1).view(n_rows * groups, -1, length)
-    return torch.bmm(weights, value.flatten(0, 1)).view(n_rows, 1, heads, -1)
+    groups = key.shape[1]
+    if query.dtype is torch.float32 or heads > 3 * groups:  # those that share keys as queries of one head
+        query = query.reshape(n_rows, groups, -1, width)
+    mixed = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=query.shape[1] > groups)
+    return mixed.reshape(n_rows, 1, heads, -1)
 
 
 @torch.library.custom_op("openppo::causal_attention", mutates_args=())

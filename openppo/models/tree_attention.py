@@ -23,10 +23,13 @@ def _parts(nodes: Tensor) -> Iterator[tuple[slice, slice, bool]]:
 
 @torch.library.custom_op("openppo::tree_attention", mutates_args=())
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """``query``, ``key``, ``value`` float32 (1, H, T, D) to (1, H, T, D) and the log-sums of scores (1, H, T).
+    """``query`` (1, H, T, D) to the same, and the log-sums of scores, float32 (1, H, T).
 
+    ``key`` and ``value`` (1, G, T, D), H a multiple of G; all is computed in float32, since bfloat16 is slower.
     ``nodes`` are those of ``PrefixTree``; tokens outside of them see nothing and get 0.
     """
+    dtype = query.dtype
+    query, key, value = _in_float32(query, key, value)
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     total = output.new_full(query.shape[:3], -torch.inf)
     for queries, keys, is_own in _parts(nodes):
@@ -39,26 +42,35 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, sca
         kept, added = (torch.exp(x - both)[..., None] for x in (total[:, :, queries], of_part))
         output[:, :, queries].mul_(kept).add_(part * added)
         total[:, :, queries] = both
-    return output, total
+    return output.to(dtype), total
+
+
+def _in_float32(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """All (1, H, T, D)."""
+    n_each = query.shape[1] // key.shape[1]
+    return [query.float(), *(x.float().repeat_interleave(n_each, 1) if n_each > 1 else x.float() for x in (key, value))]
 
 
 @torch.library.custom_op("openppo::tree_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, total: Tensor, nodes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = query, key, value
+    dtype, groups = query.dtype, key.shape[1]
+    grad, output = grad.float(), output.float()
+    inputs = query, key, value = _in_float32(query, key, value)
     sums = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
     for queries, keys, is_own in _parts(nodes):
         given = grad[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys]
         found = _gradients(*given, output[:, :, queries], total[:, :, queries], 0.0, is_own, scale=scale)
         for into, part, places in zip(sums, found, (queries, keys, keys), strict=True):
             into[:, :, places] += part
-    return sums[0], sums[1], sums[2]
+    of_keys, of_values = (x.unflatten(1, (groups, -1)).sum(2) for x in sums[1:])
+    return sums[0].to(dtype), of_keys.to(dtype), of_values.to(dtype)
 
 
 @tree_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3])
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @_backward.register_fake

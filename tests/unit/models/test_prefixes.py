@@ -129,9 +129,9 @@ def test_attention_of_a_tree_is_that_of_separate_rows_with_its_gradient(from_one
             for row, places in zip(rows, tree.in_row.view(-1, width), strict=True)
             for p in places[: len(row)]
         ] == [t for row in rows for t in row]
-        inputs = [torch.randn(1, 2, len(tree.depths), 8, requires_grad=True) for _ in range(3)]
-        doubles = [x.double() for x in inputs]
-        expected = F.scaled_dot_product_attention(*doubles, attn_mask=seen_by(tree, rows, width), scale=0.3)
+        inputs = [torch.randn(1, heads, len(tree.depths), 8, requires_grad=True) for heads in (4, 2, 2)]
+        doubles, how = [x.double() for x in inputs], {"scale": 0.3, "enable_gqa": True}
+        expected = F.scaled_dot_product_attention(*doubles, attn_mask=seen_by(tree, rows, width), **how)
         found = tree_attention(*inputs, tree.nodes, 0.3)[0]
         torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
         upstream = torch.randn_like(found)
@@ -143,9 +143,11 @@ def test_attention_of_a_tree_is_that_of_separate_rows_with_its_gradient(from_one
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_the_operator_keeps_torchs_rules():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_keeps_torchs_rules(dtype):
     nodes = prefix_tree(ROWS, 60).nodes
-    inputs = [torch.randn(1, 2, int(nodes[-1, 1]) + 3, 8, requires_grad=True) for _ in range(3)]
+    shapes = [(1, heads, int(nodes[-1, 1]) + 3, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     torch.library.opcheck(tree_attention, (*inputs, nodes, 0.3))
     assert not tree_attention(*inputs, nodes, 0.3)[0][:, :, -3:].any(), "of what is in no node"
 
