@@ -29,9 +29,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, sca
     ``nodes`` are those of ``PrefixTree``; tokens outside of them see nothing and get 0.
     """
     dtype = query.dtype
-    query, key, value = _in_float32(query, key, value)
-    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    total = output.new_full(query.shape[:3], -torch.inf)
+    query, key, value = query.float(), key.float(), value.float()
+    output, total = _by_token(query).zero_(), _by_token(query[..., 0]).fill_(-torch.inf)
     for queries, keys, is_own in _parts(nodes):
         given = query[:, :, queries], key[:, :, keys], value[:, :, keys]
         part, of_part = _forward(*given, 0.0, is_own, scale=scale)
@@ -45,39 +44,39 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, sca
     return output.to(dtype), total
 
 
-def _in_float32(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """All (1, H, T, D)."""
-    n_each = query.shape[1] // key.shape[1]
-    return [query.float(), *(x.float().repeat_interleave(n_each, 1) if n_each > 1 else x.float() for x in (key, value))]
+def _by_token(like: Tensor) -> Tensor:
+    """Empty (1, H, T, ...), in memory token by token, as the parts are."""
+    return like.new_empty(like.transpose(1, 2).shape).transpose(1, 2)
 
 
 @torch.library.custom_op("openppo::tree_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, total: Tensor, nodes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, groups = query.dtype, key.shape[1]
-    grad, output = grad.float(), output.float()
-    inputs = query, key, value = _in_float32(query, key, value)
-    sums = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    dtype = query.dtype
+    grad, query, key, value, output = (x.float() for x in (grad, query, key, value, output))
+    sums = [_by_token(x).zero_() for x in (query, key, value)]
     for queries, keys, is_own in _parts(nodes):
         given = grad[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys]
         found = _gradients(*given, output[:, :, queries], total[:, :, queries], 0.0, is_own, scale=scale)
         for into, part, places in zip(sums, found, (queries, keys, keys), strict=True):
-            into[:, :, places] += part
-    of_keys, of_values = (x.unflatten(1, (groups, -1)).sum(2) for x in sums[1:])
-    return sums[0].to(dtype), of_keys.to(dtype), of_values.to(dtype)
+            if is_own:
+                into[:, :, places] = part
+            else:
+                into[:, :, places] += part
+    return sums[0].to(dtype), sums[1].to(dtype), sums[2].to(dtype)
 
 
 @tree_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return _by_token(query), _by_token(query[..., 0].float())
 
 
 @_backward.register_fake
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, total: Tensor, nodes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    return _by_token(query), _by_token(key), _by_token(value)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
