@@ -55,8 +55,9 @@ def time_parts(trainer: Any) -> PartTimers:
     timers.wrap(TrainableModel, "__call__", "forward")
     timers.wrap(TrainableModel, "backward", "backward")
     timers.wrap(TrainableModel, "step", "optimizer")
-    for frozen in (parts.maker.reference, parts.scorer.model):
-        timers.wrap(frozen, "forward", "forward")
+    for frozen in (parts.maker.reference, getattr(parts.scorer, "model", None)):  # none of the second with a function
+        if frozen is not None:
+            timers.wrap(frozen, "forward", "forward")
     return timers
 
 
