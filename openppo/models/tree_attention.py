@@ -4,7 +4,8 @@ No score is computed that is not used. Parts of a softmax are put together by th
 part needs only the sum over all (arXiv 2310.01889 does the same with blocks of keys on several devices).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,11 +15,22 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _parts(nodes: Tensor) -> Iterator[tuple[slice, slice, bool]]:
-    """Queries and keys, and whether they are the same tokens, of which each sees those before it; own nodes first."""
+def _parts(nodes: Tensor) -> Iterator[tuple[slice, slice, int]]:
+    """Queries and keys of each call, and how many nodes see themselves in it, causally.
+
+    First these, with as many of one length as lie side by side; then, with 0, what continues a node sees it whole.
+    """
     spans = nodes.tolist()
-    yield from ((slice(first, end), slice(first, end), True) for first, end, _ in spans)
-    yield from ((slice(end, stop), slice(first, end), False) for first, end, stop in spans if stop > end)
+    for run in (list(run) for _, run in groupby(spans, lambda span: span[1] - span[0])):
+        tokens = slice(run[0][0], run[-1][1])
+        yield tokens, tokens, len(run)
+    yield from ((slice(end, stop), slice(first, end), 0) for first, end, stop in spans if stop > end)
+
+
+def _of(tensors: Iterable[Tensor], places: slice, n_nodes: int) -> list[Tensor]:
+    """Views of tokens of tensors (1, H, T, ...): (1, H, n, ...), of nodes (nodes, H, n, ...)."""
+    parts = [x[:, :, places] for x in tensors]
+    return [x[0].unflatten(1, (n_nodes, -1)).transpose(0, 1) for x in parts] if n_nodes > 0 else parts
 
 
 @torch.library.custom_op("openppo::tree_attention", mutates_args=())
@@ -31,16 +43,16 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, sca
     dtype = query.dtype
     query, key, value = query.float(), key.float(), value.float()
     output, total = _by_token(query).zero_(), _by_token(query[..., 0]).fill_(-torch.inf)
-    for queries, keys, is_own in _parts(nodes):
-        given = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-        part, of_part = _forward(*given, 0.0, is_own, scale=scale)
-        if is_own:
-            output[:, :, queries], total[:, :, queries] = part, of_part
+    for queries, keys, n in _parts(nodes):
+        given = [*_of([query], queries, n), *_of([key, value], keys, n)]
+        part, of_part = _forward(*given, 0.0, n > 0, scale=scale)
+        mixed, sums = _of([output, total], queries, n)
+        if n > 0:
+            mixed.copy_(part), sums.copy_(of_part)
             continue
-        both = torch.logaddexp(total[:, :, queries], of_part)
-        kept, added = (torch.exp(x - both)[..., None] for x in (total[:, :, queries], of_part))
-        output[:, :, queries].mul_(kept).add_(part * added)
-        total[:, :, queries] = both
+        both = torch.logaddexp(sums, of_part)
+        mixed.mul_(torch.exp(sums - both)[..., None]).add_(part * torch.exp(of_part - both)[..., None])
+        sums.copy_(both)
     return output.to(dtype), total
 
 
@@ -56,14 +68,11 @@ def _backward(
     dtype = query.dtype
     grad, query, key, value, output = (x.float() for x in (grad, query, key, value, output))
     sums = [_by_token(x).zero_() for x in (query, key, value)]
-    for queries, keys, is_own in _parts(nodes):
-        given = grad[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys]
-        found = _gradients(*given, output[:, :, queries], total[:, :, queries], 0.0, is_own, scale=scale)
-        for into, part, places in zip(sums, found, (queries, keys, keys), strict=True):
-            if is_own:
-                into[:, :, places] = part
-            else:
-                into[:, :, places] += part
+    for queries, keys, n in _parts(nodes):
+        of_queries, of_keys = _of([grad, query, output, total], queries, n), _of([key, value], keys, n)
+        found = _gradients(*of_queries[:2], *of_keys, *of_queries[2:], 0.0, n > 0, scale=scale)
+        for into, part in zip(_of(sums[:1], queries, n) + _of(sums[1:], keys, n), found, strict=True):
+            into.copy_(part) if n > 0 else into.add_(part)
     return sums[0].to(dtype), sums[1].to(dtype), sums[2].to(dtype)
 
 
