@@ -46,7 +46,7 @@ setup(
     package_data={"": ["py.typed", "**/*.html", "**/*.css", "**/*.js"]},
     entry_points={"console_scripts": ["openppo=openppo.__main__:main"]},
     install_requires=[
-        "torch>=2.8",  # tested with 2.13, which samples without padding need on GPUs (or flash-attn)
+        "torch>=2.9",  # tested with 2.13, which samples without padding need on GPUs (or flash-attn)
         "deepspeed>=0.19",
         "transformers>=5.0",  # tested with 5.23
         "accelerate>=1.1",  # transformers loads with it in partitions, and peft needs it

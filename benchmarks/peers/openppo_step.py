@@ -55,7 +55,7 @@ def time_parts(trainer: Any) -> PartTimers:
     timers.wrap(TrainableModel, "__call__", "forward")
     timers.wrap(TrainableModel, "backward", "backward")
     timers.wrap(TrainableModel, "step", "optimizer")
-    for frozen in (parts.maker.reference, getattr(parts.scorer, "model", None)):  # none of the second with a function
+    for frozen in (parts.maker.reference, getattr(parts.scorer, "model", None)):  # a reward function has no model
         if frozen is not None:
             timers.wrap(frozen, "forward", "forward")
     return timers

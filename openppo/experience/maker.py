@@ -174,13 +174,12 @@ class ExperienceMaker:
         self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom, values: bool
     ) -> dict[str, Tensor]:
         """Fields (B, L) of own trajectories, some from forwards on other ranks. Equally many forwards on all ranks."""
-        shares_prompts, outputs = self.config.ppo.share_prompts == "auto", dict[str, Tensor]()
-        groups = [(t.group, t.spans[0][0] if t.spans else 0) for t in trajectories] if shares_prompts else ()
+        shares, outputs = self.config.ppo.share_prompts == "auto", dict[str, Tensor]()
+        groups = [(t.group, t.spans[0][0] if t.spans else 0) for t in trajectories if shares]
         deal = Deal([len(t.token_ids) for t in trajectories], self.comm, groups)
         rows = deal.out([torch.tensor([t.token_ids, t.action_mask], dtype=torch.int32) for t in trajectories])
-        made, lengths = rows[:], [row.shape[1] for row in rows]
+        made, lengths, ids = rows[:], [row.shape[1] for row in rows], [row[0].tolist() for row in rows if shares]
         with self.hooks.uncompiled():
-            ids = [row[0].tolist() for row in rows if shares_prompts]
             batches = equal_batches(lengths, forward_size(self.config), self.comm, ids)
             for chosen in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
                 outputs = self._forward([rows[i] for i in chosen], old_log_probs, values)
@@ -196,8 +195,7 @@ class ExperienceMaker:
         """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions. Without rows of an idle forward."""
         rows = rows or [torch.zeros(2, 2)]
         ids, mask = pad_right([row[0] for row in rows], self.pad_token_id)
-        actions = pad_right([row[1] for row in rows], 0)[0].bool()
-        outputs: dict[str, Tensor] = {}
+        actions, outputs = pad_right([row[1] for row in rows], 0)[0].bool(), dict[str, Tensor]()
         if old_log_probs == "recompute":
             with timed("actor_forward"):
                 outputs["log_probs"], outputs["entropy"] = self.actor(ids, mask, actions, return_entropy=True)

@@ -1,11 +1,10 @@
-"""Attention where SDPA is slow: on CPUs decode steps, and causal in bfloat16; on GPUs unequal rows, and float32."""
+"""Attention where transformers' is slow: on CPUs shared keys, causal bfloat16; on GPUs unequal rows, float32."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -28,6 +27,8 @@ _LONGEST = 1024
 """Tokens of a row: of longer ones, the weights that are kept would be what a layer keeps most of."""
 _LONGEST_WITH_AMX = 512
 """There SDPA in bfloat16 is as fast for longer ones."""
+_FOLDED = 4
+"""Heads that share keys: in bfloat16 fewer take up to twice as long as queries of one head; in float32 none do."""
 _SCORES = 1 << 20
 """Scores at a time, about: 4 MiB in float32."""
 
@@ -99,12 +100,17 @@ def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
 
 
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D); keys are not copied for each head."""
+    """``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D); keys are not copied for each head.
+
+    transformers copies them where there is a mask.
+    """
     n_rows, heads, _, width = query.shape
     groups = key.shape[1]
-    if query.dtype is torch.float32 or heads > 3 * groups:  # those that share keys as queries of one head
+    if query.dtype is torch.float32 or heads >= _FOLDED * groups:  # those that share keys as queries of one head
         query = query.reshape(n_rows, groups, -1, width)
-    mixed = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=query.shape[1] > groups)
+    mixed = nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scale, enable_gqa=query.shape[1] > groups
+    )
     return mixed.reshape(n_rows, 1, heads, -1)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
@@ -108,19 +108,21 @@ def deal(lengths: Sequence[int], n_shares: int) -> list[list[int]]:
 class Deal:
     """Rows of all ranks, dealt over the ranks by tokens where that relieves the fullest one.
 
-    ``lengths`` are those of this rank's rows, ``prompts`` the group of each and how many tokens those of a group share:
-    they stay together where the fullest rank computes no more for it. Rows are tensors (N, L), N the same for all.
+    ``lengths`` are those of this rank's rows, ``prompts`` the group of each and how many tokens precede its actions:
+    groups stay together where the fullest rank computes no more for it. Rows are tensors (N, L), N the same for all.
     Collective.
     """
 
     def __init__(self, lengths: Sequence[int], comm: Comm, prompts: Sequence[tuple[int, int]] = ()) -> None:
-        of_ranks = comm.all_gather_object(list(lengths))
+        of_ranks = comm.all_gather_object([*zip_longest(lengths, prompts)])
         self.comm = comm
-        self.lengths = [length for of_rank in of_ranks for length in of_rank]
-        self.prompts = [prompt for of_rank in comm.all_gather_object(list(prompts)) for prompt in of_rank]
+        self.lengths = [length for of_rank in of_ranks for length, _ in of_rank]
+        self.prompts = [prompt for of_rank in of_ranks for _, prompt in of_rank if prompt is not None]
         stops = accumulate(map(len, of_ranks))
         self.own = [[*range(stop - len(of_rank), stop)] for of_rank, stop in zip(of_ranks, stops, strict=True)]
-        dealt = min((self._by_groups(), deal(self.lengths, comm.world_size)), key=self._most)
+        dealt = deal(self.lengths, comm.world_size)
+        if self.prompts:
+            dealt = min((self._by_groups(), dealt), key=self._most)
         self.shares = dealt if self._most(self.own) > _WORTH_DEALING * self._most(dealt) else self.own
 
     def out(self, rows: list[Tensor]) -> list[Tensor]:
@@ -134,16 +136,17 @@ class Deal:
     def _by_groups(self) -> list[list[int]]:
         """Shares of whole groups."""
         groups: dict[int, list[int]] = {}
-        for place in range(len(self.lengths)):
-            groups.setdefault(self.prompts[place][0] if self.prompts else place, []).append(place)
+        for place, (group, _) in enumerate(self.prompts):
+            groups.setdefault(group, []).append(place)
         units = list(groups.values())
         dealt = deal([self._tokens(unit) for unit in units], self.comm.world_size)
         return [[place for unit in share for place in units[unit]] for share in dealt]
 
     def _tokens(self, share: Sequence[int]) -> int:
-        """That a rank computes for rows at these places."""
+        """Tokens that a rank computes for these rows; prompts of one length count once in a group."""
         prompts = [self.prompts[place] for place in share] if self.prompts else []
-        return sum(self.lengths[place] for place in share) - sum(n for _, n in prompts) + sum(dict(prompts).values())
+        repeated = sum(n for _, n in prompts) - sum(n for _, n in set(prompts))
+        return sum(self.lengths[place] for place in share) - repeated
 
     def _most(self, shares: list[list[int]]) -> int:
         return max(map(self._tokens, shares))

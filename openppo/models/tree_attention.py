@@ -18,7 +18,7 @@ _gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def _parts(nodes: Tensor) -> Iterator[tuple[slice, slice, int]]:
     """Queries and keys of each call, and how many nodes see themselves in it, causally.
 
-    First these, with as many of one length as lie side by side; then, with 0, what continues a node sees it whole.
+    First nodes that see themselves, neighbours of one length together; then, with 0, what continues a node sees it.
     """
     spans = nodes.tolist()
     for run in (list(run) for _, run in groupby(spans, lambda span: span[1] - span[0])):
@@ -28,7 +28,7 @@ def _parts(nodes: Tensor) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _of(tensors: Iterable[Tensor], places: slice, n_nodes: int) -> list[Tensor]:
-    """Views of tokens of tensors (1, H, T, ...): (1, H, n, ...), of nodes (nodes, H, n, ...)."""
+    """Views of some tokens of tensors (1, H, T, ...): (1, H, tokens, ...), or (nodes, H, tokens of one, ...)."""
     parts = [x[:, :, places] for x in tensors]
     return [x[0].unflatten(1, (n_nodes, -1)).transpose(0, 1) for x in parts] if n_nodes > 0 else parts
 
@@ -48,7 +48,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, sca
         part, of_part = _forward(*given, 0.0, n > 0, scale=scale)
         mixed, sums = _of([output, total], queries, n)
         if n > 0:
-            mixed.copy_(part), sums.copy_(of_part)
+            mixed.copy_(part)
+            sums.copy_(of_part)
             continue
         both = torch.logaddexp(sums, of_part)
         mixed.mul_(torch.exp(sums - both)[..., None]).add_(part * torch.exp(of_part - both)[..., None])
@@ -72,7 +73,7 @@ def _backward(
         of_queries, of_keys = _of([grad, query, output, total], queries, n), _of([key, value], keys, n)
         found = _gradients(*of_queries[:2], *of_keys, *of_queries[2:], 0.0, n > 0, scale=scale)
         for into, part in zip(_of(sums[:1], queries, n) + _of(sums[1:], keys, n), found, strict=True):
-            into.copy_(part) if n > 0 else into.add_(part)
+            into.add_(part)
     return sums[0].to(dtype), sums[1].to(dtype), sums[2].to(dtype)
 
 

@@ -117,8 +117,8 @@ TASKS = {
 }
 TASKS["prm_soft"] = TASKS["prm_hard"]._replace(arguments=TASKS["prm_hard"].arguments.replace("hard", "soft"))
 GROUPS = ("groups", "groups_gae")
-OTHERS = ("reinforce", "reinforce_baseline", "rloo", "dr_grpo", "remax")  # estimators, with the KL in the reward
-for estimator in OTHERS:
+CRITIC_FREE = ("reinforce", "reinforce_baseline", "rloo", "dr_grpo", "remax")  # estimators, with the KL in the reward
+for estimator in CRITIC_FREE:
     more = f" --max_epochs 2 --advantage_estimator {estimator}"
     TASKS[f"groups_{estimator}"] = TASKS["groups_gae"]._replace(arguments=TASKS["groups_gae"].arguments + more)
 ALGORITHMS, SUPERVISED = ("grpo", "gspo", "remax", "values", "ema"), ("sft", "rm", "prm_hard", "prm_soft")
@@ -130,7 +130,7 @@ FLOAT32 = [
     *(Case(task, stage, 3, 4) for task in ALGORITHMS for stage in (0, 2, 3)),
     *(Case(task, stage, micro) for task in SUPERVISED for stage in STAGES for micro in (1, 3)),
     *(Case(task, stage, micro, 3) for task in GROUPS for stage in STAGES for micro in (3, EVERYTHING)),
-    *(Case(f"groups_{estimator}", stage, 3, 3) for estimator in OTHERS for stage in (0, 3)),
+    *(Case(f"groups_{estimator}", stage, 3, 3) for estimator in CRITIC_FREE for stage in (0, 3)),
     *(Case(task, stage, 4, 4, LORA) for task in GROUPS for stage in (2, 3)),
     *(Case(task, 2, 4, 4, more) for task in GROUPS for more in ("--gradient_checkpointing", "--offload_idle")),
     *(Case(task, 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70") for task in GROUPS),
@@ -178,6 +178,7 @@ EVERY_RUN = {
     *((2, case) for case in FLOAT32 if case.task == "steps" and case.zero_stage > 2 and (case.more or case.lockstep)),
     (2, Case("samples", 3, 3, 2)),
     *((n, Case(task, stage, 3, 3)) for n, task, stage in ((1, "groups", 0), (2, "groups", 3), (2, "groups_gae", 2))),
+    (2, Case("groups_rloo", 3, 3, 3)),
     (2, Case("groups", 2, 4, 4, LORA)),
     (2, Case("groups", 2, 4, 4, "--gradient_checkpointing")),
     (1, Case("groups", 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70")),

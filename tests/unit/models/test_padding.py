@@ -101,6 +101,7 @@ def test_rows_move_off_full_ranks_only_and_outputs_come_back(lengths, tokens):
         ([[(30, g, 20) for g in (0, 0, 1, 1)], []], [{0}, {1}]),  # by rows each would compute both prompts
         ([[(30, g, 20) for g in (0, 0, 0, 1)], [(12, 2, 8)]], [{0}, {1, 2}]),
         ([[(30, 0, 4)] * 4, []], [{0}, {0}]),  # one group: its prompt twice is less than all on one rank
+        ([[(n, 0, n - 90) for n in (90, 990, 980, 1000, 90)], [(150, 1, 50)] * 4], [{0, 1}, {0, 1}]),  # not shared
     ],
 )
 def test_groups_move_whole_where_that_costs_no_balance(rows, groups):

@@ -244,13 +244,6 @@ def test_averages_are_equal_wherever_they_lie():
         assert fragment.values.equal(on_device.fragments()[name].values)
 
 
-@pytest.mark.parametrize("has_amx", [True, False])
-def test_compiling_warns_on_processors_where_it_lost_time(has_amx, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx})
-    DeepspeedStrategy(DeepSpeedConfig(compile=True))
-    assert ("--compile may lose time on CPUs without AMX" in caplog.text) == (not has_amx)
-
-
 def test_compiling_is_announced_and_needs_a_compiler(monkeypatch, caplog):
     def compile_adam(*parameters: Any, **options: Any) -> None:
         assert "--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds" in caplog.text
