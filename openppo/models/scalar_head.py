@@ -55,7 +55,7 @@ class ScalarHeadModel(nn.Module):
 
     def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
-        one_row = row_inputs(self, sequences, attention_mask)
+        one_row = row_inputs(self, sequences, attention_mask) if self.packs_rows or self.shares_prompts else None
         if one_row is not None:
             inputs, in_row = one_row
             outputs = self._outputs(**inputs)[0]  # (T,)
