@@ -13,7 +13,7 @@ from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.maker import Hooks
 from openppo.experience.replay_buffer import join_rows
-from openppo.models import Actor, ScalarHeadModel
+from openppo.models import Actor, ScalarHeadModel, batching
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.types import Ending, Episode, Experience, FinishReason, Prompt, SingleProcess
@@ -227,6 +227,20 @@ def test_monte_carlo_returns_while_only_the_critic_learns(trajectories):
         to_go = torch.where(experience.action_mask, experience.rewards.flip(-1).cumsum(-1).flip(-1), 0.0)
         torch.testing.assert_close(experience.returns, to_go, rtol=0, atol=1e-5)
     assert not torch.equal(after[0].returns, before[0].returns)
+
+
+@pytest.mark.parametrize(("share", "prompts"), [("auto", [(0, 3), (7, 2)]), ("off", [])])
+def test_forwards_are_dealt_by_groups_where_prompts_are_shared(trajectory, monkeypatch, share, prompts):
+    class Dealt(batching.Deal):
+        def __init__(self, lengths, comm, given=()):
+            seen.append(list(given))
+            super().__init__(lengths, comm, given)
+
+    seen: list[list[tuple[int, int]]] = []
+    monkeypatch.setattr("openppo.experience.maker.Deal", Dealt)
+    rows = [trajectory([3, 4, 5], [6, 7]), dataclasses.replace(trajectory([3, 4], [6]), group=7)]
+    make(rows, share_prompts=share)
+    assert seen == [prompts]
 
 
 def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories):
