@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from openppo.media import Media
+
 
 class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
     """A signal, whose name is the argument, asked the run to stop; what was under way has been left."""
@@ -75,7 +77,8 @@ class Prompt:
     """One prompt: ``text`` is for people and rewards, ``token_ids`` is what the model reads.
 
     ``row`` is its data row, ``label`` the value of its label column, ``source`` the data set's name, ``index`` the
-    row's place there (from 0), ``messages`` the chat that ``text`` was rendered from, ``task`` its task of several.
+    row's place there (from 0), ``messages`` the chat that ``text`` was rendered from, ``task`` its task of several,
+    ``media`` are its images, for which some of the tokens stand.
     """
 
     text: str
@@ -86,6 +89,7 @@ class Prompt:
     source: str = ""
     index: int = 0
     task: str = ""
+    media: Media = ()
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,7 @@ class Experience:
     ``sequences`` int64, right-padded; ``attention_mask`` bool: a real token; ``action_mask`` bool: sampled and trained
     on. All others are float32 and 0 outside of it. All are (B, L) but ``truncated`` bool, ``scores``, all that was
     earned before shaping, ``weight`` and ``share`` (None: 1), which are (B,). ``staleness`` counts versions (None: 0).
+    ``media`` are the images of each row, B of them or none at all.
     """
 
     sequences: Tensor
@@ -212,6 +217,7 @@ class Experience:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     staleness: Tensor | None = None
+    media: tuple[Media, ...] = ()
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -221,17 +227,23 @@ class Experience:
         """``log_probs``; the engine's where the actor has not computed them yet."""
         return self.rollout_log_probs if self.log_probs is None else self.log_probs
 
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """What models get beside sequences and masks."""
+        return {"media": self.media} if self.media else {}
+
     def with_fields(self, **tensors: Tensor) -> Experience:
         """A copy that has these fields too."""
-        return replace(self, **tensors)
+        given: dict[str, Any] = {**tensors}
+        return replace(self, **given)
 
     def to(self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to) -> Experience:
         """A copy on ``device``, where ``move`` takes each tensor."""
-        return Experience(**{name: move(tensor, device) for name, tensor in self.tensors().items()})
+        return self.with_fields(**{name: move(tensor, device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are set."""
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        """The tensors that are set."""
+        return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
 
 
 class Comm(Protocol):

@@ -13,7 +13,7 @@ from openppo.config.commands import TrainSFTConfig as TrainSFTConfig
 from openppo.config.data import DataFormat, PPODataConfig, PreferenceConfig, ProcessConfig, RowsConfig, SFTDataConfig
 from openppo.config.data import SupervisedConfig, parse_probs, parse_template_kwargs
 from openppo.config.fields import Options, flat_dict as flat_dict, from_options as from_options, mask_credentials
-from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
+from openppo.config.models import LoRAConfig, ModelConfig, PPOModelConfig, refuse_overwriting
 from openppo.config.ppo import AdvantageConfig, AdvantageEstimator, CorrectionLevel, KLConfig, LossAggregation
 from openppo.config.ppo import LossConfig, PolicyLossType, PPOConfig, RolloutCorrection
 from openppo.config.rewards import RewardConfig, RewardShapingConfig, Verifier

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from openppo.config.fields import NUMBER, Options, at_least, not_empty, not_negative, option, require
-from openppo.config.models import ModelConfig
+from openppo.config.models import ModelConfig, VisionConfig
 
 DataFormat = Literal[
     "auto",
@@ -53,6 +53,12 @@ class RowsConfig(Options):
     """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
     tools_key: str | None = option(None, rows_of=_TEXTS)
     """Column with schemas of tools for the chat template: a list, also as JSON text (with --apply_chat_template)."""
+    image_key: str | None = option(None, rows_of=_TEXTS)
+    """Column with the images of a prompt, for each <image> in its text: paths, bytes, base64, or images of datasets."""
+    min_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
+    """Images of fewer pixels are enlarged to so many."""
+    max_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
+    """Images of more pixels are reduced to so many."""
     dataset_num_proc: int = option(0, not_negative)
     """Processes that tokenize, once for all ranks, kept in the cache of 'datasets' (0: every rank by itself)."""
     max_samples: int | None = option(None, at_least(1), resume="must match", rows_of=_ALL)
@@ -64,6 +70,10 @@ class RowsConfig(Options):
         for name in ("chat_template", "chat_template_kwargs", "tools_key"):
             if vars(self)[name] is not None and not self.apply_chat_template:
                 yield f"--{name} has no effect without --apply_chat_template: add it."
+        if self.image_key is not None and self.dataset_num_proc > 0:
+            yield "--dataset_num_proc keeps texts, no images: leave it out with --image_key."
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            yield f"--min_pixels {self.min_pixels} is above --max_pixels {self.max_pixels}: lower it."
         parse_template_kwargs(self.chat_template_kwargs)
 
 
@@ -118,7 +128,7 @@ class PPODataConfig(PromptDataConfig):
 
 
 @dataclass(frozen=True)
-class SupervisedConfig(RowsConfig, ModelConfig):
+class SupervisedConfig(RowsConfig, ModelConfig, VisionConfig):
     """What SFT, reward-model and process-reward-model training have in common."""
 
     dataset: str = option(place=True, resume="must match")

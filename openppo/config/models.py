@@ -24,8 +24,18 @@ class ModelConfig(Options):
     """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(Options):
+    """Parts of a model that reads images, which may stay as they are."""
+
+    freeze_vision_tower: bool = option(True, resume="must match")
+    """Keep the weights of what reads images."""
+    freeze_connector: bool = option(False, resume="must match")
+    """Keep the weights of what maps features of images to embeddings."""
+
+
 @dataclass(frozen=True)
-class PPOModelConfig(ModelConfig):
+class PPOModelConfig(ModelConfig, VisionConfig):
     """Which models play which role."""
 
     pretrain: str = option(place=True, resume="must match")

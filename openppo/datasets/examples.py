@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import PreferenceConfig, RowsConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig
+from openppo.datasets.media import Vision, has_images
 from openppo.datasets.row_formats import RowFields
 from openppo.datasets.row_reader import Keys, RowReader
 from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
@@ -18,7 +19,6 @@ from openppo.datasets.templates import (
     TokenExample,
     as_messages,
     as_text,
-    render_prompt,
     shortened,
 )
 from openppo.datasets.turns import all_targets, render_response, render_whole
@@ -30,8 +30,11 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     options: PromptDataConfig,
     show: ShowRows = iter,
+    vision: Vision | None = None,
 ) -> list[Prompt]:
     """The prompt of each row, in order; ``options`` drop, cut or refuse those above ``--prompt_max_len`` tokens.
+
+    ``vision`` reads images, which without it are refused.
 
     The prompt is column ``options.input_key``, else recognized. The label is column ``options.label_key``, else the
     answer of a recognized format, else None. Raises ``ValueError`` naming the data's flag and the row for a missing
@@ -41,7 +44,7 @@ def load_prompts(
     reader = RowReader(rows, "prompts", options, keys)
 
     def render(fields: RowFields) -> Prompt:
-        return render_prompt(fields.prompt, tokenizer, options, fields.tools)
+        return (vision or Vision(None, (), tokenizer, options)).render(fields)
 
     prompts, n_cut = [], 0
     for row, whole in zip(rows, reader.make(render, Prompt, show, tokenizer), strict=True):
@@ -63,6 +66,7 @@ def load_tasks(
     tokenizer: PreTrainedTokenizerBase,
     options: PromptDataConfig,
     show: ShowRows = iter,
+    vision: Vision | None = None,
 ) -> list[Prompt]:
     """Prompts as of ``load_prompts``; rows of no known format become prompts without text, for agents to read."""
     if options.input_key is None:
@@ -75,7 +79,7 @@ def load_tasks(
                 Prompt("", [], next(iter(descend(row.row, label)), None), row.row, None, row.source, row.number - 1)
                 for row in rows
             ]
-    return load_prompts(rows, tokenizer, options, show)
+    return load_prompts(rows, tokenizer, options, show, vision)
 
 
 def fitted_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig) -> Prompt:
@@ -87,6 +91,9 @@ def fitted_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: P
         raise ValueError(
             f"{len(ids)} tokens, above --prompt_max_len {most}: raise it, or use --prompt_truncation drop."
         )
+    if prompt.media:
+        what = f"{len(ids)} tokens, those of its images included, above --prompt_max_len {most}"
+        raise ValueError(f"{what}, and images cannot be cut: raise it, or use --prompt_truncation drop.")
     first = 1 if most > 1 and ids[0] == tokenizer.bos_token_id else 0
     room = most - first
     head = {"left": 0, "right": room, "middle": room // 2}[how]  # as in verl
@@ -105,11 +112,13 @@ def load_sft_examples(
     supervised: SupervisedConfig,
     data: SFTDataConfig,
     show: ShowRows = iter,
+    vision: Vision | None = None,
 ) -> list[TokenExample]:
     """One example per row, in order, without those longer than ``supervised.max_len`` tokens.
 
     Targets are the response and the EOS after it; of a chat, all turns of the assistant, each with what ends it; of a
-    row without a response, or with ``data.output_key`` None, all tokens. Raises ``ValueError`` naming ``flag`` and the
+    row without a response, or with ``data.output_key`` None, all tokens. Of a row with images, which ``vision`` reads,
+    the response to its prompt. Raises ``ValueError`` naming ``flag`` and the
     row for a missing column or a malformed value, and ``--max_len`` if no example is left.
     """
     named = data.input_key is not None or data.output_key != SFTDataConfig.output_key  # a default does not count
@@ -120,6 +129,8 @@ def load_sft_examples(
     reader = RowReader(rows, "sft", supervised, keys if named else None)
 
     def render(fields: RowFields) -> TokenExample:
+        if vision is not None and has_images(fields):
+            return vision.render_response(fields)
         if fields.whole is not None:
             return all_targets(render_whole(fields.whole, tokenizer, supervised, fields.tools).token_ids)
         if fields.conversation is not None and supervised.apply_chat_template:

@@ -21,7 +21,7 @@ class RowFields:
     ``chosen`` and ``rejected`` are whole. ``conversation`` is a whole chat, ``whole`` a text without a response. For
     process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements. A
     ranking has its responses in ``ranked``, and in ``label`` their scores.
-    ``tools`` are of column ``--tools_key``.
+    ``tools`` are of column ``--tools_key``, ``images`` of ``--image_key``, whose paths may be beside the ``source``.
     """
 
     prompt: Any = None
@@ -33,6 +33,8 @@ class RowFields:
     whole: Any = None
     ranked: Any = None
     tools: Tools | None = None
+    images: Any = None
+    source: str = ""
 
 
 Columns = tuple[tuple[str, ...], ...]

@@ -36,6 +36,7 @@ class RowReader:
     def __init__(self, rows: Sequence[SourceRow], task: Task, options: RowsConfig, keys: Keys | None = None) -> None:
         self.rows, self.task, self.chat, self.keys = rows, task, options.apply_chat_template, keys or {}
         self.tools_key, self.processes = options.tools_key, options.dataset_num_proc
+        self.image_key = options.image_key
         self.content = task, self.chat, options.input_template, options.chat_template_kwargs
         self.formats: dict[str, RowFormat] = {}
         named = options.data_format
@@ -56,7 +57,10 @@ class RowReader:
         """The fields of ``row``. Raises ``ValueError`` for malformed values and missing columns."""
         key = self.tools_key
         tools = None if key is None else read_tools(value_of(row.row, key, "--tools_key"), key)
-        return replace(self._fields(row), tools=tools)
+        fields = replace(self._fields(row), tools=tools)
+        if (key := self.image_key) is None:
+            return fields
+        return replace(fields, images=value_of(row.row, key, "--image_key"), source=row.source)
 
     def _fields(self, row: SourceRow) -> RowFields:
         if self.keys:

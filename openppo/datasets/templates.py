@@ -8,17 +8,20 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RowsConfig
+from openppo.media import Media
 from openppo.types import Prompt
 from openppo.user_code import TEMPLATE_ERRORS
 
 Message = dict[str, Any]
-"""One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls"."""
+"""One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls".
+
+With images it is a list of parts until their places are in the text."""
 
 
 Tools = list[dict[str, Any]]
@@ -29,11 +32,12 @@ Tools = list[dict[str, Any]]
 class TokenExample:
     """Equally long lists: ``loss_mask[t]`` says that token t is a target of the loss.
 
-    The first token is never a target, because nothing comes before it to predict it from.
+    The first token is never a target, because nothing comes before it to predict it from. ``media`` as in ``Prompt``.
     """
 
     token_ids: list[int]
     loss_mask: list[bool]
+    media: Media = field(default=(), repr=False)
 
 
 def render_prompt(
@@ -47,12 +51,19 @@ def render_prompt(
     if options.apply_chat_template:
         messages = as_messages(value, "user", options.input_template)
         check_tools(tools, tokenizer)
+        require_texts(messages)
         if not any(message["content"] or message.get("tool_calls") for message in messages):
             raise ValueError("all chat messages are empty. Remove the row or choose another column.")
         text = render_chat(messages, tokenizer, for_generation=True, tools=tools)
         return Prompt(text, not_empty(encode_bare(tokenizer, text), value), messages=messages)
     text = fill_template(value, options.input_template)
     return Prompt(text, not_empty(encode_start(tokenizer, text), value))
+
+
+def require_texts(messages: Sequence[Message]) -> None:
+    """``ValueError`` for messages with images."""
+    if any(isinstance(message["content"], list) for message in messages):
+        raise ValueError("not a chat message with a text: images are read in prompts only. Remove the row.")
 
 
 def not_empty(ids: list[int], value: object) -> list[int]:
@@ -87,7 +98,17 @@ def _as_message(message: object) -> Message:
     if not named or not isinstance(role, str) or (content is None and not may_lack_text):
         what = 'texts "role" and "content", and in "tool_calls" functions with a "name"'
         raise ValueError(f"not a chat message with {what}: {shortened(message)}.")
+    if isinstance(content, list) and any(map(is_image, content)):
+        return {
+            **given,
+            "content": [part if is_image(part) else {"type": "text", "text": text_of([part])} for part in content],
+        }
     return {**given, "content": None if content is None and calls else text_of(content)}
+
+
+def is_image(part: object) -> bool:
+    """Whether a part of a message's content is an image, in OpenAI's form or that of transformers."""
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
 def text_of(content: object) -> str:

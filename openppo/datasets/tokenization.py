@@ -73,7 +73,10 @@ class _Rendering:
 
     def _made(self, fields: dict[str, Any]) -> Any:
         try:
-            return vars(self.render(RowFields(**fields)))
+            made = dict(vars(self.render(RowFields(**fields))))
+            if made.pop("media", ()):
+                return "the row has images, and --dataset_num_proc keeps texts: leave it out."
+            return made
         except ValueError as error:
             return str(error)
 

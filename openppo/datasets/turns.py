@@ -26,6 +26,7 @@ from openppo.datasets.templates import (
     fill_template,
     not_empty,
     render_chat,
+    require_texts,
     require_whole,
 )
 
@@ -87,6 +88,7 @@ def _render_turns(
     if not chosen:
         raise ValueError("no turn of the assistant to train on. Remove the row or choose another column.")
     messages = messages[: chosen[-1] + 1]
+    require_texts(messages)
     check_tools(tools, tokenizer)
     render = partial(render_chat, tokenizer=tokenizer, tools=tools)
     text = render(messages)

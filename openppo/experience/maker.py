@@ -32,6 +32,7 @@ from openppo.experience.token_rewards import (
     overlong_mask,
     shape_scores,
 )
+from openppo.media import Media, distinct_ids
 from openppo.models.batching import Deal, MicroBatchSize, equal_batches, split_overhead
 from openppo.models.padding import on_device, pad_right
 from openppo.rollout.rollout import Rollout, by_episode, wait_for_scores
@@ -149,8 +150,9 @@ class ExperienceMaker:
     ) -> tuple[OldLogProbsFrom, bool]:
         """Source of the old policy's log-probs, and whether older policies sampled any token; the same on all ranks."""
         # Not sampled by this run's engine, or by an agent: its requests come when they come, so what the engine decodes
-        # beside each other, and with it the last bits of log-probs, differs from run to run.
-        foreign = not isinstance(given, Rollout) or any(t.episode is not None for t in unscored)
+        # beside each other, and with it the last bits of log-probs, differs from run to run. With images some ids are
+        # not sampled, which the actor knows nothing of.
+        foreign = not isinstance(given, Rollout) or any(t.episode is not None or t.prompt.media for t in unscored)
         stale = any({*t.versions} - {n_done, -1} for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
@@ -178,11 +180,13 @@ class ExperienceMaker:
         groups = [(t.group, t.spans[0][0] if t.spans else 0) for t in trajectories if shares]
         deal = Deal([len(t.token_ids) for t in trajectories], self.comm, groups)
         rows = deal.out([torch.tensor([t.token_ids, t.action_mask], dtype=torch.int32) for t in trajectories])
-        made, lengths, ids = rows[:], [row.shape[1] for row in rows], [row[0].tolist() for row in rows if shares]
+        media = deal.media([t.prompt.media for t in trajectories]) or [()] * len(rows)
+        made, lengths = rows[:], [row.shape[1] for row in rows]
+        ids = [distinct_ids(row[0].tolist(), of_row) for row, of_row in zip(rows, media, strict=True) if shares]
         with self.hooks.uncompiled():
             batches = equal_batches(lengths, forward_size(self.config), self.comm, ids)
             for chosen in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
-                outputs = self._forward([rows[i] for i in chosen], old_log_probs, values)
+                outputs = self._forward([rows[i] for i in chosen], [media[i] for i in chosen], old_log_probs, values)
                 stacked = torch.stack([*outputs.values()]).float()  # (N, B, L)
                 for row, i in enumerate(chosen):
                     made[i] = stacked[:, row, : lengths[i]].clone()  # no row keeps the whole batch in memory
@@ -191,20 +195,24 @@ class ExperienceMaker:
         joined = pad_sequence(own, batch_first=True).to(self.device).permute(2, 0, 1).contiguous() if own else ()
         return dict(zip(outputs, joined, strict=False))
 
-    def _forward(self, rows: list[Tensor], old_log_probs: OldLogProbsFrom, values: bool) -> dict[str, Tensor]:
+    def _forward(
+        self, rows: list[Tensor], media: list[Media], old_log_probs: OldLogProbsFrom, values: bool
+    ) -> dict[str, Tensor]:
         """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions. Without rows of an idle forward."""
         rows = rows or [torch.zeros(2, 2)]
         ids, mask = pad_right([row[0] for row in rows], self.pad_token_id)
         actions, outputs = pad_right([row[1] for row in rows], 0)[0].bool(), dict[str, Tensor]()
+        more: dict[str, Any] = {"media": media} if any(media) else {}
         if old_log_probs == "recompute":
             with timed("actor_forward"):
-                outputs["log_probs"], outputs["entropy"] = self.actor(ids, mask, actions, return_entropy=True)
+                outputs["log_probs"], outputs["entropy"] = self.actor(ids, mask, actions, return_entropy=True, **more)
         if self.critic is not None and values:
             with timed("critic_forward"):
-                outputs["values"] = torch.where(on_device(actions, self.device), self.critic(ids, mask), 0.0)
+                found = self.critic(ids, mask, **more)
+                outputs["values"] = torch.where(on_device(actions, self.device), found, 0.0)
         if self.reference is not None:
             with timed("reference_forward"):
-                outputs["ref_log_probs"] = self.reference(ids, mask, actions)
+                outputs["ref_log_probs"] = self.reference(ids, mask, actions, **more)
         return outputs
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
+from openppo.media import Media, distinct_ids
 from openppo.models.batching import MicroBatchSize, deal, micro_batches, shared_plan, split_overhead
 from openppo.models.padding import pad_right
 from openppo.tracking.metrics import Moments
@@ -32,7 +34,14 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience
         truncated=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
         weight=torch.tensor([t.weight for t in trajectories]),
         share=torch.tensor([t.share for t in trajectories]),
+        media=joined_media(trajectories),
     )
+
+
+def joined_media(trajectories: Sequence[Trajectory]) -> tuple[Media, ...]:
+    """Images of each; empty if none has any."""
+    media = tuple(t.prompt.media for t in trajectories)
+    return media if any(media) else ()
 
 
 def split_rows(experience: Experience) -> Iterator[Experience]:
@@ -40,24 +49,26 @@ def split_rows(experience: Experience) -> Iterator[Experience]:
     for row, length in enumerate(experience.attention_mask.sum(-1).tolist()):
         parts = {name: tensor[row : row + 1] for name, tensor in experience.tensors().items()}
         cut = {name: part if name in PER_ROW_FIELDS else part[:, :length] for name, part in parts.items()}
-        yield Experience(**{name: part.clone() for name, part in cut.items()})
+        yield Experience(**{name: part.clone() for name, part in cut.items()}, media=experience.media[row : row + 1])
 
 
 def join_rows(rows: Sequence[Experience]) -> Experience:
     """Rows (or batches) padded on the right to the longest; padding is 0 and False everywhere, ids included."""
     width = max(row.sequences.shape[1] for row in rows)
-    joined: dict[str, Tensor] = {}
+    joined: dict[str, Any] = {}
     for name in rows[0].tensors():
         parts = [row.tensors()[name] for row in rows]
         joined[name] = torch.cat([p if name in PER_ROW_FIELDS else F.pad(p, (0, width - p.shape[1])) for p in parts])
-    return Experience(**joined)
+    media = tuple(m for row in rows for m in (row.media or ((),) * len(row)))
+    return Experience(**joined, media=media if any(media) else ())
 
 
 def idle_experience() -> Experience:
     """One row of two tokens without any action, for a rank that has less to do than others."""
     dtypes = {"sequences": torch.int64} | dict.fromkeys(("attention_mask", "action_mask", "truncated"), torch.bool)
-    sizes = {field.name: (1,) if field.name in PER_ROW_FIELDS else (1, 2) for field in fields(Experience)}
-    made = {name: torch.zeros(size, dtype=dtypes.get(name)) for name, size in sizes.items()}
+    names = [field.name for field in fields(Experience) if field.name != "media"]
+    sizes = {name: (1,) if name in PER_ROW_FIELDS else (1, 2) for name in names}
+    made: dict[str, Any] = {name: torch.zeros(size, dtype=dtypes.get(name)) for name, size in sizes.items()}
     made["attention_mask"] = ~made["attention_mask"]
     return Experience(**made)
 
@@ -150,7 +161,8 @@ class ReplayBuffer:
         n_ranks, limit = self.comm.world_size, MicroBatchSize(size, tokens, split_overhead(self.zero_stage))
         plans = None
         if self.shares_prompts:
-            plans = shared_plan([item.sequences[0].tolist() for item in step.values()], n_ranks, limit)
+            rows = [distinct_ids(item.sequences[0].tolist(), *item.media) for item in step.values()]
+            plans = shared_plan(rows, n_ranks, limit)
         if plans is None:
             shares = deal(lengths, n_ranks)
             plans = [

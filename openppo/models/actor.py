@@ -1,9 +1,9 @@
 """The policy: a causal language model whose forward returns log-probs of the tokens it was given."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from openppo import logger
+from openppo.media import Media, model_inputs
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.loading import disable_dropout, load_causal_lm, load_options
 from openppo.models.log_probs import linear_log_probs, linear_logits, log_probs_and_entropy, log_probs_from_logits
-from openppo.models.padding import device_of, on_device, pad_width
+from openppo.models.padding import WithMedia, base_of, device_of, on_device, pad_width, with_stand_in
 from openppo.models.prefixes import row_inputs
 
 
@@ -55,6 +56,8 @@ class Actor(nn.Module):
         self.packs_rows = self.shares_prompts = False
         """Whether the rows of a batch go through the model as one, without padding (see ``pack_where_exact``), and
         whether what several begin with is in it once (see ``share_where_exact``)."""
+        self.stand_in: WithMedia | None = None
+        """Has an image, for batches without any (see ``with_stand_in``)."""
 
     def forward(
         self,
@@ -64,6 +67,7 @@ class Actor(nn.Module):
         temperature: float | None = None,
         return_entropy: bool = False,
         position_ids: Tensor | None = None,
+        media: Sequence[Media] = (),
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probs of ``sequences``, token-aligned: entry t is log p(token t | tokens before t).
 
@@ -72,19 +76,21 @@ class Actor(nn.Module):
         ``return_entropy`` also the entropy in nats of the distribution token t came from. ``position_ids`` int64 (B, L)
         that start again at 0 mark several documents in one row, which do not see each other (see ``packing_is_exact``);
         the first token of each must not be in ``action_mask``. Tensors may be on the host, where it is known without
-        waiting for a GPU how many places have log-probs.
+        waiting for a GPU how many places have log-probs. ``media`` are the images of each row, if any has some.
         """
         if not isinstance(attention_mask, Tensor):
             order = "(sequences, attention_mask, action_mask), where action_mask marks what num_actions counts"
             raise TypeError(f"attention_mask is {attention_mask!r}, no tensor: OpenPPO's order is {order}.")
-        wanted = attention_mask.bool() if action_mask is None else action_mask.bool()
-        wanted = F.pad(wanted[:, 1:], (1, 0))  # (B, L)
+        (n_rows, length), action_mask = sequences.shape, attention_mask if action_mask is None else action_mask
+        media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask, action_mask, position_ids)
+        sequences, attention_mask, action_mask, position_ids = cast(tuple[Tensor, Tensor, Tensor, Any], tensors)
+        wanted = F.pad(action_mask.bool()[:, 1:], (1, 0))  # (B, L)
         temperature = self.temperature if temperature is None else temperature
         device = device_of(self.model)
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
         one_row = None
         if self.packs_rows or self.shares_prompts:
-            one_row = row_inputs(self, sequences, attention_mask, position_ids)
+            one_row = row_inputs(self, sequences, attention_mask, position_ids, media)
         if one_row is not None:
             inputs, in_row = one_row
             places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch
@@ -95,7 +101,8 @@ class Actor(nn.Module):
             kept = kept if len(kept) > 0 else kept.new_zeros(1)  # a row without any action still takes part
             places = (kept + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
             if position_ids is None:
-                inputs = {"input_ids": pad_width(sequences, self.model)}
+                ids = pad_width(sequences, self.model)
+                inputs = {"input_ids": ids, **model_inputs(base_of(self.model), ids, media)}
             else:
                 inputs = {"input_ids": on_device(sequences, device), "position_ids": on_device(position_ids, device)}
             labels, dim = sequences[:, places], 1  # (B, K)
@@ -105,7 +112,8 @@ class Actor(nn.Module):
         def placed(values: Tensor) -> Tensor:
             """``values`` at their places of a (B, L) tensor, 0 elsewhere."""
             empty = torch.zeros(wanted.flatten(dim).shape, dtype=values.dtype, device=values.device)
-            return torch.where(wanted, empty.index_copy(dim, places, values).view(wanted.shape), 0.0)
+            made = torch.where(wanted, empty.index_copy(dim, places, values).view(wanted.shape), 0.0)
+            return made[:n_rows, :length]
 
         return (placed(values[..., 0]), placed(values[..., 1])) if return_entropy else placed(values[..., 0])
 
@@ -148,7 +156,7 @@ def float32_head(model: Any, device: torch.device) -> nn.Linear | None:
     """The head whose logits are float32 in training though its weight is not; None where there is none."""
     if device.type != "cuda" or model.dtype.itemsize > 2:
         return None
-    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    model = base_of(model)
     head = model.get_output_embeddings()
     return head if ends_in_head(model) and not hasattr(head.weight, "ds_id") else None
 

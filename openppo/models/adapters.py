@@ -13,6 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from openppo import logger
 from openppo.config import LoRAConfig
+from openppo.media import CONNECTORS, TOWERS, placeholders
 from openppo.models.pretrained import UntrustedModelError, forbid_remote_code, is_peft_folder
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
@@ -54,6 +55,9 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
+        exclude_modules=rf"(.*\.)?({'|'.join(sorted(TOWERS | CONNECTORS))})(\..*)?"
+        if placeholders(model.config)
+        else None,
     )
     try:
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # DeepSpeed keeps float32 masters

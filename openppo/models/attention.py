@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from openppo.media import placeholders
 from openppo.models.tree_attention import tree_attention
 
 HAS_LENGTHS = torch.__version__ >= "2.13"
@@ -56,7 +57,8 @@ def use_fast_attention(model: PreTrainedModel) -> None:
         if model.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability() >= (8, 0):
             # Here FlashAttention lets heads share keys. Models that support it state their windows beside the mask.
             name = BY_LENGTHS if HAS_LENGTHS and model._supports_flash_attn else "sdpa"
-    model.set_attn_implementation(name)
+    # What is asked of attention to text would reach that of images, too.
+    model.set_attn_implementation({"": name, "text_config": name} if placeholders(model.config) else name)
 
 
 def _attend_on_cpu(

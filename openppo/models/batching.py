@@ -8,6 +8,7 @@ from itertools import accumulate, zip_longest
 import torch
 from torch import Tensor
 
+from openppo.media import Media
 from openppo.types import Comm
 
 _WORTH_DEALING = 1.2
@@ -132,6 +133,16 @@ class Deal:
     def back(self, rows: list[Tensor]) -> list[Tensor]:
         """This rank's own rows, for those of its share."""
         return self._moved(rows, self.shares, self.own)
+
+    def media(self, media: Sequence[Media]) -> list[Media]:
+        """Images of the rows of this rank's share, for those of its own rows; empty if no row of any rank has some."""
+        gathered = self.comm.all_gather_object([*media] if any(media) else None)
+        if not any(gathered):
+            return []
+        held = dict[int, Media]()
+        for places, of_rank in zip(self.own, gathered, strict=True):
+            held.update(zip(places, of_rank or [()] * len(places), strict=True))
+        return [held[place] for place in self.shares[self.comm.rank]]
 
     def _by_groups(self) -> list[list[int]]:
         """Shares of whole groups."""

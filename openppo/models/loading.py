@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import deepspeed as zero3
 
 from openppo import logger
+from openppo.media import CONNECTORS, TOWERS
 from openppo.models.adapters import merge_adapters
 from openppo.models.attention import use_fast_attention
-from openppo.models.pretrained import base_model_of, forbid_remote_code, is_peft_folder, load_config
+from openppo.models.pretrained import (
+    base_model_of,
+    forbid_remote_code,
+    is_peft_folder,
+    language_model_class,
+    load_config,
+)
 
 
 def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:
@@ -69,7 +76,8 @@ def load_causal_lm(name: str, base: str | None = None, **load: Any) -> PreTraine
             )
 
     with forbid_remote_code(name):
-        model, _ = load_weights(AutoModelForCausalLM, check, base or base_model_of(name), config=config, **load)
+        kind = language_model_class(config)
+        model, _ = load_weights(kind, check, base or base_model_of(name), config=config, **load)
     use_fast_attention(model)
     return merge_adapters(model, name) if is_peft_folder(name) else model
 
@@ -105,6 +113,19 @@ def model_error_context(flag: str, name: str, role: str = "") -> Iterator[None]:
         raise ValueError(f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}") from error
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{flag} {name}: its weights cannot be read ({error}). Check the folder.") from error
+
+
+def freeze_vision(model: nn.Module, tower: bool, connector: bool) -> None:
+    """Leave the part of a model that reads images, and what maps its features to embeddings, as they are."""
+    frozen = 0
+    for name, parameter in model.named_parameters():
+        parts = {*name.split(".")}
+        is_connector = bool(parts & CONNECTORS)
+        if (connector and is_connector) or (tower and parts & TOWERS and not is_connector):
+            parameter.requires_grad_(False)
+            frozen += 1
+    if frozen > 0:
+        logger.info("%d tensors of the model that read images are frozen", frozen)
 
 
 def disable_dropout(model: nn.Module) -> None:

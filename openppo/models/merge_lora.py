@@ -8,9 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import MergeLoRAConfig
+from openppo.media import copy_processor
 from openppo.models.adapters import HEAD_TASK
 from openppo.models.loading import load_causal_lm, load_options, model_error_context
-from openppo.models.pretrained import adapter_config, check_model, is_peft_folder, load_tokenizer
+from openppo.models.pretrained import adapter_config, base_model_of, check_model, is_peft_folder, load_tokenizer
 from openppo.models.scalar_head import load_classifier
 
 
@@ -52,6 +53,7 @@ class LoRAMerge:
         self.model.save_pretrained(self.folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(self.folder)
+            copy_processor(base_model_of(self.model.name_or_path or ""), self.folder)
         logger.info("wrote the full weights to %s", self.folder)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Token ids to padded tensors, and padded tensors to packed rows where that is exact."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo import logger
+from openppo.media import Media, placeholders
 from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.pretrained import context_length
 
@@ -41,11 +42,54 @@ def pad_width(sequences: Tensor, model: Any) -> Tensor:
     return sequences if positions is not None and width > positions else F.pad(sequences, (0, width - length))
 
 
+class WithMedia(Protocol):
+    """A prompt, or an example."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def media(self) -> Media: ...
+
+
+def smallest_with_media(rows: Iterable[WithMedia]) -> WithMedia | None:
+    """The shortest row with images; None if there is none."""
+    return min((row for row in rows if row.media), key=lambda row: len(row.token_ids), default=None)
+
+
+def with_stand_in(
+    stand_in: WithMedia | None, media: Sequence[Media], *tensors: Tensor | None
+) -> tuple[Sequence[Media], list[Tensor | None]]:
+    """``media`` and ``tensors`` (B, L) of a batch, sequences and their mask first, with a row of ``stand_in`` behind.
+
+    So all ranks run the same parts of a model, whose weights may be partitioned and gradients reduced together. Only
+    for a batch without any media; no place of the row is an action or the start of another document.
+    """
+    if stand_in is None or any(media):
+        return media, list(tensors)
+    row = torch.tensor([stand_in.token_ids])
+    n_rows, length = (0, 0) if tensors[0] is None else tensors[0].shape
+    width, real = max(length, row.shape[1]), torch.ones_like(row, dtype=torch.bool)
+    added = [row, real, ~real, torch.arange(row.shape[1])[None]]
+
+    def longer(tensor: Tensor, new: Tensor) -> Tensor:
+        padded = (F.pad(x, (0, width - x.shape[1])) for x in (tensor, new.to(tensor)))
+        return torch.cat([*padded])
+
+    made = [None if t is None else longer(t, new) for t, new in zip(tensors, added, strict=False)]
+    return [*[()] * n_rows, stand_in.media], made
+
+
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """``tensor`` on ``device``; to a GPU from pinned memory, as the host would wait for the GPU's work else."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def base_of(model: Any) -> Any:
+    """The model of transformers in a PEFT model, or ``model`` itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def device_of(model: Any) -> torch.device:
@@ -100,6 +144,9 @@ def pack_where_exact(module: Any, forward: Callable[[Tensor, Tensor], Tensor], d
     which computes no padding then; on a GPU without it a line says so.
     """
     attention = module.model.config._attn_implementation
+    if placeholders(module.model.config):
+        logger.info("samples of the %s are padded: it reads images", name)
+        return
     if attention not in (BY_LENGTHS, "flash_attention_2"):
         if device.type == "cuda":
             said = (

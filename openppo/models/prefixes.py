@@ -1,6 +1,7 @@
 """Rows that begin alike, as one row of the model in which each beginning is computed once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openppo import logger
+from openppo.media import Media, MediaItem, distinct_ids, item_places, model_inputs, placeholders, rope_positions
 from openppo.models.attention import BY_LENGTHS, ON_CPU, PREFIX_TREE, finished_mask
 from openppo.models.batching import LEAST_SHARED, pays, shared_order
-from openppo.models.padding import NOISE, device_of, is_exact, on_device, pack_rows, rounded_width
+from openppo.models.padding import NOISE, base_of, device_of, is_exact, on_device, pack_rows, rounded_width
 from openppo.models.pretrained import layer_kinds
 
 _NOISE_IN_FLOAT32 = 1e-3
@@ -70,7 +72,11 @@ def _nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[tuple[int, int
 
 
 def row_inputs(
-    module: Any, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
+    module: Any,
+    sequences: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor | None = None,
+    media: Sequence[Media] = (),
 ) -> tuple[dict[str, Any], Tensor] | None:
     """A batch as one row of ``module.model``, and where each token is in it, as ``pack_rows`` gives them.
 
@@ -78,13 +84,15 @@ def row_inputs(
     """
     if module.shares_prompts and position_ids is None and len(sequences) > 1:
         lengths = attention_mask.bool().sum(1).tolist()
-        tree = prefix_tree([row[:n] for row, n in zip(sequences.tolist(), lengths, strict=True)], sequences.shape[1])
+        rows = [row[:n] for row, n in zip(sequences.tolist(), lengths, strict=True)]
+        rows = [distinct_ids(row, of_row) for row, of_row in zip_longest(rows, media, fillvalue=())]
+        tree = prefix_tree(rows, sequences.shape[1])
         if pays(len(tree.depths), sum(lengths) if module.packs_rows else sequences.numel()):
-            return _inputs(tree, sequences, module.model), tree.in_row.to(sequences.device)
+            return _inputs(tree, sequences, module.model, media), tree.in_row.to(sequences.device)
     return pack_rows(sequences, attention_mask, module.model, position_ids) if module.packs_rows else None
 
 
-def _inputs(tree: PrefixTree, sequences: Tensor, model: Any) -> dict[str, Any]:
+def _inputs(tree: PrefixTree, sequences: Tensor, model: Any, media: Sequence[Media]) -> dict[str, Any]:
     """Inputs (1, T); in bfloat16 on CPUs T is a little larger, for the reason of ``pad_width``."""
     device, width = device_of(model), len(tree.depths)
     if device.type == "cpu" and model.dtype is torch.bfloat16:
@@ -92,6 +100,13 @@ def _inputs(tree: PrefixTree, sequences: Tensor, model: Any) -> dict[str, Any]:
     flat = sequences.flatten()[tree.tokens.to(sequences.device)], tree.depths
     ids, positions = (F.pad(x, (0, width - len(x)))[None] for x in flat)
     given = {"input_ids": ids, "position_ids": positions, "attention_mask": finished_mask(device)}
+    if media:
+        firsts = {i * sequences.shape[1] + t: item for i, t, item in _first_places(sequences, media)}
+        items = tuple(firsts[place] for place in tree.tokens.tolist() if place in firsts)
+        given |= model_inputs(base_of(model), ids, [items])
+        if (places := rope_positions(model, sequences, media)) is not None:  # (3, B, L)
+            new = places.flatten(1)[:, tree.tokens.to(places.device)]
+            given["position_ids"] = F.pad(new, (0, width - new.shape[1]))[:, None]
     if model.config._attn_implementation != BY_LENGTHS:
         return {name: on_device(value, device) for name, value in given.items()} | {PREFIX_TREE: tree.nodes}
     spans, paths = tree.nodes.tolist(), list[Tensor]()  # of each node: the tokens that its own see
@@ -102,6 +117,12 @@ def _inputs(tree: PrefixTree, sequences: Tensor, model: Any) -> dict[str, Any]:
     given |= {"cu_seq_lens_q": _starts(n_queries), "cu_seq_lens_k": _starts(n_keys), PREFIX_TREE: torch.cat(paths)}
     lengths = {"max_length_q": int(n_queries.max()), "max_length_k": int(n_keys.max())}
     return {name: on_device(value, device) for name, value in given.items()} | lengths
+
+
+def _first_places(sequences: Tensor, media: Sequence[Media]) -> Iterator[tuple[int, int, MediaItem]]:
+    """Row and place of the first token of each item."""
+    for i, (row, of_row) in enumerate(zip(sequences.tolist(), media, strict=True)):
+        yield from ((i, places[0], item) for item, places in item_places(row, of_row))
 
 
 def _starts(lengths: Tensor) -> Tensor:
@@ -119,7 +140,8 @@ def share_where_exact(
     otherwise = f"prompts of the {name} are computed for each response"
     config = module.model.config
     kinds, attention = layer_kinds(config) - {"full_attention", "global"}, config._attn_implementation
-    if kinds or attention not in (ON_CPU, BY_LENGTHS):  # windows longer than what is tried would not be seen
+    exact = (ON_CPU,) if placeholders(config) else (ON_CPU, BY_LENGTHS)
+    if kinds or attention not in exact:  # windows longer than what is tried would not be seen
         logger.info("%s: its attention is %s", otherwise, ", ".join(sorted(kinds)) or attention)
         return
     common = [1 + i % 3 for i in range(3 * LEAST_SHARED)]

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from openppo.user_code import TEMPLATE_ERRORS
 
@@ -101,6 +111,13 @@ def load_config(name: str, base: str | None = None, *, trust_remote_code: bool =
     return config
 
 
+def language_model_class(config: PreTrainedConfig) -> Any:
+    """Auto class of a model that writes text: of those that only read images beside it, the one that does."""
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    writes_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if reads_images and not writes_only else AutoModelForCausalLM
+
+
 def context_length(config: PreTrainedConfig) -> int | None:
     """Most tokens that a model reads, by its config; None where the config does not say.
 
@@ -153,6 +170,24 @@ def load_tokenizer(
     if template_kwargs:
         vars(tokenizer)["apply_chat_template"] = partial(apply, **template_kwargs)
     return tokenizer
+
+
+def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any:
+    """What turns text and images into a model's inputs; of a PEFT folder that of its base.
+
+    ``ValueError`` names ``flag`` where there is none, or what it needs is not installed.
+    """
+    try:
+        with forbid_remote_code(name):
+            processor: Any = AutoProcessor.from_pretrained(base_model_of(name), trust_remote_code=trust_remote_code)
+    except (ImportError, RuntimeError) as error:  # of torchvision, also where it is of another build
+        what = f"{flag} {name}: its processor of images needs more packages ({' '.join(str(error).split())[:200]})"
+        raise ValueError(f"{what}. Install them: pip install 'openppo[vision]'.") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{flag} {name}: its processor of images cannot be loaded: {error}") from error
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(f"{flag} {name}: the folder has no processor of images. Copy processor_config.json to it.")
+    return processor
 
 
 def _read_template(file: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -20,12 +23,20 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIER
 
 from openppo import logger
 from openppo.config import LoRAConfig
+from openppo.media import Media, model_inputs
 from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, whole_weights
 from openppo.models.attention import use_fast_attention
 from openppo.models.loading import disable_dropout, load_options, load_weights
-from openppo.models.padding import on_device, pad_width
+from openppo.models.padding import WithMedia, on_device, pad_width, with_stand_in
 from openppo.models.prefixes import row_inputs
-from openppo.models.pretrained import adapter_config, base_model_of, forbid_remote_code, is_peft_folder, load_config
+from openppo.models.pretrained import (
+    adapter_config,
+    base_model_of,
+    forbid_remote_code,
+    is_peft_folder,
+    language_model_class,
+    load_config,
+)
 
 Role = Literal["critic", "reward"]
 HEAD = "score"
@@ -44,6 +55,7 @@ class ScalarHeadModel(nn.Module):
         self.model: Any = model
         self.role: Role = role
         self.packs_rows = self.shares_prompts = False
+        self.stand_in: WithMedia | None = None
         """As in ``Actor``."""
         if lora is not None and lora.lora_rank > 0:
             self.model = add_adapters(model, lora, "SEQ_CLS")
@@ -53,20 +65,27 @@ class ScalarHeadModel(nn.Module):
         """The Hugging Face classifier, with adapters in its layers if there are any."""
         return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
 
-    def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
-        """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
-        one_row = row_inputs(self, sequences, attention_mask) if self.packs_rows or self.shares_prompts else None
+    def forward(self, sequences: Tensor, attention_mask: Tensor, media: Sequence[Media] = ()) -> Tensor:
+        """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right; ``media`` as in ``Actor``."""
+        n_rows, length = sequences.shape
+        media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask)
+        sequences, attention_mask = cast(tuple[Tensor, Tensor], tensors)
+        one_row = None
+        if self.packs_rows or self.shares_prompts:
+            one_row = row_inputs(self, sequences, attention_mask, media=media)
         if one_row is not None:
             inputs, in_row = one_row
             outputs = self._outputs(**inputs)[0]  # (T,)
             outputs = outputs[on_device(in_row, outputs.device)].view(sequences.shape)
         else:  # without attention mask for the reason given in Actor.forward
-            outputs = self._outputs(input_ids=pad_width(sequences, self.model))[:, : sequences.shape[1]]  # (B, L)
+            ids = pad_width(sequences, self.model)
+            more = model_inputs(self.classifier.base_model, ids, media)
+            outputs = self._outputs(input_ids=ids, **more)[:, : sequences.shape[1]]  # (B, L)
         if self.role == "critic":
-            return F.pad(outputs[:, :-1], (1, 0))
+            return F.pad(outputs[:, :-1], (1, 0))[:n_rows, :length]
         places = torch.arange(sequences.shape[1], device=sequences.device)
         last = torch.where(attention_mask.bool(), places, 0).amax(-1, keepdim=True)  # (B, 1)
-        return outputs.gather(1, on_device(last, outputs.device))[:, 0]
+        return outputs.gather(1, on_device(last, outputs.device))[:n_rows, 0]
 
     def _outputs(self, **inputs: Any) -> Tensor:
         """The head's, float32, of each token of ``input_ids``."""
@@ -104,9 +123,12 @@ def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
-    if type(config) in CLASSIFIERS or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING
+    if language_model_class(config) is AutoModelForImageTextToText:
+        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) in CLASSIFIERS or type(config) not in mapping:
         return AutoModelForSequenceClassification, config
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    causal: Any = mapping[type(config)]
     if not isinstance(config, causal.config_class):
         config = config.get_text_config()
         config.num_labels = 1

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from openppo.models.actor import ends_in_head
-from openppo.models.pretrained import layer_kinds
+from openppo.models.pretrained import language_model_class, layer_kinds
 from openppo.models.scalar_head import classifier_of
 
 
@@ -39,7 +39,7 @@ def model_size(
 ) -> ModelSize:
     """Count a language model, or with a ``scalar`` head a critic or reward model. ``targets``: ``--target_modules``."""
     kind: Any
-    kind, own = classifier_of(config) if scalar else (AutoModelForCausalLM, copy.deepcopy(config))
+    kind, own = classifier_of(config) if scalar else (language_model_class(config), copy.deepcopy(config))
     with torch.device("meta"):
         module = kind.from_config(own, trust_remote_code=trust) if hasattr(kind, "from_config") else kind(own)
     text: Any = config.get_text_config()

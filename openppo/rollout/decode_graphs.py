@@ -50,9 +50,9 @@ class DecodeGraphs:
             columns = min(-(-(column + 1) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER, columns)
         inputs, forward = self._recorded.get((rows, columns), (None, None))
         if inputs is None:
-            inputs = torch.empty(rows, 3, dtype=torch.long, device=last.device)
-        inputs[:, 1:].fill_(column)
-        inputs[:n_rows, 0], inputs[:n_rows, 1] = last, self.cache.device_starts()
+            inputs = torch.zeros(rows, 4, dtype=torch.long, device=last.device)
+        inputs[:, 2:].fill_(column)
+        inputs[:n_rows, 0], inputs[:n_rows, 1:3] = last, self.cache.device_starts().flip(0).T
         inputs[n_rows:, 0].zero_()  # idle rows see themselves alone: nothing else is theirs
         if forward is None:
             forward = self.record(partial(self._forward, columns, inputs))
@@ -60,9 +60,9 @@ class DecodeGraphs:
         return forward()[:n_rows]
 
     def _forward(self, columns: int, inputs: Tensor) -> Tensor:
-        """``inputs`` (rows, 3) int64 are token id, first column and this column of each row."""
-        ids, starts, column = inputs[:, 0], inputs[:, 1], inputs[:1, 2]
-        where = self.cache.inputs(starts, column, slice(0, columns))
+        """``inputs`` (rows, 4) int64 are token id, shift, first column and this column of each row."""
+        ids, shifts, starts, column = inputs[:, 0], inputs[:, 1], inputs[:, 2], inputs[:1, 3]
+        where = self.cache.inputs(starts, shifts, column, slice(0, columns))
         self.cache.window.fixed = len(inputs), columns, column
         try:
             return self.cache.logits(self.model, ids[:, None], where)

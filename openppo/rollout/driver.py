@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
 
+from openppo.media import Media
 from openppo.rollout.engine import Engine
 from openppo.tracking.phase import current
 from openppo.types import Completion, Interrupted, SamplingParams, StopCheck
@@ -31,6 +32,7 @@ class _Request:
     seed: int
     park: bool
     resume: int | None
+    media: Media
     answer: asyncio.Future[Completion]
     number: int | None = None  # of the engine, once it is submitted
 
@@ -67,9 +69,10 @@ class EngineDriver:
         seed: int,
         resume: int | None = None,
         park: bool = True,
+        media: Media = (),
     ) -> Completion:
         """Sample one completion, awaited in ``loop``; cancelling it frees the row within one step."""
-        request = _Request(prompt_ids, params, seed, park, resume, self.loop.create_future())
+        request = _Request(prompt_ids, params, seed, park, resume, media, self.loop.create_future())
         if self._held is None:
             self._inbox.put([request])
         else:
@@ -190,7 +193,9 @@ class EngineDriver:
 
     def _submit(self, request: _Request) -> None:
         try:
-            number = self.engine.submit(request.prompt_ids, request.params, request.seed, request.park, request.resume)
+            given = request.params, request.seed, request.park, request.resume
+            more: dict[str, Any] = {"media": request.media} if request.media else {}
+            number = self.engine.submit(request.prompt_ids, *given, **more)
         except ValueError as error:  # a prompt that the engine cannot read
             self.loop.call_soon_threadsafe(_settle, request.answer.set_exception, error, request.answer)
             return

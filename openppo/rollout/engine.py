@@ -4,10 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from openppo.media import Media
 from openppo.rollout.sampling import Decode
 from openppo.tracking import progress_bar
 from openppo.types import Completion, SamplingParams, StopCheck
@@ -30,7 +31,8 @@ class Engine(ABC):
     ``collect`` hands out what has ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise
     ``Interrupted``. ``version`` counts the policy's global steps, and the owner of the weights sets it; requests under
     way continue with new weights, and each token is recorded with its version. Stop strings are looked for in the text
-    that ``decode`` makes of ids; its owner sets it. All of it takes place inside ``with_weights``.
+    that ``decode`` makes of ids; its owner sets it, and ``not_sampled``, ids that stand for images. All of it takes
+    place inside ``with_weights``.
 
     ``any_rank`` puts ranks in lockstep (None: each decodes by itself): it combines their ``busy`` before each step, and
     a rank with nothing to do takes part in every step.
@@ -40,6 +42,7 @@ class Engine(ABC):
     """
 
     decode: Decode | None = None
+    not_sampled: Sequence[int] = ()
 
     def __init__(
         self,
@@ -68,9 +71,11 @@ class Engine(ABC):
         seed: int,
         park: bool = False,
         resume: int | None = None,
+        media: Media = (),
     ) -> int:
         """Queue a request and return its number. The response depends on ``seed``, not on its neighbours.
 
+        ``media`` are the images of the prompt.
         With ``park`` keys and values of prompt and response are kept, while memory allows it and until the weights
         change; ``Completion.parked`` is their handle. ``resume`` is the handle of tokens that the prompt begins with,
         which are then not read again.
@@ -98,10 +103,15 @@ class Engine(ABC):
         return ended
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        media: Sequence[Media] = (),
     ) -> list[Completion]:
-        """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
-        numbers = {i: self.submit(prompts[i], params, seeds[i]) for i in self.order(prompts)}
+        """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]`` and has ``media[i]``."""
+        more: list[dict[str, Any]] = [{"media": of_prompt} for of_prompt in media] or [{}] * len(prompts)
+        numbers = {i: self.submit(prompts[i], params, seeds[i], **more[i]) for i in self.order(prompts)}
         done: dict[int, Completion] = {}
         with progress_bar(len(prompts), "generation", enabled=self.show_progress) as bar:
             while self._has_work():

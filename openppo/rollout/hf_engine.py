@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from openppo import logger
+from openppo.media import Media, distinct_ids, model_inputs, rope_positions
 from openppo.models.attention import LengthsError
+from openppo.models.padding import pad_right
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
@@ -68,12 +71,13 @@ class HFEngine(Engine):
         seed: int,
         park: bool = False,
         resume: int | None = None,
+        media: Media = (),
     ) -> int:
         """Queue a request and return its number."""
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
-        uniforms = request_uniforms(seed, params.max_new_tokens)
-        request = Request(next(self._numbers), tuple(prompt_ids), params, uniforms, park, resume)
+        uniforms, ids = request_uniforms(seed, params.max_new_tokens), tuple(distinct_ids(prompt_ids, media))
+        request = Request(next(self._numbers), ids, params, uniforms, park, resume, media)
         self._waiting.append(request)
         if self._cache is not None:
             self._cache.fit(longest([request]))
@@ -136,7 +140,7 @@ class HFEngine(Engine):
             if not self._waiting:
                 return []
             limits = self.max_batch_size, self._sizes_itself
-            self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version)
+            self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version, self.not_sampled)
             self._cache.fit(longest(self._waiting))
         most = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)
@@ -152,15 +156,37 @@ class HFEngine(Engine):
         kept = self._cache.prefixes.states(requests)
         prompts, width = list(kept), max(request.n_unread for request in requests)
         where = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
-        padded = [([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts]
-        ids = torch.tensor(padded, device=self._device)
+        media = {request.known_ids: request.media for request in requests}
+        ids, shifts = self._with_media(prompts, width, [media[prompt] for prompt in prompts], where)
         logits = self._cache.logits(self.model, ids, where)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
-        self._cache.enter(rows, [len(request.known_ids) for request in requests])
+        self._cache.enter(rows, [len(request.known_ids) for request in requests], [shifts[row] for row in rows])
         self._running += requests
         self._cache.on_device.enter(requests)
         self._cache.on_device.sample(logits[torch.tensor(rows, device=self._device)], requests, self.version)
         self._accept()
+
+    def _with_media(
+        self, prompts: Sequence[Sequence[int]], width: int, media: Sequence[Media], where: dict[str, Any]
+    ) -> tuple[Tensor, list[int]]:
+        """Ids (prompts, width) of the last tokens, padded on the left, and how far each prompt's positions are shifted.
+
+        Adds to ``where`` what a forward gets for ``media``.
+        """
+        real = {-1 - item.key: item.token_id for of_prompt in media for item in of_prompt}
+        rows = [[real.get(i, i) for i in prompt] for prompt in prompts]
+        ids = torch.tensor([([self.pad_token_id] * width + row)[-width:] for row in rows], device=self._device)
+        where |= model_inputs(self.model, ids, media)
+        shifts, seeing = [0] * len(rows), [i for i, of_prompt in enumerate(media) if of_prompt]
+        right, _ = pad_right([rows[i] for i in seeing] or [[0]], self.pad_token_id)
+        places = rope_positions(self.model, right, [media[i] for i in seeing])
+        if places is not None:
+            where["position_ids"] = where["position_ids"].expand(3, -1, -1).clone()
+            for k, i in enumerate(seeing):
+                own = places[:, k, : len(rows[i])]
+                where["position_ids"][:, i, -len(rows[i]) :] = own
+                shifts[i] = int(own.max()) + 1 - len(rows[i])
+        return ids, shifts
 
     def _decode(self) -> None:
         """One forward over the last token of each row."""

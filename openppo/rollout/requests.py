@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from openppo.media import Media
 from openppo.types import SamplingParams
 
 _PREFILL_ON_CPU, _PREFILL_ON_GPU = 4096, 16384
@@ -20,7 +21,10 @@ States = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class Request:
-    """A prompt, and what is sampled for it. ``park`` and ``resume`` as in ``Engine.submit``."""
+    """A prompt, and what is sampled for it. ``park`` and ``resume`` as in ``Engine.submit``.
+
+    ``prompt_ids`` are ``distinct_ids``, so that prompts are equal where their images are.
+    """
 
     number: int
     prompt_ids: tuple[int, ...]
@@ -28,6 +32,7 @@ class Request:
     uniforms: Tensor  # float64, one for each token at most
     park: bool = False
     resume: int | None = None
+    media: Media = ()
     n_kept: int = 0  # of the prompt's tokens, whose keys and values need not be computed
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -137,8 +142,11 @@ class Prefixes:
         return request.number
 
     def n_kept(self, request: Request) -> int:
-        """Tokens of a prompt that are kept: those of its handle, if it begins with them; never its last."""
-        if request.resume is None or (kept := self._by_handle.get(request.resume)) is None:
+        """Tokens of a prompt that are kept: those of its handle, if it begins with them; never its last.
+
+        None of one with images, which a forward reads whole.
+        """
+        if request.media or request.resume is None or (kept := self._by_handle.get(request.resume)) is None:
             return 0
         n = kept.handles[request.resume]
         return min(n, len(request.prompt_ids) - 1) if kept.token_ids[:n] == request.prompt_ids[:n] else 0

@@ -53,7 +53,7 @@ class ResponseSampler:
     ) -> list[Trajectory]:
         """One response; ``SampleFailed`` if the engine cannot read the prompt."""
         try:
-            completion = await self.driver.generate(prompt.token_ids, params, seed, park=False)
+            completion = await self.driver.generate(prompt.token_ids, params, seed, park=False, media=prompt.media)
         except ValueError as error:
             raise SampleFailed(str(error)) from error
         return [make_trajectory(prompt, completion, group)]

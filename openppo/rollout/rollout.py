@@ -159,7 +159,9 @@ def sample_trajectories(
         prompts, first_group = rank_share(prompts, first_group, comm)
     repeated = [(prompt, first_group + i) for i, prompt in enumerate(prompts) for _ in range(n_samples)]
     seeds = [sample_seed(seed, first_group * n_samples + i) for i in range(len(repeated))]
-    completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds)
+    media = [prompt.media for prompt, _ in repeated]
+    more = {"media": media} if any(media) else {}
+    completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds, **more)
     sampled = zip(repeated, completions, strict=True)
     return [make_trajectory(prompt, made, group) for (prompt, group), made in sampled]
 

@@ -99,20 +99,28 @@ class _Layer(DynamicLayer):
 class RowCache(Cache):
     """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become.
 
-    All are of weights of one ``version``. ``starts`` are the first columns of the rows. There are ``max_rows`` at most;
-    with ``measure`` what fits in half of the memory that is free now. ``prefixes`` are kept of rows that have left, and
+    All are of weights of one ``version``. ``starts`` are the first columns of the rows, and ``shifts`` are how far
+    their tokens' positions are above their places, since images may take fewer. There are ``max_rows`` at most; with
+    ``measure`` what fits in half of the memory that is free now. ``prefixes`` are kept of rows that have left, and
     ``on_device`` has what sampling needs of those that are here.
     """
 
     layers: list[Any]
 
     def __init__(
-        self, model: PreTrainedModel, eos_token_ids: Collection[int], max_rows: int, measure: bool, version: int
+        self,
+        model: PreTrainedModel,
+        eos_token_ids: Collection[int],
+        max_rows: int,
+        measure: bool,
+        version: int,
+        not_sampled: Sequence[int] = (),
     ) -> None:
         weight = next(model.parameters())
         self.config, self.dtype, self.device = model.config, weight.dtype, weight.device
         self.on_device = DeviceRows(self.device, eos_token_ids)
         self.head = float32_head(model, self.device)
+        self.not_sampled = torch.tensor(not_sampled, dtype=torch.long, device=self.device)
         self.max_rows = max_rows
         self.free = free_memory(weight.device) if measure else None
         self.version = version
@@ -120,14 +128,14 @@ class RowCache(Cache):
         self.window = _Window(by_lengths=model.config._attn_implementation == BY_LENGTHS)
         n_layers = model.config.get_text_config().num_hidden_layers
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
-        self.starts: list[int] = []
-        self._device_starts: Tensor | None = None  # the same, once they are needed; None: other ones
+        self.starts, self.shifts = list[int](), list[int]()
+        self._device_starts: Tensor | None = None  # both, (2, rows), once they are needed; None: other ones
 
     def clear(self, version: int) -> None:
         """Empty the buffers, for weights of another ``version``; nothing that was kept is known any more."""
         self.version, self.prefixes = version, Prefixes(self.device)
         self.on_device = DeviceRows(self.device, self.on_device.eos_token_ids)
-        self.starts, self._device_starts = [], None
+        self.starts, self.shifts, self._device_starts = [], [], None
         self.window.n_rows = self.window.start = self.window.end = 0
 
     def is_small(self) -> bool:
@@ -182,8 +190,8 @@ class RowCache(Cache):
         positions = places[:, -n_new:].clamp(min=0)
         return {"attention_mask": places >= 0, "position_ids": positions, "past_key_values": self}
 
-    def enter(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Add rows: ``rows`` of the prompts that the last forward read, with ``lengths`` tokens."""
+    def enter(self, rows: Sequence[int], lengths: Sequence[int], shifts: Sequence[int]) -> None:
+        """Add rows: ``rows`` of the prompts that the last forward read, with ``lengths`` tokens and ``shifts``."""
         window, first, columns = self.window, self.window.n_rows, self.window.columns
         if list(rows) != list(range(len(rows))):
             indices = torch.tensor(rows, device=self.device) + first
@@ -191,6 +199,7 @@ class RowCache(Cache):
                 for kept in (layer.keys, layer.values):
                     kept[first : first + len(rows), :, columns] = kept[indices, :, columns]
         self.starts += [window.end - length for length in lengths]
+        self.shifts += shifts
         self._device_starts = None
         window.n_rows += len(rows)
         window.start = min(self.starts)
@@ -211,8 +220,8 @@ class RowCache(Cache):
             for layer in self.layers:
                 layer.keys[target, :, columns] = layer.keys[source, :, columns]
                 layer.values[target, :, columns] = layer.values[source, :, columns]
-            self.starts[target] = self.starts[source]
-        del self.starts[n_left:]
+            self.starts[target], self.shifts[target] = self.starts[source], self.shifts[source]
+        del self.starts[n_left:], self.shifts[n_left:]
         self._device_starts = None
         self.window.n_rows = n_left
         if n_left == 0:
@@ -223,18 +232,19 @@ class RowCache(Cache):
     def next_column(self) -> dict[str, Any]:
         """Inputs of a forward over each row's next token, but for the tokens."""
         self.make_room()
-        window, starts = self.window, self.device_starts()
+        window = self.window
         seen, window.new = slice(window.start, window.end + 1), slice(window.end, window.end + 1)
         window.rows, window.columns = slice(window.n_rows), slice(0, self.shape[1]) if window.by_lengths else seen
-        return self.inputs(starts, window.end, seen)
+        starts, shifts = self.device_starts()
+        return self.inputs(starts, shifts, window.end, seen)
 
-    def inputs(self, starts: Tensor, column: Tensor | int, columns: slice) -> dict[str, Any]:
+    def inputs(self, starts: Tensor, shifts: Tensor, column: Tensor | int, columns: slice) -> dict[str, Any]:
         """Inputs of a forward over a token per row in ``column``, the last of ``columns`` that any row sees.
 
         Position ids (rows, 1), and a bool mask (rows, columns) or int32 where each row begins in the flat buffers of
         (rows x columns), and how long it is.
         """
-        inputs: dict[str, Any] = {"position_ids": (column - starts)[:, None], "past_key_values": self}
+        inputs: dict[str, Any] = {"position_ids": (column - starts + shifts)[:, None], "past_key_values": self}
         if not self.window.by_lengths:
             places = torch.arange(columns.start, columns.stop, device=self.device)
             return inputs | {"attention_mask": (places >= starts[:, None]) & (places <= column)}
@@ -245,12 +255,13 @@ class RowCache(Cache):
 
     def logits(self, model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Logits (rows, V) after ``ids`` (rows, n_new), for ``inputs`` beside them."""
-        return next_logits(model, self.head, input_ids=ids, **inputs)
+        logits = next_logits(model, self.head, input_ids=ids, **inputs)
+        return logits.index_fill_(1, self.not_sampled, -torch.inf) if len(self.not_sampled) > 0 else logits
 
     def device_starts(self) -> Tensor:
-        """``starts`` on the device; copied there when rows have changed."""
+        """``starts`` and ``shifts`` (2, rows) on the device; copied there when rows have changed."""
         if self._device_starts is None:
-            self._device_starts = torch.tensor(self.starts, device=self.device)
+            self._device_starts = torch.tensor([self.starts, self.shifts], device=self.device)
         return self._device_starts
 
     def make_room(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
+from openppo.media import Media
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.sampling import completed_stop
 from openppo.rollout.vllm_requests import VLLMRequests, vllm_params
@@ -77,13 +78,16 @@ class VLLMEngine(Engine):
         seed: int,
         park: bool = False,
         resume: int | None = None,
+        media: Media = (),
     ) -> int:
-        """Queue a request and return its number. ``ValueError`` if prompt and response may not fit.
+        """Queue a request and return its number. ``ValueError`` if prompt and response may not fit, and for images.
 
         vLLM finds kept keys and values itself: ``park`` and ``resume`` have no effect.
         """
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
+        if media:
+            raise ValueError("vLLM is given no images here. Use --rollout_engine hf.")
         if len(prompt_ids) + params.max_new_tokens > self.max_tokens:  # vLLM would end such a response early
             raise ValueError(
                 f"A prompt of {len(prompt_ids)} tokens and a response of up to {params.max_new_tokens} exceed the "

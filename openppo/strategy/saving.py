@@ -9,6 +9,8 @@ from typing import Any
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
+from openppo.media import copy_processor
+
 _CONFIG_BESIDE_ADAPTERS = "model_config.json"
 """Not config.json, next to which transformers would look for full weights."""
 
@@ -33,7 +35,11 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer to ``folder`` by a copy, since on a full disk its own writer raises no ``OSError``."""
+    """Write a tokenizer to ``folder`` by a copy, since on a full disk its own writer raises no ``OSError``.
+
+    Beside it what its model processes images with.
+    """
+    copy_processor(tokenizer.name_or_path, folder)
     with tempfile.TemporaryDirectory() as written:
         tokenizer.save_pretrained(written)
         for file in (path for path in Path(written).rglob("*") if path.is_file()):

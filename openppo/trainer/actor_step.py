@@ -61,7 +61,7 @@ class ActorStep:
     def _loss(self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
         entropy_coef, given = self.config.loss.entropy_coef, (micro.sequences, micro.attention_mask, micro.action_mask)
-        outputs = self.model(*given, return_entropy=entropy_coef > 0)
+        outputs = self.model(*given, return_entropy=entropy_coef > 0, **micro.model_inputs)
         micro = micro.to(self.device, on_device)
         mask = micro.action_mask
         log_probs, entropy = outputs if entropy_coef > 0 else (outputs, None)

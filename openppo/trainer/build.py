@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
@@ -11,14 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker, Hooks
+from openppo.media import placeholders
 from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
-from openppo.models.loading import model_error_context
+from openppo.models.loading import freeze_vision, model_error_context
 from openppo.models.merge_lora import to_bf16
-from openppo.models.padding import pack_where_exact
+from openppo.models.padding import pack_where_exact, smallest_with_media
 from openppo.models.prefixes import share_where_exact
 from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id
-from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
 from openppo.orchestrator.source import Engines
 from openppo.orchestrator.worker import RolloutRank
@@ -34,7 +34,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.components import PPOComponents, has_groups, sharing
+from openppo.trainer.components import PPOComponents, has_groups, load_actor, load_critic, sharing
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import (
     PPOData,
@@ -85,11 +85,16 @@ def build_ppo_trainer(
     prepared = partial(_prepared, config, strategy, own)
     critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
     actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
-    reference = _reference(config, strategy, own, actor)
+    reference = _reference(config, actor, prepared)
     config = sharing(config, strategy, actor, critic, reference)
     traced, peaks = StepProfiler(run.save_path, config.tracking, comm.rank).phase, estimate.peaks if estimate else None
     hooks = Hooks(PhaseTimer(traced, peaks), SignalStop(comm), strategy.uncompiled, data.source_names)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
+    if engine is not None and data.has_media:
+        engine.not_sampled = [*placeholders(actor_config)]
+        for model in (actor, critic, reference):
+            if model is not None:  # after the checks of models, whose tiny rows may hold what stands for images
+                getattr(model, "module", model).stand_in = smallest_with_media(data.prompts)
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
@@ -209,6 +214,8 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
         to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
     engine = new_engine(config, policy, tokenizer, StopCheck(), actor_config)
     engine.decode = decoder(tokenizer)
+    if data.has_media:
+        engine.not_sampled = [*placeholders(actor_config)]
     what = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest
     parts = SamplerParts(*what, context_length(actor_config), leave=config.orchestrator.running_requests)
     return rollout_rank(config, strategy, engine, policy, tasks.make(parts), scorer, data.prompts, tasks)
@@ -247,26 +254,12 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Lea
     )
 
 
-def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
-    """The policy before training, or the ``reference`` where that is a model of its own."""
-    model, lora, flag, name = config.model, {} if reference else vars(config.lora), "--pretrain", config.model.pretrain
-    if reference and model.ref_pretrain is not None:
-        flag, name = "--ref_pretrain", model.ref_pretrain
-    with model_error_context(flag, name, "reference" if reference else "actor"):
-        return Actor(name, temperature=config.generation.temperature, **loading(config), **lora)
-
-
-def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
-    """The critic before training."""
-    start = critic_start(config)
-    assert start is not None, "the estimator has a critic"
-    options = {"value_head_prefix": config.model.value_head_prefix, **loading(config), **vars(critic_lora(config))}
-    with model_error_context(*start, "critic"):
-        return get_llm_for_sequence_regression(start[1], "critic", **options)
-
-
 def _prepared(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, own: OwnObjects, role: Role, n_steps: int = 0
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    own: OwnObjects,
+    role: Role,
+    n_steps: int = 0,
 ) -> Any:
     """The model of ``role``, given or loaded, wrapped for training or as a frozen one; it packs rows where exact."""
     lora = {"actor": config.lora, "critic": critic_lora(config), "reference": LoRAConfig()}[role]
@@ -274,6 +267,7 @@ def _prepared(
     if module is None:
         with strategy.loading():
             module = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
+    freeze_vision(module, config.model.freeze_vision_tower, config.model.freeze_connector)
     if role == "reference":
         model: Any = strategy.prepare_frozen(module)
     else:
@@ -291,9 +285,9 @@ def _spare(estimate: Estimate | None) -> int:
     return 0 if estimate is None else estimate.machine.room * 9 // 10 - estimate.phases[estimate.largest]
 
 
-def _reference(config: TrainPPOConfig, strategy: DeepspeedStrategy, own: OwnObjects, actor: TrainableModel) -> Any:
+def _reference(config: TrainPPOConfig, actor: TrainableModel, prepared: Callable[..., Any]) -> Any:
     """None without a KL penalty; of a policy with adapters that policy without them."""
     if config.kl.init_kl_coef == 0:
         return None
     shares_weights = config.lora.lora_rank > 0 and config.model.ref_pretrain is None
-    return AdapterOffReference(actor) if shares_weights else _prepared(config, strategy, own, "reference")
+    return AdapterOffReference(actor) if shares_weights else prepared("reference")

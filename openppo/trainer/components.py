@@ -9,6 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker
+from openppo.models.actor import Actor
+from openppo.models.loading import model_error_context
+from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -17,7 +20,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Trackers
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticStep
-from openppo.trainer.data import PPOData
+from openppo.trainer.data import PPOData, critic_lora, critic_start, loading
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory.estimate import Estimate
 from openppo.types import StopCheck
@@ -75,6 +78,24 @@ class PPOComponents:
         """Write the actor as a Hugging Face folder, on all ranks together."""
         with self.weights_to_save():
             self.strategy.save_pretrained(self.actor.module.model, folder, self.tokenizer)
+
+
+def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
+    """The policy before training, or the ``reference`` where that is a model of its own."""
+    model, lora, flag, name = config.model, {} if reference else vars(config.lora), "--pretrain", config.model.pretrain
+    if reference and model.ref_pretrain is not None:
+        flag, name = "--ref_pretrain", model.ref_pretrain
+    with model_error_context(flag, name, "reference" if reference else "actor"):
+        return Actor(name, temperature=config.generation.temperature, **loading(config), **lora)
+
+
+def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
+    """The critic before training."""
+    start = critic_start(config)
+    assert start is not None, "the estimator has a critic"
+    options = {"value_head_prefix": config.model.value_head_prefix, **loading(config), **vars(critic_lora(config))}
+    with model_error_context(*start, "critic"):
+        return get_llm_for_sequence_regression(start[1], "critic", **options)
 
 
 def has_groups(config: TrainPPOConfig) -> bool:

@@ -48,7 +48,7 @@ class CriticStep:
         value_loss = ValueLoss(clip_eps=self.config.loss.value_clip if clip else None, reduction="none")
         counts = batch.n_tokens, batch.n_sequences, self.config.generation.generate_max_len
         for i, micro in enumerate(batch.micro_batches):
-            values = self.model(micro.sequences, micro.attention_mask)
+            values = self.model(micro.sequences, micro.attention_mask, **micro.model_inputs)
             micro = micro.to(self.device, on_device)
             if complete is not None:
                 micro = complete(i, micro, values.detach())

@@ -28,7 +28,7 @@ from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_context, load_policy_tokenizer, once_per_host, tokenizing
+from openppo.trainer.startup import check_context, load_policy_tokenizer, once_per_host, policy_vision, tokenizing
 from openppo.types import Comm, Prompt
 
 
@@ -46,6 +46,11 @@ class PPOData:
     documents: list[TokenExample]
     fingerprints: dict[str, str]
     longest: int
+
+    @property
+    def has_media(self) -> bool:
+        """Whether any prompt has images."""
+        return any(prompt.media for prompt in [*self.prompts, *self.held_out])
 
     @property
     def source_names(self) -> dict[str, str]:
@@ -68,7 +73,10 @@ def load_ppo_data(
     names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
     options, evaluation, seed, show = config.data, config.evaluation, config.deepspeed.seed, tokenizing(comm)
-    new_tokens = config.generation.generate_max_len
+    new_tokens, vision = (
+        config.generation.generate_max_len,
+        policy_vision(config.model, tokenizer, actor_config, options),
+    )
 
     def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
         if not source or not prompts:
@@ -77,7 +85,7 @@ def load_ppo_data(
             return own.read_prompts(tokenizer, options, empty=agent is not None)
         load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
-        return load_rows(rows, tokenizer, options, show)
+        return load_rows(rows, tokenizer, options, show, vision)
 
     def load_all() -> PPOData:
         read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)
@@ -196,7 +204,8 @@ class TaskRewards:
 
 def _content(prompt: Prompt) -> list[object]:
     """What a prompt is, or of a task without one its row."""
-    return [prompt.token_ids or repr(prompt.row), repr(prompt.label)]
+    content: list[object] = [prompt.token_ids or repr(prompt.row), repr(prompt.label)]
+    return [*content, [item.key for item in prompt.media]] if prompt.media else content
 
 
 def check_models(

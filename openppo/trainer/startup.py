@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,9 +14,10 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import RowsConfig, TrainPPOConfig, flat_dict, parse_template_kwargs
+from openppo.config import ModelConfig, RowsConfig, TrainPPOConfig, flat_dict, parse_template_kwargs
 from openppo.config.fields import declared_options, rules_of
-from openppo.models.pretrained import context_length, load_tokenizer
+from openppo.media import placeholders
+from openppo.models.pretrained import context_length, load_processor, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
     RolloutTracker,
@@ -37,6 +39,7 @@ from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.datasets import ShowRows
+    from openppo.datasets.media import Vision
     from openppo.strategy.deepspeed import DeepspeedStrategy
 
 
@@ -141,6 +144,16 @@ def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, options: RowsC
     """The tokenizer of ``--pretrain`` with the chat template of ``options`` and its arguments."""
     given = parse_template_kwargs(options.chat_template_kwargs), options.chat_template
     return load_tokenizer(pretrain, "--pretrain", None, trust_remote_code, *given)
+
+
+def policy_vision(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, options: RowsConfig
+) -> Vision:
+    """What reads images for the model of ``--pretrain``."""
+    from openppo.datasets.media import Vision
+
+    load = partial(load_processor, model.pretrain, "--pretrain", model.trust_remote_code)
+    return Vision(load, [*placeholders(model_config)], tokenizer, options, f"--pretrain {model.pretrain}")
 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:

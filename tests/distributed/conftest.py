@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from transformers import (
     AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     PreTrainedTokenizerFast,
 )
 
@@ -54,7 +60,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models ``actor`` and ``reward``, both with tokenizer, and JSON lines of each kind of data.
 
     ``prompts`` (input, label), ``documents`` (input), ``sft`` (input, output), ``preference`` (prompt, chosen,
-    rejected, margin): texts of unequal length. Chosen texts say "a" more often than rejected ones.
+    rejected, margin): texts of unequal length. Chosen texts say "a" more often than rejected ones. ``llava`` reads
+    images, and has ``images`` (input, images, output).
     """
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(7)
@@ -80,7 +87,34 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(26)
     ]
     write_rows(folder / "preference.jsonl", pairs)
+    write_llava(folder / "llava")
     return folder
+
+
+def write_llava(folder: Path) -> None:
+    """A model that reads images, with its processor, and ``images.jsonl`` of prompts with 0, 1 and 3 images."""
+    rng = random.Random(9)
+    tokenizer = save_tokenizer(folder, LETTERS, ["<image>"])
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    given = {"image_token": "<image>", "num_additional_image_tokens": 1}
+    LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **given).save_pretrained(folder)
+    seen = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    parts: Any = {"vision_config": seen, "text_config": _config(tokenizer), "vision_feature_layer": -1}
+    config = LlavaConfig(**parts, image_token_index=image_token, **ends)
+    torch.manual_seed(8)
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    rows: list[dict[str, object]] = []
+    for i in range(26):
+        names = [f"{i}-{k}.png" for k in range((1, 0, 3)[i % 3])]
+        for name in names:
+            Image.frombytes("RGB", (20, 16), rng.randbytes(20 * 16 * 3)).save(folder / name)
+        parts = ["<image>" * len(names[:2]), "".join(rng.choices(LETTERS, k=12 + i % 5)), "<image>" * len(names[2:])]
+        rows.append({"input": "".join(parts), "images": names, "output": "".join(rng.choices(LETTERS, k=3 + i % 4))})
+    write_rows(folder / "images.jsonl", rows)
 
 
 @pytest.fixture(scope="session")

@@ -119,11 +119,13 @@ def probe(trainer: PPOTrainer) -> dict[str, list[Any]]:
     """What the trained models say of the first three prompts."""
     ids = [prompt.token_ids or [3, 4, 5] for prompt in trainer.components.data.prompts[:3]]
     sequences, mask = pad_right(ids, 0)
+    media = [prompt.media for prompt in trainer.components.data.prompts[:3]]
     trainer.components.actor.train(False)
-    found = {"ids": ids, "log_probs": trainer.components.actor(sequences, mask, temperature=1.0).tolist()}
+    log_probs = trainer.components.actor(sequences, mask, temperature=1.0, media=media)
+    found = {"ids": ids, "log_probs": log_probs.tolist()}
     if trainer.components.critic is not None:
         trainer.components.critic.train(False)
-        found["values"] = trainer.components.critic(sequences, mask).tolist()
+        found["values"] = trainer.components.critic(sequences, mask, media=media).tolist()
     return found
 
 

@@ -102,6 +102,11 @@ values    13 2 ppo --train_batch_size 14 --value_pretrain_steps 1 --lambd_critic
 groups     5 2 ppo --train_batch_size 14 --n_samples_per_prompt 4 --advantage_estimator group_norm --max_epochs 2
                    --use_kl_loss --kl_estimator k3 --prompt_data {folder}/long.jsonl
 groups_gae 5 1 ppo --train_batch_size 14 --n_samples_per_prompt 4 --prompt_data {folder}/long.jsonl
+images     5 2 ppo --train_batch_size 14 --n_samples_per_prompt 4 --advantage_estimator group_norm --max_epochs 2
+                   --use_kl_loss --kl_estimator k3
+images_gae 13 2 ppo --train_batch_size 14
+images_sft 13 2 sft --train_batch_size 14 --pretrain {tiny}/llava --dataset {tiny}/llava/images.jsonl
+                   --eval_dataset {tiny}/llava/images.jsonl --image_key images --no_freeze_vision_tower
 ema       13 1 ppo --train_batch_size 6 --rollout_batch_size 12 --enable_ema --ema_beta 0.5
 sft       13 2 sft --train_batch_size 14 --pretrain {tiny}/actor --dataset {tiny}/sft.jsonl
                    --eval_dataset {tiny}/sft.jsonl
@@ -116,7 +121,7 @@ TASKS = {
     name: Task(int(rows), int(steps), f"train_{kind}", " ".join(flags)) for name, rows, steps, kind, *flags in ROWS
 }
 TASKS["prm_soft"] = TASKS["prm_hard"]._replace(arguments=TASKS["prm_hard"].arguments.replace("hard", "soft"))
-GROUPS = ("groups", "groups_gae")
+GROUPS, IMAGES = ("groups", "groups_gae"), ("images", "images_gae")
 CRITIC_FREE = ("reinforce", "reinforce_baseline", "rloo", "dr_grpo", "remax")  # estimators, with the KL in the reward
 for estimator in CRITIC_FREE:
     more = f" --max_epochs 2 --advantage_estimator {estimator}"
@@ -129,6 +134,10 @@ FLOAT32 = [
     *(Case("samples", stage, 3, 2) for stage in STAGES),
     *(Case(task, stage, 3, 4) for task in ALGORITHMS for stage in (0, 2, 3)),
     *(Case(task, stage, micro) for task in SUPERVISED for stage in STAGES for micro in (1, 3)),
+    *(Case(task, stage, micro, 3) for task in IMAGES for stage in (0, 2, 3) for micro in (1, 4)),
+    *(Case("images", stage, 4, 4, LORA) for stage in (2, 3)),
+    *(Case("images", 0, 4, 3, more) for more in ("--no_freeze_vision_tower", "--freeze_connector")),
+    *(Case("images_sft", stage, 3) for stage in (0, 2, 3)),
     *(Case(task, stage, micro, 3) for task in GROUPS for stage in STAGES for micro in (3, EVERYTHING)),
     *(Case(f"groups_{estimator}", stage, 3, 3) for estimator in CRITIC_FREE for stage in (0, 3)),
     *(Case(task, stage, 4, 4, LORA) for task in GROUPS for stage in (2, 3)),
@@ -162,7 +171,9 @@ def reference(case: Case) -> Case:
     """
     if "--bf16" in case.more:
         return Case(case.task, 1, 1, 1, case.more)
-    return Case(case.task, more=(LORA * (LORA in case.more) + " --share_prompts off" * ("groups" in case.task)).strip())
+    shares = case.task == "images" or "groups" in case.task
+    more = [part for part in (LORA, "--no_freeze_vision_tower", "--freeze_connector") if part in case.more]
+    return Case(case.task, more=" ".join(more + ["--share_prompts off"] * shares))
 
 
 REFERENCES = list(dict.fromkeys(map(reference, [*FLOAT32, *BF16])))
@@ -179,6 +190,8 @@ EVERY_RUN = {
     (2, Case("samples", 3, 3, 2)),
     *((n, Case(task, stage, 3, 3)) for n, task, stage in ((1, "groups", 0), (2, "groups", 3), (2, "groups_gae", 2))),
     (2, Case("groups_rloo", 3, 3, 3)),
+    *((2, case) for case in (Case("images", 3, 4, 3), Case("images_gae", 2, 1, 3), Case("images_sft", 3, 3))),
+    (2, Case("images", 2, 4, 4, LORA)),
     (2, Case("groups", 2, 4, 4, LORA)),
     (2, Case("groups", 2, 4, 4, "--gradient_checkpointing")),
     (1, Case("groups", 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70")),
@@ -230,8 +243,12 @@ def arguments_of(case: Case) -> str:
     flags += " --lr_warmup_ratio 0 --lr_scheduler constant"
     if task.command != "train_ppo":
         return f"{flags} --learning_rate 1e-3"
+    if case.task in IMAGES:
+        flags += " --prompt_data {tiny}/llava/images.jsonl --image_key images --verifiable_reward length"
+        flags += " --verify_length 4 --pretrain {tiny}/llava"
     flags += "" if "--prompt_data" in flags else " --prompt_data {tiny}/prompts.jsonl"
-    flags += """ --pretrain {tiny}/actor --pretrain_data {tiny}/documents.jsonl
+    flags += "" if "--pretrain " in flags else " --pretrain {tiny}/actor"
+    flags += """ --pretrain_data {tiny}/documents.jsonl
         --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --generate_max_len 12 --temperature 0.8
         --init_kl_coef 0.1"""
     flags += "" if "--reward_fn" in flags or "--verifiable" in flags else " --reward_pretrain {tiny}/reward"
@@ -243,6 +260,8 @@ def starts(case: Case) -> dict[str, str]:
     """The folders of a case's models, and of those that it starts from."""
     if case.task == "rm":
         return {"model": "reward"}
+    if case.task.startswith("images"):
+        return {"model": "llava"}  # the head of the critic, which starts from it, is new
     has_critic = TASKS[case.task].command == "train_ppo" and "--advantage_estimator" not in TASKS[case.task].arguments
     return {"model": "actor"} | ({"model_critic": "reward"} if has_critic else {})
 

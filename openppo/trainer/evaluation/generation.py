@@ -16,6 +16,7 @@ from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.experience.token_rewards import begin_scoring
+from openppo.media import placeholders
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
@@ -38,7 +39,7 @@ from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.console import write_line
 from openppo.trainer.engines import check_like, check_sampling
 from openppo.trainer.evaluation.evaluator import Grading, evaluation_table
-from openppo.trainer.startup import check_context, once_per_host, tokenizing
+from openppo.trainer.startup import check_context, once_per_host, policy_vision, tokenizing
 from openppo.types import Comm, Prompt, StopCheck, Trajectory
 
 
@@ -67,7 +68,8 @@ class _Job:
             return []
         rows = load_mixed_rows(options, options.prompt_data, flag=flag, split=split, seed=options.seed)
         load_rows = load_prompts if maker is None or maker.needs_prompts else load_tasks
-        return load_rows(rows, self.tokenizer, options, tokenizing(self.comm))
+        vision = policy_vision(options, self.tokenizer, self.policy.config, options)
+        return load_rows(rows, self.tokenizer, options, tokenizing(self.comm), vision)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -79,6 +81,8 @@ class _Job:
         recorder = choose_recorder(options.cuda_graphs, policy.config, self.strategy.device)
         more = {"show_progress": self.strategy.is_main, "new_recorder": recorder}
         policy.load(self.strategy.prepare_frozen, options.micro_batch_size, **more)
+        if any(prompt.media for prompt in self.prompts):
+            policy.engine.not_sampled = [*placeholders(policy.config)]
         if options.engine_check == "on":
             given = None, self.strategy.device, ("hf", not options.bf16)
             check_like(policy.engine, lambda e: check_sampling(options.pretrain, policy.actor, e, *given))
@@ -127,7 +131,8 @@ class GenerateJob(_Job):
         """Of the response's tokens under the model itself: at temperature 1, however they were sampled."""
         ids = torch.tensor([response.token_ids], device=self.strategy.device)
         mask = torch.tensor([response.action_mask], device=self.strategy.device)
-        log_probs = self.policy.actor(ids, torch.ones_like(mask), mask)  # (1, L); in a batch the logits might not fit
+        media = [response.prompt.media]  # below (1, L): in a batch the logits might not fit
+        log_probs = self.policy.actor(ids, torch.ones_like(mask), mask, media=media)
         return float(log_probs.sum() / mask.sum())
 
 

@@ -85,4 +85,6 @@ def examples_fingerprint(examples: Iterable[object]) -> str:
     digest = hashlib.sha256()
     for example in examples:
         digest.update(repr(example).encode())
+        for item in getattr(example, "media", ()):
+            digest.update(str(item.key).encode())
     return digest.hexdigest()

@@ -27,7 +27,7 @@ from openppo.strategy.checkpoint.folder import MANIFEST, damage_of, of_steps
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.tracking.run_folder import holds_model
-from openppo.trainer.build import load_actor, load_critic
+from openppo.trainer.components import load_actor, load_critic
 from openppo.trainer.data import critic_lora, critic_start
 from openppo.trainer.resume.compatible import model_fingerprint
 from openppo.trainer.startup import load_policy_tokenizer

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openppo.datasets import TokenExample, shard
+from openppo.media import Media
 from openppo.models.padding import packing_is_exact, pad_right
 from openppo.types import Comm
 
@@ -20,13 +21,15 @@ _IDLE = TokenExample(token_ids=[0, 0], loss_mask=[False, False])
 class TokenMicroBatch(NamedTuple):
     """Rows of one forward, all (B, L): ``sequences`` int64, masks bool.
 
-    ``position_ids`` int64 restart at 0 at each document of a packed row (None: a row is one document).
+    ``position_ids`` int64 restart at 0 at each document of a packed row (None: a row is one document). ``media`` are
+    the images of each row, if any has some.
     """
 
     sequences: Tensor
     attention_mask: Tensor
     loss_mask: Tensor
     position_ids: Tensor | None = None
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ def _micro_batch(rows: Sequence[Sequence[TokenExample]], pad_token_id: int, with
     targets = [[is_target for e in row for is_target in (False, *e.loss_mask[1:])] for row in rows]
     loss_mask = pad_right(targets, 0)[0].bool()
     if not with_positions:
-        return TokenMicroBatch(sequences, attention_mask, loss_mask)
+        media = tuple(row[0].media for row in rows)
+        return TokenMicroBatch(sequences, attention_mask, loss_mask, None, media if any(media) else ())
     position_ids = torch.arange(sequences.shape[1]).repeat(len(rows), 1)
     for row, documents in zip(position_ids, rows, strict=True):
         start = 0

@@ -11,8 +11,8 @@ from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import load_mixed_rows, load_preferences, load_process_examples, load_sft_examples
 from openppo.models.actor import Actor
-from openppo.models.loading import load_options, model_error_context
-from openppo.models.padding import pack_where_exact
+from openppo.models.loading import freeze_vision, load_options, model_error_context
+from openppo.models.padding import pack_where_exact, smallest_with_media
 from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
 from openppo.strategy.comm import check_same, collective
@@ -22,7 +22,14 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory.estimate import estimate_supervised
 from openppo.trainer.memory.sizing import log_memory
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_options, load_policy_tokenizer, once_per_host, start_trackers, tokenizing
+from openppo.trainer.startup import (
+    check_options,
+    load_policy_tokenizer,
+    once_per_host,
+    policy_vision,
+    start_trackers,
+    tokenizing,
+)
 from openppo.trainer.summary import log_supervised_start
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer, SFTTrainer
@@ -47,6 +54,8 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     tokenizer = load_policy_tokenizer(name, trust, options)
     make = partial(load_examples, tokenizer=tokenizer, supervised=options, data=config.data)
+    if isinstance(config, TrainSFTConfig):
+        make = partial(make, vision=policy_vision(options, tokenizer, model_config, options))
     train, held_out = load_train_and_eval(config, comm, make)
     rows = [row for example in (*train, *held_out) for row in trainer_class.rows_of(example)]
     longest, context = max(map(len, rows)), context_length(model_config)
@@ -65,6 +74,7 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     n_steps = total_optimizer_steps(config, len(train))
     with strategy.loading():
         module = load_model(config, tokenizer)
+    freeze_vision(module, options.freeze_vision_tower, options.freeze_connector)
     model = strategy.prepare(module, config.adam, options.learning_rate, n_steps)
     if not isinstance(module, ProcessRewardModel):
         with strategy.uncompiled():
@@ -73,6 +83,8 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
     parts = strategy, tokenizer, model, train, held_out, trackers, checkpointer, SignalStop(comm), estimate
     trainer = trainer_class(config, SupervisedComponents(*parts))
+    if isinstance(module, Actor) and isinstance(trainer, SFTTrainer):  # after checks, whose rows may hold placeholders
+        module.stand_in = smallest_with_media(train)
     checkpointer.begin(trainer.load_checkpoint)
     log_supervised_start(trainer)
     return trainer

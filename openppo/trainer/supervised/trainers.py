@@ -44,7 +44,7 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
 
     def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
         """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
-        log_probs = self.model(*micro[:3], position_ids=micro.position_ids)
+        log_probs = self.model(*micro[:3], position_ids=micro.position_ids, media=micro.media)
         metrics.add_tensor("loss", -log_probs, on_device(micro.loss_mask, self.device))
         return -log_probs.sum() / max(n_targets, 1)
 

@@ -224,6 +224,6 @@ def test_rows_apart_have_no_padding_and_together_are_the_same_batch(batch):
 
 def test_an_idle_row_has_every_field_and_no_action():
     idle = idle_experience()
-    assert set(idle.tensors()) == set(Experience.__dataclass_fields__)
+    assert {*idle.tensors(), "media"} == set(Experience.__dataclass_fields__)
     assert (len(idle), idle.action_mask.any().item(), idle.attention_mask.all().item()) == (1, False, True)
     assert join_rows([idle, idle]).sequences.shape == (2, 2)

@@ -66,7 +66,7 @@ def example(*ids, first=1):
 
 def test_rows_are_padded_on_the_right_and_packed_ones_start_anew_at_each_document():
     batch = token_batch([example(4, PAD, 5, first=2), example(PAD, PAD)], 2, PAD, SingleProcess())
-    [(sequences, attention_mask, loss_mask, position_ids)] = batch.micro_batches
+    [(sequences, attention_mask, loss_mask, position_ids, _)] = batch.micro_batches
     assert sequences.tolist() == [[4, PAD, 5], [PAD, PAD, PAD]]
     assert attention_mask.tolist() == [[True, True, True], [True, True, False]]
     assert loss_mask.tolist() == [[False, False, True], [False, True, False]]

@@ -1,0 +1,214 @@
+"""Images of rows become tokens and inputs of the model; what cannot be read names the row and the remedy."""
+
+import base64
+import io
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from PIL import Image
+from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+from openppo.config import RowsConfig, SupervisedConfig
+from openppo.config.data import PromptDataConfig, SFTDataConfig
+from openppo.datasets import load_prompts, load_sft_examples
+from openppo.datasets.media import Vision, read_images, within_pixels
+from openppo.datasets.sources import load_rows, number_rows
+from tests.conftest import save_tokenizer
+
+RED = Image.new("RGB", (20, 16), (200, 10, 10))
+BLUE = Image.new("RGB", (8, 32), (10, 10, 200))
+PARTS = (
+    "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}[<image>]{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+TEXTS = (
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def png(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return save_tokenizer(tmp_path / "tokenizer", "abcdefgh:;[]u?", ["<image>"])
+
+
+@pytest.fixture
+def processor(tokenizer):
+    """Of four tokens for an image."""
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    more = {"image_token": "<image>", "num_additional_image_tokens": 1}
+    return LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **more)
+
+
+@pytest.fixture
+def load(tokenizer, processor):
+    """``load(rows, **options)`` gives prompts."""
+
+    def load(rows, template=None, **options):
+        tokenizer.chat_template = template
+        options = PromptDataConfig(prompt_data="-", image_key="images", **options)
+        vision = Vision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, options)
+        return load_prompts(number_rows(rows, flag="--prompt_data"), tokenizer, options, vision=vision)
+
+    return load
+
+
+def pixels(prompt):
+    return torch.cat([item.inputs["pixel_values"] for item in prompt.media])
+
+
+def test_ids_and_pixels_are_those_of_the_processor(load, processor):
+    (prompt,) = load([{"input": "a<image>b<image>", "images": [RED, BLUE]}])
+    expected = processor(text=["a<image>b<image>"], images=[RED, BLUE], return_tensors="pt")
+    assert prompt.token_ids == expected["input_ids"][0].tolist()
+    assert torch.equal(pixels(prompt), expected["pixel_values"])
+    assert [item.n_tokens for item in prompt.media] == [4, 4]
+    assert prompt.text == "a<image>b<image>"
+
+
+FORMS = {
+    "PIL": lambda image, folder: image,
+    "bytes": lambda image, folder: png(image),
+    "base64": lambda image, folder: base64.b64encode(png(image)).decode(),
+    "data URL": lambda image, folder: "data:image/png;base64," + base64.b64encode(png(image)).decode(),
+    "bytes of datasets": lambda image, folder: {"bytes": png(image), "path": None},
+    "path of datasets": lambda image, folder: {"bytes": None, "path": str(folder / "red.png")},
+    "path": lambda image, folder: str(folder / "red.png"),
+    "path beside the data": lambda image, folder: "red.png",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_image_is_the_same_in_every_form(tmp_path, form):
+    RED.save(tmp_path / "red.png")
+    value = FORMS[form](RED, tmp_path)
+    for given in (value, [value]):
+        (image,) = read_images(given, str(tmp_path / "rows.jsonl"))
+        assert image.tobytes() == RED.tobytes()
+
+
+def test_images_of_a_saved_data_set_are_read(tmp_path, load):
+    rows = {"input": ["<image>a"], "images": [[png(RED)]]}
+    data = Dataset.from_dict(rows).cast_column("images", [ImageFeature()])
+    data.save_to_disk(tmp_path / "saved")
+    found = load_rows(str(tmp_path / "saved"), flag="--prompt_data", split="train", max_samples=None)
+    (prompt,), (other,) = load([row.row for row in found]), load([{"input": "<image>a", "images": [RED]}])
+    assert prompt.media[0].key == other.media[0].key
+
+
+def test_equal_images_are_processed_to_one_item(load):
+    first, second, third = load([{"input": "<image>a", "images": [image]} for image in (RED, png(RED), BLUE)])
+    assert first.media[0] is second.media[0]
+    assert third.media[0].key != first.media[0].key
+
+
+def test_rows_may_have_no_images(load):
+    some = load([{"input": "ab", "images": None}, {"input": "ab", "images": []}, {"input": "<image>", "images": RED}])
+    assert [len(prompt.media) for prompt in some] == [0, 0, 1]
+    assert some[0].token_ids == some[1].token_ids
+
+
+def test_images_without_a_place_come_first(load):
+    (prompt,) = load([{"input": "ab", "images": [RED, BLUE]}])
+    assert prompt.text == "<image><image>ab"
+    (chat,) = load([{"input": "ab", "images": [RED]}], PARTS, apply_chat_template=True)
+    assert chat.text == "u:[<image>]ab;a:"
+
+
+@pytest.mark.parametrize("template", [PARTS, TEXTS])
+def test_chats_have_images_in_verl_and_openai_form(load, template):
+    verl = [{"role": "user", "content": "<image>a<image>"}, {"role": "assistant", "content": "b"}]
+    verl.append({"role": "user", "content": "c<image>"})
+    url = {"url": "data:image/png;base64," + base64.b64encode(png(BLUE)).decode()}
+    openai = [
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image_url", "image_url": url}],
+        },
+        verl[1],
+        {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "image", "image": RED}]},
+    ]
+    rows = [{"prompt": verl, "images": [RED, BLUE, RED]}, {"prompt": openai, "images": [RED]}]
+    one, other = load(rows, template, apply_chat_template=True, input_key="prompt")
+    around = "[<image>]" if template == PARTS else "<image>"
+    assert one.text == other.text == f"u:{around}a{around};a:b;u:c{around};a:"
+    assert (one.token_ids, [i.key for i in one.media]) == (other.token_ids, [i.key for i in other.media])
+    assert one.messages == verl
+
+
+def test_the_response_to_images_is_what_is_trained_on(tokenizer, processor):
+    tokenizer.chat_template = PARTS
+    vision_ids = tokenizer.convert_tokens_to_ids(["<image>"])
+    for chat, text in ((True, "u:[<image>]a;a:bc;"), (False, "[<image>]abc")):
+        options = SupervisedConfig(pretrain="-", dataset="-", image_key="images", apply_chat_template=chat)
+        vision = Vision(lambda: processor, vision_ids, tokenizer, options)
+        rows = number_rows([{"input": "<image>a", "images": [RED], "output": "bc"}])
+        (example,) = load_sft_examples(rows, tokenizer, options, SFTDataConfig(), vision=vision)
+        expected = processor(text=[text], images=[RED], return_tensors="pt")["input_ids"][0].tolist()
+        assert example.token_ids == [*expected, tokenizer.eos_token_id]
+        targets = [i for i, is_target in zip(example.token_ids, example.loss_mask, strict=True) if is_target]
+        assert tokenizer.decode(targets) == ("bc;<eos>" if chat else "bc<eos>")
+        assert len(example.media) == 1
+
+
+def test_prompts_that_are_too_long_are_counted_with_their_images(load, caplog):
+    rows = [{"input": "<image>ab", "images": [RED]}, {"input": "abcde", "images": None}]
+    (kept,) = load(rows, prompt_max_len=5)
+    assert kept.text == "abcde"
+    with pytest.raises(ValueError, match=r"row 1.*6 tokens, those of its images.*--prompt_truncation drop"):
+        load(rows, prompt_max_len=5, prompt_truncation="left")
+
+
+def test_pixels_are_bounded_and_the_shape_stays():
+    assert within_pixels(RED, None, None).size == (20, 16)
+    assert within_pixels(RED, None, 80).size == (10, 8)
+    assert within_pixels(RED, 1280, None).size == (40, 32)
+    assert within_pixels(BLUE, 100, 300).size == (8, 32)
+    rng = random.Random(1)
+    for _ in range(200):
+        image = Image.new("RGB", (rng.randint(1, 90), rng.randint(1, 90)))
+        least, most = 500, 2000
+        width, height = within_pixels(image, least, most).size
+        assert width * height <= most or (width * height < most + width + height and 1 in (width, height))
+        assert width * height >= least or image.width * image.height >= least
+
+
+BROKEN = {
+    "too few": ({"input": "<image><image>", "images": [RED]}, r"row 1.*2 places for images, and 1 images"),
+    "too many": ({"input": "<image>a", "images": [RED, BLUE]}, r"row 1.*1 places for images, and 2 images"),
+    "broken": ({"input": "<image>a", "images": [b"abc"]}, r"row 1.*image 1 of 1 cannot be read.*remove the row"),
+    "missing": ({"input": "<image>a", "images": ["gone.png"]}, r"row 1.*there is no file gone.png"),
+    "address": ({"input": "<image>a", "images": ["https://a.b/c.png"]}, r"row 1.*nothing is fetched: download it"),
+    "no image": ({"input": "<image>a", "images": [7]}, r"row 1.*7 is no image: give bytes"),
+    "no column": ({"input": "<image>a"}, r"row 1.*images"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_rows_that_cannot_be_used_are_named(load, name):
+    row, message = BROKEN[name]
+    with pytest.raises(ValueError, match=message):
+        load([row])
+
+
+def test_a_model_of_text_refuses_images(tokenizer):
+    options = PromptDataConfig(prompt_data="-", image_key="images")
+    vision = Vision(lambda: None, (), tokenizer, options, "--pretrain tiny")
+    with pytest.raises(ValueError, match=r"row 1.*the row has images, and --pretrain tiny reads none"):
+        load_prompts(number_rows([{"input": "a", "images": [RED]}]), tokenizer, options, vision=vision)
+
+
+def test_options_of_images_that_contradict_are_refused():
+    with pytest.raises(ValueError, match="--min_pixels 9 is above --max_pixels 4"):
+        RowsConfig(min_pixels=9, max_pixels=4).validate()
+    with pytest.raises(ValueError, match="--dataset_num_proc keeps texts"):
+        RowsConfig(image_key="images", dataset_num_proc=2).validate()
