@@ -78,7 +78,7 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 
 
 def write_model(out: Path, seed: int) -> None:
-    """Write a small LLaVA with random weights, a tokenizer whose tokens are words, and what makes patches of pictures."""
+    """Write a small LLaVA with random weights, and its processor, whose tokens are words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (

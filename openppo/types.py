@@ -9,50 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from openppo.endings import Ending as Ending
+from openppo.endings import FinishReason as FinishReason
 from openppo.media import Media
 
 
 class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
     """A signal, whose name is the argument, asked the run to stop; what was under way has been left."""
-
-
-class FinishReason(str, Enum):
-    """Why a completion or trajectory ended."""
-
-    STOP = "stop"  # the policy sampled EOS or a stop, which ends the action tokens
-    LENGTH = "length"  # the limit on new tokens was reached; no EOS was forced in
-    TOOL_CALL = "tool_call"  # the policy ended its turn with a call of a tool
-    ABORT = "abort"  # generation was given up
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the policy ended its last turn itself."""
-        return self in (FinishReason.STOP, FinishReason.TOOL_CALL)
-
-
-class Ending(str, Enum):
-    """How an agent's episode ended; each has a metric of its own."""
-
-    COMPLETED = "completed"  # the agent returned, or the environment terminated
-    MAX_TURNS = "max_turns"  # the model had all its turns
-    EPISODE_LENGTH = "episode_length"  # the limit on tokens was reached
-    CONTEXT_FULL = "context_full"  # the model's context was full
-    ENV_TRUNCATED = "env_truncated"  # the environment cut it off
-    TIMEOUT = "timeout"  # it took too long
-    AGENT_ERROR = "agent_error"  # the agent raised, left with an error, or nothing gave a reward
-    TOOL_ERROR = "tool_error"  # a tool raised when it was created, released or asked for its reward
-    CANCELLED = "cancelled"  # its own code cancelled it
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it is trained on: what went wrong around the policy says nothing about it."""
-        return self not in (Ending.TIMEOUT, Ending.AGENT_ERROR, Ending.TOOL_ERROR, Ending.CANCELLED)
 
 
 @dataclass(frozen=True)
@@ -232,10 +200,9 @@ class Experience:
         """What models get beside sequences and masks."""
         return {"media": self.media} if self.media else {}
 
-    def with_fields(self, **tensors: Tensor) -> Experience:
+    def with_fields(self, **tensors: Any) -> Experience:
         """A copy that has these fields too."""
-        given: dict[str, Any] = {**tensors}
-        return replace(self, **given)
+        return replace(self, **tensors)
 
     def to(self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to) -> Experience:
         """A copy on ``device``, where ``move`` takes each tensor."""

@@ -15,12 +15,7 @@ from openppo.datasets.media import Vision, has_images
 from openppo.datasets.row_formats import RowFields
 from openppo.datasets.row_reader import Keys, RowReader
 from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
-from openppo.datasets.templates import (
-    TokenExample,
-    as_messages,
-    as_text,
-    shortened,
-)
+from openppo.datasets.templates import TokenExample, as_messages, as_text, shortened
 from openppo.datasets.turns import all_targets, render_response, render_whole
 from openppo.types import Prompt
 

@@ -109,14 +109,14 @@ class Vision:
     token_ids: Sequence[int]
     tokenizer: PreTrainedTokenizerBase
     options: RowsConfig
-    named: str = "--pretrain"
+    named: str = "this command"
     seen: dict[str, MediaItem] = field(default_factory=dict)
 
     @cached_property
     def processor(self) -> Any:
         """Of transformers, with this tokenizer."""
         if self.load is None or not self.token_ids:
-            raise ValueError(f"the row has images, and {self.named} reads none. Use a model that does.")
+            raise ValueError(f"the row has images, and {self.named} reads none. Remove them, or use a model that does.")
         processor = self.load()
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = processor.chat_template

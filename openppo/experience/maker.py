@@ -150,8 +150,7 @@ class ExperienceMaker:
     ) -> tuple[OldLogProbsFrom, bool]:
         """Source of the old policy's log-probs, and whether older policies sampled any token; the same on all ranks."""
         # Not sampled by this run's engine, or by an agent: its requests come when they come, so what the engine decodes
-        # beside each other, and with it the last bits of log-probs, differs from run to run. With images some ids are
-        # not sampled, which the actor knows nothing of.
+        # beside each other, and with it the last bits of log-probs, differs from run to run. Or with ids left out.
         foreign = not isinstance(given, Rollout) or any(t.episode is not None or t.prompt.media for t in unscored)
         stale = any({*t.versions} - {n_done, -1} for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
@@ -165,28 +164,25 @@ class ExperienceMaker:
     ) -> Experience | None:
         """One batch with log-probs of actor and reference, entropy and values; None on a rank without trajectories."""
         runs_any = old_log_probs == "recompute" or (values and self.critic is not None) or self.reference is not None
-        outputs = self._outputs(trajectories, old_log_probs, values) if runs_any else {}
+        outputs = self._outputs(trajectories, old_log_probs == "recompute", values) if runs_any else {}
         if not trajectories:
             return None
         batch = collate(trajectories, self.pad_token_id).to(self.device).with_fields(**outputs)
         return batch.with_fields(log_probs=batch.rollout_log_probs) if old_log_probs == "rollout" else batch
 
     @torch.no_grad()
-    def _outputs(
-        self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom, values: bool
-    ) -> dict[str, Tensor]:
+    def _outputs(self, trajectories: Sequence[Trajectory], recompute: bool, values: bool) -> dict[str, Tensor]:
         """Fields (B, L) of own trajectories, some from forwards on other ranks. Equally many forwards on all ranks."""
         shares, outputs = self.config.ppo.share_prompts == "auto", dict[str, Tensor]()
         groups = [(t.group, t.spans[0][0] if t.spans else 0) for t in trajectories if shares]
         deal = Deal([len(t.token_ids) for t in trajectories], self.comm, groups)
         rows = deal.out([torch.tensor([t.token_ids, t.action_mask], dtype=torch.int32) for t in trajectories])
-        media = deal.media([t.prompt.media for t in trajectories]) or [()] * len(rows)
-        made, lengths = rows[:], [row.shape[1] for row in rows]
+        media, made, lengths = deal.media([t.prompt.media for t in trajectories]), rows[:], [r.shape[1] for r in rows]
         ids = [distinct_ids(row[0].tolist(), of_row) for row, of_row in zip(rows, media, strict=True) if shares]
         with self.hooks.uncompiled():
             batches = equal_batches(lengths, forward_size(self.config), self.comm, ids)
             for chosen in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
-                outputs = self._forward([rows[i] for i in chosen], [media[i] for i in chosen], old_log_probs, values)
+                outputs = self._forward([rows[i] for i in chosen], [media[i] for i in chosen], recompute, values)
                 stacked = torch.stack([*outputs.values()]).float()  # (N, B, L)
                 for row, i in enumerate(chosen):
                     made[i] = stacked[:, row, : lengths[i]].clone()  # no row keeps the whole batch in memory
@@ -195,21 +191,18 @@ class ExperienceMaker:
         joined = pad_sequence(own, batch_first=True).to(self.device).permute(2, 0, 1).contiguous() if own else ()
         return dict(zip(outputs, joined, strict=False))
 
-    def _forward(
-        self, rows: list[Tensor], media: list[Media], old_log_probs: OldLogProbsFrom, values: bool
-    ) -> dict[str, Tensor]:
+    def _forward(self, rows: list[Tensor], media: list[Media], recompute: bool, values: bool) -> dict[str, Tensor]:
         """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions. Without rows of an idle forward."""
         rows = rows or [torch.zeros(2, 2)]
         ids, mask = pad_right([row[0] for row in rows], self.pad_token_id)
         actions, outputs = pad_right([row[1] for row in rows], 0)[0].bool(), dict[str, Tensor]()
         more: dict[str, Any] = {"media": media} if any(media) else {}
-        if old_log_probs == "recompute":
+        if recompute:
             with timed("actor_forward"):
                 outputs["log_probs"], outputs["entropy"] = self.actor(ids, mask, actions, return_entropy=True, **more)
         if self.critic is not None and values:
             with timed("critic_forward"):
-                found = self.critic(ids, mask, **more)
-                outputs["values"] = torch.where(on_device(actions, self.device), found, 0.0)
+                outputs["values"] = torch.where(on_device(actions, self.device), self.critic(ids, mask, **more), 0.0)
         if self.reference is not None:
             with timed("reference_forward"):
                 outputs["ref_log_probs"] = self.reference(ids, mask, actions, **more)

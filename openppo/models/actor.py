@@ -88,9 +88,8 @@ class Actor(nn.Module):
         temperature = self.temperature if temperature is None else temperature
         device = device_of(self.model)
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
-        one_row = None
-        if self.packs_rows or self.shares_prompts:
-            one_row = row_inputs(self, sequences, attention_mask, position_ids, media)
+        is_one = self.packs_rows or self.shares_prompts
+        one_row = row_inputs(self, sequences, attention_mask, position_ids, media) if is_one else None
         if one_row is not None:
             inputs, in_row = one_row
             places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch

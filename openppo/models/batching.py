@@ -135,10 +135,8 @@ class Deal:
         return self._moved(rows, self.shares, self.own)
 
     def media(self, media: Sequence[Media]) -> list[Media]:
-        """Images of the rows of this rank's share, for those of its own rows; empty if no row of any rank has some."""
+        """Images of the rows of this rank's share, for those of its own rows."""
         gathered = self.comm.all_gather_object([*media] if any(media) else None)
-        if not any(gathered):
-            return []
         held = dict[int, Media]()
         for places, of_rank in zip(self.own, gathered, strict=True):
             held.update(zip(places, of_rank or [()] * len(places), strict=True))

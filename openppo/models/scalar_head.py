@@ -70,9 +70,8 @@ class ScalarHeadModel(nn.Module):
         n_rows, length = sequences.shape
         media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask)
         sequences, attention_mask = cast(tuple[Tensor, Tensor], tensors)
-        one_row = None
-        if self.packs_rows or self.shares_prompts:
-            one_row = row_inputs(self, sequences, attention_mask, media=media)
+        is_one = self.packs_rows or self.shares_prompts
+        one_row = row_inputs(self, sequences, attention_mask, media=media) if is_one else None
         if one_row is not None:
             inputs, in_row = one_row
             outputs = self._outputs(**inputs)[0]  # (T,)

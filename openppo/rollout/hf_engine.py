@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from openppo import logger
-from openppo.media import Media, distinct_ids, model_inputs, rope_positions
+from openppo.media import Media, distinct_ids
 from openppo.models.attention import LengthsError
-from openppo.models.padding import pad_right
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.requests import Queue, Request, longest, prefill_tokens
+from openppo.rollout.requests import Queue, Request, longest, padded_left, prefill_tokens
 from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
@@ -157,7 +155,7 @@ class HFEngine(Engine):
         prompts, width = list(kept), max(request.n_unread for request in requests)
         where = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
         media = {request.known_ids: request.media for request in requests}
-        ids, shifts = self._with_media(prompts, width, [media[prompt] for prompt in prompts], where)
+        ids, shifts = padded_left(self.model, prompts, [media[prompt] for prompt in prompts], width, where)
         logits = self._cache.logits(self.model, ids, where)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests], [shifts[row] for row in rows])
@@ -165,28 +163,6 @@ class HFEngine(Engine):
         self._cache.on_device.enter(requests)
         self._cache.on_device.sample(logits[torch.tensor(rows, device=self._device)], requests, self.version)
         self._accept()
-
-    def _with_media(
-        self, prompts: Sequence[Sequence[int]], width: int, media: Sequence[Media], where: dict[str, Any]
-    ) -> tuple[Tensor, list[int]]:
-        """Ids (prompts, width) of the last tokens, padded on the left, and how far each prompt's positions are shifted.
-
-        Adds to ``where`` what a forward gets for ``media``.
-        """
-        real = {-1 - item.key: item.token_id for of_prompt in media for item in of_prompt}
-        rows = [[real.get(i, i) for i in prompt] for prompt in prompts]
-        ids = torch.tensor([([self.pad_token_id] * width + row)[-width:] for row in rows], device=self._device)
-        where |= model_inputs(self.model, ids, media)
-        shifts, seeing = [0] * len(rows), [i for i, of_prompt in enumerate(media) if of_prompt]
-        right, _ = pad_right([rows[i] for i in seeing] or [[0]], self.pad_token_id)
-        places = rope_positions(self.model, right, [media[i] for i in seeing])
-        if places is not None:
-            where["position_ids"] = where["position_ids"].expand(3, -1, -1).clone()
-            for k, i in enumerate(seeing):
-                own = places[:, k, : len(rows[i])]
-                where["position_ids"][:, i, -len(rows[i]) :] = own
-                shifts[i] = int(own.max()) + 1 - len(rows[i])
-        return ids, shifts
 
     def _decode(self) -> None:
         """One forward over the last token of each row."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from openppo.media import Media
+from openppo.media import Media, model_inputs, rope_positions
+from openppo.models.padding import pad_right
 from openppo.types import SamplingParams
 
 _PREFILL_ON_CPU, _PREFILL_ON_GPU = 4096, 16384
@@ -52,6 +54,30 @@ class Request:
 def prefill_tokens(on_cpu: bool) -> int:
     """Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
     return _PREFILL_ON_CPU if on_cpu else _PREFILL_ON_GPU
+
+
+def padded_left(
+    model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int, where: dict[str, Any]
+) -> tuple[Tensor, list[int]]:
+    """Ids (prompts, width) of the last tokens of ``prompts``, which are ``distinct_ids``, padded with 0 on the left.
+
+    Adds to ``where``, the inputs of a forward over them, what ``model`` gets for their ``media``. Also returns how far
+    the positions of tokens that follow are above their places.
+    """
+    real = {-1 - item.key: item.token_id for of_prompt in media for item in of_prompt}
+    rows = [[real.get(i, i) for i in prompt] for prompt in prompts]
+    ids = torch.tensor([([0] * width + row)[-width:] for row in rows], device=where["position_ids"].device)
+    where |= model_inputs(model, ids, media)
+    shifts, seeing = [0] * len(rows), [i for i, of_prompt in enumerate(media) if of_prompt]
+    right, _ = pad_right([rows[i] for i in seeing] or [[0]], 0)
+    places = rope_positions(model, right, [media[i] for i in seeing])
+    if places is not None:
+        where["position_ids"] = where["position_ids"].expand(3, -1, -1).clone()
+        for k, i in enumerate(seeing):
+            own = places[:, k, : len(rows[i])]
+            where["position_ids"][:, i, -len(rows[i]) :] = own
+            shifts[i] = int(own.max()) + 1 - len(rows[i])
+    return ids, shifts
 
 
 def longest(requests: Sequence[Request]) -> int:

@@ -16,7 +16,7 @@ from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import freeze_vision, model_error_context
 from openppo.models.merge_lora import to_bf16
-from openppo.models.padding import pack_where_exact, smallest_with_media
+from openppo.models.padding import pack_where_exact
 from openppo.models.prefixes import share_where_exact
 from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id
 from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
@@ -34,7 +34,14 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.components import PPOComponents, has_groups, load_actor, load_critic, sharing
+from openppo.trainer.components import (
+    PPOComponents,
+    check_images,
+    has_groups,
+    load_actor,
+    load_critic,
+    sharing,
+)
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import (
     PPOData,
@@ -90,11 +97,6 @@ def build_ppo_trainer(
     traced, peaks = StepProfiler(run.save_path, config.tracking, comm.rank).phase, estimate.peaks if estimate else None
     hooks = Hooks(PhaseTimer(traced, peaks), SignalStop(comm), strategy.uncompiled, data.source_names)
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
-    if engine is not None and data.has_media:
-        engine.not_sampled = [*placeholders(actor_config)]
-        for model in (actor, critic, reference):
-            if model is not None:  # after the checks of models, whose tiny rows may hold what stands for images
-                getattr(model, "module", model).stand_in = smallest_with_media(data.prompts)
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
@@ -142,6 +144,7 @@ def _checked(
     if not samples:
         return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False)
     data = load_tasks_data(TaskMaker.of(config, maker), tokenizer, actor_config, strategy.comm, own)
+    check_images(config, data)
     if config.evaluation.val_only and not data.held_out:
         raise ValueError("--val_only: no task has eval_data: give it to one in the file of --tasks.")
     return tokenizer, actor_config, data
@@ -225,6 +228,7 @@ def _source(
     config: TrainPPOConfig, components: PPOComponents, maker: SamplerMaker | None, actor_config: PreTrainedConfig
 ) -> RolloutSource:
     """Samples responses, or what ``maker`` plays, in turn with training or beside it."""
+    components.prepare_for_images()
     asynchronous = config.orchestrator
     is_async, tasks = _is_async(config, maker), TaskMaker.of(config, maker)
     parts = _parts(components, actor_config, asynchronous.running_requests if is_async else "abandon")

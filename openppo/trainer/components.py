@@ -9,8 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker
+from openppo.media import placeholders
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
+from openppo.models.padding import smallest_with_media
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
@@ -70,6 +72,22 @@ class PPOComponents:
         """The model that ``critic_step`` trains."""
         return None if self.critic_step is None else self.critic_step.model
 
+    def prepare_for_images(self) -> None:
+        """Where prompts have images, sample nothing that stands for one, and read one where a batch has none.
+
+        After the checks of models, whose tiny rows may hold such tokens.
+        """
+        if self.engine is None or not self.data.has_media:
+            return
+        if self.engine.any_rank is not None:
+            what = "weights that are gathered layer by layer while sampling, as these are too large, read no images"
+            raise ValueError(f"--zero_stage 3: {what}. Use --zero_stage 2, or a smaller model.")
+        policy: Any = self.actor.module
+        self.engine.not_sampled = [*placeholders(policy.model.config)]
+        for model in (self.actor, self.critic, self.maker.reference):
+            if model is not None:
+                vars(getattr(model, "module", model))["stand_in"] = smallest_with_media(self.data.prompts)
+
     def weights_to_save(self) -> AbstractContextManager[None]:
         """Inside, the actor has the weights that are saved: the average with ``--enable_ema``."""
         return nullcontext() if self.ema is None else self.ema.swapped_in()
@@ -96,6 +114,18 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
     options = {"value_head_prefix": config.model.value_head_prefix, **loading(config), **vars(critic_lora(config))}
     with model_error_context(*start, "critic"):
         return get_llm_for_sequence_regression(start[1], "critic", **options)
+
+
+def check_images(config: TrainPPOConfig, data: PPOData) -> None:
+    """``ValueError`` for options that cannot work where prompts have images."""
+    if not data.has_media:
+        return
+    if config.generation.rollout_engine == "vllm":
+        raise ValueError("--rollout_engine vllm gets no images: use --rollout_engine hf.")
+    if config.rewards.reward_pretrain:
+        raise ValueError("--reward_pretrain reads no images: use --reward_fn, --verifiable_reward or a reward server.")
+    if config.orchestrator.rollout_ranks > 0:
+        raise ValueError("--rollout_ranks sample for texts alone: leave it out where prompts have images.")
 
 
 def has_groups(config: TrainPPOConfig) -> bool:

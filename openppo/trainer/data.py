@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
-from openppo.datasets.sources import value_of
+from openppo.datasets.sources import ShowRows, value_of
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import forward_size
 from openppo.models.loading import load_options
@@ -73,10 +73,8 @@ def load_ppo_data(
     names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
     options, evaluation, seed, show = config.data, config.evaluation, config.deepspeed.seed, tokenizing(comm)
-    new_tokens, vision = (
-        config.generation.generate_max_len,
-        policy_vision(config.model, tokenizer, actor_config, options),
-    )
+    new_tokens = config.generation.generate_max_len
+    vision = policy_vision(config.model, tokenizer, actor_config, options, agent is not None)
 
     def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
         if not source or not prompts:
@@ -101,22 +99,30 @@ def load_ppo_data(
         for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
             model_config = own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
             check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
-        documents: list[TokenExample] = []
-        if options.pretrain_data is not None and config.ppo.ptx_coef > 0:
-            source, probs, split = options.pretrain_data, options.pretrain_data_probs, options.pretrain_split
-            rows = load_mixed_rows(options, source, probs, flag="--pretrain_data", split=split, seed=seed)
-            key = options.pretrain_key or options.input_key
-            documents = load_documents(rows, tokenizer, key, longest, show, options.dataset_num_proc)
-            texts = (row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows)
-            prints["--pretrain_data"] = examples_fingerprint(texts)
-        ids, model = (x.token_ids for x in chain[Any](read, held_out, documents)), f"--pretrain {config.model.pretrain}"
-        check_token_ids(actor_config, model, tokenizer, ids)
+        documents, texts = _load_documents(config, tokenizer, longest, show)
+        prints |= {"--pretrain_data": examples_fingerprint(texts)} if documents else {}
+        ids = (x.token_ids for x in chain[Any](read, held_out, documents))
+        check_token_ids(actor_config, f"--pretrain {config.model.pretrain}", tokenizer, ids)
         return PPOData(read, held_out, documents, prints, longest)
 
     data = once_per_host(comm, options, load_all)
     read = {"--prompt_data": list(map(_content, data.prompts)), "--eval_data": list(map(_content, data.held_out))}
     check_same(comm, read | {"--pretrain_data": data.documents})
     return data
+
+
+def _load_documents(
+    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, longest: int, show: ShowRows
+) -> tuple[list[TokenExample], list[Any]]:
+    """Documents of the PTX loss, cut at ``longest`` tokens, and what they were before; none without that loss."""
+    options = config.data
+    if options.pretrain_data is None or config.ppo.ptx_coef == 0:
+        return [], []
+    given, seed, key = (options.pretrain_data, options.pretrain_data_probs), config.deepspeed.seed, options.pretrain_key
+    rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=options.pretrain_split, seed=seed)
+    key = key or options.input_key
+    documents = load_documents(rows, tokenizer, key, longest, show, options.dataset_num_proc)
+    return documents, [row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows]
 
 
 def load_tasks_data(

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo import __version__
 from openppo.config import ModelConfig, RowsConfig, TrainPPOConfig, flat_dict, parse_template_kwargs
 from openppo.config.fields import declared_options, rules_of
+from openppo.datasets.media import Vision
 from openppo.media import placeholders
 from openppo.models.pretrained import context_length, load_processor, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
@@ -39,7 +40,6 @@ from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.datasets import ShowRows
-    from openppo.datasets.media import Vision
     from openppo.strategy.deepspeed import DeepspeedStrategy
 
 
@@ -147,11 +147,15 @@ def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, options: RowsC
 
 
 def policy_vision(
-    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, options: RowsConfig
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    options: RowsConfig,
+    of_agent: bool = False,
 ) -> Vision:
-    """What reads images for the model of ``--pretrain``."""
-    from openppo.datasets.media import Vision
-
+    """What reads images for the model of ``--pretrain``; those of an agent are refused."""
+    if of_agent:
+        return Vision(None, (), tokenizer, options, "an agent")
     load = partial(load_processor, model.pretrain, "--pretrain", model.trust_remote_code)
     return Vision(load, [*placeholders(model_config)], tokenizer, options, f"--pretrain {model.pretrain}")
 

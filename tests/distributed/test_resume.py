@@ -25,6 +25,8 @@ AGENT = """--pretrain {tiny}/chat --environment {tiny}/game.py:Game --n_envs 4 -
 AT_ONCE = PPO.replace("--train_batch_size 4", "--train_batch_size 8")  # the critic's first step makes experience
 REWARD = "--reward_pretrain {tiny}/reward"
 PTX = "--pretrain_data {tiny}/documents.jsonl"
+IMAGES = PPO.replace("{tiny}/prompts.jsonl", "{tiny}/llava/images.jsonl").replace("{tiny}/actor", "{tiny}/llava")
+IMAGES += " --image_key images --verifiable_reward length --verify_length 4 --zero_stage 2"
 LORA = "--lora_rank 2 --lora_dropout 0.3"
 SUPERVISED = """--pretrain {tiny}/actor --micro_train_batch_size 2 --train_batch_size 4 --max_epochs 2 --save_steps 5
     --max_ckpt_num 1 --learning_rate 1e-3"""
@@ -65,6 +67,7 @@ CASES = [
     ),
     Case("bf16-zero1", f"{PPO} {REWARD} --zero_stage 1 --bf16", 0.5, slow=(1, 2)),
     Case("bf16-zero3", f"{PPO} {REWARD} --zero_stage 3 --bf16 --gradient_checkpointing", 0.3, slow=(1,)),
+    Case("images", IMAGES, 0.4, slow=(1,)),
     Case("offload", f"{PPO} {REWARD} --zero_stage 2 --adam_offload", 0.35, slow=(1,)),
     Case("weights-twice", f"{PPO} {REWARD} --zero_stage 3 --zpg 2", 0.65, ranks=(2,)),
     Case(

@@ -90,7 +90,7 @@ def test_a_model_learns_to_use_what_its_environment_says(train: Train, tmp_path:
     assert lines[-1]["eval_reward_max"] == 1 and lines[-1]["eval_reward_min"] <= lines[-1]["eval_reward"]
 
 
-STEPS = 24
+STEPS = 40
 """Of 256 episodes each: 6,144 in all."""
 LAKE = f"""
 import sys

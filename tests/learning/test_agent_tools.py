@@ -40,7 +40,7 @@ class Ask(BaseTool):
         await asyncio.sleep(random.lognormvariate(0, 1) * WAIT)
         return instance_id
 """
-STEPS = 96
+STEPS = 192
 """Of 128 episodes each: 12,288 in all."""
 SFT = """train_sft --pretrain model --dataset scripts.jsonl --apply_chat_template --save_path sft --max_epochs 12
     --train_batch_size 32 --micro_train_batch_size 32 --learning_rate 3e-3"""

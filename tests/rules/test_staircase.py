@@ -6,9 +6,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
 
-LEVEL_0 = {"config", "types", "user_code", "lazy"}
+LEVEL_0 = {"config", "types", "endings", "media", "user_code", "lazy"}
 STAIRCASE: dict[str, set[str]] = {
     **{name: set() for name in LEVEL_0},
+    "types": {"endings", "media"},
     **dict.fromkeys(("tracking", "models", "strategy", "datasets"), LEVEL_0),
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},

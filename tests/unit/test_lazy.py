@@ -4,12 +4,10 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import openppo
-from openppo.lazy import MOVED
 
 PACKAGE = Path(openppo.__file__).parent
 FACES = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py") if "lazy_names" in file.read_text())
@@ -40,32 +38,6 @@ PUBLIC = {
 @pytest.mark.parametrize("package", PUBLIC)
 def test_a_public_name_imports(package):
     assert all(getattr(import_module(package), name).__name__ == name for name in PUBLIC[package].split())
-
-
-OLD_NAMES = {
-    "openppo.config.supervised": ("SFTDataConfig", "openppo.config.data"),
-    "openppo.models.lora.adapters": ("AdapterOffReference", "openppo.models.adapters"),
-    "openppo.models.policy_losses": ("token_weights", "openppo.models.loss"),
-    "openppo.rollout.rewards": ("FunctionScorer", "openppo.rewards.function"),
-    "openppo.rollout.rewards.http": ("RemoteScorer", "openppo.rewards.http"),
-    "openppo.strategy.engine": ("TrainableModel", "openppo.strategy.trainable_model"),
-    "openppo.trainer.ppo_trainer": ("PPOTrainer", "openppo.trainer.ppo"),
-}
-"""Old module -> a name in it, and the module that has the object now."""
-
-
-@pytest.mark.parametrize("module", OLD_NAMES)
-def test_an_old_name_is_the_same_object_with_a_warning(module, monkeypatch):
-    name, home = OLD_NAMES[module]
-    for old in MOVED:
-        for loaded in [loaded for loaded in sys.modules if f"{loaded}.".startswith(f"{old}.")]:
-            monkeypatch.delitem(sys.modules, loaded)
-    space: dict[str, Any] = {"__name__": "user"}
-    with pytest.warns(DeprecationWarning, match=f"{module}.* is now openppo") as warned:
-        exec(compile(f"from {module} import {name}", "user.py", "exec"), space)
-    assert space[name].__module__ == home
-    assert space[name] is vars(import_module(home))[space[name].__name__]
-    assert {warning.filename for warning in warned} == {"user.py"}
 
 
 def test_type_checkers_know_the_public_names(tmp_path):

@@ -22,8 +22,8 @@ RED = Image.new("RGB", (20, 16), (200, 10, 10))
 BLUE = Image.new("RGB", (8, 32), (10, 10, 200))
 PARTS = (
     "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{% if c.type == 'image' %}[<image>]{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}[<image>]{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+    ";{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 TEXTS = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
