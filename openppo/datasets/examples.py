@@ -124,8 +124,11 @@ def load_sft_examples(
     reader = RowReader(rows, "sft", supervised, keys if named else None)
 
     def render(fields: RowFields) -> TokenExample:
-        if vision is not None and has_images(fields):
-            return vision.render_response(fields)
+        if vision is None:
+            return render_text(fields)
+        return vision.render_response(fields) if has_images(fields) else vision.without_images(render_text(fields))
+
+    def render_text(fields: RowFields) -> TokenExample:
         if fields.whole is not None:
             return all_targets(render_whole(fields.whole, tokenizer, supervised, fields.tools).token_ids)
         if fields.conversation is not None and supervised.apply_chat_template:

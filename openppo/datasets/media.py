@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -36,6 +36,7 @@ from openppo.datasets.templates import (
 from openppo.media import MediaItem
 from openppo.types import Prompt
 
+T = TypeVar("T", Prompt, TokenExample)
 MARK = "<image>"
 """Stands for an image in the text of a row."""
 _TEXT = "Zq7textqZ"  # letters and a digit, which no template changes
@@ -141,10 +142,9 @@ class Vision:
 
     def render(self, fields: RowFields) -> Prompt:
         """``render_prompt``, of a row that may have images in its column or its messages."""
-        near = fields.source
         if not has_images(fields):
-            return render_prompt(fields.prompt, self.tokenizer, self.options, fields.tools)
-        images = read_images(fields.images, near)
+            return self.without_images(render_prompt(fields.prompt, self.tokenizer, self.options, fields.tools))
+        near, images = fields.source, read_images(fields.images, fields.source)
         messages: list[Message] | None = None
         if self.options.apply_chat_template:
             check_tools(fields.tools, self.tokenizer)
@@ -154,6 +154,14 @@ class Vision:
             asked = fill_template(fields.prompt, self.options.input_template)
             text = _with_marks(asked, len(images)).replace(MARK, self.placeholder)
         return self._processed(Prompt(text, [], messages=messages), images)
+
+    def without_images(self, made: T) -> T:
+        """``made``, a prompt or example; ``ValueError`` if its text names the token that stands for an image."""
+        if not {*self.token_ids}.isdisjoint(made.token_ids):
+            raise ValueError(
+                "its text has a place for an image, and the row has none. Add the image, or remove the row."
+            )
+        return made
 
     def render_response(self, fields: RowFields) -> TokenExample:
         """A prompt with images and the response to it, ending with EOS; the response and the EOS are targets."""

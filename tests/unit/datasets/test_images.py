@@ -22,8 +22,8 @@ RED = Image.new("RGB", (20, 16), (200, 10, 10))
 BLUE = Image.new("RGB", (8, 32), (10, 10, 200))
 PARTS = (
     "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{% if c.type == 'image' %}[<image>]{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
-    ";{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{% for c in m.content %}{% if c.type=='image' %}[<image>]{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %};"
+    "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 TEXTS = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -189,6 +189,7 @@ BROKEN = {
     "missing": ({"input": "<image>a", "images": ["gone.png"]}, r"row 1.*there is no file gone.png"),
     "address": ({"input": "<image>a", "images": ["https://a.b/c.png"]}, r"row 1.*nothing is fetched: download it"),
     "no image": ({"input": "<image>a", "images": [7]}, r"row 1.*7 is no image: give bytes"),
+    "none": ({"input": "<image>a", "images": None}, r"row 1.*a place for an image, and the row has none"),
     "no column": ({"input": "<image>a"}, r"row 1.*images"),
 }
 
