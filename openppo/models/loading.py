@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import deepspeed as zero3
 
 from openppo import logger
-from openppo.media import CONNECTORS, TOWERS
+from openppo.media import CONNECTORS, TOWERS, placeholders
 from openppo.models.adapters import merge_adapters
 from openppo.models.attention import use_fast_attention
 from openppo.models.pretrained import (
@@ -87,8 +87,16 @@ def load_weights(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Model and report of ``from_pretrained``, once ``check`` has accepted them; in partitions where ZeRO-3 loads.
 
-    There transformers compares shapes on rank 0 alone, so what is checked is a model without weights.
+    There transformers compares shapes on rank 0 alone, so what is checked is a model without weights. Constructors of
+    CLIP's towers draw random numbers, there alone of this generator, so afterwards its state is the one before.
     """
+    with torch.random.fork_rng(devices=[], enabled=bool(placeholders(load["config"]))):
+        return _load_weights(kind, check, source, **load)
+
+
+def _load_weights(
+    kind: Any, check: Callable[[PreTrainedModel, dict[str, Any]], None], source: str, **load: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     load["output_loading_info"], partitions = True, zero3._hf_deepspeed_config_weak_ref
     if not zero3.is_deepspeed_zero3_enabled() or "quantization_config" in load:
         model, report = kind.from_pretrained(source, **load)
