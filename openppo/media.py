@@ -83,11 +83,9 @@ def item_places(token_ids: Sequence[int], media: Media) -> Iterator[tuple[MediaI
 def model_inputs(model: Any, input_ids: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
     """What ``model``'s forward gets beside ``input_ids`` (B, L) for the ``media`` of its rows, on the ids' device.
 
-    Empty without any. Models that tell kinds of tokens get those, int64 (B, L): 0 text, 1 image, 2 video.
+    Models that tell kinds of tokens get those, int64 (B, L): 0 text, 1 image, 2 video.
     """
     items = list(chain.from_iterable(media))
-    if not items:
-        return {}
     made = {name: tensor.to(input_ids.device) for name, tensor in joined(items).items()}
     made = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in made.items()}
     parts = model, *model.children()  # a classifier's own forward may not be the one that is called

@@ -101,7 +101,7 @@ class Actor(nn.Module):
             places = (kept + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
             if position_ids is None:
                 ids = pad_width(sequences, self.model)
-                inputs = {"input_ids": ids, **model_inputs(base_of(self.model), ids, media)}
+                inputs = {"input_ids": ids} | (model_inputs(base_of(self.model), ids, media) if any(media) else {})
             else:
                 inputs = {"input_ids": on_device(sequences, device), "position_ids": on_device(position_ids, device)}
             labels, dim = sequences[:, places], 1  # (B, K)

@@ -100,7 +100,7 @@ def _inputs(tree: PrefixTree, sequences: Tensor, model: Any, media: Sequence[Med
     flat = sequences.flatten()[tree.tokens.to(sequences.device)], tree.depths
     ids, positions = (F.pad(x, (0, width - len(x)))[None] for x in flat)
     given = {"input_ids": ids, "position_ids": positions, "attention_mask": finished_mask(device)}
-    if media:
+    if any(media):
         firsts = {i * sequences.shape[1] + t: item for i, t, item in _first_places(sequences, media)}
         items = tuple(firsts[place] for place in tree.tokens.tolist() if place in firsts)
         given |= model_inputs(base_of(model), ids, [items])

@@ -78,7 +78,7 @@ class ScalarHeadModel(nn.Module):
             outputs = outputs[on_device(in_row, outputs.device)].view(sequences.shape)
         else:  # without attention mask for the reason given in Actor.forward
             ids = pad_width(sequences, self.model)
-            more = model_inputs(self.classifier.base_model, ids, media)
+            more = model_inputs(self.classifier.base_model, ids, media) if any(media) else {}
             outputs = self._outputs(input_ids=ids, **more)[:, : sequences.shape[1]]  # (B, L)
         if self.role == "critic":
             return F.pad(outputs[:, :-1], (1, 0))[:n_rows, :length]

@@ -74,8 +74,9 @@ class HFEngine(Engine):
         """Queue a request and return its number."""
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
-        uniforms, ids = request_uniforms(seed, params.max_new_tokens), tuple(distinct_ids(prompt_ids, media))
-        request = Request(next(self._numbers), ids, params, uniforms, park, resume, media)
+        uniforms = request_uniforms(seed, params.max_new_tokens)
+        ids = distinct_ids(prompt_ids, media) if media else prompt_ids
+        request = Request(next(self._numbers), tuple(ids), params, uniforms, park, resume, media)
         self._waiting.append(request)
         if self._cache is not None:
             self._cache.fit(longest([request]))

