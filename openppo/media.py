@@ -25,6 +25,10 @@ CONNECTORS = {"multi_modal_projector", "connector", "merger", "deepstack_merger_
 """Names in transformers of the parts that read images, and map their features to embeddings."""
 
 
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "idefics3")
+"""Types of models whose sampling and training tests compare."""
+
+
 @dataclass(frozen=True, eq=False)
 class MediaItem:
     """An image or a video, processed: ``inputs`` by their names in the model's forward, on the CPU.
@@ -59,6 +63,13 @@ def placeholders(config: Any) -> dict[int, str]:
     """Kinds by the id of the token that stands for them; empty for models of text."""
     ids = {getattr(config, f"{kind}_token_id", None): kind for kind in KINDS}
     return {token_id: kind for token_id, kind in ids.items() if token_id is not None}
+
+
+def check_images(config: Any, model: str) -> None:
+    """``ValueError`` for a family whose numbers were not compared with images; ``model`` is a flag and a name."""
+    if config.model_type not in FAMILIES:
+        what = f"{model} is of type {config.model_type}, and with images only {', '.join(FAMILIES)} were compared"
+        raise ValueError(f"{what} with transformers. Use one of them, or rows without images.")
 
 
 def distinct_ids(token_ids: Sequence[int], media: Media = ()) -> list[int]:

@@ -49,7 +49,7 @@ def read_images(value: object, near: str = "") -> list[Image.Image]:
     A path is looked for in the working directory, then beside the file ``near``. ``ValueError`` for what is no image;
     nothing is fetched.
     """
-    values = value if isinstance(value, list) else [] if value is None else [value]
+    values = [one for one in (value if isinstance(value, list) else [value]) if one not in (None, "")]
     images = []
     for number, one in enumerate(values, start=1):
         try:
@@ -79,7 +79,7 @@ def _content(text: str, near: str) -> bytes:
         raise ValueError(f"{shortened(text)} is an address, and nothing is fetched: download it, and give its path.")
     if text.startswith("data:"):
         return base64.b64decode(text.partition(",")[2], validate=True)
-    for path in (Path(text), Path(near).parent / text):
+    for path in (Path(text), Path(near).parent / text, Path(near) / text):
         with suppress(OSError):  # a name that is too long is base64
             if path.is_file():
                 return path.read_bytes()
@@ -125,65 +125,91 @@ class Vision:
         return processor
 
     @cached_property
+    def token(self) -> str:
+        """What the processor replaces by the tokens of an image."""
+        return str(getattr(self.processor, "boi_token", None) or self.processor.image_token)
+
+    @cached_property
     def placeholder(self) -> str:
         """Text that stands for an image: as the chat template writes it, or the processor's token."""
-        bare = str(getattr(self.processor, "boi_token", None) or self.processor.image_token)
+        text = {"type": "text", "text": _TEXT}
+        before, _, after = self._tried([text]).partition(_TEXT)
+        beside = self._tried([{"type": "image"}, text])
+        around = beside.startswith(before) and beside.endswith(_TEXT + after)
+        written = beside[len(before) : len(beside) - len(_TEXT + after)] if around else ""
+        return written if self.token in written else self.token
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the chat template writes a content that is a list of parts."""
+        written = self._tried([{"type": "image"}, {"type": "text", "text": _TEXT}])
+        return self.token in written and _TEXT in written
+
+    def _tried(self, content: str | list[dict[str, str]]) -> str:
+        """A user's message as the template writes it; empty if it refuses that."""
         with suppress(ValueError):
-            text = {"type": "text", "text": _TEXT}
-            alone, beside = (
-                render_chat([{"role": "user", "content": parts}], self.tokenizer)
-                for parts in ([text], [{"type": "image"}, text])
-            )
-            before, _, after = alone.partition(_TEXT)
-            written = beside.removeprefix(before).removesuffix(_TEXT + after)
-            if bare in written and beside.endswith(_TEXT + after):
-                return written
-        return bare
+            return render_chat([{"role": "user", "content": content}], self.tokenizer)
+        return ""
 
     def render(self, fields: RowFields) -> Prompt:
         """``render_prompt``, of a row that may have images in its column or its messages."""
+        chat, reads = self.options.apply_chat_template, self.load is not None and bool(self.token_ids)
+        if chat and reads and not self.tokenizer.chat_template:
+            _ = self.processor  # which may have one
         if not has_images(fields):
-            return self.without_images(render_prompt(fields.prompt, self.tokenizer, self.options, fields.tools))
+            if chat and reads and _TEXT not in self._tried(_TEXT) and self.takes_parts:
+                text = self._written(as_messages(fields.prompt, "user", self.options.input_template), fields, True)
+                return self.without_images(Prompt(text, encode_bare(self.tokenizer, text)), text)
+            prompt = render_prompt(fields.prompt, self.tokenizer, self.options, fields.tools)
+            return self.without_images(prompt, prompt.text)
         near, images = fields.source, read_images(fields.images, fields.source)
         messages: list[Message] | None = None
-        if self.options.apply_chat_template:
+        if chat:
             check_tools(fields.tools, self.tokenizer)
             messages, images = _placed(as_messages(fields.prompt, "user", self.options.input_template), images, near)
-            text = self._written(messages, fields, for_generation=True)
+            text = self._written(messages, fields, True)
         else:
             asked = fill_template(fields.prompt, self.options.input_template)
             text = _with_marks(asked, len(images)).replace(MARK, self.placeholder)
         return self._processed(Prompt(text, [], messages=messages), images)
 
-    def without_images(self, made: T) -> T:
-        """``made``, a prompt or example; ``ValueError`` if its text names the token that stands for an image."""
-        if not {*self.token_ids}.isdisjoint(made.token_ids):
-            raise ValueError(
-                "its text has a place for an image, and the row has none. Add the image, or remove the row."
-            )
+    def without_images(self, made: T, text: str = "") -> T:
+        """``made``, a prompt or example; ``ValueError`` if its text has a place for an image."""
+        if self.token_ids and (MARK in text or not {*self.token_ids}.isdisjoint(made.token_ids)):
+            what = "its text has a place for an image, and the row has none"
+            raise ValueError(f"{what}. Add the image, name its column with --image_key, or remove the row.")
         return made
 
     def render_response(self, fields: RowFields) -> TokenExample:
         """A prompt with images and the response to it, ending with EOS; the response and the EOS are targets."""
         prompt, rest = self.render(fields), fields.response
         if prompt.messages is not None:
-            turns = as_messages(rest, "assistant")
-            whole = self._written([*prompt.messages, *turns], fields)
+            whole = self._written([*prompt.messages, *as_messages(rest, "assistant")], fields, False)
             if not whole.startswith(prompt.text):
                 raise ValueError("the chat template writes the prompt otherwise once a response follows. Use another.")
             rest = whole.removeprefix(prompt.text)
         ids = end_with_eos(self.tokenizer, encode_bare(self.tokenizer, as_text(rest)))
         n_prompt = len(prompt.token_ids)
+        self.without_images(TokenExample(ids, []))
         return TokenExample(prompt.token_ids + ids, [False] * n_prompt + [True] * len(ids), prompt.media)
 
-    def _written(self, messages: Sequence[Message], fields: RowFields, for_generation: bool = False) -> str:
+    def _written(self, messages: Sequence[Message], fields: RowFields, for_generation: bool) -> str:
         """The conversation, with what the template writes for an image at each of their places."""
-        written = [{**m, "content": (m["content"] or "").replace(MARK, self.placeholder)} for m in messages]
+        written = [{**m, "content": self._content(m)} for m in messages]
         return render_chat(written, self.tokenizer, for_generation=for_generation, tools=fields.tools)
+
+    def _content(self, message: Message) -> Any:
+        """Content as the template takes it; of the assistant's, no part is a place for an image."""
+        content, is_own = message["content"] or "", message["role"] == "assistant"
+        if not self.takes_parts:
+            return content if is_own else content.replace(MARK, self.placeholder)
+        texts = [content] if is_own else content.split(MARK)
+        parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+        return [part for part in parts if part.get("text", True)]
 
     def _processed(self, prompt: Prompt, images: list[Image.Image]) -> Prompt:
         """``prompt`` with token ids and items, of which it names as many as there are images."""
-        if (n_marks := prompt.text.count(self.placeholder)) != len(images):
+        if (n_marks := prompt.text.count(self.token)) != len(images):
             raise ValueError(f"{n_marks} places for images, and {len(images)} images. Correct or remove the row.")
         images = [within_pixels(image, self.options.min_pixels, self.options.max_pixels) for image in images]
         special = not self.options.apply_chat_template
@@ -218,8 +244,8 @@ class Vision:
 
 def has_images(fields: RowFields) -> bool:
     """Whether a row has images, in its column or in the messages of its prompt."""
-    given = fields.images
-    if given is not None and (not isinstance(given, list) or given):
+    given = fields.images if isinstance(fields.images, list) else [fields.images]
+    if any(one not in (None, "") for one in given):
         return True
     turns = fields.prompt if isinstance(fields.prompt, list) else []
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]

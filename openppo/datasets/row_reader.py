@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config.data import RowsConfig
 from openppo.datasets.row_formats import ROW_FORMATS, RowFields, RowFormat, Task
-from openppo.datasets.sources import ShowRows, SourceRow, naming_row, value_of
+from openppo.datasets.sources import ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import read_tools
 from openppo.datasets.tokenization import to_json, tokenize, tokenizing_content
 
@@ -60,7 +60,9 @@ class RowReader:
         fields = replace(self._fields(row), tools=tools)
         if (key := self.image_key) is None:
             return fields
-        return replace(fields, images=value_of(row.row, key, "--image_key"), source=row.source)
+        has_column = descend(row.row, key) or not any(descend(other.row, key) for other in self.rows)
+        images = value_of(row.row, key, "--image_key") if has_column else None
+        return replace(fields, images=images, source=row.source)
 
     def _fields(self, row: SourceRow) -> RowFields:
         if self.keys:

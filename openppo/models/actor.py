@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,11 +82,11 @@ class Actor(nn.Module):
             order = "(sequences, attention_mask, action_mask), where action_mask marks what num_actions counts"
             raise TypeError(f"attention_mask is {attention_mask!r}, no tensor: OpenPPO's order is {order}.")
         (n_rows, length), action_mask = sequences.shape, attention_mask if action_mask is None else action_mask
-        media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask, action_mask, position_ids)
-        sequences, attention_mask, action_mask, position_ids = cast(tuple[Tensor, Tensor, Tensor, Any], tensors)
+        if position_ids is None:  # documents have no images on any rank
+            media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask, action_mask)
+            sequences, attention_mask, action_mask = tensors
         wanted = F.pad(action_mask.bool()[:, 1:], (1, 0))  # (B, L)
-        temperature = self.temperature if temperature is None else temperature
-        device = device_of(self.model)
+        temperature, device = self.temperature if temperature is None else temperature, device_of(self.model)
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
         is_one = self.packs_rows or self.shares_prompts
         one_row = row_inputs(self, sequences, attention_mask, position_ids, media) if is_one else None

@@ -58,25 +58,24 @@ def smallest_with_media(rows: Iterable[WithMedia]) -> WithMedia | None:
 
 
 def with_stand_in(
-    stand_in: WithMedia | None, media: Sequence[Media], *tensors: Tensor | None
-) -> tuple[Sequence[Media], list[Tensor | None]]:
+    stand_in: WithMedia | None, media: Sequence[Media], *tensors: Tensor
+) -> tuple[Sequence[Media], list[Tensor]]:
     """``media`` and ``tensors`` (B, L) of a batch, sequences and their mask first, with a row of ``stand_in`` behind.
 
     So all ranks run the same parts of a model, whose weights may be partitioned and gradients reduced together. Only
-    for a batch without any media; no place of the row is an action or the start of another document.
+    for a batch without any media; no place of the row is an action.
     """
     if stand_in is None or any(media):
         return media, list(tensors)
     row = torch.tensor([stand_in.token_ids])
-    n_rows, length = (0, 0) if tensors[0] is None else tensors[0].shape
+    n_rows, length = tensors[0].shape
     width, real = max(length, row.shape[1]), torch.ones_like(row, dtype=torch.bool)
-    added = [row, real, ~real, torch.arange(row.shape[1])[None]]
 
     def longer(tensor: Tensor, new: Tensor) -> Tensor:
         padded = (F.pad(x, (0, width - x.shape[1])) for x in (tensor, new.to(tensor)))
         return torch.cat([*padded])
 
-    made = [None if t is None else longer(t, new) for t, new in zip(tensors, added, strict=False)]
+    made = [longer(tensor, new) for tensor, new in zip(tensors, (row, real, ~real), strict=False)]
     return [*[()] * n_rows, stand_in.media], made
 
 

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class ScalarHeadModel(nn.Module):
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right; ``media`` as in ``Actor``."""
         n_rows, length = sequences.shape
         media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask)
-        sequences, attention_mask = cast(tuple[Tensor, Tensor], tensors)
+        sequences, attention_mask = tensors
         is_one = self.packs_rows or self.shares_prompts
         one_row = row_inputs(self, sequences, attention_mask, media=media) if is_one else None
         if one_row is not None:

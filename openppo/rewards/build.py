@@ -68,6 +68,7 @@ class ScorerSetup:
         "remote", like the verifier, "reward_model", "prm".
         """
         source, names = self.source, iter(self.source.names())
+        self._refuse_images()
         scorers: list[Scorer] = []
         if source.reward_fn is not None:
             scorers.append(self._function(source.reward_fn, next(names), self.function_flag, "reward_fn"))
@@ -87,6 +88,7 @@ class ScorerSetup:
 
     def check(self) -> None:
         """``ValueError`` for what ``build`` would find wrong before it loads a model."""
+        self._refuse_images()
         if self.source.reward_pretrain is not None:
             self._reader(self.source.reward_pretrain)
         if self.source.prm_pretrain is not None:
@@ -94,6 +96,12 @@ class ScorerSetup:
         others = replace(self.source, reward_pretrain=None, prm_pretrain=None)
         if others.names():
             replace(self, source=others).build()
+
+    def _refuse_images(self) -> None:
+        """``ValueError`` for a reward model where prompts have images."""
+        for flag in ("reward_pretrain", "prm_pretrain"):
+            if vars(self.source)[flag] is not None and any(prompt.media for prompt in self.prompts):
+                raise ValueError(f"--{flag} reads no images, and prompts have some: use --reward_fn.")
 
     def _config(self, model: str, flag: str) -> PreTrainedConfig:
         """A model's config; ``ValueError`` naming ``flag`` on all ranks if one of them cannot read it."""

@@ -36,7 +36,7 @@ from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import (
     PPOComponents,
-    check_images,
+    check_run_with_images,
     has_groups,
     load_actor,
     load_critic,
@@ -144,7 +144,7 @@ def _checked(
     if not samples:
         return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False)
     data = load_tasks_data(TaskMaker.of(config, maker), tokenizer, actor_config, strategy.comm, own)
-    check_images(config, data)
+    check_run_with_images(config, data, actor_config)
     if config.evaluation.val_only and not data.held_out:
         raise ValueError("--val_only: no task has eval_data: give it to one in the file of --tasks.")
     return tokenizer, actor_config, data

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker
-from openppo.media import placeholders
+from openppo.media import check_images, placeholders
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
 from openppo.models.padding import smallest_with_media
@@ -83,10 +83,16 @@ class PPOComponents:
             what = "weights that are gathered layer by layer while sampling, as these are too large, read no images"
             raise ValueError(f"--zero_stage 3: {what}. Use --zero_stage 2, or a smaller model.")
         policy: Any = self.actor.module
-        self.engine.not_sampled = [*placeholders(policy.model.config)]
-        for model in (self.actor, self.critic, self.maker.reference):
-            if model is not None:
-                vars(getattr(model, "module", model))["stand_in"] = smallest_with_media(self.data.prompts)
+        tokens = placeholders(policy.model.config)
+        self.engine.not_sampled = [*tokens]
+        for role, model in (("actor", self.actor), ("critic", self.critic), ("reference", self.maker.reference)):
+            if model is None:
+                continue
+            module: Any = getattr(model, "module", model)
+            if placeholders(module.model.config) != tokens:
+                raise ValueError(f"the {role} does not read images as --pretrain does. Use a model of its family.")
+            if self.strategy.comm.world_size > 1:
+                module.stand_in = smallest_with_media(self.data.prompts)
 
     def weights_to_save(self) -> AbstractContextManager[None]:
         """Inside, the actor has the weights that are saved: the average with ``--enable_ema``."""
@@ -116,14 +122,15 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
         return get_llm_for_sequence_regression(start[1], "critic", **options)
 
 
-def check_images(config: TrainPPOConfig, data: PPOData) -> None:
-    """``ValueError`` for options that cannot work where prompts have images."""
+def check_run_with_images(config: TrainPPOConfig, data: PPOData, actor_config: PreTrainedConfig) -> None:
+    """``ValueError`` for what cannot work where prompts have images."""
     if not data.has_media:
         return
+    check_images(actor_config, f"--pretrain {config.model.pretrain}")
+    if any(not placeholders(actor_config).keys().isdisjoint(document.token_ids) for document in data.documents):
+        raise ValueError("--pretrain_data: a document names the token that stands for an image. Remove it.")
     if config.generation.rollout_engine == "vllm":
         raise ValueError("--rollout_engine vllm gets no images: use --rollout_engine hf.")
-    if config.rewards.reward_pretrain:
-        raise ValueError("--reward_pretrain reads no images: use --reward_fn, --verifiable_reward or a reward server.")
     if config.orchestrator.rollout_ranks > 0:
         raise ValueError("--rollout_ranks sample for texts alone: leave it out where prompts have images.")
 

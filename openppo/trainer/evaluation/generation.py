@@ -16,7 +16,7 @@ from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.experience.token_rewards import begin_scoring
-from openppo.media import placeholders
+from openppo.media import check_images, placeholders
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
@@ -68,7 +68,7 @@ class _Job:
             return []
         rows = load_mixed_rows(options, options.prompt_data, flag=flag, split=split, seed=options.seed)
         load_rows = load_prompts if maker is None or maker.needs_prompts else load_tasks
-        vision = policy_vision(options, self.tokenizer, self.policy.config, options)
+        vision = policy_vision(options, self.tokenizer, self.policy.config, options, maker is not None)
         return load_rows(rows, self.tokenizer, options, tokenizing(self.comm), vision)
 
     def close(self) -> None:
@@ -82,6 +82,7 @@ class _Job:
         more = {"show_progress": self.strategy.is_main, "new_recorder": recorder}
         policy.load(self.strategy.prepare_frozen, options.micro_batch_size, **more)
         if any(prompt.media for prompt in self.prompts):
+            check_images(policy.config, f"--pretrain {options.pretrain}")
             policy.engine.not_sampled = [*placeholders(policy.config)]
         if options.engine_check == "on":
             given = None, self.strategy.device, ("hf", not options.bf16)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import load_mixed_rows, load_preferences, load_process_examples, load_sft_examples
+from openppo.media import check_images
 from openppo.models.actor import Actor
 from openppo.models.loading import freeze_vision, load_options, model_error_context
 from openppo.models.padding import pack_where_exact, smallest_with_media
@@ -56,7 +57,14 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     make = partial(load_examples, tokenizer=tokenizer, supervised=options, data=config.data)
     if isinstance(config, TrainSFTConfig):
         make = partial(make, vision=policy_vision(options, tokenizer, model_config, options))
+    elif options.image_key is not None:
+        raise ValueError("--image_key is for train_sft and train_ppo: leave it out.")
     train, held_out = load_train_and_eval(config, comm, make)
+    shown = smallest_with_media([*train, *held_out]) if isinstance(config, TrainSFTConfig) else None
+    if shown is not None:
+        check_images(model_config, f"--pretrain {name}")
+        if config.pack_to is not None:
+            raise ValueError("--packing puts samples without images into a row, and these have some: leave it out.")
     rows = [row for example in (*train, *held_out) for row in trainer_class.rows_of(example)]
     longest, context = max(map(len, rows)), context_length(model_config)
     if context is not None and longest > context:
@@ -83,8 +91,8 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
     parts = strategy, tokenizer, model, train, held_out, trackers, checkpointer, SignalStop(comm), estimate
     trainer = trainer_class(config, SupervisedComponents(*parts))
-    if isinstance(module, Actor) and isinstance(trainer, SFTTrainer):  # after checks, whose rows may hold placeholders
-        module.stand_in = smallest_with_media(train)
+    if isinstance(module, Actor) and comm.world_size > 1:  # after checks, whose rows may hold placeholders
+        module.stand_in = shown
     checkpointer.begin(trainer.load_checkpoint)
     log_supervised_start(trainer)
     return trainer

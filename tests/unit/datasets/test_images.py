@@ -25,6 +25,12 @@ PARTS = (
     "{% for c in m.content %}{% if c.type=='image' %}[<image>]{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %};"
     "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
+ONLY_PARTS = (
+    "{% for m in messages %}{{ m.role[0] }}:{% for c in m.content %}{% if c.type=='image' %}<image>{% endif %}"
+    "{% endfor %}{% for c in m.content %}{{ c.text }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+"""As that of LLaVA: images first, and nothing of a content that is a text."""
 TEXTS = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
@@ -143,6 +149,28 @@ def test_chats_have_images_in_verl_and_openai_form(load, template):
     assert one.text == other.text == f"u:{around}a{around};a:b;u:c{around};a:"
     assert (one.token_ids, [i.key for i in one.media]) == (other.token_ids, [i.key for i in other.media])
     assert one.messages == verl
+
+
+def test_a_template_that_writes_parts_alone_gets_parts(load):
+    question = [{"role": "user", "content": "a<image>"}, {"role": "assistant", "content": "b"}]
+    rows = [{"prompt": [*question, {"role": "user", "content": "c"}], "images": [RED]}]
+    rows.append({"prompt": [{"role": "user", "content": "ab"}], "images": None})
+    one, text = load(rows, ONLY_PARTS, apply_chat_template=True, input_key="prompt")
+    assert (one.text, text.text) == ("u:<image>a;a:b;u:c;a:", "u:ab;a:")
+    assert one.token_ids.count(one.media[0].token_id) == 4
+
+
+def test_a_response_that_names_an_image_is_refused(tokenizer, processor):
+    options = SupervisedConfig(pretrain="-", dataset="-", image_key="images")
+    vision = Vision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, options)
+    rows = number_rows([{"input": "<image>a", "images": [RED], "output": "b<image>"}])
+    with pytest.raises(ValueError, match=r"row 1.*its text has a place for an image"):
+        load_sft_examples(rows, tokenizer, options, SFTDataConfig(), vision=vision)
+
+
+def test_a_source_without_the_column_has_no_images(load):
+    some = load([{"input": "ab"}, {"input": "<image>a", "images": [RED]}, {"input": "a", "images": [None]}])
+    assert [len(prompt.media) for prompt in some] == [0, 1, 0]
 
 
 def test_the_response_to_images_is_what_is_trained_on(tokenizer, processor):
