@@ -107,12 +107,18 @@ def pages(tmp_path_factory):
     return {name: write_report(some, folder / f"{name}.html").as_uri() for name, some in runs.items()}
 
 
+DRAWN = """return [...document.querySelectorAll("[data-chart] svg")].every(
+    (svg) => svg.childElementCount > 0 || svg.clientWidth === 0)"""
+"""Charts are drawn once their size is known, in the first frame."""
+
+
 @pytest.fixture
 def page(browser, pages):
     """``page("one")`` opens a page. At the end nothing may have gone wrong in it, or been asked of a network."""
 
     def open_page(name):
         browser.get(pages[name])
+        ui.WebDriverWait(browser, 30).until(lambda driver: driver.execute_script(DRAWN))
         return browser
 
     yield open_page
