@@ -90,7 +90,7 @@ def test_a_model_learns_to_use_what_its_environment_says(train: Train, tmp_path:
     assert lines[-1]["eval_reward_max"] == 1 and lines[-1]["eval_reward_min"] <= lines[-1]["eval_reward"]
 
 
-STEPS = 40
+STEPS = {"Lake": 40, "Blind": 24}
 """Of 256 episodes each: 6,144 in all."""
 LAKE = f"""
 import sys
@@ -161,11 +161,12 @@ def test_a_model_learns_to_cross_lakes_that_it_sees(
     (tmp_path / "lake.py").write_text(LAKE)
     for name, first in (("trained", TRAINED), ("heldout", HELD_OUT)):
         write_rows(tmp_path / f"{name}.jsonl", [{"map": first + i} for i in range(32)])
+    steps = STEPS[game]
     lines = train(
         f"""{PPO} --pretrain {walker(seed)} --environment lake.py:{game} --prompt_data trained.jsonl
         --eval_data trained.jsonl,heldout.jsonl --rollout_batch_size 32 --n_samples_per_prompt 8 --seed {seed}
-        --episode_max_len 260 --max_turns 12 --max_epochs 2 --init_kl_coef 0.03 --num_episodes {STEPS}
-        --actor_learning_rate 1e-3 --critic_learning_rate 2e-3 --eval_steps {STEPS} --advantage_estimator {estimator}"""
+        --episode_max_len 260 --max_turns 12 --max_epochs 2 --init_kl_coef 0.03 --num_episodes {steps}
+        --actor_learning_rate 1e-3 --critic_learning_rate 2e-3 --eval_steps {steps} --advantage_estimator {estimator}"""
     )
     first, last = lines[0]["reward"], lines[-1]
     trained, held_out = (last[f"eval/{name}.jsonl/reward"] for name in ("trained", "heldout"))
