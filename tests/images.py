@@ -58,26 +58,13 @@ def gemma3():
     )
 
 
-def smolvlm():
-    config = SmolVLMConfig(
-        text_config={"model_type": "llama", **TEXT},
-        vision_config=_SEEN,
-        image_token_id=IMAGE,
-        scale_factor=2,
-        **_NO_IDS,
-    )
-    return SmolVLMForConditionalGeneration(config)
+def smolvlm(config=SmolVLMConfig, model=SmolVLMForConditionalGeneration):
+    text = {"model_type": "llama", **TEXT}
+    return model(config(text_config=text, vision_config=_SEEN, image_token_id=IMAGE, scale_factor=2, **_NO_IDS))
 
 
 def idefics3():
-    config = Idefics3Config(
-        text_config={"model_type": "llama", **TEXT},
-        vision_config=_SEEN,
-        image_token_id=IMAGE,
-        scale_factor=2,
-        **_NO_IDS,
-    )
-    return Idefics3ForConditionalGeneration(config)
+    return smolvlm(Idefics3Config, Idefics3ForConditionalGeneration)
 
 
 FAMILIES = {f.__name__: f for f in (llava, qwen2_5_vl, qwen3_vl, gemma3, smolvlm, idefics3)}

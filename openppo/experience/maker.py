@@ -149,8 +149,8 @@ class ExperienceMaker:
         self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int
     ) -> tuple[OldLogProbsFrom, bool]:
         """Source of the old policy's log-probs, and whether older policies sampled any token; the same on all ranks."""
-        # Not sampled by this run's engine, or by an agent: its requests come when they come, so what the engine decodes
-        # beside each other, and with it the last bits of log-probs, differs from run to run. Or with ids left out.
+        # Not sampled by this run's engine; or by an agent, whose requests meet in other batches each time, and so the
+        # last bits of log-probs differ; or for a prompt with images, where some ids are not sampled.
         foreign = not isinstance(given, Rollout) or any(t.episode is not None or t.prompt.media for t in unscored)
         stale = any({*t.versions} - {n_done, -1} for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
