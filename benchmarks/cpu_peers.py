@@ -8,8 +8,8 @@
 
 64 prompts a batch, one response each, one optimizer step in micro-batches of 8, one process with two threads; the
 workloads are described in benchmarks/peers/workload.py. W3 and W4 are groups without a critic beside TRL's GRPOTrainer:
-8 prompts of 256 tokens (W4: 64) with 8 responses of 64 (128) each; "kl" with a KL loss. There "separate rows" is
-OpenPPO with --share_prompts off.
+8 prompts of 256 tokens (W4: 64) with 8 responses of 64 (128) each; "kl" with a KL loss. There both sides run in several
+micro-batches, and "separate rows" is OpenPPO with --share_prompts off.
 
 Every participant is a process of its own that has loaded everything; in turns each runs one iteration, so that all see
 the same machine. An iteration during which other processes were at work (the bounds are in benchmarks/peers/measure.py)
@@ -47,10 +47,16 @@ QUICK_CELL_S = 230  # from loading on
 def entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
     """The participants of a cell."""
     if cell[:2] in ("w3", "w4"):
-        micros = (8, 64) if quick else (8, 16, 32, 64)
-        trl = [Entry(f"TRL 1.12.0 (micro {n})", "trl_grpo_step.py", ("--micro", str(n)), "trl") for n in micros]
-        separate = Entry("separate rows", "openppo_step.py", ("--share_prompts", "off"))
-        groups = {"openppo": [Entry("OpenPPO", "openppo_step.py"), separate], "trl": trl}
+        trl = [
+            Entry(f"TRL 1.12.0 (micro {n})", "trl_grpo_step.py", ("--micro", str(n)), "trl")
+            for n in ((8, 64) if quick else (8, 16, 32, 64))
+        ]
+        ours = [
+            Entry(f"{name} (micro {n})", "openppo_step.py", ("--micro", str(n), *more))
+            for n in ((32,) if quick else (8, 32))
+            for name, *more in (("OpenPPO",), ("separate rows", "--share_prompts", "off"))
+        ]
+        groups = {"openppo": ours, "trl": trl}
         return [entry for name in only for entry in groups.get(name, [])]
     openrlhf = Entry("OpenRLHF 0.6.1", "openrlhf_step.py", environment="openrlhf")
     found = {

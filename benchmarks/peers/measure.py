@@ -130,17 +130,18 @@ def ratio_table(cell: str, summaries: Sequence[Summary]) -> list[str]:
 
 def same_numbers(summaries: Sequence[Summary]) -> list[str]:
     """How far numbers named ``same_...`` of OpenPPO are from those with separate rows, where both are there."""
-    by_name = {summary.name: summary.first for summary in summaries}
-    ours, other = by_name.get("OpenPPO", {}), by_name.get("separate rows", {})
-    gaps = {
-        name.removeprefix("same_"): abs(ours[name] - other[name]) / max(1.0, abs(other[name]))
-        for name in ours.keys() & other.keys()
-        if name.startswith("same_")
-    }
-    said = ", ".join(f"{name} {gap:.1e}" for name, gap in sorted(gaps.items()))
-    return (
-        [f"OpenPPO and separate rows, first measured step, differ by: {said} (relative above 1).", ""] if gaps else []
-    )
+    lines, by_name = [], {summary.name: summary.first for summary in summaries}
+    for name, other in by_name.items():
+        ours = by_name.get(name.replace("separate rows", "OpenPPO"), {}) if "separate rows" in name else {}
+        gaps = {
+            key.removeprefix("same_"): abs(ours[key] - other[key]) / max(1.0, abs(other[key]))
+            for key in sorted(ours.keys() & other.keys())
+            if key.startswith("same_")
+        }
+        if gaps:
+            said = ", ".join(f"{key} {gap:.1e}" for key, gap in gaps.items())
+            lines += [f"OpenPPO and {name}, first measured step, differ by: {said} (relative above 1).", ""]
+    return lines
 
 
 def decode_table(decoded: Mapping[str, Sequence[Summary]]) -> list[str]:

@@ -1,7 +1,7 @@
 """OpenPPO as a participant: ``trainer.step(prompts)`` with the library's defaults.
 
-Given are the batch sizes of the workload, its lengths and the dtype; ``--compile``, ``--old_log_probs`` and
-``--micro_rollout_batch_size`` add the options of these names. With ``--parts`` it also reports what the engines take:
+Given are the batch sizes of the workload, its lengths and the dtype; ``--compile``, ``--old_log_probs``,
+``--share_prompts`` and ``--micro_rollout_batch_size`` add the options of these names. With ``--parts`` it also reports what the engines take:
 generation, forwards, backwards and optimizer steps.
 """
 
@@ -79,7 +79,7 @@ def group_options(arguments: Any, folder: Path) -> dict[str, Any]:
         "kl_estimator": "k3" if arguments.kl > 0 else "k1",
         "generate_max_len": turns.NEW_TOKENS[arguments.workload],
         "train_batch_size": turns.BATCH,
-        "micro_train_batch_size": turns.MICRO_TRAIN_BATCH,
+        "micro_train_batch_size": arguments.micro,
         "bf16": arguments.dtype == "bf16",
         "save_path": str(folder),
         **({"share_prompts": arguments.share_prompts} if arguments.share_prompts else {}),
@@ -100,7 +100,7 @@ def options(arguments: Any, folder: str) -> dict[str, Any]:
         "generate_max_len": turns.NEW_TOKENS[arguments.workload],
         "rollout_batch_size": turns.BATCH,
         "train_batch_size": turns.BATCH,
-        "micro_train_batch_size": turns.MICRO_TRAIN_BATCH,
+        "micro_train_batch_size": arguments.micro,
         "bf16": arguments.dtype == "bf16",
         "old_log_probs": arguments.old_log_probs,
         "micro_rollout_batch_size": arguments.micro_rollout_batch_size,
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--old_log_probs", default="auto", help="as of train_ppo")
     parser.add_argument("--micro_rollout_batch_size", type=int, default=8, help="as of train_ppo")
     parser.add_argument("--share_prompts", help="as of train_ppo")
+    parser.add_argument("--micro", type=int, default=turns.MICRO_TRAIN_BATCH, help="samples of a micro-batch")
     parser.add_argument("--parts", action="store_true", help="time the engines' calls too")
     parser.add_argument("--sizes", type=int, nargs="*", default=[], help="responses of each turn; all else 64")
     arguments = parser.parse_args()
