@@ -1,10 +1,11 @@
 """Images of a prompt as its model reads them: the noun, and a batch of them beside token ids."""
 
 import inspect
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ class MediaItem:
     """An image or a video, processed: ``inputs`` by their names in the model's forward, on the CPU.
 
     Their first dimension counts what several items have one after the other: images, tiles or patches. ``n_tokens``
-    tokens ``token_id`` of the prompt stand for it. Items of one ``key`` have equal inputs.
+    tokens ``token_id`` of the prompt stand for it; ``text`` is what the processor writes of them and around them. Items
+    of one ``key`` have equal inputs. ``thumbnail`` is a data URL of a small picture, for people.
     """
 
     inputs: dict[str, Tensor]
@@ -42,6 +44,8 @@ class MediaItem:
     n_tokens: int
     key: int
     kind: str = "image"
+    text: str = ""
+    thumbnail: str = field(default="", repr=False)
 
 
 Media = tuple[MediaItem, ...]
@@ -149,3 +153,35 @@ def rope_positions(model: Any, input_ids: Tensor, media: Sequence[Media]) -> Ten
     given = {name: value for name, value in grids.items() if name in accepted}
     positions, _ = index(input_ids, mm_token_type_ids=token_kinds(input_ids, model.config), **given)
     return positions
+
+
+_SCHEME = "openppo:"
+_MEDIA = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+
+
+def media_kind(part: object) -> str | None:
+    """Kind of a part of a message's content, in OpenAI's form or that of transformers; None for a text."""
+    return _MEDIA.get(str(part.get("type"))) if isinstance(part, dict) else None
+
+
+def media_part(kind: str, key: int) -> dict[str, Any]:
+    """The part that stands for an item, in OpenAI's form: clients hand it on as it is."""
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": media_url(key)}}
+
+
+def media_url(key: int) -> str:
+    """What stands for an item in messages."""
+    return f"{_SCHEME}{key}"
+
+
+def media_key(part: Any) -> int | None:
+    """Key of the item that a part stands for; None for an image of another form."""
+    given = part.get("image_url") or part.get("video_url") if isinstance(part, dict) else None
+    url = given.get("url") if isinstance(given, dict) else None
+    return int(url.removeprefix(_SCHEME)) if isinstance(url, str) and re.fullmatch(rf"{_SCHEME}\d+", url) else None
+
+
+def media_parts(messages: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
+    """Parts of the messages' contents that are images or videos."""
+    contents = (message.get("content") for message in messages)
+    return (part for content in contents if isinstance(content, list) for part in content if media_kind(part))

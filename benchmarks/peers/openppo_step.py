@@ -1,8 +1,8 @@
 """OpenPPO as a participant: ``trainer.step(prompts)`` with the library's defaults.
 
 Given are the batch sizes of the workload, its lengths and the dtype; ``--compile``, ``--old_log_probs``,
-``--share_prompts`` and ``--micro_rollout_batch_size`` add the options of these names. With ``--parts`` it also reports what the engines take:
-generation, forwards, backwards and optimizer steps.
+``--share_prompts`` and ``--micro_rollout_batch_size`` add the options of these names. With ``--parts`` it also reports
+what the engines take: generation, forwards, backwards and optimizer steps.
 """
 
 import json

@@ -116,8 +116,8 @@ def _played(session: Session, error: str, needs_reward: bool) -> Played:
 def segments(session: Session, episode: Episode) -> list[Trajectory]:
     """Trajectories of an episode: one for each turn that nothing continues, with the turns that lead to it.
 
-    A turn of several of them is trained on in the first. Each has its share of the episode's action tokens,
-    and all have the episode's rewards; a turn's reward lies on its last action.
+    The prompt of each has all its images. A turn of several of them is trained on in the first. Each has its share of
+    the episode's action tokens, and all have the episode's rewards; a turn's reward lies on its last action.
     """
     taken: set[Turn] = set()
     made = []
@@ -149,7 +149,7 @@ def _trajectory(session: Session, episode: Episode, leaf: Turn, fresh: Sequence[
         log_probs=log_probs,
         versions=versions,
         finish_reason=FinishReason.LENGTH if cut_off else leaf.finish_reason,
-        prompt=replace(session.task.prompt, token_ids=leaf.path[0].prompt_ids),
+        prompt=replace(session.task.prompt, token_ids=leaf.path[0].prompt_ids, media=leaf.media),
         group=session.task.group,
         scores=dict(session.rewards),
         token_rewards=rewards if has_rewards else None,
@@ -174,7 +174,7 @@ def first_difference(session: Session) -> str | None:
             whole = renderer.rendered(leaf.messages, leaf.tools, for_generation=False)
         except ValueError as error:  # such as two calls where it takes one: the policy's doing
             return str(error)
-        recorded, rendered = leaf.token_ids, renderer.encode(whole)
+        recorded, rendered = leaf.token_ids, renderer.encode(whole, leaf.media)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(recorded, rendered, strict=False))
         if (place := len(list(same))) < len(recorded):
             ours, theirs = (renderer.decode(ids[place : place + 12]) for ids in (recorded, rendered))

@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from PIL.Image import Image
+
 from openppo.agents.episodes import Agent
 from openppo.agents.gateway.server import Gateway
 from openppo.agents.session import Session, Task
@@ -129,7 +131,7 @@ class ProgramAgent(Agent):
         url, direct = self.gateway.base_url(key), "127.0.0.1,localhost"
         bypass = ",".join(filter(None, [self.environment.get("NO_PROXY", self.environment.get("no_proxy")), direct]))
         return {
-            "OPENPPO_TASK": json.dumps(task.prompt.row, default=str),
+            "OPENPPO_TASK": json.dumps(task.prompt.row, default=_json_form),
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": key,
@@ -148,6 +150,11 @@ def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:
         for name, value in os.environ.items()
         if name.upper() in _USUAL or name.startswith(_USUAL_STARTS) or name in more
     }
+
+
+def _json_form(value: Any) -> str | None:
+    """A text; null for images, which are too large for a variable."""
+    return None if isinstance(value, bytes | Image) else str(value)
 
 
 def printed_reward(output: str) -> float | dict[str, float] | None:

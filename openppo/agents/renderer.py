@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from openppo.agents.parsers import PARSERS, Parsed, ToolCall, Tools
 from openppo.datasets.conversation import MARK, read_arguments, render_conversation
 from openppo.datasets.templates import Message, encode_bare, text_of
+from openppo.datasets.vision import Vision
+from openppo.media import Media, media_key, media_kind, media_parts
 from openppo.types import Completion, FinishReason
 
 _THINK, _THOUGHT = "<think>", "</think>"
@@ -20,29 +22,43 @@ _THINK, _THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Renderer:
-    """A tokenizer with its chat template, a parser of tool calls by name, and the ids that end a turn."""
+    """A tokenizer with its chat template, a parser of tool calls by name, and the ids that end a turn.
+
+    ``vision`` reads images of conversations; None: there are none. Methods get the items of messages as ``media``.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     parser: str
     eos_token_ids: Collection[int]
+    vision: Vision | None = None
 
-    def render(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Tools = (), media: Media = ()) -> list[int]:
         """Token ids of a conversation up to where the model answers; ``ValueError`` if the template refuses it."""
-        return self.encode(self.rendered(messages, tools))
+        return self.encode(self.rendered(messages, tools), media)
 
     def rendered(self, messages: Sequence[Message], tools: Tools = (), for_generation: bool = True) -> str:
         """Text of a conversation; ``ValueError`` if the template refuses it."""
         offered = [dict(tool) for tool in tools] or None
-        return render_conversation(messages, self.tokenizer, for_generation=for_generation, tools=offered)
+
+        def render(written: Sequence[Message]) -> str:
+            return render_conversation(written, self.tokenizer, for_generation=for_generation, tools=offered)
+
+        return render(messages) if self.vision is None else self.vision.write(messages, render)
 
     def bridge(
-        self, recorded: Sequence[Message], completion: Completion, new: Sequence[Message], tools: Tools = ()
+        self,
+        recorded: Sequence[Message],
+        completion: Completion,
+        new: Sequence[Message],
+        tools: Tools = (),
+        media: Media = (),
     ) -> list[int] | None:
         """Token ids that follow a ``completion``, the last of ``recorded`` messages, so that ``new`` ones follow it.
 
         The conversation is rendered with a stand-in for that answer, and cut after the special token that ends it: what
         follows one is tokenized independently of what precedes it. None if there is no such token, or another one was
-        sampled, or ``new`` has other answers, so that the conversation must be rendered whole.
+        sampled, or ``new`` has other answers, so that the conversation must be rendered whole. ``media`` are those of
+        ``new``.
         """
         if any(message["role"] == "assistant" for message in new):
             return None
@@ -52,10 +68,13 @@ class Renderer:
                 with suppress(ValueError):
                     text = self.rendered([*before, stand_in, *new], tools)
                     if MARK in text:
-                        return self._continued(text.rpartition(MARK)[2], completion, new, "tool_calls" in stand_in)
+                        after, calls = text.rpartition(MARK)[2], "tool_calls" in stand_in
+                        return self._continued(after, completion, new, calls, media)
         return None
 
-    def _continued(self, after: str, completion: Completion, new: Sequence[Message], calls: bool) -> list[int] | None:
+    def _continued(
+        self, after: str, completion: Completion, new: Sequence[Message], calls: bool, media: Media
+    ) -> list[int] | None:
         """Token ids of ``after``, what follows the stand-in, from where the turn of ``completion`` ended."""
         last = completion.token_ids[-1] if completion.token_ids else None
         ended = last in self.eos_token_ids
@@ -64,7 +83,7 @@ class Renderer:
             found = self._special.search(after, found.end())
         if found is None or not _shows(after[found.end() :], new):
             return None
-        end, ids = self.encode(found[0]), self.encode(after[found.start() :])
+        end, ids = self.encode(found[0]), self.encode(after[found.start() :], media)
         between = "" if calls else self._special.sub("", after[: found.start()])
         if between.strip() or len(end) != 1 or ids[:1] != end or (ended and last != end[0]):
             return None
@@ -86,8 +105,10 @@ class Renderer:
             message |= {"content": plain or None, "tool_calls": _in_openai_form(parsed.calls, number)}
         return message, parsed.error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a rendered text."""
+    def encode(self, text: str, media: Media = ()) -> list[int]:
+        """Token ids of a rendered text, which has places for ``media``."""
+        if self.vision is not None and self.vision.reads:
+            return self.vision.encode(text, media)
         return encode_bare(self.tokenizer, text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -144,7 +165,9 @@ def _stand_ins(answer: Message) -> list[Message]:
 
 def _shows(text: str, messages: Sequence[Message]) -> bool:
     """Whether a rendering has the texts of all messages, as they are or in JSON."""
-    texts = [text_of(message.get("content")).strip() for message in messages]
+    contents = (message.get("content") for message in messages)
+    parts = [content if isinstance(content, list) else [content or ""] for content in contents]
+    texts = [text_of([part]).strip() for content in parts for part in content if not media_kind(part)]
     return all(said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text for said in texts)
 
 
@@ -152,14 +175,15 @@ def fingerprints(messages: Sequence[Message], tools: Tools) -> list[int]:
     """Hashes of the tools and of each message, equal where they say the same.
 
     Reasoning and keys of a client's own do not count, nor how arguments are written. A text may be one string, a list
-    of parts, or null.
+    of parts, or null; an image is its item's key.
     """
     said = [list(tools), *map(_said, messages)]
     return [hash(json.dumps(each, sort_keys=True, default=str)) for each in said]
 
 
 def _said(message: Message) -> list[Any]:
-    role, text, calls = message["role"], text_of(message.get("content")), message.get("tool_calls") or []
+    role, calls = message["role"], message.get("tool_calls") or []
+    text, images = text_of(message.get("content")), [media_key(part) for part in media_parts([message])]
     named = [(call.get("id"), call["function"]["name"], call["function"]["arguments"]) for call in calls]
     said = [[call_id, name, read_arguments(arguments or "{}")] for call_id, name, arguments in named]
-    return [role, text.strip() if role == "assistant" else text, said]
+    return [role, text.strip() if role == "assistant" else text, said, images]

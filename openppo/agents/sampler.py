@@ -20,7 +20,7 @@ class AgentSampler:
 
     def __init__(self, agent: Agent, options: AgentConfig, parser: str, parts: SamplerParts) -> None:
         self.agent, self.options, self.parts = agent, options, parts
-        self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids)
+        self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids, parts.vision)
         self.driver = parts.own_driver()
         self._started = False
 

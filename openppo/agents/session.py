@@ -7,18 +7,21 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, SupportsFloat, TypedDict, Unpack
 
+from openppo.agents.images import Images
 from openppo.agents.parsers import Tools
 from openppo.agents.renderer import Renderer, fingerprints
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, shortened
+from openppo.media import Media, distinct_ids
 from openppo.rollout.rollout import sample_seed
 from openppo.rollout.sampling import text_before_stop
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams
 
-Generate = Callable[[Sequence[int], SamplingParams, int, int | None], Awaitable[Completion]]
+Generate = Callable[..., Awaitable[Completion]]
 """``generate(prompt_ids, params, seed, resume)`` samples one completion; cancelling the coroutine frees its row.
 
-``resume`` is ``Completion.parked`` of an earlier request, whose prompt and tokens ``prompt_ids`` begin with.
+``resume`` is ``Completion.parked`` of an earlier request, whose prompt and tokens ``prompt_ids`` begin with. Of a
+prompt with images it gets these, too: ``media``.
 """
 
 
@@ -39,7 +42,7 @@ class Task:
 
     @property
     def messages(self) -> list[Message]:
-        """The prompt as chat messages."""
+        """The prompt as chat messages; what stands there for its images may be handed on to the model."""
         return self.prompt.messages or [{"role": "user", "content": self.prompt.text}]
 
 
@@ -65,7 +68,7 @@ class Turn:
 
     ``messages`` are the conversation up to the answer, which is the last, and ``said`` the fingerprints of both and
     ``tools``. ``parent`` is the turn whose tokens ``prompt_ids`` begin with; None if the conversation was rendered
-    whole. ``malformed`` says why a tool call could not be read.
+    whole. ``malformed`` says why a tool call could not be read. ``media`` are the images of ``prompt_ids``.
     """
 
     number: int
@@ -77,6 +80,7 @@ class Turn:
     said: list[int]
     parent: "Turn | None" = None
     malformed: str | None = None
+    media: Media = ()
     reward: float = 0.0
     rewarded: bool = False
     trained: bool = True
@@ -99,6 +103,11 @@ class Turn:
     def token_ids(self) -> list[int]:
         """All tokens up to the end of this turn."""
         return self.prompt_ids + self.completion.token_ids
+
+    @property
+    def read_ids(self) -> list[int]:
+        """``token_ids`` that tell images apart."""
+        return distinct_ids(self.token_ids, self.media)
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
@@ -146,7 +155,11 @@ class Session:
     """Last lines of a program, or what an environment said last, for people."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that an agent measures, by name."""
+    images: Images = field(init=False)
     _numbers: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.images = Images(self.setup.renderer.vision, self.task.prompt, self.setup.options.allow_image_urls)
 
     @property
     def leaves(self) -> list[Turn]:
@@ -159,9 +172,9 @@ class Session:
 
         ``ValueError`` for messages that the chat template refuses.
         """
-        asked, offered = [dict(message) for message in messages], list(tools or ())
-        prompt_ids, parent = self._prompt(asked, offered)
-        return await self._sample(prompt_ids, parent, asked, offered, limits)
+        asked, offered = [await self.images.read(message) for message in messages], list(tools or ())
+        prompt_ids, parent, media = self._prompt(asked, offered)
+        return await self._sample(prompt_ids, parent, asked, offered, limits, media)
 
     async def extend(
         self, turn: Turn | None, token_ids: Sequence[int], message: Message, **limits: Unpack[Limits]
@@ -193,18 +206,19 @@ class Session:
         """End the episode; the first ending stands."""
         self.ending = self.ending or ending
 
-    def _prompt(self, messages: list[Message], tools: Tools) -> tuple[list[int], Turn | None]:
-        """Token ids of a request, and the turn whose tokens they continue."""
-        renderer, ids = self.setup.renderer, None
+    def _prompt(self, messages: list[Message], tools: Tools) -> tuple[list[int], Turn | None, Media]:
+        """Token ids of a request, the turn whose tokens they continue, and the images among them."""
+        renderer, ids, media = self.setup.renderer, None, self.images.of(messages)
         if self.setup.options.history == "template":
-            ids = renderer.render(messages, tools)
-            parent = self._longest(ids, lambda turn: turn.token_ids)
+            ids = renderer.render(messages, tools, media)
+            parent = self._longest(distinct_ids(ids, media), lambda turn: turn.read_ids)
         elif parent := self._longest(fingerprints(messages, tools), lambda turn: turn.said):
-            bridge = renderer.bridge(parent.messages, parent.completion, messages[len(parent.messages) :], tools)
+            new = messages[len(parent.messages) :]
+            bridge = renderer.bridge(parent.messages, parent.completion, new, tools, self.images.of(new))
             ids, parent = (None, None) if bridge is None else (parent.token_ids + bridge, parent)
         if self.turns:  # the first has nothing to continue
             self.counts["rerendered_turns" if parent is None else "bridged_turns"] += 1
-        return renderer.render(messages, tools) if ids is None else ids, parent
+        return renderer.render(messages, tools, media) if ids is None else ids, parent, media
 
     def _longest(self, asked: list[int], recorded: Callable[[Turn], list[int]]) -> Turn | None:
         """The turn with the longest record that ``asked`` begins with."""
@@ -212,21 +226,28 @@ class Session:
         return max(begun, key=lambda turn: len(recorded(turn)), default=None)
 
     async def _sample(
-        self, prompt_ids: list[int], parent: Turn | None, asked: list[Message], tools: Tools, limits: Limits
+        self,
+        prompt_ids: list[int],
+        parent: Turn | None,
+        asked: list[Message],
+        tools: Tools,
+        limits: Limits,
+        media: Media = (),
     ) -> Turn:
         """The next turn, committed if the episode has not ended meanwhile."""
         setup, renderer = self.setup, self.setup.renderer
         self._check_limits(len(prompt_ids))
         params, number = self._limited(len(prompt_ids), **limits), next(self._numbers)
         resume, seed = None if parent is None else parent.completion.parked, sample_seed(self.task.seed, number)
-        completion = await setup.generate(prompt_ids, params, seed, resume)
+        more = {"media": media} if media else {}
+        completion = await setup.generate(prompt_ids, params, seed, resume, **more)
         self._check_limits(len(prompt_ids))
         text = text_before_stop(renderer.text(completion), completion.token_ids, params, renderer.decode)
         message, malformed = renderer.parse(text, prompt_ids, tools, number)
         self.counts["malformed_calls"] += malformed is not None
         messages = [*asked, message]
         said = fingerprints(messages, tools)
-        turn = Turn(number, messages, tools, prompt_ids, completion, text, said, parent, malformed)
+        turn = Turn(number, messages, tools, prompt_ids, completion, text, said, parent, malformed, media)
         self.turns.append(turn)
         return turn
 

@@ -14,9 +14,12 @@ from openppo.agents.episodes import Agent, ToolError
 from openppo.agents.session import EpisodeEnded, Session, Task
 from openppo.agents.tools import BaseTool, ToolResponse
 from openppo.config.agents import AgentConfig
-from openppo.datasets.templates import shortened, text_of
+from openppo.datasets.templates import shortened
 from openppo.types import Prompt
 from openppo.user_code import call
+
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts."""
 
 
 class State(Enum):
@@ -81,13 +84,13 @@ class ToolEpisode:
 
     async def _create(self) -> None:
         """Make an instance of each tool. What tools say at the beginning is put behind the prompt."""
-        said = [text_of(self.messages[-1].get("content"))]
+        said = [self.messages[-1].get("content")]
         for name in self.tools:
             made = await self._use(name, "create")
             self.instances[name], response = made if isinstance(made, tuple) else (made, "")
             self.releases.push_async_callback(self._use, name, "release", self.instances[name])
             said.append(self._read(name, response))
-        self.messages[-1]["content"] = "\n\n".join(filter(None, said))
+        self.messages[-1]["content"] = _joined(said)
 
     async def _has_calls(self) -> bool:
         """Let the model answer."""
@@ -100,14 +103,14 @@ class ToolEpisode:
         """Execute all calls of the last turn at the same time. The model reads their results, or what was wrong."""
         self.state, turn = State.TOOL_CALLING, self.session.turns[-1]
         answers = await asyncio.gather(*(self._call(**made["function"]) for made in turn.tool_calls))
-        for made, text in zip(turn.tool_calls, answers, strict=True):
+        for made, content in zip(turn.tool_calls, answers, strict=True):
             whose = {"tool_call_id": made["id"], "name": made["function"]["name"]}
-            self.messages.append({"role": "tool", **whose, "content": text})
+            self.messages.append({"role": "tool", **whose, "content": content})
         if turn.malformed:
             said = self._error(f"a tool call could not be read: {turn.malformed}")
             self.messages.append({"role": "user", "content": said})
 
-    async def _call(self, name: str, arguments: str) -> str:
+    async def _call(self, name: str, arguments: str) -> Content:
         """What the model reads of a call."""
         if name not in self.tools:
             return self._error(f"there is no tool {name!r}; there are: {', '.join(self.tools)}")
@@ -116,7 +119,7 @@ class ToolEpisode:
         try:
             result = await self._use(name, "execute", self.instances[name], given)
             response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
-            text = self._read(name, response)
+            content = self._read(name, response)
             self._reward(name, reward)
         except ToolError as error:
             if name not in self.agent.failing:
@@ -125,7 +128,7 @@ class ToolEpisode:
             return self._cut(self._error(str(error)))
         measured = metrics.items() if isinstance(metrics, Mapping) else ()
         self.session.metrics |= {f"{name}/{key}": n for key, n in measured if isinstance(n, int | float)}
-        return text
+        return content
 
     async def _use(self, name: str, method: str, *arguments: Any) -> Any:
         """Result of a tool's method, with the arguments of the row; ``ToolError`` if it raises or takes too long."""
@@ -149,13 +152,16 @@ class ToolEpisode:
         except ValueError as error:
             raise ToolError(f"{name}: {error}") from error
 
-    def _read(self, name: str, response: Any) -> str:
-        """Text of what a tool returned, of which the model reads the beginning."""
-        text = response.get("text") if isinstance(response, Mapping) else response
-        text = response.text or "" if isinstance(response, ToolResponse) else text
-        if not isinstance(text, str):
-            raise ToolError(f"{name}: {shortened(response)} is no text, dict with 'text' or ToolResponse")
-        return self._cut(text)
+    def _read(self, name: str, response: Any) -> Content:
+        """What a tool returned: its images, and the beginning of its text."""
+        given = vars(response) if isinstance(response, ToolResponse) else response
+        made = given if isinstance(given, Mapping) else {"text": given}
+        images = (made.get("image") or []) if self.session.setup.renderer.vision else []  # of text, models read text
+        text = made.get("text") or "" if images or isinstance(response, ToolResponse) else made.get("text")
+        if not isinstance(text, str) or made.get("video"):
+            raise ToolError(f"{name}: {shortened(response)} is no text, dict with 'text' or 'image', or ToolResponse")
+        parts = [{"type": "image", "image": image} for image in (images if isinstance(images, list) else [images])]
+        return _joined([parts, self._cut(text)])
 
     def _error(self, what: str) -> str:
         """Count an error and say it to the model."""
@@ -169,6 +175,19 @@ class ToolEpisode:
         ids = renderer.encode(text[: most * 64])  # of a huge result only the beginning
         short = len(ids) <= most and len(text) <= most * 64
         return text if short else renderer.decode(ids[:most]).rstrip("\ufffd") + " ... [cut]"
+
+
+def _joined(contents: Sequence[Content | None]) -> Content:
+    """Contents one after the other, with an empty line between texts; a text if all are."""
+    given = [content for content in contents if content]
+    if all(isinstance(content, str) for content in given):
+        return "\n\n".join(map(str, given))
+    parts: list[dict[str, Any]] = []
+    for content in given:
+        if parts and parts[-1]["type"] == "text" and isinstance(content, str):
+            content = f"\n\n{content}"
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
 
 
 def present(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openppo.config.fields import NUMBER, Options, at_least, not_empty, not_negative, option, require
+from openppo.config.fields import NUMBER, Options, at_least, not_empty, not_negative, option, positive, require
 from openppo.config.models import ModelConfig, VisionConfig
 
 DataFormat = Literal[
@@ -55,10 +55,16 @@ class RowsConfig(Options):
     """Column with schemas of tools for the chat template: a list, also as JSON text (with --apply_chat_template)."""
     image_key: str | None = option(None, rows_of=_TEXTS)
     """Column with the images of a prompt, for each <image> in its text: paths, bytes, base64, or images of datasets."""
+    video_key: str | None = option(None, rows_of=_TEXTS)
+    """Column with the videos of a prompt, for each <video> in its text: files as of images, or lists of frames."""
     min_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
-    """Images of fewer pixels are enlarged to so many."""
+    """Images and frames of fewer pixels are enlarged to so many."""
     max_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
-    """Images of more pixels are reduced to so many."""
+    """Images and frames of more pixels are reduced to so many."""
+    video_fps: float = option(2.0, positive, rows_of=_TEXTS)
+    """Frames that are read of each second of a video; of a list of frames, how many make a second."""
+    max_frames: int = option(32, at_least(1), rows_of=_TEXTS)
+    """Most frames of a video; of a longer one they are further apart."""
     dataset_num_proc: int = option(0, not_negative)
     """Processes that tokenize, once for all ranks, kept in the cache of 'datasets' (0: every rank by itself)."""
     max_samples: int | None = option(None, at_least(1), resume="must match", rows_of=_ALL)
@@ -70,8 +76,9 @@ class RowsConfig(Options):
         for name in ("chat_template", "chat_template_kwargs", "tools_key"):
             if vars(self)[name] is not None and not self.apply_chat_template:
                 yield f"--{name} has no effect without --apply_chat_template: add it."
-        if self.image_key is not None and self.dataset_num_proc > 0:
-            yield "--dataset_num_proc keeps texts, no images: leave it out with --image_key."
+        for name in ("image_key", "video_key"):
+            if vars(self)[name] is not None and self.dataset_num_proc > 0:
+                yield f"--dataset_num_proc keeps texts, no images: leave it out with --{name}."
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             yield f"--min_pixels {self.min_pixels} is above --max_pixels {self.max_pixels}: lower it."
         parse_template_kwargs(self.chat_template_kwargs)

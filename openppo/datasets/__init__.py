@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.datasets.examples import PreferenceExample as PreferenceExample
-    from openppo.datasets.examples import load_documents as load_documents, load_preferences as load_preferences
-    from openppo.datasets.examples import load_prompts as load_prompts, load_sft_examples as load_sft_examples
-    from openppo.datasets.examples import RankingExample as RankingExample
+    from openppo.datasets.examples import load_documents as load_documents, load_prompts as load_prompts
+    from openppo.datasets.examples import load_sft_examples as load_sft_examples
     from openppo.datasets.examples import load_tasks as load_tasks, seed_prompts as seed_prompts
+    from openppo.datasets.preferences import PreferenceExample as PreferenceExample
+    from openppo.datasets.preferences import RankingExample as RankingExample, load_preferences as load_preferences
     from openppo.datasets.process import ProcessExample as ProcessExample, StepEncoder as StepEncoder
     from openppo.datasets.process import load_process_examples as load_process_examples
     from openppo.datasets.process import single_token_id as single_token_id

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.templates import Message, Tools, render_chat, text_of
+from openppo.media import media_parts
 
 MARK = "Zq7markqZ"
 """Stands for what is looked for in a rendering; letters and a digit, which no template changes."""
@@ -25,8 +26,9 @@ def render_conversation(
 ) -> str:
     """``render_chat`` of messages in any of OpenAI's forms.
 
-    Contents are strings or lists of texts, or null; a developer is the system; what is null is left out. Arguments of
-    calls are given to the template as objects, or as JSON if that is what it writes well.
+    Contents are strings or lists of texts, or null; with images they are left as they are. A developer is the system;
+    what is null is left out. Arguments of calls are given to the template as objects, or as JSON if that is what it
+    writes well.
     """
     as_text = any(message.get("tool_calls") for message in messages) and _wants_text(
         tokenizer, str(tokenizer.chat_template)
@@ -71,7 +73,8 @@ def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 def _message(message: Message, as_text: bool) -> Message:
     """A message with a text as content, and calls with arguments as JSON text or as an object."""
     kept = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
-    kept |= {"content": text_of(message.get("content"))}
+    if not any(media_parts([message])):
+        kept |= {"content": text_of(message.get("content"))}
     if kept.get("role") == "developer":
         kept["role"] = "system"
     if calls := message.get("tool_calls"):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from openppo.datasets.sources import Row
@@ -21,7 +21,8 @@ class RowFields:
     ``chosen`` and ``rejected`` are whole. ``conversation`` is a whole chat, ``whole`` a text without a response. For
     process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements. A
     ranking has its responses in ``ranked``, and in ``label`` their scores.
-    ``tools`` are of column ``--tools_key``, ``images`` of ``--image_key``, whose paths may be beside the ``source``.
+    ``tools`` are of column ``--tools_key``, ``media`` of ``--image_key`` and ``--video_key``, by kind, whose paths may
+    be beside the ``source``.
     """
 
     prompt: Any = None
@@ -33,7 +34,7 @@ class RowFields:
     whole: Any = None
     ranked: Any = None
     tools: Tools | None = None
-    images: Any = None
+    media: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
 
 

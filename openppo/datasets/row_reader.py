@@ -36,7 +36,7 @@ class RowReader:
     def __init__(self, rows: Sequence[SourceRow], task: Task, options: RowsConfig, keys: Keys | None = None) -> None:
         self.rows, self.task, self.chat, self.keys = rows, task, options.apply_chat_template, keys or {}
         self.tools_key, self.processes = options.tools_key, options.dataset_num_proc
-        self.image_key = options.image_key
+        self.media_keys = {"image": options.image_key, "video": options.video_key}
         self.content = task, self.chat, options.input_template, options.chat_template_kwargs
         self.formats: dict[str, RowFormat] = {}
         named = options.data_format
@@ -58,11 +58,11 @@ class RowReader:
         key = self.tools_key
         tools = None if key is None else read_tools(value_of(row.row, key, "--tools_key"), key)
         fields = replace(self._fields(row), tools=tools)
-        if (key := self.image_key) is None:
-            return fields
-        has_column = descend(row.row, key) or not any(descend(other.row, key) for other in self.rows)
-        images = value_of(row.row, key, "--image_key") if has_column else None
-        return replace(fields, images=images, source=row.source)
+        media = {}
+        for kind, key in self.media_keys.items():
+            if key is not None and (descend(row.row, key) or not any(descend(other.row, key) for other in self.rows)):
+                media[kind] = value_of(row.row, key, f"--{kind}_key")
+        return replace(fields, media=media, source=row.source)
 
     def _fields(self, row: SourceRow) -> RowFields:
         if self.keys:

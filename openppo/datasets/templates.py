@@ -14,14 +14,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RowsConfig
-from openppo.media import Media
+from openppo.media import Media, media_kind
 from openppo.types import Prompt
 from openppo.user_code import TEMPLATE_ERRORS
 
 Message = dict[str, Any]
 """One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls".
 
-With images it is a list of parts until their places are in the text."""
+With images or videos it is a list of parts, of which those are ``media_part`` once they have been read."""
 
 
 Tools = list[dict[str, Any]]
@@ -61,7 +61,7 @@ def render_prompt(
 
 
 def require_texts(messages: Sequence[Message]) -> None:
-    """``ValueError`` for messages with images."""
+    """``ValueError`` for messages with images or videos."""
     if any(isinstance(message["content"], list) for message in messages):
         raise ValueError("not a chat message with a text: images are read in prompts only. Remove the row.")
 
@@ -98,27 +98,25 @@ def _as_message(message: object) -> Message:
     if not named or not isinstance(role, str) or (content is None and not may_lack_text):
         what = 'texts "role" and "content", and in "tool_calls" functions with a "name"'
         raise ValueError(f"not a chat message with {what}: {shortened(message)}.")
-    if isinstance(content, list) and any(map(is_image, content)):
-        return {
-            **given,
-            "content": [part if is_image(part) else {"type": "text", "text": text_of([part])} for part in content],
-        }
+    if isinstance(content, list) and any(map(media_kind, content)):
+        parts = [part if media_kind(part) else {"type": "text", "text": text_of([part])} for part in content]
+        return {**given, "content": parts}
     return {**given, "content": None if content is None and calls else text_of(content)}
 
 
-def is_image(part: object) -> bool:
-    """Whether a part of a message's content is an image, in OpenAI's form or that of transformers."""
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
-
-
 def text_of(content: object) -> str:
-    """Text of a message's content: a string, None (empty), or a list of parts, whose texts are joined.
+    """Text of a message's content for people: a string, None (empty), or a list of parts, whose texts are joined.
 
-    ``ValueError`` for any other content, and for a part without text, such as an image.
+    An image is ``<image>`` in it. ``ValueError`` for any other content.
     """
     parts = content if isinstance(content, list) else ["" if content is None else content]
     texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in parts
+        f"<{kind}>"
+        if (kind := media_kind(part))
+        else part.get("text")
+        if isinstance(part, dict) and part.get("type", "text") == "text"
+        else part
+        for part in parts
     ]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"not a chat message with a text, or a list of texts, as content: {shortened(content)}.")

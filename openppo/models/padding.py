@@ -1,6 +1,6 @@
 """Token ids to padded tensors, and padded tensors to packed rows where that is exact."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,20 +52,16 @@ class WithMedia(Protocol):
     def media(self) -> Media: ...
 
 
-def smallest_with_media(rows: Iterable[WithMedia]) -> WithMedia | None:
-    """The shortest row with images; None if there is none."""
-    return min((row for row in rows if row.media), key=lambda row: len(row.token_ids), default=None)
-
-
 def with_stand_in(
     stand_in: WithMedia | None, media: Sequence[Media], *tensors: Tensor
 ) -> tuple[Sequence[Media], list[Tensor]]:
     """``media`` and ``tensors`` (B, L) of a batch, sequences and their mask first, with a row of ``stand_in`` behind.
 
     So all ranks run the same parts of a model, whose weights may be partitioned and gradients reduced together. Only
-    for a batch without any media; no place of the row is an action.
+    for a batch without media of one of its kinds; no place of the row is an action.
     """
-    if stand_in is None or any(media):
+    kinds = {item.kind for of_row in media for item in of_row}
+    if stand_in is None or kinds.issuperset(item.kind for item in stand_in.media):
         return media, list(tensors)
     row = torch.tensor([stand_in.token_ids])
     n_rows, length = tensors[0].shape
@@ -76,7 +72,7 @@ def with_stand_in(
         return torch.cat([*padded])
 
     made = [longer(tensor, new) for tensor, new in zip(tensors, (row, real, ~real), strict=False)]
-    return [*[()] * n_rows, stand_in.media], made
+    return [*(media or [()] * n_rows), stand_in.media], made
 
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:

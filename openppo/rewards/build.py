@@ -12,6 +12,7 @@ from openppo.config import RewardConfig, RowsConfig
 from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.datasets.templates import text_of
+from openppo.media import check_images, placeholders
 from openppo.models.actor import Actor
 from openppo.models.batching import MicroBatchSize
 from openppo.models.loading import model_error_context
@@ -44,7 +45,7 @@ class ScorerSetup:
     ``prompts`` are all that will be scored: their columns, labels and chats are checked. ``size`` is that of a forward.
     ``loading`` holds ``bf16``, ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward
     model's stored mean and std. ``episodes``: whole conversations are scored. ``function_flag`` named the function of
-    ``source``. ``function`` is in place of the file of ``--reward_fn``.
+    ``source``. ``function`` is in place of the file of ``--reward_fn``. ``stand_in`` is as of ``Actor``.
     """
 
     source: RewardConfig
@@ -60,6 +61,7 @@ class ScorerSetup:
     episodes: bool = False
     function_flag: str = "--reward_fn"
     function: Callable[..., Any] | None = None
+    stand_in: Prompt | None = None
 
     def build(self) -> Scorer:
         """Scorer of all sources that are given; ``ValueError`` names the flag of whatever cannot work.
@@ -97,11 +99,15 @@ class ScorerSetup:
         if others.names():
             replace(self, source=others).build()
 
+    @property
+    def has_images(self) -> bool:
+        """Whether any prompt has images."""
+        return any(prompt.media for prompt in self.prompts)
+
     def _refuse_images(self) -> None:
-        """``ValueError`` for a reward model where prompts have images."""
-        for flag in ("reward_pretrain", "prm_pretrain"):
-            if vars(self.source)[flag] is not None and any(prompt.media for prompt in self.prompts):
-                raise ValueError(f"--{flag} reads no images, and prompts have some: use --reward_fn.")
+        """``ValueError`` for a process reward model where prompts have images."""
+        if self.source.prm_pretrain is not None and self.has_images:
+            raise ValueError("--prm_pretrain reads no images, and prompts have some: use --reward_fn.")
 
     def _config(self, model: str, flag: str) -> PreTrainedConfig:
         """A model's config; ``ValueError`` naming ``flag`` on all ranks if one of them cannot read it."""
@@ -136,6 +142,7 @@ class ScorerSetup:
             reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **self.loading)
         frozen = self.strategy.prepare_frozen(reward)
         pack_where_exact(reward, frozen, self.strategy.device, "reward model")
+        reward.stand_in = self.stand_in  # after checks, whose rows may hold tokens that stand for images
         pad = pad_token_id(own or self.tokenizer)
         return ModelScorer(frozen, self.size, pad, self.strategy.comm, self.strategy.device, name, read, *normalization)
 
@@ -145,7 +152,14 @@ class ScorerSetup:
         """A reward model's config, its tokenizer unless it reads the policy's ids, and its ids of a sample."""
         flag, named = "--reward_pretrain", f"--reward_pretrain {model}"
         config = self._config(model, flag)
-        own = own_tokenizer(flag, model, self.actor, self.tokenizer, self.loading["trust_remote_code"])
+        trust = self.loading["trust_remote_code"]
+        own = own_tokenizer(flag, model, self.actor, self.tokenizer, trust)
+        if self.has_images:
+            actor = check_model(self.actor, "--pretrain", trust) if isinstance(self.actor, str) else self.actor
+            if own is not None or placeholders(config) != placeholders(actor):
+                what = "does not read images as --pretrain does: use a model of its family, or --reward_fn."
+                raise ValueError(f"{named} {what}")
+            check_images(config, named)
         encode: Callable[[Trajectory], list[int]] = partial(policy_tokens, self.tokenizer)
         if own is not None:
             encode = text = RewardModelText(self.tokenizer, own, named)

@@ -16,6 +16,7 @@ from openppo import logger
 from openppo.config import RewardConfig
 from openppo.datasets.conversation import render_conversation
 from openppo.datasets.templates import Message, encode_start, end_with_eos, text_of
+from openppo.media import Media
 from openppo.models.batching import MicroBatchSize, equal_batches
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import check_token_ids, context_length
@@ -42,7 +43,8 @@ def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) ->
     prompt = trajectory.prompt
     asked = prompt.messages or ([{"role": "user", "content": prompt.text}] if trajectory.episode else None)
     if asked is not None:
-        _, _, text = render_conversation([*asked, _answer(_CUT)], tokenizer).partition(_CUT)
+        texts = [{**message, "content": text_of(message.get("content"))} for message in asked]
+        _, _, text = render_conversation([*texts, _answer(_CUT)], tokenizer).partition(_CUT)
         end = tokenizer(text, add_special_tokens=False)["input_ids"]
         behind = end[end.index(ids[-1]) + 1 :] if ids[-1] in end else []
     return [*ids, *end_with_eos(tokenizer, behind)]
@@ -60,9 +62,7 @@ class RewardModelText:
     def __init__(self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, source: str) -> None:
         if own.eos_token_id is None:
             raise ValueError(f"{source}: its tokenizer has no EOS token, at which a finished response is scored.")
-        self.policy = policy
-        self.own = own
-        self.source = source
+        self.policy, self.own, self.source = policy, own, source
 
     def __call__(self, trajectory: Trajectory) -> list[int]:
         """Token ids of prompt and response. ``ValueError`` if the chat template refuses them."""
@@ -133,9 +133,15 @@ def read_tokens(
 
 
 def last_tokens(ids: list[int], context: int | None, source: str, trajectory: Trajectory) -> list[int]:
-    """The last ``context`` of ``ids``, with a warning naming ``source`` where that leaves some out."""
+    """The last ``context`` of ``ids``, with a warning naming ``source`` where that leaves some out.
+
+    ``ValueError`` for those of images, which cannot be cut.
+    """
     if context is None or len(ids) <= context:
         return ids
+    if trajectory.prompt.media:
+        what = f"{source} reads {context} tokens, and {name_sample(trajectory)} has {len(ids)} with its images"
+        raise ValueError(f"{what}: lower --generate_max_len or --max_pixels, or use another reward model.")
     logger.warning(
         "%s reads %d tokens, but %s has %d of its tokens: the first are left out",
         *(source, context, name_sample(trajectory), len(ids)),
@@ -167,21 +173,29 @@ class ModelScorer:
     @timed("reward_model")
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory; forwards run over neighbours in length."""
-        rows = [self.encode(trajectory) for trajectory in trajectories]
+        rows, media = [self.encode(trajectory) for trajectory in trajectories], [t.prompt.media for t in trajectories]
         outputs: dict[int, float] = {}
         batches = equal_batches([len(row) for row in rows], self.size, self.comm)
         for batch in progress_bar(batches, "scoring", enabled=self.comm.rank == 0):
             ids = [rows[i] for i in batch] or [[self.pad_token_id] * 2]
-            outputs.update(zip(batch, forward_scores(self.model, ids, self.pad_token_id, self.device), strict=False))
+            given = ids, self.pad_token_id, self.device, [media[i] for i in batch]
+            outputs.update(zip(batch, forward_scores(self.model, *given), strict=False))
         scores = check_scores([outputs[i] for i in range(len(rows))], trajectories, str(self))
         return [Score({self.name: (score - self.mean) / self.std}) for score in scores]
 
 
 @torch.no_grad()
-def forward_scores(model: Model, rows: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> list[float]:
-    """The reward model's scores of ``rows`` of token ids, in one forward."""
+def forward_scores(
+    model: Model,
+    rows: Sequence[Sequence[int]],
+    pad_token_id: int,
+    device: torch.device,
+    media: Sequence[Media] = (),
+) -> list[float]:
+    """The reward model's scores of ``rows`` of token ids, with their ``media`` if there are some, in one forward."""
     sequences, attention_mask = pad_right(rows, pad_token_id)
-    return model(sequences.to(device), attention_mask.to(device)).tolist()
+    more = {"media": media} if any(media) else {}
+    return model(sequences.to(device), attention_mask.to(device), **more).tolist()
 
 
 def stored_normalization(config: PreTrainedConfig, source: str) -> tuple[float, float]:

@@ -197,7 +197,7 @@ class HFEngine(Engine):
             ended = sampled.record(places, self.decode)
             for request, reason in ended:
                 parked, n_kept = None, len(request.known_ids) - 1
-                if request.park:
+                if request.park and not request.media:  # prompts with images are read whole
                     parked = cache.prefixes.park(request, cache.park(places[request.number], n_kept))
                 whole = request.token_ids, request.log_probs, request.versions
                 self._ended[request.number] = Completion(*whole, reason, parked)

@@ -26,7 +26,7 @@ class SamplerParts:
 
     ``has_rewards`` tells whether sources of rewards score what is sampled. ``leave`` is what ``EngineDriver.drive``
     does with requests of others that are under way when a batch of samples is complete. ``driver`` is shared by the
-    samplers of several tasks.
+    samplers of several tasks. ``vision`` (a ``datasets.media.Vision``) reads images of agents, if they may have any.
     """
 
     engine: Engine
@@ -39,6 +39,7 @@ class SamplerParts:
     has_rewards: bool = True
     leave: Leave = "abandon"
     driver: EngineDriver | None = None
+    vision: Any = None
 
     def own_driver(self) -> EngineDriver:
         """The driver that is given, or a new one."""

@@ -144,7 +144,8 @@ def _checked(
     if not samples:
         return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False)
     data = load_tasks_data(TaskMaker.of(config, maker), tokenizer, actor_config, strategy.comm, own)
-    check_run_with_images(config, data, actor_config)
+    if data.kinds:
+        check_run_with_images(config, data, actor_config)
     if config.evaluation.val_only and not data.held_out:
         raise ValueError("--val_only: no task has eval_data: give it to one in the file of --tasks.")
     return tokenizer, actor_config, data
@@ -217,7 +218,7 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
         to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
     engine = new_engine(config, policy, tokenizer, StopCheck(), actor_config)
     engine.decode = decoder(tokenizer)
-    if data.has_media:
+    if data.kinds:
         engine.not_sampled = [*placeholders(actor_config)]
     what = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest
     parts = SamplerParts(*what, context_length(actor_config), leave=config.orchestrator.running_requests)
@@ -228,10 +229,11 @@ def _source(
     config: TrainPPOConfig, components: PPOComponents, maker: SamplerMaker | None, actor_config: PreTrainedConfig
 ) -> RolloutSource:
     """Samples responses, or what ``maker`` plays, in turn with training or beside it."""
-    components.prepare_for_images()
+    vision = components.prepare_for_images(config, maker is not None)
     asynchronous = config.orchestrator
     is_async, tasks = _is_async(config, maker), TaskMaker.of(config, maker)
-    parts = _parts(components, actor_config, asynchronous.running_requests if is_async else "abandon")
+    leave: Leave = asynchronous.running_requests if is_async else "abandon"
+    parts = replace(_parts(components, actor_config, leave), vision=vision)
     if not is_async:
         return PromptSource(config, components, None if maker is None else maker.make(parts))
     sampler = tasks.make(parts)

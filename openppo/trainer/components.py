@@ -7,12 +7,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import TrainPPOConfig
+from openppo.datasets.media import RowVision
 from openppo.experience.maker import ExperienceMaker
 from openppo.media import check_images, placeholders
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
-from openppo.models.padding import smallest_with_media
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
@@ -25,6 +26,7 @@ from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.data import PPOData, critic_lora, critic_start, loading
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory.estimate import Estimate
+from openppo.trainer.startup import policy_vision
 from openppo.types import StopCheck
 
 
@@ -72,27 +74,40 @@ class PPOComponents:
         """The model that ``critic_step`` trains."""
         return None if self.critic_step is None else self.critic_step.model
 
-    def prepare_for_images(self) -> None:
+    def prepare_for_images(self, config: TrainPPOConfig, of_agents: bool) -> RowVision | None:
         """Where prompts have images, sample nothing that stands for one, and read one where a batch has none.
 
-        After the checks of models, whose tiny rows may hold such tokens.
+        After the checks of models, whose tiny rows may hold such tokens. Returns what reads the images ``of_agents``:
+        None, and the log says why, where those of prompts are none and the run could not have any.
         """
-        if self.engine is None or not self.data.has_media:
-            return
-        if self.engine.any_rank is not None:
+        policy: Any = self.actor.module
+        vision = policy_vision(config.model, self.tokenizer, policy.model.config, config.data)
+        if self.engine is None or not (self.data.kinds or (of_agents and vision.reads)):
+            return None
+        try:
+            check_run_with_images(config, self.data, policy.model.config)
+            self._prepare(vision, self.engine, self.data.kinds | ({"image"} if of_agents else set()))
+        except ValueError as error:
+            if self.data.kinds:
+                raise
+            logger.warning("agents get no images: %s", error)
+            return None
+        return vision
+
+    def _prepare(self, vision: RowVision, engine: Engine, kinds: set[str]) -> None:
+        if engine.any_rank is not None:
             what = "weights that are gathered layer by layer while sampling, as these are too large, read no images"
             raise ValueError(f"--zero_stage 3: {what}. Use --zero_stage 2, or a smaller model.")
         policy: Any = self.actor.module
-        tokens = placeholders(policy.model.config)
-        self.engine.not_sampled = [*tokens]
-        for role, model in (("actor", self.actor), ("critic", self.critic), ("reference", self.maker.reference)):
-            if model is None:
-                continue
-            module: Any = getattr(model, "module", model)
+        tokens, blank = placeholders(policy.model.config), vision.blank(sorted(kinds))
+        named = {"actor": self.actor, "critic": self.critic, "reference": self.maker.reference}
+        modules: dict[str, Any] = {role: getattr(model, "module", model) for role, model in named.items() if model}
+        for role, module in modules.items():
             if placeholders(module.model.config) != tokens:
                 raise ValueError(f"the {role} does not read images as --pretrain does. Use a model of its family.")
-            if self.strategy.comm.world_size > 1:
-                module.stand_in = smallest_with_media(self.data.prompts)
+        engine.not_sampled = [*tokens]
+        for module in modules.values():
+            module.stand_in = blank if self.strategy.comm.world_size > 1 else None
 
     def weights_to_save(self) -> AbstractContextManager[None]:
         """Inside, the actor has the weights that are saved: the average with ``--enable_ema``."""
@@ -124,8 +139,6 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
 
 def check_run_with_images(config: TrainPPOConfig, data: PPOData, actor_config: PreTrainedConfig) -> None:
     """``ValueError`` for what cannot work where prompts have images."""
-    if not data.has_media:
-        return
     check_images(actor_config, f"--pretrain {config.model.pretrain}")
     if any(not placeholders(actor_config).keys().isdisjoint(document.token_ids) for document in data.documents):
         raise ValueError("--pretrain_data: a document names the token that stands for an image. Remove it.")

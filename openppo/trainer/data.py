@@ -48,9 +48,9 @@ class PPOData:
     longest: int
 
     @property
-    def has_media(self) -> bool:
-        """Whether any prompt has images."""
-        return any(prompt.media for prompt in [*self.prompts, *self.held_out])
+    def kinds(self) -> set[str]:
+        """Kinds of what prompts have beside texts: image, video."""
+        return {item.kind for prompt in [*self.prompts, *self.held_out] for item in prompt.media}
 
     @property
     def source_names(self) -> dict[str, str]:
@@ -74,7 +74,7 @@ def load_ppo_data(
     """
     options, evaluation, seed, show = config.data, config.evaluation, config.deepspeed.seed, tokenizing(comm)
     new_tokens = config.generation.generate_max_len
-    vision = policy_vision(config.model, tokenizer, actor_config, options, agent is not None)
+    vision = policy_vision(config.model, tokenizer, actor_config, options)
 
     def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
         if not source or not prompts:
@@ -191,7 +191,9 @@ class TaskRewards:
 
     def _setup(self, task: RunTask) -> ScorerSetup:
         config, prompts = task.config, [*self.data.prompts, *self.data.held_out]
-        shaping = config.shaping
+        shaping, kinds, stand_in = config.shaping, self.data.kinds, None
+        if kinds and config.rewards.reward_pretrain is not None and self.strategy.comm.world_size > 1:
+            stand_in = policy_vision(config.model, self.tokenizer, self.actor_config, config.data).blank(sorted(kinds))
         return ScorerSetup(
             config.rewards,
             self.tokenizer,
@@ -205,6 +207,7 @@ class TaskRewards:
             input_template=config.data.input_template,
             episodes=task.maker is not None,
             function=self.function,
+            stand_in=stand_in,
         )
 
 

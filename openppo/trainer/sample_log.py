@@ -14,6 +14,7 @@ from openppo.config import TrainPPOConfig
 from openppo.datasets.templates import text_of
 from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
+from openppo.media import media_url
 from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
 from openppo.rollout.rollout import episode_numbers
@@ -176,7 +177,8 @@ def token_row(
 ) -> Row:
     """A line of tokens.jsonl: lists over the response's tokens, null where a token is not trained on.
 
-    Numbers are of the ``experience`` (1, L), else the engine's, and of training forwards that were ``observed``, (L,).
+    Small pictures are by what stands for them in messages. Numbers are of the ``experience`` (1, L), else the engine's,
+    and of training forwards that were ``observed``, (L,).
     """
     first, n = len(trajectory.prompt.token_ids), len(trajectory.token_ids)
     mask, columns = trajectory.action_mask, {"log_prob": torch.tensor(trajectory.log_probs, dtype=torch.float64)}
@@ -189,6 +191,8 @@ def token_row(
     texts = token_texts(trajectory.token_ids, tokenizer, first)
     row: Row = {"first": first, "n_tokens": n - first, "texts": [texts[t - first] for t in kept]}
     row |= {"ids": [trajectory.token_ids[t] for t in kept], "trained": [int(mask[t]) for t in kept]}
+    if media := trajectory.prompt.media:
+        row["images"] = {media_url(item.key): item.thumbnail for item in media}
     if trajectory.episode is not None:
         row["turns"] = [[start - first, stop - first] for start, stop in trajectory.spans]
     for name, column in columns.items():  # with the six digits that float32 is sure of

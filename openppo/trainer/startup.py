@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo import __version__
 from openppo.config import ModelConfig, RowsConfig, TrainPPOConfig, flat_dict, parse_template_kwargs
 from openppo.config.fields import declared_options, rules_of
-from openppo.datasets.media import Vision
+from openppo.datasets.media import RowVision
 from openppo.media import placeholders
 from openppo.models.pretrained import context_length, load_processor, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
@@ -151,13 +151,10 @@ def policy_vision(
     tokenizer: PreTrainedTokenizerBase,
     model_config: PreTrainedConfig,
     options: RowsConfig,
-    of_agent: bool = False,
-) -> Vision:
-    """What reads images for the model of ``--pretrain``; those of an agent are refused."""
-    if of_agent:
-        return Vision(None, (), tokenizer, options, "an agent")
+) -> RowVision:
+    """What reads images and videos for the model of ``--pretrain``."""
     load = partial(load_processor, model.pretrain, "--pretrain", model.trust_remote_code)
-    return Vision(load, [*placeholders(model_config)], tokenizer, options, f"--pretrain {model.pretrain}")
+    return RowVision(load, [*placeholders(model_config)], tokenizer, options, f"--pretrain {model.pretrain}")
 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:

@@ -5,7 +5,9 @@ import json
 import shutil
 
 import pytest
+from PIL import Image
 
+from openppo.datasets.media_files import thumbnail
 from openppo.tracking.report.page import write_report
 from tests.unit.tracking.report.runs import write_run
 
@@ -86,6 +88,25 @@ def make_agent_run(folder, metrics):
     return write_run(folder, metrics, samples, [tokens], {})
 
 
+def make_run_with_images(folder):
+    """A response to a prompt with two images, and an episode in which a tool shows one, of six tokens."""
+    red, blue = (thumbnail(Image.new("RGB", (8, 4), color)) for color in ("red", "blue"))
+    seen = {"content": [{"type": "image_url", "image_url": {"url": "openppo:2"}}, {"type": "text", "text": "here"}]}
+    common = {"step": 1, "time": 0.0, "label": None, "finish_reason": "stop", "response": "", "rewards": {}}
+    first = {**common, "sample": 0, "prompt": "<image><image> which?", "reward": 2.0, "response_length": 1}
+    messages = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "a"}, {"role": "tool", **seen}]
+    messages.append({"role": "assistant", "content": "b"})
+    second = {**common, "sample": 1, "prompt": "look", "reward": 1.0, "response_length": 2, "messages": messages}
+    second |= {"ending": "completed", "turns": 2, "error": "", "output": ""}
+    tokens = [{"step": 1, "time": 0.0, "sample": n, "first": 4} for n in (0, 1)]
+    tokens[0] |= {"n_tokens": 1, "texts": ["a"], "ids": [5], "trained": [1], "log_prob": [-0.5]}
+    tokens[0]["images"] = {"openppo:1": red, "openppo:2": blue}
+    tokens[1] |= {"n_tokens": 9, "texts": ["a", *["<image>"] * 6, "here", "b"], "ids": [5, *[9] * 6, 7, 6]}
+    tokens[1] |= {"trained": [1, *[0] * 7, 1], "log_prob": [-0.5, *[None] * 7, -0.25], "turns": [[0, 1], [8, 9]]}
+    tokens[1]["images"] = {"openppo:2": blue}
+    return write_run(folder, [{"step": 1, "time": 0.0, "reward": 1.5}], [first, second], tokens, {})
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """Addresses of pages: one run, two, three with two targets, one that was evaluated once and has values below 0."""
@@ -99,6 +120,7 @@ def pages(tmp_path_factory):
     ends = {"agent/completed": 0.75, "agent/agent_error": 0.25, "agent/timeout": 0.0}
     runs = {
         "agent": [make_agent_run(folder / "agent", [{"step": 1, "time": 0.0, "reward": 1.0, **ends}])],
+        "images": [make_run_with_images(folder / "images")],
         "one": [slow],
         "two": [slow, quick],
         "targets": [make_run(folder / f"target{i}", 0.01, kl_target=kl) for i, kl in enumerate((0.1, 0.2, 0.1))],
@@ -383,3 +405,18 @@ def test_an_episode_is_a_conversation_whose_tools_are_not_trained(page):
     all_of(driver, "#sample-list button")[1].click()
     said = one(driver, "#sample-detail").text
     assert "ended by agent_error" in said and "error RuntimeError: broken" in said and "output bye" in said
+
+
+def test_images_are_pictures_and_their_tokens_one(page):
+    driver = page("images")
+    one(driver, "#sort").send_keys("reward")
+    sizes = "return [...document.querySelectorAll('.pictures img')].map((img) => [img.naturalWidth, img.naturalHeight])"
+    assert driver.execute_script(sizes) == [[8, 4], [8, 4]]
+    all_of(driver, "#sample-list button")[1].click()
+    boxes = all_of(driver, ".conversation .turn")
+    assert [len(all_of(box, "img")) for box in boxes] == [0, 0, 1, 0]
+    assert [node.text for node in all_of(boxes[2], ".token") if node.is_displayed()] == ["<image> \u00d7 6", "here"]
+    one(driver, ".response").click()
+    for _ in range(3):
+        one(driver, ".response").send_keys(Keys.ARROW_RIGHT)
+    assert tooltip(driver)[0].startswith('"here" \u00b7 token 8 of 9')

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from openppo.models.scalar_head import get_llm_for_sequence_regression
 from tests.conftest import save_tokenizer
 
 LETTERS = "abcdefgh"
@@ -41,6 +42,19 @@ class Game:
         return self.dice.choice("abcdefgh"), action.count("a") / 4, done, False, {}
 """
 """A deterministic environment whose answers take their time."""
+GALLERY = """
+import random
+from PIL import Image
+async def solve(task, session):
+    dice, messages = random.Random(task.env_seed), list(task.messages)
+    for turn in range(2):
+        answer = await session.chat(messages)
+        seen = Image.frombytes("RGB", (16, 16), dice.randbytes(768))
+        parts = [{"type": "text", "text": dice.choice("abcdefgh")}, {"type": "image", "image": seen}]
+        messages = [*answer.messages, {"role": "user", "content": parts[: 1 + dice.randrange(2)]}]
+    return answer.text.count("a") / 4
+"""
+"""An agent that shows images between turns, or none."""
 
 
 def write_rows(file: Path, rows: Sequence[dict[str, object]]) -> None:
@@ -92,9 +106,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_llava(folder: Path) -> None:
-    """A model that reads images, with its processor, and ``images.jsonl`` of prompts with 0, 1 and 3 images."""
+    """A model that reads images, with its processor, and ``images.jsonl`` of prompts with 0, 1 and 3 images.
+
+    Beside it ``reward`` scores them, ``pairs.jsonl`` has two responses to each, and ``gallery.py`` an agent.
+    """
     rng = random.Random(9)
-    tokenizer = save_tokenizer(folder, LETTERS, ["<image>"])
+    tokenizer = save_tokenizer(folder, LETTERS, ["<image>", "<turn>"], chat_template=CHAT)
     sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     given = {"image_token": "<image>", "num_additional_image_tokens": 1}
     LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **given).save_pretrained(folder)
@@ -115,6 +132,13 @@ def write_llava(folder: Path) -> None:
         parts = ["<image>" * len(names[:2]), "".join(rng.choices(LETTERS, k=12 + i % 5)), "<image>" * len(names[2:])]
         rows.append({"input": "".join(parts), "images": names, "output": "".join(rng.choices(LETTERS, k=3 + i % 4))})
     write_rows(folder / "images.jsonl", rows)
+    answers = [{"chosen": row["output"], "rejected": "".join(rng.choices(LETTERS, k=4))} for row in rows]
+    write_rows(folder / "pairs.jsonl", [row | more for row, more in zip(rows, answers, strict=True)])
+    (folder / "gallery.py").write_text(GALLERY)
+    with torch.random.fork_rng():
+        scoring = get_llm_for_sequence_regression(str(folder), "reward", init_value_head=True)
+    scoring.model.save_pretrained(folder / "reward")
+    tokenizer.save_pretrained(folder / "reward")
 
 
 @pytest.fixture(scope="session")

@@ -107,6 +107,12 @@ images     5 2 ppo --train_batch_size 14 --n_samples_per_prompt 4 --advantage_es
 images_gae 13 2 ppo --train_batch_size 14
 images_sft 13 2 sft --train_batch_size 14 --pretrain {tiny}/llava --dataset {tiny}/llava/images.jsonl
                    --eval_dataset {tiny}/llava/images.jsonl --image_key images --no_freeze_vision_tower
+images_rm  13 2 rm --train_batch_size 14 --pretrain {tiny}/llava/reward --dataset {tiny}/llava/pairs.jsonl
+                   --eval_dataset {tiny}/llava/pairs.jsonl --prompt_key input --image_key images
+images_scored 7 1 ppo --train_batch_size 14 --n_samples_per_prompt 2 --advantage_estimator rloo
+                   --reward_pretrain {tiny}/llava/reward
+images_agent 7 1 ppo --train_batch_size 14 --n_samples_per_prompt 2 --advantage_estimator rloo
+                   --agent {tiny}/llava/gallery.py:solve --apply_chat_template
 ema       13 1 ppo --train_batch_size 6 --rollout_batch_size 12 --enable_ema --ema_beta 0.5
 sft       13 2 sft --train_batch_size 14 --pretrain {tiny}/actor --dataset {tiny}/sft.jsonl
                    --eval_dataset {tiny}/sft.jsonl
@@ -121,7 +127,7 @@ TASKS = {
     name: Task(int(rows), int(steps), f"train_{kind}", " ".join(flags)) for name, rows, steps, kind, *flags in ROWS
 }
 TASKS["prm_soft"] = TASKS["prm_hard"]._replace(arguments=TASKS["prm_hard"].arguments.replace("hard", "soft"))
-GROUPS, IMAGES = ("groups", "groups_gae"), ("images", "images_gae")
+GROUPS, IMAGES = ("groups", "groups_gae"), ("images", "images_gae", "images_scored", "images_agent")
 CRITIC_FREE = ("reinforce", "reinforce_baseline", "rloo", "dr_grpo", "remax")  # estimators, with the KL in the reward
 for estimator in CRITIC_FREE:
     more = f" --max_epochs 2 --advantage_estimator {estimator}"
@@ -137,7 +143,7 @@ FLOAT32 = [
     *(Case(task, stage, micro, 3) for task in IMAGES for stage in (0, 2, 3) for micro in (1, 4)),
     *(Case("images", stage, 4, 4, LORA) for stage in (2, 3)),
     *(Case("images", 0, 4, 3, more) for more in ("--no_freeze_vision_tower", "--freeze_connector")),
-    *(Case("images_sft", stage, 3) for stage in (0, 2, 3)),
+    *(Case(task, stage, 3) for task in ("images_sft", "images_rm") for stage in (0, 2, 3)),
     *(Case(task, stage, micro, 3) for task in GROUPS for stage in STAGES for micro in (3, EVERYTHING)),
     *(Case(f"groups_{estimator}", stage, 3, 3) for estimator in CRITIC_FREE for stage in (0, 3)),
     *(Case(task, stage, 4, 4, LORA) for task in GROUPS for stage in (2, 3)),
@@ -191,6 +197,7 @@ EVERY_RUN = {
     *((n, Case(task, stage, 3, 3)) for n, task, stage in ((1, "groups", 0), (2, "groups", 3), (2, "groups_gae", 2))),
     (2, Case("groups_rloo", 3, 3, 3)),
     *((2, case) for case in (Case("images", 3, 4, 3), Case("images_gae", 2, 1, 3), Case("images_sft", 3, 3))),
+    *((2, case) for case in (Case("images_rm", 3, 3), Case("images_scored", 3, 4, 3), Case("images_agent", 3, 4, 3))),
     (2, Case("images", 2, 4, 4, LORA)),
     (2, Case("groups", 2, 4, 4, LORA)),
     (2, Case("groups", 2, 4, 4, "--gradient_checkpointing")),
@@ -244,14 +251,16 @@ def arguments_of(case: Case) -> str:
     if task.command != "train_ppo":
         return f"{flags} --learning_rate 1e-3"
     if case.task in IMAGES:
-        flags += " --prompt_data {tiny}/llava/images.jsonl --image_key images --verifiable_reward length"
-        flags += " --verify_length 4 --pretrain {tiny}/llava"
+        flags += " --prompt_data {tiny}/llava/images.jsonl --image_key images --pretrain {tiny}/llava"
+    if case.task in ("images", "images_gae"):
+        flags += " --verifiable_reward length --verify_length 4"
     flags += "" if "--prompt_data" in flags else " --prompt_data {tiny}/prompts.jsonl"
     flags += "" if "--pretrain " in flags else " --pretrain {tiny}/actor"
     flags += """ --pretrain_data {tiny}/documents.jsonl
         --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --generate_max_len 12 --temperature 0.8
         --init_kl_coef 0.1"""
-    flags += "" if "--reward_fn" in flags or "--verifiable" in flags else " --reward_pretrain {tiny}/reward"
+    rewarded = any(flag in flags for flag in ("--reward_fn", "--verifiable", "--reward_pretrain", "--agent "))
+    flags += "" if rewarded else " --reward_pretrain {tiny}/reward"
     flags += "" if "--rollout_batch_size" in flags else " --rollout_batch_size 14"
     return f"{flags} --micro_rollout_batch_size {case.micro_rollout}"
 
@@ -260,6 +269,8 @@ def starts(case: Case) -> dict[str, str]:
     """The folders of a case's models, and of those that it starts from."""
     if case.task == "rm":
         return {"model": "reward"}
+    if case.task == "images_rm":
+        return {"model": "llava/reward"}
     if case.task.startswith("images"):
         return {"model": "llava"}  # the head of the critic, which starts from it, is new
     has_critic = TASKS[case.task].command == "train_ppo" and "--advantage_estimator" not in TASKS[case.task].arguments

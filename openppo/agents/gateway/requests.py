@@ -6,9 +6,11 @@ from typing import Any
 
 from openppo.agents.tools import OpenAIFunctionToolSchema
 from openppo.datasets.templates import shortened
+from openppo.media import media_key, media_parts
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+_IMAGES = ("data:image/", "http://", "https://")
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _NOT_HERE = "the run decides how tokens are sampled; leave it out"
 _NO_SCHEMA = "a schema would constrain sampling; describe the format in the prompt"
@@ -74,13 +76,25 @@ def _tools(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return tools
 
 
-def read_text(content: Any) -> str:
-    """Text of a content: a string, null or a list of text parts; ``Refused`` for images and other parts."""
+def read_content(content: Any) -> Any:
+    """A text: of a string, null or a list of text parts; parts where images are among them; ``Refused`` for others."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
-    for part in parts:
-        if part["type"] not in _TEXTS:
-            raise Refused(f"the policy reads text only, and not {shortened(part)}.")
-    return "".join(as_text(part["text"]) for part in parts)
+    made = [_part(part) for part in parts]
+    return made if any(media_parts([{"content": made}])) else "".join(part["text"] for part in made)
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    """A text or an image, which no path of this machine may name."""
+    if part["type"] in _TEXTS:
+        return {"type": "text", "text": as_text(part["text"])}
+    if part["type"] not in ("image_url", "input_image"):
+        raise Refused(f"the policy reads texts and images, and not {shortened(part)}.")
+    given = part["image_url"]
+    url = as_text(given["url"] if isinstance(given, dict) else given)
+    made = {"type": "image_url", "image_url": {"url": url}}
+    if media_key(made) is None and not url.startswith(_IMAGES):
+        raise Refused(f"{shortened(given)} is no image: send a data URL, data:image/png;base64,...")
+    return made
 
 
 def read_call(function: dict[str, Any], call_id: str) -> dict[str, Any]:

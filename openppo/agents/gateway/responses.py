@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from openppo.agents.gateway.chat import FINISH, log_probs
-from openppo.agents.gateway.requests import ROLES, Refused, as_text, read_call, read_text
+from openppo.agents.gateway.requests import ROLES, Refused, as_text, read_call, read_content
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import Turn
 from openppo.datasets.templates import Message, shortened
@@ -26,13 +26,13 @@ def _messages(items: Iterable[dict[str, Any]]) -> list[Message]:
         kind, last = item.get("type", "message"), messages[-1] if messages else {}
         made: Message
         if kind == "message":
-            made = {"role": ROLES[item["role"]], "content": read_text(item["content"])}
+            made = {"role": ROLES[item["role"]], "content": read_content(item["content"])}
         elif kind == "reasoning":
-            made = {"role": "assistant", "reasoning_content": read_text(item.get("content") or item.get("summary"))}
+            made = {"role": "assistant", "reasoning_content": read_content(item.get("content") or item.get("summary"))}
         elif kind == "function_call":
             made = {"role": "assistant", "tool_calls": [*last.get("tool_calls", ()), read_call(item, item["call_id"])]}
         elif kind == "function_call_output":
-            made = {"role": "tool", "tool_call_id": as_text(item["call_id"]), "content": read_text(item["output"])}
+            made = {"role": "tool", "tool_call_id": as_text(item["call_id"]), "content": read_content(item["output"])}
         else:
             raise Refused(f"input: {shortened(item)} is no message, function_call, function_call_output or reasoning.")
         continues = kind == "function_call" or not (last.get("content") or last.get("tool_calls"))

@@ -49,7 +49,9 @@ def render(runs: Sequence[RunData], running: bool = False) -> str:
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
     hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
-    policy = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*hashes)
+    policy = "default-src 'none'; img-src data:; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(
+        *hashes
+    )
     about = {"version": __version__, "written": int(time.time()), "running": running}
     data = as_json(about | payload(runs))
     for place, text in {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}.items():

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from openppo import logger
 from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets.media import RowVision
 from openppo.experience.token_rewards import begin_scoring
 from openppo.media import check_images, placeholders
 from openppo.models.batching import MicroBatchSize
@@ -68,8 +70,11 @@ class _Job:
             return []
         rows = load_mixed_rows(options, options.prompt_data, flag=flag, split=split, seed=options.seed)
         load_rows = load_prompts if maker is None or maker.needs_prompts else load_tasks
-        vision = policy_vision(options, self.tokenizer, self.policy.config, options, maker is not None)
-        return load_rows(rows, self.tokenizer, options, tokenizing(self.comm), vision)
+        return load_rows(rows, self.tokenizer, options, tokenizing(self.comm), self._vision())
+
+    def _vision(self) -> RowVision:
+        """What reads images for the model."""
+        return policy_vision(self.options, self.tokenizer, self.policy.config, self.options)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -82,11 +87,14 @@ class _Job:
         more = {"show_progress": self.strategy.is_main, "new_recorder": recorder}
         policy.load(self.strategy.prepare_frozen, options.micro_batch_size, **more)
         if any(prompt.media for prompt in self.prompts):
-            check_images(policy.config, f"--pretrain {options.pretrain}")
-            policy.engine.not_sampled = [*placeholders(policy.config)]
+            self._prepare_for_images()
         if options.engine_check == "on":
             given = None, self.strategy.device, ("hf", not options.bf16)
             check_like(policy.engine, lambda e: check_sampling(options.pretrain, policy.actor, e, *given))
+
+    def _prepare_for_images(self) -> None:
+        check_images(self.policy.config, f"--pretrain {self.options.pretrain}")
+        self.policy.engine.not_sampled = [*placeholders(self.policy.config)]
 
     def _weights(self) -> AbstractContextManager[None]:
         """Inside, the engine may sample; afterwards its memory is for other work."""
@@ -198,7 +206,21 @@ class EvaluateJob(_Job):
         longest = self.agents.episode_max_len or self.options.prompt_max_len + self.options.generate_max_len
         policy, has_rewards = self.policy, self.scorer is not None
         sampling = policy.engine, policy.tokenizer, policy.eos_token_ids, self.comm, StopCheck()
-        return SamplerParts(*sampling, longest, policy.context, has_rewards=has_rewards)
+        vision = self._vision_of_agents()
+        return SamplerParts(*sampling, longest, policy.context, has_rewards=has_rewards, vision=vision)
+
+    def _vision_of_agents(self) -> RowVision | None:
+        """What reads their images; None where nothing can, and the log says why."""
+        vision = self._vision()
+        if not vision.reads:
+            return None
+        try:
+            self._prepare_for_images()
+            _ = vision.processor
+        except ValueError as error:
+            logger.warning("agents get no images: %s", error)
+            return None
+        return vision
 
     def _episode_row(self, parts: Sequence[Trajectory], number: int) -> dict[str, Any]:
         """What is written of a response, or of an episode of that number on this rank."""

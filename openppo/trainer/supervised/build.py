@@ -13,9 +13,9 @@ from openppo.datasets import load_mixed_rows, load_preferences, load_process_exa
 from openppo.media import check_images
 from openppo.models.actor import Actor
 from openppo.models.loading import freeze_vision, load_options, model_error_context
-from openppo.models.padding import pack_where_exact, smallest_with_media
+from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import check_model, check_token_ids, context_length
-from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
+from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
@@ -55,13 +55,13 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     tokenizer = load_policy_tokenizer(name, trust, options)
     make = partial(load_examples, tokenizer=tokenizer, supervised=options, data=config.data)
-    if isinstance(config, TrainSFTConfig):
-        make = partial(make, vision=policy_vision(options, tokenizer, model_config, options))
-    elif options.image_key is not None:
-        raise ValueError("--image_key is for train_sft and train_ppo: leave it out.")
+    vision = policy_vision(options, tokenizer, model_config, options)
+    if not isinstance(config, TrainPRMConfig):
+        make = partial(make, vision=vision)
+    elif (key := "image_key" if options.image_key else "video_key" if options.video_key else None) is not None:
+        raise ValueError(f"--{key} is for train_sft, train_rm and train_ppo: leave it out.")
     train, held_out = load_train_and_eval(config, comm, make)
-    shown = smallest_with_media([*train, *held_out]) if isinstance(config, TrainSFTConfig) else None
-    if shown is not None:
+    if vision.kinds:
         check_images(model_config, f"--pretrain {name}")
         if config.pack_to is not None:
             raise ValueError("--packing puts samples without images into a row, and these have some: leave it out.")
@@ -91,8 +91,8 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
     parts = strategy, tokenizer, model, train, held_out, trackers, checkpointer, SignalStop(comm), estimate
     trainer = trainer_class(config, SupervisedComponents(*parts))
-    if isinstance(module, Actor) and comm.world_size > 1:  # after checks, whose rows may hold placeholders
-        module.stand_in = shown
+    if vision.kinds and comm.world_size > 1 and isinstance(module, Actor | ScalarHeadModel):
+        module.stand_in = vision.blank(vision.kinds)  # after checks, whose rows may hold placeholders
     checkpointer.begin(trainer.load_checkpoint)
     log_supervised_start(trainer)
     return trainer

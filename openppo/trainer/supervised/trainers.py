@@ -77,7 +77,8 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
         order = sorted((k, e) for e, example in enumerate(examples) for k in range(len(example.texts)))
         rows, places = [examples[e].texts[k] for k, e in order], {at: place for place, at in enumerate(order)}
         sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
-        scores = self.model(sequences, attention_mask)
+        media = [examples[e].media for _, e in order]
+        scores = self.model(sequences, attention_mask, **({"media": media} if any(media) else {}))
         n, loss = len(micro), scores.new_zeros(())  # n is 0 where other ranks have more
         for n_pairs in {len(example.pairs): None for example in examples}:
             alike = [(e, example) for e, example in enumerate(examples) if len(example.pairs) == n_pairs]

@@ -14,8 +14,11 @@ from transformers import CLIPImageProcessorPil, LlavaProcessor
 from openppo.config import RowsConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig, SFTDataConfig
 from openppo.datasets import load_prompts, load_sft_examples
-from openppo.datasets.media import Vision, read_images, within_pixels
+from openppo.datasets.media import RowVision
+from openppo.datasets.media_files import read_image, values_of, within_pixels
 from openppo.datasets.sources import load_rows, number_rows
+from openppo.datasets.templates import text_of
+from openppo.media import media_key, media_parts
 from tests.conftest import save_tokenizer
 
 RED = Image.new("RGB", (20, 16), (200, 10, 10))
@@ -62,7 +65,7 @@ def load(tokenizer, processor):
     def load(rows, template=None, **options):
         tokenizer.chat_template = template
         options = PromptDataConfig(prompt_data="-", image_key="images", **options)
-        vision = Vision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, options)
+        vision = RowVision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, options)
         return load_prompts(number_rows(rows, flag="--prompt_data"), tokenizer, options, vision=vision)
 
     return load
@@ -98,7 +101,7 @@ def test_an_image_is_the_same_in_every_form(tmp_path, form):
     RED.save(tmp_path / "red.png")
     value = FORMS[form](RED, tmp_path)
     for given in (value, [value]):
-        (image,) = read_images(given, str(tmp_path / "rows.jsonl"))
+        (image,) = (read_image(one, str(tmp_path / "rows.jsonl")) for one in values_of(given))
         assert image.tobytes() == RED.tobytes()
 
 
@@ -148,7 +151,9 @@ def test_chats_have_images_in_verl_and_openai_form(load, template):
     around = "[<image>]" if template == PARTS else "<image>"
     assert one.text == other.text == f"u:{around}a{around};a:b;u:c{around};a:"
     assert (one.token_ids, [i.key for i in one.media]) == (other.token_ids, [i.key for i in other.media])
-    assert one.messages == verl
+    assert one.messages == other.messages
+    assert [text_of(message["content"]) for message in one.messages] == [message["content"] for message in verl]
+    assert [media_key(part) for part in media_parts(one.messages)] == [item.key for item in one.media]
 
 
 def test_a_template_that_writes_parts_alone_gets_parts(load):
@@ -162,7 +167,7 @@ def test_a_template_that_writes_parts_alone_gets_parts(load):
 
 def test_a_response_that_names_an_image_is_refused(tokenizer, processor):
     options = SupervisedConfig(pretrain="-", dataset="-", image_key="images")
-    vision = Vision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, options)
+    vision = RowVision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, options)
     rows = number_rows([{"input": "<image>a", "images": [RED], "output": "b<image>"}])
     with pytest.raises(ValueError, match=r"row 1.*its text has a place for an image"):
         load_sft_examples(rows, tokenizer, options, SFTDataConfig(), vision=vision)
@@ -178,7 +183,7 @@ def test_the_response_to_images_is_what_is_trained_on(tokenizer, processor):
     vision_ids = tokenizer.convert_tokens_to_ids(["<image>"])
     for chat, text in ((True, "u:[<image>]a;a:bc;"), (False, "[<image>]abc")):
         options = SupervisedConfig(pretrain="-", dataset="-", image_key="images", apply_chat_template=chat)
-        vision = Vision(lambda: processor, vision_ids, tokenizer, options)
+        vision = RowVision(lambda: processor, vision_ids, tokenizer, options)
         rows = number_rows([{"input": "<image>a", "images": [RED], "output": "bc"}])
         (example,) = load_sft_examples(rows, tokenizer, options, SFTDataConfig(), vision=vision)
         expected = processor(text=[text], images=[RED], return_tensors="pt")["input_ids"][0].tolist()
@@ -231,7 +236,7 @@ def test_rows_that_cannot_be_used_are_named(load, name):
 
 def test_a_model_of_text_refuses_images(tokenizer):
     options = PromptDataConfig(prompt_data="-", image_key="images")
-    vision = Vision(lambda: None, (), tokenizer, options, "--pretrain tiny")
+    vision = RowVision(lambda: None, (), tokenizer, options, "--pretrain tiny")
     with pytest.raises(ValueError, match=r"row 1.*the row has images, and --pretrain tiny reads none"):
         load_prompts(number_rows([{"input": "a", "images": [RED]}]), tokenizer, options, vision=vision)
 

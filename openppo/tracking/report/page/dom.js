@@ -45,6 +45,9 @@ function visible(text) {
   });
 }
 
+// Small pictures that a run has logged, as data URLs.
+const pictures = (urls) => (urls.length ? [el("div", { class: "pictures" }, urls.map((src) => el("img", { src, alt: "an image that the model reads" })))] : []);
+
 const tooltip = byId("tooltip");
 function showTooltip(box, ...children) {
   tooltip.replaceChildren(...children);

@@ -64,7 +64,7 @@ function drawDetail() {
   const button = el("button", { type: "button", id: "same-prompt", "aria-pressed": browse.sides, disabled: others.length < 2,
     onclick: () => { browse.sides = !browse.sides; drawDetail(); } },
   others.length < 2 ? "This prompt was logged once" : `This prompt, ${others.length} times side by side`);
-  const prompt = sample.messages ? [] : [el("span", { class: "note" }, "Prompt"), el("div", { class: "text prompt", tabindex: 0 }, visible(sample.prompt))];
+  const prompt = sample.messages ? [] : [el("span", { class: "note" }, "Prompt"), el("div", { class: "text prompt", tabindex: 0 }, visible(sample.prompt)), ...pictures(Object.values(sample.tokens?.images || {}))];
   if (browse.sides && others.length > 1) {
     detail.replaceChildren(el("div", { class: "tools" }, button, missing(sample) ?? ""), ...prompt,
       el("div", { class: "sides" }, others.map((other) => el("div", {}, facts(other), responseNode(other, measureOf(other))))));

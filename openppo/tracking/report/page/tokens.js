@@ -60,9 +60,23 @@ function responseNode(sample, measure) {
   return tokenBox(sample, measure, (nodes) => (skipped > 0 ? [nodes.slice(0, nodes.length / 2), gap, nodes.slice(nodes.length / 2)] : nodes));
 }
 
+const FOLDED = 4;
+
+// Of many equal tokens in a row that are not trained on, such as those of an image, only the first is shown.
+function fold(tokens, nodes) {
+  const same = (i, j) => j < nodes.length && tokens.ids[j] === tokens.ids[i] && tokens.trained && !tokens.trained[j];
+  for (let start = 0, stop; start < nodes.length; start = stop) {
+    for (stop = start + 1; same(start, stop) && same(start, start);) stop += 1;
+    if (stop - start < FOLDED) continue;
+    nodes[start].append(el("span", { class: "mark" }, ` × ${stop - start}`));
+    for (const node of nodes.slice(start + 1, stop)) node.hidden = true;
+  }
+}
+
 // A box of all logged tokens, as ``arrange`` lays them out; arrows move from token to token where it has the focus.
 function tokenBox(sample, measure, arrange) {
   const tokens = sample.tokens, nodes = tokens.texts.map((_, i) => tokenNode(tokens, i, measure));
+  fold(tokens, nodes);
   const box = el("div", { class: "text response", tabindex: 0, role: "group", "aria-label": "Response. Left and right arrows read single tokens." }, arrange(nodes));
   let active = null;
   const show = (i) => {
@@ -83,7 +97,9 @@ function tokenBox(sample, measure, arrange) {
     if (event.key === "Escape") return show(null);
     if (!step || !nodes.length) return;
     event.preventDefault();
-    show(Math.min(nodes.length - 1, Math.max(0, active == null ? 0 : active + step)));
+    let next = active == null ? 0 : active + step;
+    while (nodes[next]?.hidden) next += step;
+    show(Math.min(nodes.length - 1, Math.max(0, next)));
     nodes[active].scrollIntoView({ block: "nearest" });
   });
   return box;

@@ -1,0 +1,123 @@
+"""Images and videos in the forms that rows and messages have; nothing is fetched."""
+
+import base64
+import binascii
+import io
+import math
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from openppo.datasets.templates import shortened
+
+UNREADABLE = OSError, UnidentifiedImageError, binascii.Error, Image.DecompressionBombError
+"""What the functions raise, beside ``ValueError``, for a file that is missing or broken."""
+_NAMES = ("bytes", "image", "video", "url", "path", "image_url", "video_url")
+
+
+def values_of(column: object) -> list[Any]:
+    """What a column has, one or a list of them, without those that are null or empty."""
+    return [one for one in (column if isinstance(column, list) else [column]) if not (one is None or one in ("", []))]
+
+
+def given_in(part: dict[str, Any]) -> Any:
+    """What a part of a content, or ``datasets`` in a dict, gives as image or video; None if it gives none."""
+    given = next((part[name] for name in _NAMES if part.get(name)), None)
+    return given_in(given) if isinstance(given, dict) else given
+
+
+def content_of(value: object, near: str = "") -> Any:
+    """``value`` with a path, base64, a data URL or a dict replaced by the bytes that it stands for.
+
+    A path is looked for in the working directory, then beside the file ``near``.
+    """
+    if isinstance(value, dict):
+        return content_of(given_in(value), near)
+    return _bytes_of(value, near) if isinstance(value, str) else value
+
+
+def read_image(value: object, near: str = "") -> Image.Image:
+    """An image from bytes, base64, a path, ``datasets.Image`` or PIL's; ``ValueError`` for what is none."""
+    value = content_of(value, near)
+    if isinstance(value, bytes | bytearray):
+        value = Image.open(io.BytesIO(value))
+    if not isinstance(value, Image.Image):
+        forms = "bytes, base64, a path, or an image of datasets or PIL"
+        raise ValueError(f"{shortened(value)} is no image: give {forms}, or remove the row.")
+    return ImageOps.exif_transpose(value).convert("RGB")
+
+
+def read_frames(value: object, fps: float, most: int, near: str = "") -> tuple[list[Image.Image], float]:
+    """Frames of a video, ``fps`` of each second but ``most`` at all, evenly spaced, and how many a second they are.
+
+    ``value`` is a file in any form that an image may have, or a list of frames, of which a second has ``fps``.
+    """
+    if isinstance(value, list):
+        n = min(most, len(value))
+        return [read_image(value[i * len(value) // n], near) for i in range(n)], fps * n / len(value)
+    content = content_of(value, near)
+    if not isinstance(content, bytes | bytearray):
+        raise ValueError(f"{shortened(content)} is no video: give a path, bytes, base64, or a list of frames.")
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError(
+            "videos are decoded by PyAV: pip install 'openppo[vision]', or give lists of frames."
+        ) from error
+    try:
+        with av.open(io.BytesIO(content), "r") as file:
+            ends = [float(((p.pts or 0) + (p.duration or 0)) * p.time_base) for p in file.demux(video=0) if p.time_base]
+            n, length = max(1, min(most, round(max(ends) * fps))), max(ends)
+            file.seek(0)
+            frames = [frame.to_image() for frame in _chosen(file.decode(video=0), n, length)]
+    except (av.FFmpegError, IndexError, ValueError) as error:  # an index of a stream, or no packets
+        raise OSError(f"no video that PyAV can decode ({error})") from error
+    return frames, n / length
+
+
+def _chosen(frames: Iterator[Any], n: int, length: float) -> Iterator[Any]:
+    """``n`` of the frames: for each part of so long a video the first at its start or after it."""
+    taken, last = 0, None
+    for last in frames:
+        while taken < n and last.time >= taken * length / n - 1e-6:
+            yield last
+            taken += 1
+    yield from [last] * (n - taken)
+
+
+def thumbnail(image: Image.Image) -> str:
+    """A data URL of a picture of at most 96 x 96 pixels."""
+    small, file = image.copy(), io.BytesIO()
+    small.thumbnail((96, 96))
+    small.save(file, "JPEG", quality=70)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _bytes_of(text: str, near: str) -> bytes:
+    if re.match(r"https?://", text):
+        raise ValueError(f"{shortened(text)} is an address, and nothing is fetched: download it, and give its path.")
+    if text.startswith("data:"):
+        return base64.b64decode(text.partition(",")[2], validate=True)
+    text = text.removeprefix("file://")
+    for path in (Path(text), Path(near).parent / text, Path(near) / text):
+        with suppress(OSError):  # a name that is too long is base64
+            if path.is_file():
+                return path.read_bytes()
+    if re.search(r"\.\w{3,4}$", text):
+        raise FileNotFoundError(f"there is no file {text}")
+    return base64.b64decode(text, validate=True)
+
+
+def within_pixels(image: Image.Image, least: int | None, most: int | None) -> Image.Image:
+    """``image`` scaled so that it has at least and at most so many pixels; its shape stays."""
+    n_pixels = image.width * image.height
+    wanted = min(max(n_pixels, least or 0), most or max(n_pixels, least or 0))
+    if wanted == n_pixels:
+        return image
+    factor, up = math.sqrt(wanted / n_pixels), wanted > n_pixels
+    rounded = math.ceil if up else math.floor
+    return image.resize((max(1, rounded(image.width * factor)), max(1, rounded(image.height * factor))))

@@ -1,0 +1,253 @@
+"""Prompts of rows are what the processors of six families make of them, and what plain transformers then computes."""
+
+import base64
+import io
+import string
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CLIPImageProcessorPil,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+    SmolVLMImageProcessorPil,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
+)
+
+from openppo.config.data import PromptDataConfig
+from openppo.datasets import load_prompts
+from openppo.datasets.media import RowVision
+from openppo.datasets.media_files import read_frames
+from openppo.datasets.sources import number_rows
+from openppo.media import model_inputs
+from openppo.models import Actor
+from openppo.rollout.hf_engine import HFEngine
+from openppo.strategy.weights import WholeWeights
+from openppo.types import SamplingParams
+from tests.images import CLOSE, FAMILIES, IMAGE, OPEN, VIDEO, connected
+
+PLAIN = "<pad> <eos> <unk>".split()
+NAMES = {
+    "llava": ("<image>", "<video>", "<open>", "<close>"),
+    "qwen": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "gemma3": ("<image_soft_token>", "<video>", "<start_of_image>", "<end_of_image>"),
+    "idefics": ("<image>", "<video>", "<global-img>", "<fake_token_around_image>"),
+}
+"""Texts of the tokens ``IMAGE``, ``VIDEO``, ``OPEN`` and ``CLOSE``."""
+PLACES = dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>")
+PLACES["gemma3"] = "<start_of_image>"
+SMALL = {"shortest_edge": 8 * 8, "longest_edge": 16 * 16}
+
+
+def tokenizer_of(family):
+    """64 tokens: single characters, and at the end those of images."""
+    kind = next((name for name in NAMES if family.startswith(name)), "idefics")
+    image, video, opened, closed = NAMES[kind]
+    letters = [*PLAIN, *"\n <>_.", *string.ascii_lowercase, *string.digits]
+    places = {text: i for i, text in enumerate(letters)}
+    places |= {f"<{i}>": i for i in range(len(letters), IMAGE)}
+    core = Tokenizer(models.WordLevel(places | {image: IMAGE, video: VIDEO, opened: OPEN, closed: CLOSE}, "<unk>"))
+    core.add_special_tokens([*PLAIN, image, video, opened, closed])
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    more = {"image_token": image, "video_token": video}
+    if kind == "gemma3":
+        more |= {"boi_token": opened, "eoi_token": closed}
+    if kind == "idefics":
+        more = {"image_token": image, "fake_image_token": closed, "global_image_token": opened}
+        more["end_of_utterance_token"] = "<eos>"
+    return PreTrainedTokenizerFast(tokenizer_object=core, **names, extra_special_tokens=more)
+
+
+def processor_of(family):
+    tokenizer = tokenizer_of(family)
+    if family == "llava":
+        sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+        given = {"image_token": "<image>", "num_additional_image_tokens": 1}
+        return LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **given)
+    if family.startswith("qwen"):
+        kind, video = {
+            "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
+            "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+        }[family]
+        given = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+        frames = video(**given, size={"shortest_edge": 64, "longest_edge": 4 * 256}, cap_pixels_per_frame=False)
+        return kind(Qwen2VLImageProcessorPil(**given, size=SMALL), tokenizer, frames)
+    if family == "gemma3":
+        return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokenizer, None, 4)
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
+    if family == "idefics3":
+        return Idefics3Processor(Idefics3ImageProcessorPil(**sizes), tokenizer, 4)
+    frames = SmolVLMVideoProcessor(size={"longest_edge": 16}, max_image_size={"longest_edge": 16})
+    return SmolVLMProcessor(SmolVLMImageProcessorPil(**sizes), tokenizer, frames, 4)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def processor(family):
+    return processor_of(family)
+
+
+def pictures(n):
+    dice = np.random.default_rng(n)
+    return [Image.fromarray(dice.integers(0, 255, (16, 20, 3), dtype=np.uint8)) for _ in range(n)]
+
+
+def load(processor, rows, **options):
+    videos = "videos" if "videos" in rows[0] else None
+    options = PromptDataConfig(prompt_data="-", image_key="images", video_key=videos, **options)
+    vision = RowVision(lambda: processor, [IMAGE, VIDEO], processor.tokenizer, options)
+    return load_prompts(number_rows(rows, flag="--prompt_data"), processor.tokenizer, options, vision=vision)
+
+
+def test_prompts_are_those_of_the_processor(family, processor):
+    one, three = pictures(1), pictures(3)
+    rows = [{"input": "ab", "images": []}, {"input": "<image>a", "images": one}]
+    rows.append({"input": "a<image>b<image><image>", "images": three})
+    place = PLACES.get(family, processor.image_token)
+    for row, prompt in zip(rows, load(processor, rows), strict=True):
+        given = {"images": row["images"]} if row["images"] else {}
+        expected = processor(text=[row["input"].replace("<image>", place)], return_tensors="pt", **given)
+        assert prompt.token_ids == expected["input_ids"][0].tolist()
+        assert len(prompt.media) == len(row["images"])
+        if row["images"]:
+            pixels = torch.cat([item.inputs["pixel_values"] for item in prompt.media])
+            assert torch.equal(pixels, expected["pixel_values"].reshape(pixels.shape))
+
+
+def test_engine_actor_and_transformers_agree_on_what_processors_make(family, processor):
+    torch.manual_seed(3)
+    model = connected(FAMILIES[family]()).eval()
+    rows = [{"input": "<image>a", "images": pictures(1)}, {"input": "ab", "images": None}]
+    rows.append({"input": "a<image>b<image><image>", "images": pictures(3)})
+    prompts = load(processor, rows)
+    engine = HFEngine(model, [], 0, 3)
+    engine.not_sampled = [IMAGE, VIDEO]
+    with engine.with_weights(WholeWeights(model)):
+        sampled = engine.generate(
+            [p.token_ids for p in prompts], SamplingParams(5), [1, 2, 3], [p.media for p in prompts]
+        )
+    for row, prompt, completion in zip(rows, prompts, sampled, strict=True):
+        ids = torch.tensor([prompt.token_ids + completion.token_ids])
+        ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[0, 1:]
+        place = PLACES.get(family, processor.image_token)
+        given = {"images": row["images"]} if row["images"] else {}
+        made = processor(text=[row["input"].replace("<image>", place)], return_tensors="pt", **given)
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in made:
+                made[name] = torch.nn.functional.pad(made[name], (0, 5))
+        made |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with torch.no_grad():
+            logits = model(**made).logits[0, :-1].float()
+        expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+        logits[:, [IMAGE, VIDEO]] = -torch.inf
+        own = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[-5:, 0]
+        torch.testing.assert_close(torch.tensor(completion.log_probs), own, atol=1e-4, rtol=1e-4)
+
+
+FRAMES = [Image.new("RGB", (32, 16), (30 * i, 255 - 30 * i, 60)) for i in range(8)]
+
+
+def mp4(frames=FRAMES, rate=4):
+    """A film of eight frames, four a second."""
+    file = io.BytesIO()
+    with av.open(file, "w", "mp4") as film:
+        stream = film.add_stream("mpeg4", rate)
+        stream.width, stream.height, stream.pix_fmt = *frames[0].size, "yuv420p"
+        for frame in frames:
+            film.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        film.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fps", "most", "chosen", "rate"), [(4.0, 32, range(8), 4.0), (2.0, 32, (0, 2, 4, 6), 2.0), (4.0, 2, (0, 4), 1.0)]
+)
+def test_frames_are_evenly_spaced_and_at_most_so_many(tmp_path, fps, most, chosen, rate):
+    (tmp_path / "film.mp4").write_bytes(mp4())
+    forms = [mp4(), str(tmp_path / "film.mp4"), f"file://{tmp_path}/film.mp4", "film.mp4", {"video": mp4()}]
+    forms.append("data:video/mp4;base64," + base64.b64encode(mp4()).decode())
+    for form in forms:
+        frames, found = read_frames(form, fps, most, str(tmp_path / "rows.jsonl"))
+        assert found == pytest.approx(rate)
+        for frame, i in zip(frames, chosen, strict=True):
+            np.testing.assert_allclose(np.asarray(frame).mean((0, 1)), FRAMES[i].getpixel((0, 0)), atol=8)
+
+
+def test_a_list_of_frames_is_thinned_to_as_many():
+    assert read_frames(FRAMES, 4.0, 32) == (FRAMES, 4.0)
+    frames, rate = read_frames(FRAMES, 4.0, 4)
+    assert ([FRAMES.index(frame) for frame in frames], rate) == ([0, 2, 4, 6], 2.0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"], indirect=True)
+def test_videos_and_images_are_read_as_transformers_reads_them(family, processor):
+    torch.manual_seed(3)
+    model, picture = connected(FAMILIES[family]()).eval(), pictures(1)
+    rows = [{"input": "a<video>b<image>c", "images": picture, "videos": [FRAMES[:4]]}]
+    rows.append({"input": "<video>a", "images": [], "videos": mp4()})
+    prompts = load(processor, rows, video_fps=2.0)
+    assert [[item.kind for item in prompt.media] for prompt in prompts] == [["video", "image"], ["video"]]
+    prompt, text = prompts[0], f"a{PLACES.get(family, '')}b{PLACES.get(family)}c".replace("image", "video", 1)
+    about = {"fps": 2.0, "total_num_frames": 4, "frames_indices": [0, 1, 2, 3], "duration": 2.0}
+    given = {"videos": [FRAMES[:4]], "video_metadata": [about], "do_sample_frames": False}
+    if family != "smolvlm":
+        made = processor(text=[text], images=picture, return_tensors="pt", **given)
+        assert prompt.token_ids == made["input_ids"][0].tolist()
+        with torch.no_grad():
+            logits = model(**made).logits[0, :-1].float()
+        ids = torch.tensor([prompt.token_ids])
+        expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[0, 1:]
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    engine = HFEngine(model, [], 0, 3)
+    engine.not_sampled = [IMAGE, VIDEO]
+    with engine.with_weights(WholeWeights(model)):
+        sampled = engine.generate([p.token_ids for p in prompts], SamplingParams(5), [1, 2], [p.media for p in prompts])
+    for prompt, completion in zip(prompts, sampled, strict=True):
+        ids = torch.tensor([prompt.token_ids + completion.token_ids])
+        with torch.no_grad():
+            logits = model(input_ids=ids, **model_inputs(model, ids, [prompt.media])).logits[0, :-1].float()
+        logits[:, [IMAGE, VIDEO]] = -torch.inf
+        found = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[-5:, 0]
+        torch.testing.assert_close(torch.tensor(completion.log_probs), found, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input": "<video>", "videos": [b"abc"]}, r"video 1 of 1 cannot be read: no video that PyAV can decode"),
+        ({"input": "<video>", "videos": ["gone.mp4"]}, r"there is no file gone.mp4"),
+        ({"input": "<video><video>", "videos": [FRAMES]}, r"2 places for videos, and 1 videos"),
+        ({"input": "<video>", "videos": [7]}, r"7 is no video: give a path"),
+    ],
+)
+def test_videos_that_cannot_be_used_name_their_row(family, processor, row, message):
+    with pytest.raises(ValueError, match=rf"row 1.*{message}"):
+        load(processor, [row | {"images": None}])
+
+
+@pytest.mark.parametrize("family", ["llava"], indirect=True)
+def test_a_model_without_videos_refuses_them(family, processor):
+    with pytest.raises(ValueError, match=r"row 1.*the row has videos, and this command reads none"):
+        load(processor, [{"input": "<video>", "videos": [FRAMES], "images": None}])

@@ -1,0 +1,278 @@
+"""Images of agents: the model reads each where it was shown, once processed, whoever sends it."""
+
+import base64
+import io
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from PIL import Image
+from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+from openppo.agents import AgentSource
+from openppo.agents.gateway.server import Gateway
+from openppo.agents.sampler import AgentSampler
+from openppo.agents.session import Session, Task
+from openppo.agents.tool_agent import ToolAgent
+from openppo.agents.tools import ToolResponse
+from openppo.config import RowsConfig
+from openppo.config.agents import AgentConfig
+from openppo.datasets.vision import Vision
+from openppo.experience.replay_buffer import collate
+from openppo.media import distinct_ids, media_key, media_part, media_parts, model_inputs
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.rollout import SamplerParts
+from openppo.strategy.weights import WholeWeights
+from openppo.tracking import Metrics
+from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, StopCheck
+from tests.images import llava
+from tests.unit.agents.conftest import CHATML, ScriptedEngine, make_chat_tokenizer
+from tests.unit.agents.test_gateway import Client
+from tests.unit.agents.test_tool_agent import Plain, calls, then
+
+RED, BLUE = (Image.new("RGB", (16, 16), color) for color in ((200, 10, 10), (10, 10, 200)))
+PARTS = CHATML.replace(
+    "{{ (message.content or '').split('</think>')[-1].lstrip('\\n') }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for c in message.content or [] %}"
+    "{% if c.type == 'image' %}[<image>]{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}",
+)
+"""Parts of users alone: those of tools are written as Python writes a list."""
+
+
+def url_of(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def shows(image: Any, text: str = "see") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "image": image}]}]
+
+
+def sends(url: str, text: str = "see") -> list[dict[str, Any]]:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return [{"role": "user", "content": [{"type": "text", "text": text}, part]}]
+
+
+class SeeingEngine(ScriptedEngine):
+    """Remembers the images of each request."""
+
+    def submit(self, *given: Any, media: Any = (), **more: Any) -> int:
+        self.seen = [*getattr(self, "seen", ()), media]
+        return super().submit(*given, **more)
+
+
+@pytest.fixture(params=["parts", "texts"])
+def vision(request: Any) -> Vision:
+    tokenizer = make_chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = PARTS if request.param == "parts" else CHATML
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    more = {"image_token": "<image>", "num_additional_image_tokens": 1}
+    processor = LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **more)
+    return Vision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, RowsConfig())
+
+
+def sampler_of(vision: Vision | None, agent: Any, engine: Any, tokenizer: Any, **options: Any) -> AgentSampler:
+    source = AgentSource(agent, AgentConfig(**{"tool_parser": "hermes", "check_rendering": "strict", **options}))
+    source.check(tokenizer)
+    parts = SamplerParts(
+        engine, tokenizer, [tokenizer.eos_token_id], SingleProcess(), StopCheck(), 4000, has_rewards=False
+    )
+    return source.make(SamplerParts(**{**vars(parts), "vision": vision}))
+
+
+def played(
+    vision: Vision, agent: Any, script: Any = lambda _: "ok", prompt: Prompt | None = None, **options: Any
+) -> Any:
+    """Trajectories of one episode, and the engine."""
+    engine = SeeingEngine(vision.tokenizer, script)
+    sampler = sampler_of(vision, agent, engine, vision.tokenizer, **options)
+    prompt = prompt or Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
+    made = sampler.sample([prompt], SamplingParams(400), 1, 1, 0, Metrics(), evaluation=True)
+    sampler.close()
+    return made, engine
+
+
+def test_each_turn_reads_all_images_so_far(vision):
+    async def solve(task: Task, session: Session) -> float:
+        first = await session.chat(shows(RED))
+        second = await session.chat([*first.messages, *shows(BLUE, "and this")])
+        assert second.parent is first, "its tokens continue those that were recorded"
+        return 1.0
+
+    (trajectory,), engine = played(vision, solve)
+    assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
+    red, blue = (vision.item(image) for image in (RED, BLUE))
+    assert [[item.key for item in seen] for seen in engine.seen] == [[red.key], [red.key, blue.key]]
+    assert [item.key for item in trajectory.prompt.media] == [red.key, blue.key]
+    assert trajectory.token_ids.count(red.token_id) == 8
+    around = "[<image>]" if "[<image>]" in vision.tokenizer.chat_template else "<image>"
+    whole = f"<|im_start|>user\nsee{around}<|im_end|>\n<|im_start|>assistant\nok<|im_end|>\n"
+    whole += f"<|im_start|>user\nand this{around}<|im_end|>\n<|im_start|>assistant\nok<|im_end|>"
+    assert trajectory.token_ids == vision.encode(whole, [red, blue])
+
+
+@pytest.mark.parametrize("history", ["verbatim", "template"])
+def test_only_a_conversation_with_the_same_image_is_continued(vision, history):
+    parents = []
+
+    async def solve(task: Task, session: Session) -> float:
+        first = await session.chat(sends(url_of(RED)))
+        for image in (RED, BLUE):
+            again = [*sends(url_of(image)), first.message, {"role": "user", "content": "more"}]
+            parents.append((await session.chat(again)).parent)
+        return 1.0
+
+    made, _ = played(vision, solve, history=history)
+    assert made[0].episode.ending is Ending.COMPLETED, made[0].episode.error
+    assert [parent is not None for parent in parents] == [True, False]
+    assert len(made) == 2
+
+
+def test_an_image_is_processed_once_in_an_episode(vision, monkeypatch):
+    made, process = [], Vision.item
+    monkeypatch.setattr(Vision, "item", lambda self, value, *more: made.append(value) or process(self, value, *more))
+
+    async def solve(task: Task, session: Session) -> float:
+        turn = await session.chat(sends(url_of(RED)))
+        for _ in range(3):
+            turn = await session.chat([*sends(url_of(RED)), *turn.messages[1:], {"role": "user", "content": "more"}])
+        return 1.0
+
+    (trajectory,), engine = played(vision, solve)
+    assert len(engine.seen) == 4 and len(trajectory.spans) == 4 and len(made) == 1
+
+
+def test_images_of_the_row_are_handed_on(vision):
+    item = vision.item(RED)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "row "}, media_part("image", item.key)]}]
+    prompt = Prompt("row <image>", [5], messages=messages, media=(item,))
+
+    async def solve(task: Task, session: Session) -> float:
+        await session.chat(task.messages)
+        return 1.0
+
+    (trajectory,), engine = played(vision, solve, prompt=prompt)
+    assert engine.seen == [(item,)]
+    assert trajectory.episode.messages[0] == messages[0]
+
+
+def test_a_tool_may_return_images(vision):
+    tool = Plain("look", (ToolResponse(text="here", image=[RED, BLUE]), 0.5))
+    agent = ToolAgent([tool], AgentConfig(tools="tools.py"))
+    (trajectory,), engine = played(vision, agent, then(calls(("look", {})), "red and blue"))
+    assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
+    assert [len(seen) for seen in engine.seen] == [0, 2]
+    (result,) = (message for message in trajectory.episode.messages if message["role"] == "tool")
+    assert [part["type"] for part in result["content"]] == ["image_url", "image_url", "text"]
+    assert trajectory.token_ids.count(vision.token_ids[0]) == 8
+
+
+def test_what_is_sampled_after_images_is_what_training_computes(vision):
+    torch.manual_seed(3)
+    model = llava().eval()
+    model.config.image_token_id = model.config.image_token_index = vision.token_ids[0]
+    model.resize_token_embeddings(len(vision.tokenizer))
+    engine = HFEngine(model, [vision.tokenizer.eos_token_id], 0, 2)
+    engine.not_sampled = vision.token_ids
+
+    async def solve(task: Task, session: Session) -> float:
+        turn = await session.chat(shows(RED))
+        await session.chat([*turn.messages, *shows(BLUE)])
+        return 1.0
+
+    sampler = sampler_of(vision, solve, engine, vision.tokenizer, check_rendering="off")
+    prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
+    with engine.with_weights(WholeWeights(model)):
+        made = sampler.sample([prompt], SamplingParams(6), 3, 1, 0, Metrics(), evaluation=True)
+    sampler.close()
+    rows = collate(made, 0)
+    assert [len(of_row) for of_row in rows.media] == [2, 2, 2]
+    for media, agrees in ((rows.media, True), ([of_row[::-1] for of_row in rows.media], False)):
+        with torch.no_grad():
+            logits = model(input_ids=rows.sequences, **model_inputs(model, rows.sequences, media)).logits[:, :-1]
+        logits[..., vision.token_ids] = -torch.inf  # they are not sampled
+        found = logits.log_softmax(-1).gather(-1, rows.sequences[:, 1:, None])[..., 0]
+        mask = rows.action_mask[:, 1:]
+        assert torch.allclose(found[mask], rows.rollout_log_probs[:, 1:][mask], atol=1e-4) == agrees
+
+
+def test_a_program_sends_images_as_data_urls(vision):
+    seen = {}
+
+    async def solve(task: Task, session: Session) -> float:
+        gateway = Gateway()
+        await gateway.start()
+        key = gateway.open(session)
+        client = Client.__new__(Client)
+        import aiohttp
+
+        async with aiohttp.ClientSession() as http:
+            client.gateway, client.http, client.session, client.key = gateway, http, session, key
+            seen["chat"] = await client.chat(sends(url_of(RED)))
+            part = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": url_of(BLUE)}]
+            seen["responses"] = await client.post("responses", {"input": [{"role": "user", "content": part}]})
+            for url in ("x.png", "file:///etc/passwd", "https://a.b/c.png", "data:image/png;base64,AAAA"):
+                seen[url] = await client.chat(sends(url))
+        await gateway.stop()
+        return 1.0
+
+    made, engine = played(vision, solve)
+    assert made[0].episode.ending is Ending.COMPLETED, made[0].episode.error
+    assert seen["chat"]["choices"][0]["message"]["content"] == "ok" and seen["responses"]["status"] == "completed"
+    assert [[item.key for item in of] for of in engine.seen] == [[vision.item(i).key] for i in (RED, BLUE)]
+    for url, said in (
+        ("x.png", "no image: send a data URL"),
+        ("file:///etc/passwd", "no image: send a data URL"),
+        ("https://a.b/c.png", "is not fetched: send a data URL, or add --allow_image_urls"),
+        ("data:image/png;base64,AAAA", "cannot be read"),
+    ):
+        status, message = seen[url]
+        assert status == 400 and said in message
+
+
+def test_addresses_are_fetched_where_that_is_allowed(vision):
+    content = base64.b64decode(url_of(RED).partition(",")[2])
+
+    async def serve(request: web.Request) -> web.Response:
+        return web.Response(body=content) if request.path == "/red.png" else web.Response(status=404)
+
+    async def solve(task: Task, session: Session) -> float:
+        app = web.Application()
+        app.add_routes([web.get("/{name}", serve)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await session.chat(sends(f"{address}/red.png"))
+        with pytest.raises(ValueError, match="gone.png' cannot be read: ClientResponseError 404"):
+            await session.chat(sends(f"{address}/gone.png"))
+        await runner.cleanup()
+        return 1.0
+
+    (trajectory,), engine = played(vision, solve, allow_image_urls=True)
+    assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
+    assert [[item.key for item in of] for of in engine.seen] == [[vision.item(RED).key]]
+
+
+def test_a_model_of_text_gets_no_images(vision):
+    async def solve(task: Task, session: Session) -> float:
+        await session.chat(shows(RED))
+        return 1.0
+
+    sampler = sampler_of(None, solve, SeeingEngine(vision.tokenizer, lambda _: "ok"), vision.tokenizer)
+    prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
+    (trajectory,) = sampler.sample([prompt], SamplingParams(9), 1, 1, 0, Metrics(), evaluation=True)
+    sampler.close()
+    assert "--pretrain reads none here" in trajectory.episode.error
+
+
+def test_a_key_stands_for_an_item_in_any_clients_form():
+    part = media_part("image", 17)
+    assert (media_key(part), list(media_parts([{"content": [part]}]))) == (17, [part])
+    assert media_key({"type": "image_url", "image_url": {"url": "https://a.b"}}) is None
+    assert media_key({"type": "image", "image": RED}) is None
+    assert distinct_ids([1, 2], ()) == [1, 2]
