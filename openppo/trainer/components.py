@@ -144,8 +144,6 @@ def check_run_with_images(config: TrainPPOConfig, data: PPOData, actor_config: P
         raise ValueError("--pretrain_data: a document names the token that stands for an image. Remove it.")
     if config.generation.rollout_engine == "vllm":
         raise ValueError("--rollout_engine vllm gets no images: use --rollout_engine hf.")
-    if config.orchestrator.rollout_ranks > 0:
-        raise ValueError("--rollout_ranks sample for texts alone: leave it out where prompts have images.")
 
 
 def has_groups(config: TrainPPOConfig) -> bool:

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from openppo.media import copy_processor
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from tests.conftest import save_tokenizer
 
@@ -139,6 +140,7 @@ def write_llava(folder: Path) -> None:
         scoring = get_llm_for_sequence_regression(str(folder), "reward", init_value_head=True)
     scoring.model.save_pretrained(folder / "reward")
     tokenizer.save_pretrained(folder / "reward")
+    copy_processor(str(folder), folder / "reward")
 
 
 @pytest.fixture(scope="session")

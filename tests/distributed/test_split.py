@@ -343,7 +343,7 @@ def test_the_split_never_matters(get, tiny, ranks, case):
     for step, (mine, other) in enumerate(zip(*measured, strict=True)):
         if "old_log_probs" in case.more:  # which decides what is measured
             continue
-        for name in (name for name in other if not name.startswith(("time/", "speed/"))):
+        for name in (name for name in other if not name.startswith(("time/", "speed/", "agent/prefix_reuse"))):
             assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (step, name)
     assert got["zero_stage"] == case.zero_stage
     several = "--n_samples_per_prompt" in TASKS[case.task].arguments
