@@ -85,7 +85,7 @@ setup(
         "docs": ["mkdocs-material>=9.7", "mike>=2.1"],
         "flash": ["flash-attn"],
         "math": ["math-verify"],
-        "vision": ["torchvision"],
+        "vision": ["torchvision", "av", "num2words"],
         "vllm": ["vllm>=0.32"],
         "wandb": ["wandb>=0.19"],
     },

@@ -26,6 +26,12 @@ CONNECTORS = {"multi_modal_projector", "connector", "merger", "deepstack_merger_
 """Names in transformers of the parts that read images, and map their features to embeddings."""
 
 
+def vision_part(name: str) -> str | None:
+    """Which of these a module or parameter of that name is in: tower, connector, or neither."""
+    parts = {*name.split(".")}
+    return "connector" if parts & CONNECTORS else "tower" if parts & TOWERS else None
+
+
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "idefics3")
 """Types of models whose sampling and training tests compare."""
 
@@ -67,6 +73,15 @@ def placeholders(config: Any) -> dict[int, str]:
     """Kinds by the id of the token that stands for them; empty for models of text."""
     ids = {getattr(config, f"{kind}_token_id", None): kind for kind in KINDS}
     return {token_id: kind for token_id, kind in ids.items() if token_id is not None}
+
+
+def n_patches(items: Sequence[MediaItem], config: Any) -> int:
+    """Patches that the tower of a model computes for ``items``."""
+    vision = getattr(config, "vision_config", None)
+    size = 3 * getattr(vision, "patch_size", 1) ** 2 * getattr(vision, "temporal_patch_size", 1)
+    return sum(
+        x.numel() // size for item in items for name, x in item.inputs.items() if name.startswith("pixel_values")
+    )
 
 
 def check_images(config: Any, model: str) -> None:

@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import deepspeed as zero3
 
 from openppo import logger
-from openppo.media import CONNECTORS, TOWERS, placeholders
+from openppo.media import placeholders, vision_part
 from openppo.models.adapters import merge_adapters
 from openppo.models.attention import use_fast_attention
 from openppo.models.pretrained import (
@@ -127,9 +127,7 @@ def freeze_vision(model: nn.Module, tower: bool, connector: bool) -> None:
     """Leave the part of a model that reads images, and what maps its features to embeddings, as they are."""
     frozen = 0
     for name, parameter in model.named_parameters():
-        parts = {*name.split(".")}
-        is_connector = bool(parts & CONNECTORS)
-        if (connector and is_connector) or (tower and parts & TOWERS and not is_connector):
+        if {"tower": tower, "connector": connector}.get(vision_part(name) or ""):
             parameter.requires_grad_(False)
             frozen += 1
     if frozen > 0:

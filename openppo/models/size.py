@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from openppo.media import vision_part
 from openppo.models.actor import ends_in_head
 from openppo.models.pretrained import language_model_class, layer_kinds
 from openppo.models.scalar_head import classifier_of
@@ -27,11 +29,16 @@ class ModelSize(NamedTuple):
     cache: int  # keys and values of one token
     vocabulary: int  # 0 with a scalar head
     whole_logits: bool = False  # also where there are many: see ``ends_in_head``
+    tower: int = 0  # parameters of what reads images
+    connector: int = 0
+    patch_layers: int = 0  # layers of the tower
+    patch_width: int = 0  # as ``width``, of one of them
+    n_frozen: int = 0  # parameters, without LoRA
 
     def n_trained(self, lora_rank: int) -> int:
-        """Trained parameters: all, or with LoRA the adapters and a scalar head."""
+        """Trained parameters: all but those that are frozen, or with LoRA the adapters and a scalar head."""
         head = 0 if self.vocabulary else self.hidden
-        return lora_rank * self.adapter + head if lora_rank > 0 else self.n_parameters
+        return lora_rank * self.adapter + head if lora_rank > 0 else self.n_parameters - self.n_frozen
 
 
 def model_size(
@@ -45,11 +52,17 @@ def model_size(
     text: Any = config.get_text_config()
     heads = [id(module.get_output_embeddings()), id(getattr(module, "score", None))]
     layers = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and id(m) not in heads]
-    shapes = {f".{name}": layer.weight.shape for name, layer in layers}
+    shapes = {f".{name}": layer.weight.shape for name, layer in layers if vision_part(name) is None}
+    of_tower = [layer.weight.shape for name, layer in layers if vision_part(name) == "tower"]
+    parts = Counter[str | None]()
+    for name, parameter in module.named_parameters():
+        parts[vision_part(name)] += parameter.numel()
+    vision = getattr(config, "vision_config", None)
+    patch_layers: int = getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", None) or 0
     ends = ("",) if "all-linear" in targets else tuple(f".{target}" for target in targets)
     return ModelSize(
         n_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        n_quantized=sum(shape.numel() for shape in shapes.values()),
+        n_quantized=sum(layer.weight.numel() for _, layer in layers),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         width=sum(map(sum, shapes.values())) // text.num_hidden_layers + max(map(max, shapes.values()), default=0),
@@ -57,6 +70,10 @@ def model_size(
         cache=cache_elements(config),
         vocabulary=0 if scalar else text.vocab_size,
         whole_logits=not scalar and not ends_in_head(module),
+        tower=parts["tower"],
+        connector=parts["connector"],
+        patch_layers=patch_layers,
+        patch_width=sum(map(sum, of_tower)) // max(1, patch_layers),
     )
 
 

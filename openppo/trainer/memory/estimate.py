@@ -86,7 +86,7 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
         partitioned = ModelMemory(machine.share(weights), gathered=weights * several)
         return partitioned if options.zero_stage == 3 else ModelMemory(weights)
     n, quantized = size.n_trained(lora.lora_rank), size.n_quantized if lora.load_in_4bit else 0
-    frozen = round(_NF4 * quantized) + s * (size.n_parameters - quantized) if lora.lora_rank > 0 else 0
+    frozen = round(_NF4 * quantized) + s * (size.n_parameters - quantized) if lora.lora_rank > 0 else s * size.n_frozen
     stage = max(options.zero_stage, 1) if options.bf16 else options.zero_stage  # as DeepspeedStrategy has it
     weights, share, bucket = frozen + s * n, machine.share(n), 4 * min(n, LARGEST_BUCKET)
     if stage == 0:
@@ -104,20 +104,24 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     return ModelMemory(weights + adam, *moments, host, s * n, 4 * (n if stage == 1 else share), copies)
 
 
-def pass_bytes(size: ModelSize, machine: Machine, rows: int, length: int, scored: int, saving: int = 0) -> int:
-    """Peak of a pass over ``rows`` of ``length`` with logits at ``scored`` places of each.
+def pass_bytes(
+    size: ModelSize, machine: Machine, rows: int, length: int, scored: int, saving: int = 0, patches: int = 0
+) -> int:
+    """Peak of a pass over ``rows`` of ``length`` with logits at ``scored`` places and ``patches`` of images in each.
 
     ``saving`` is the number of layers that keep activations for a backward pass; 0: no gradient is computed.
     """
+    patch = machine.element * size.patch_width * rows * patches
     s, hidden = machine.element, machine.element * size.hidden * rows * length
     layer, logits = s * size.width * rows * length, rows * scored * size.vocabulary
     kept = s if machine.on_cpu or size.whole_logits else 4  # GPUs compute them in float32
     logits = logits if size.whole_logits else min(logits, logits_at_once(machine.on_cpu))
     chunks = 8 * min(logits, CHUNK_ELEMENTS_ON_CPU if machine.on_cpu else CHUNK_ELEMENTS)  # two copies in float32
     if saving == 0:
-        return 2 * hidden + max(kept * logits + chunks, layer // 2)
+        return 2 * hidden + max(kept * logits + chunks, layer // 2, patch // 2)
     checkpoints = hidden * size.layers if saving < size.layers else 0
-    return 2 * hidden + checkpoints + saving * layer + (kept + s) * logits + chunks
+    tower = patch * min(saving, size.patch_layers) if size.n_frozen < size.tower else patch // 2
+    return 2 * hidden + checkpoints + saving * layer + tower + (kept + s) * logits + chunks
 
 
 @dataclass(frozen=True)
@@ -172,11 +176,12 @@ def _format(n_bytes: int) -> str:
 
 
 class Lengths(NamedTuple):
-    """Tokens of the data; ``document`` is the longest row of the PTX loss."""
+    """Tokens of the data; ``document`` is the longest row of the PTX loss. ``patches`` are of one prompt's images."""
 
     shortest_prompt: int
     longest_prompt: int
     document: int = 0
+    patches: int = 0
 
 
 def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
@@ -197,9 +202,10 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     lasting = sum(model.lasting for model in models.values()) + host * machine.on_cpu
     resident = lasting - resting * (not machine.on_cpu)
     loaded = accumulate(model.lasting - model.moments for model in models.values())
-    passes = {role: pass_bytes(size, machine, rows, longest, scored) for role, size in sizes.items()}
+    seen = lengths.patches
+    passes = {role: pass_bytes(size, machine, rows, longest, scored, patches=seen) for role, size in sizes.items()}
     inference = max(passes[role] + machine.live(model.gathered) for role, model in models.items())
-    work = machine, train_rows, length, max(scored, lengths.document)
+    work = machine, train_rows, length, max(scored, lengths.document), seen
     training = max(_training(sizes[role], models[role], loras[role], *work) for role in trained)
     actor, whole, options, s = sizes["actor"], models["actor"].gathered, config.generation, machine.element
     if options.rollout_engine == "vllm":
@@ -230,12 +236,21 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
 
 
 def estimate_supervised(
-    config: SupervisedCommand, longest: int, rows: int, scored: int, sizes: dict[str, ModelSize], machine: Machine
+    config: SupervisedCommand,
+    longest: int,
+    rows: int,
+    scored: int,
+    patches: int,
+    sizes: dict[str, ModelSize],
+    machine: Machine,
 ) -> Estimate:
-    """Memory of training one model on examples of ``rows`` of ``longest`` tokens with at most ``scored`` logits."""
+    """Memory of training one model on examples of ``rows`` of ``longest`` tokens with at most ``scored`` logits.
+
+    ``patches`` are those of images in a row.
+    """
     (size,), batch, n = sizes.values(), config.batch, config.batch.micro_rows
     model = model_memory(size, machine, config.lora)
-    work = rows * min(machine.share(batch.train_batch_size), n), longest, min(longest, scored * n)
+    work = rows * min(machine.share(batch.train_batch_size), n), longest, min(longest, scored * n), patches
     phases = {
         "loading": model.lasting - model.moments + model.loading,
         "training": model.lasting + model.host * machine.on_cpu + _training(size, model, config.lora, machine, *work),
@@ -244,11 +259,18 @@ def estimate_supervised(
 
 
 def _training(
-    size: ModelSize, model: ModelMemory, lora: LoRAConfig, machine: Machine, rows: int, length: int, scored: int
+    size: ModelSize,
+    model: ModelMemory,
+    lora: LoRAConfig,
+    machine: Machine,
+    rows: int,
+    length: int,
+    scored: int,
+    patches: int,
 ) -> int:
     """The larger of a backward pass and an optimizer step."""
     saving = 1 if machine.options.gradient_checkpointing else size.layers
-    backward = pass_bytes(size, machine, rows, length, scored, saving)
+    backward = pass_bytes(size, machine, rows, length, scored, saving, patches)
     if not size.whole_logits and rows * scored * size.vocabulary > logits_at_once(machine.on_cpu):
         backward += 4 * size.vocabulary * size.hidden * (machine.options.bf16 and lora.lora_rank == 0)  # in float32
     return model.gradients + max(backward, model.copies) + machine.live(model.gathered)

@@ -13,6 +13,7 @@ from openppo import logger
 from openppo.config import TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
+from openppo.media import n_patches
 from openppo.models.pretrained import check_model
 from openppo.models.size import ModelSize, model_size
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -66,7 +67,9 @@ def estimated_ppo(
     prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
-    lengths = Lengths(min(prompts), data.longest - config.generation.generate_max_len, document)
+    seen = configs.get("--pretrain")
+    patches = max((n_patches(prompt.media, seen) for prompt in data.prompts if prompt.media), default=0)
+    lengths = Lengths(min(prompts), data.longest - config.generation.generate_max_len, document, patches)
     sizes = _count(models, config, configs)
     if sizes is None:
         return config, None
@@ -123,11 +126,11 @@ def _count(
     configs: Mapping[str, PreTrainedConfig],
 ) -> Sizes | None:
     """Models by role in numbers; None, with a warning, where one cannot be counted."""
-    trust = (config.model if isinstance(config, TrainPPOConfig) else config.supervised).trust_remote_code
-    options: Any = config.lora.target_modules, trust
+    vision = config.model if isinstance(config, TrainPPOConfig) else config.supervised
+    options: Any = config.lora.target_modules, vision.trust_remote_code
     try:
         sizes = {
-            role: model_size(configs.get(flag) or check_model(name, flag, trust), role in _SCALAR, *options)
+            role: model_size(configs.get(flag) or check_model(name, flag, options[1]), role in _SCALAR, *options)
             for role, (flag, name) in models.items()
             if name is not None
         }
@@ -136,6 +139,9 @@ def _count(
             raise
         logger.warning("no estimate of memory: %s", error)
         return None
+    adapted = config.lora.lora_rank > 0
+    tower, connector = vision.freeze_vision_tower or adapted, vision.freeze_connector or adapted
+    sizes = {r: size._replace(n_frozen=size.tower * tower + size.connector * connector) for r, size in sizes.items()}
     some = sizes if config.deepspeed.zero_stage == 3 else sizes.keys() & {_PROCESS}
     return sizes | {role: sizes[role]._replace(whole_logits=True) for role in some}
 

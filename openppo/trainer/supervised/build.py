@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import load_mixed_rows, load_preferences, load_process_examples, load_sft_examples
-from openppo.media import check_images
+from openppo.media import check_images, n_patches
 from openppo.models.actor import Actor
 from openppo.models.loading import freeze_vision, load_options, model_error_context
 from openppo.models.padding import pack_where_exact
@@ -76,7 +76,10 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     most_scored = max(config.pack_to or 0, *map(trainer_class.n_scored, (*train, *held_out)))
     role = "reward model" if isinstance(config, TrainRMConfig) else "model"
     most_rows = max(len(trainer_class.rows_of(example)) for example in (*train, *held_out))
-    estimated = partial(estimate_supervised, config, max(longest, config.pack_to or 0), most_rows, most_scored)
+    shown: list[Any] = [*train, *held_out] if vision.kinds else []
+    patches = max((n_patches(example.media, model_config) for example in shown), default=0)
+    most = max(longest, config.pack_to or 0), most_rows, most_scored, patches
+    estimated = partial(estimate_supervised, config, *most)
     estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, {"--dataset": examples_fingerprint(train)})
     n_steps = total_optimizer_steps(config, len(train))

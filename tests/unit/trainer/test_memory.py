@@ -10,7 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainSFTConfig, from_options
+from openppo.media import n_patches
 from openppo.models import Actor
+from openppo.models.loading import freeze_vision
 from openppo.models.size import ModelSize, model_size
 from openppo.trainer.memory.estimate import (
     Estimate,
@@ -22,6 +24,7 @@ from openppo.trainer.memory.estimate import (
     pass_bytes,
 )
 from openppo.trainer.memory.sizing import TOKEN_BUDGETS, log_memory, sizes_for_gpu
+from tests.images import IMAGE, llava, random_image
 
 M, GIB = 1_000_000, 2**30
 SIZE = ModelSize(
@@ -134,6 +137,31 @@ def test_what_a_forward_saves_is_within_a_quarter(config: PreTrainedConfig, dtyp
     assert counted - dtype.itemsize * logits - 8 * logits == pytest.approx(found, rel=0.25)
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_tower_and_what_it_keeps_are_counted(frozen: bool) -> None:
+    torch.manual_seed(0)
+    model = llava().train()
+    size = model_size(model.config)
+    for part, counted in (("vision_tower", size.tower), ("multi_modal_projector", size.connector)):
+        assert counted == sum(p.numel() for name, p in model.named_parameters() if part in name)
+    freeze_vision(model, frozen, False)
+    size = size._replace(n_frozen=size.tower * frozen)
+    assert size.n_trained(0) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    item = random_image("llava", 1)
+    ids = torch.tensor([[5, *[IMAGE] * item.n_tokens, *range(6, 26)]] * 3)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        Actor(model)(ids, mask, ~mask, media=[(item,)] * 3)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    found = sum(n_bytes for address, n_bytes in storages.items() if address not in parameters)
+    patches = n_patches([item], model.config)
+    assert patches == 4
+    counted = pass_bytes(size, machine(on_cpu=True), 3, ids.shape[1], 0, saving=2, patches=patches)
+    assert counted == pytest.approx(found, rel=0.3)
+
+
 def test_a_pass_by_hand() -> None:
     bf16 = machine(bf16=True)
     layer, hidden, logits = 2 * 2_000 * 100, 2 * 100 * 100, 2 * 10 * 1_000  # bytes, bytes, elements
@@ -236,7 +264,7 @@ def test_stage_1_is_suggested_where_it_fits_on_several_gpus(stage, n_ranks, memo
     strategy: Any = SimpleNamespace(device=torch.device("cpu"), is_main=False, close=lambda: None)
 
     def estimate(_: dict[str, ModelSize], machine: Machine) -> Estimate:
-        return estimate_supervised(config, 512, 1, 512, {"model": SIZE}, machine)
+        return estimate_supervised(config, 512, 1, 512, 0, {"model": SIZE}, machine)
 
     with caplog.at_level("INFO"), pytest.raises(SystemExit):
         log_memory(estimate, {}, config, strategy)
@@ -246,7 +274,7 @@ def test_stage_1_is_suggested_where_it_fits_on_several_gpus(stage, n_ranks, memo
 def test_pairs_of_supervised_training_are_two_rows() -> None:
     config = from_options(TrainSFTConfig, pretrain="p", dataset="d", max_len=512)
     one, two = (
-        estimate_supervised(config, 512, rows, 512, {"model": SIZE}, Machine(config.deepspeed)) for rows in (1, 2)
+        estimate_supervised(config, 512, rows, 512, 0, {"model": SIZE}, Machine(config.deepspeed)) for rows in (1, 2)
     )
     assert list(one.phases) == ["loading", "training"]
     assert two.phases["training"] - one.roles["model"] > 1.9 * (one.phases["training"] - one.roles["model"])
