@@ -3,7 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from openppo.datasets.media_files import UNREADABLE, given_in, values_of
@@ -12,14 +13,12 @@ from openppo.datasets.templates import (
     Message,
     TokenExample,
     as_messages,
-    as_text,
     check_tools,
-    encode_bare,
-    end_with_eos,
     fill_template,
     render_chat,
     render_prompt,
 )
+from openppo.datasets.turns import render_response, render_turns
 from openppo.datasets.vision import Vision
 from openppo.media import KINDS, MediaItem, media_kind, media_part, media_parts
 from openppo.types import Prompt
@@ -64,19 +63,23 @@ class RowVision(Vision):
         return made
 
     def render_response(self, fields: RowFields) -> TokenExample:
-        """A prompt with images and the response to it, ending with EOS; the response and the EOS are targets."""
-        prompt, rest = self.render(fields), fields.response
-        if prompt.messages is not None:
-            whole = self._rendered([*prompt.messages, *as_messages(rest, "assistant")], fields, False)
-            if not whole.startswith(prompt.text):
-                raise ValueError("the chat template writes the prompt otherwise once a response follows. Use another.")
-            rest = whole.removeprefix(prompt.text)
-        ids = end_with_eos(self.tokenizer, encode_bare(self.tokenizer, as_text(rest)))
-        n_prompt = len(prompt.token_ids)
-        self.without_media(TokenExample(ids, []))
-        return TokenExample(prompt.token_ids + ids, [False] * n_prompt + [True] * len(ids), prompt.media)
+        """``render_response`` and, of a conversation, ``render_whole``, of a row that has images."""
+        options, response = self.options, fields.response
+        if not options.apply_chat_template:
+            prompt = self.render(fields)
+            before, _ = self.expanded(prompt.text, prompt.media)
+            made = render_response(before, response, self.tokenizer, replace(options, input_template=None))
+            return replace(made, token_ids=self.counted(made.token_ids, prompt.media), media=prompt.media)
+        whole = fields.conversation is not None
+        asked = fields.conversation or as_messages(fields.prompt, "user", options.input_template)
+        messages, items = self._placed(asked, fields)
+        turns = [] if whole else as_messages(response, "assistant")
+        render, expand = partial(self._rendered, fields=fields), partial(self.expanded, items=items)
+        first = 0 if whole else len(messages)
+        made = render_turns([*messages, *turns], self.tokenizer, first, fields.tools, render, expand)
+        return replace(made, token_ids=self.counted(made.token_ids, items), media=items)
 
-    def _rendered(self, messages: Sequence[Message], fields: RowFields, for_generation: bool) -> str:
+    def _rendered(self, messages: Sequence[Message], fields: RowFields, for_generation: bool = False) -> str:
         def render(written: list[Message]) -> str:
             return render_chat(written, self.tokenizer, for_generation=for_generation, tools=fields.tools)
 

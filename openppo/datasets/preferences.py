@@ -150,7 +150,7 @@ def _render_side(
     if options.apply_chat_template and not isinstance(side, str) and as_messages(side)[0]["role"] != "assistant":
         raise ValueError("a whole conversation beside a prompt. Leave --prompt_key out.")
     if vision is not None and shown:
-        return vision.render_response(replace(fields, response=side))
+        return vision.render_response(replace(fields, response=side, conversation=None))
     made = render_response(prompt, side, tokenizer, options, fields.tools)
     return made if vision is None else vision.without_media(made)
 

@@ -32,6 +32,8 @@ from openppo.datasets.templates import (
 
 Render = Callable[..., str]
 """``render_chat`` with its tokenizer and tools."""
+Expand = Callable[..., tuple[str, list[int]]]
+"""``Vision.expanded`` with the images of a row."""
 
 _MARK = "\ue000\ue001\ue000"
 """Replaces a turn's text to find its place: private characters, which no template changes or writes."""
@@ -53,7 +55,7 @@ def render_response(
     if options.apply_chat_template:
         asked = as_messages(prompt, "user", options.input_template)
         turns = as_messages(response, "assistant") if response != "" else [{"role": "assistant", "content": ""}]
-        return _render_turns([*asked, *turns], tokenizer, len(asked), tools)
+        return render_turns([*asked, *turns], tokenizer, len(asked), tools)
     before = fill_template(prompt, options.input_template)
     ids, (start,) = encode_cut(tokenizer, before + as_text(response), [len(before)], add_special_tokens=True)
     return _with_targets(ids, [(start, len(ids))], tokenizer)
@@ -70,7 +72,7 @@ def render_whole(
     if options.apply_chat_template:
         if isinstance(value, str):
             raise ValueError("a whole text cannot be split into chat turns. Leave --apply_chat_template out.")
-        return _render_turns(as_messages(value, input_template=options.input_template), tokenizer, 0, tools)
+        return render_turns(as_messages(value, input_template=options.input_template), tokenizer, 0, tools)
     ids = not_empty(encode_start(tokenizer, fill_template(value, options.input_template)), value)
     return all_targets(ids[:1] + end_with_eos(tokenizer, ids[1:]))  # the first token may be a BOS that equals EOS
 
@@ -80,17 +82,26 @@ def all_targets(ids: list[int]) -> TokenExample:
     return TokenExample(ids, [t > 0 for t in range(len(ids))])
 
 
-def _render_turns(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, first: int, tools: Tools | None
+def render_turns(
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    first: int,
+    tools: Tools | None,
+    render: Render | None = None,
+    expand: Expand | None = None,
 ) -> TokenExample:
-    """The conversation up to its last assistant turn; those from message number ``first`` on are targets."""
+    """The conversation up to its last assistant turn; those from message number ``first`` on are targets.
+
+    With images ``render`` writes their places, and ``expand`` puts their tokens there.
+    """
     chosen = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not chosen:
         raise ValueError("no turn of the assistant to train on. Remove the row or choose another column.")
     messages = messages[: chosen[-1] + 1]
-    require_texts(messages)
+    if expand is None:
+        require_texts(messages)
     check_tools(tools, tokenizer)
-    render = partial(render_chat, tokenizer=tokenizer, tools=tools)
+    render = render or partial(render_chat, tokenizer=tokenizer, tools=tools)
     text = render(messages)
     spans = [_span_of_turn(messages, i, text, tokenizer, render) for i in chosen]
     for i, (start, end) in zip(chosen, spans, strict=True):
@@ -98,7 +109,9 @@ def _render_turns(
         asked, closed = (render(before, for_generation=g) if before else "" for g in (True, False))
         opened = len(asked) - len(shared_start(asked, closed))  # the generation prompt, which may hold "<think>"
         require_whole(messages[i], i, text[max(0, start - opened) : end])
-    ids, places = encode_cut(tokenizer, text, [border for span in spans for border in span], add_special_tokens=False)
+    cuts = [border for span in spans for border in span]
+    text, cuts = (text, cuts) if expand is None else expand(text, cuts=cuts)
+    ids, places = encode_cut(tokenizer, text, cuts, add_special_tokens=False)
     return _with_targets(ids, list(zip(places[::2], places[1::2], strict=True)), tokenizer)
 
 

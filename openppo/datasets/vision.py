@@ -126,20 +126,28 @@ class Vision:
     def _places(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.tokens.values())))
 
-    def encode(self, text: str, items: Sequence[MediaItem], start: bool = False) -> list[int]:
-        """Token ids of a text with a place for each of ``items``; at the ``start`` with special tokens in front.
+    def expanded(self, text: str, items: Sequence[MediaItem], cuts: Sequence[int] = ()) -> tuple[str, list[int]]:
+        """``text`` with the tokens of each of ``items`` in its place, and where the positions ``cuts`` are in that.
 
         ``ValueError`` for other numbers of places.
         """
-        places = self._places.findall(text)
+        places = list(self._places.finditer(text))
         for kind, token in self.tokens.items():
-            n_places, n_items = places.count(token), sum(item.kind == kind for item in items)
+            n_places, n_items = sum(place[0] == token for place in places), sum(item.kind == kind for item in items)
             if n_places != n_items:
                 raise ValueError(f"{n_places} places for {kind}s, and {n_items} {kind}s. Correct or remove the row.")
+        longer = [(p.start(), len(item.text) - len(p[0])) for p, item in zip(places, items, strict=True)]
+        moved = [cut + sum(more for start, more in longer if start < cut) for cut in cuts]
         found = iter(items)
-        ids = (encode_start if start else encode_bare)(
-            self.tokenizer, self._places.sub(lambda _: next(found).text, text)
-        )
+        return self._places.sub(lambda _: next(found).text, text), moved
+
+    def encode(self, text: str, items: Sequence[MediaItem], start: bool = False) -> list[int]:
+        """Token ids of a text with a place for each of ``items``; at the ``start`` with special tokens in front."""
+        encode, (whole, _) = encode_start if start else encode_bare, self.expanded(text, items)
+        return self.counted(encode(self.tokenizer, whole), items)
+
+    def counted(self, ids: list[int], items: Sequence[MediaItem]) -> list[int]:
+        """``ids``; ``ValueError`` if more or fewer of them stand for media than of ``items``."""
         n_tokens = sum(ids.count(token_id) for token_id in self.token_ids)
         if n_tokens != sum(item.n_tokens for item in items):
             raise ValueError(f"{n_tokens} tokens stand for {len(items)} images: its text names the token itself.")

@@ -11,9 +11,9 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from transformers import CLIPImageProcessorPil, LlavaProcessor
 
-from openppo.config import RowsConfig, SupervisedConfig
+from openppo.config import PreferenceConfig, RowsConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig, SFTDataConfig
-from openppo.datasets import load_prompts, load_sft_examples
+from openppo.datasets import load_preferences, load_prompts, load_sft_examples
 from openppo.datasets.media import RowVision
 from openppo.datasets.media_files import read_image, values_of, within_pixels
 from openppo.datasets.sources import load_rows, number_rows
@@ -169,7 +169,7 @@ def test_a_response_that_names_an_image_is_refused(tokenizer, processor):
     options = SupervisedConfig(pretrain="-", dataset="-", image_key="images")
     vision = RowVision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, options)
     rows = number_rows([{"input": "<image>a", "images": [RED], "output": "b<image>"}])
-    with pytest.raises(ValueError, match=r"row 1.*its text has a place for an image"):
+    with pytest.raises(ValueError, match=r"row 1.*5 tokens stand for 1 images"):
         load_sft_examples(rows, tokenizer, options, SFTDataConfig(), vision=vision)
 
 
@@ -191,6 +191,39 @@ def test_the_response_to_images_is_what_is_trained_on(tokenizer, processor):
         targets = [i for i, is_target in zip(example.token_ids, example.loss_mask, strict=True) if is_target]
         assert tokenizer.decode(targets) == ("bc;<eos>" if chat else "bc<eos>")
         assert len(example.media) == 1
+
+
+@pytest.mark.parametrize("template", [PARTS, TEXTS])
+def test_all_turns_of_a_conversation_with_images_are_trained(tokenizer, processor, template):
+    tokenizer.chat_template, image = template, tokenizer.convert_tokens_to_ids("<image>")
+    options = SupervisedConfig(pretrain="-", dataset="-", image_key="images", apply_chat_template=True)
+    vision = RowVision(lambda: processor, [image], tokenizer, options)
+    said = [("user", "<image>a"), ("assistant", "bc"), ("user", "<image>"), ("assistant", "d")]
+    row = {"messages": [{"role": role, "content": text} for role, text in said], "images": [RED, BLUE]}
+    (example,) = load_sft_examples(number_rows([row]), tokenizer, options, SFTDataConfig(), vision=vision)
+    around = "[<image>]" if template == PARTS else "<image>"
+    text = f"u:{around}a;a:bc;u:{around};a:d;"
+    expected = processor(text=[text], images=[RED, BLUE], return_tensors="pt")["input_ids"][0].tolist()
+    assert example.token_ids == [*expected, tokenizer.eos_token_id]
+    targets = [i for i, is_target in zip(example.token_ids, example.loss_mask, strict=True) if is_target]
+    assert tokenizer.decode(targets) == "bc;d;<eos>"
+    assert [item.key for item in example.media] == [vision.item(image).key for image in (RED, BLUE)]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_both_responses_of_a_pair_follow_the_images(tokenizer, processor, chat):
+    tokenizer.chat_template, image = PARTS, tokenizer.convert_tokens_to_ids("<image>")
+    options = SupervisedConfig(pretrain="-", dataset="-", image_key="images", apply_chat_template=chat)
+    vision = RowVision(lambda: processor, [image], tokenizer, options)
+    rows = [{"prompt": "<image>a", "images": [RED], "chosen": "b", "rejected": "c"}]
+    rows.append({"prompt": "a", "images": None, "chosen": "b", "rejected": "c"})
+    shown, plain = load_preferences(number_rows(rows), tokenizer, options, PreferenceConfig(), vision=vision)
+    around = "u:[<image>]a;a:{};" if chat else "[<image>]a{}"
+    for ids, answer in ((shown.chosen_ids, "b"), (shown.rejected_ids, "c")):
+        made = processor(text=[around.format(answer)], images=[RED], return_tensors="pt")["input_ids"][0].tolist()
+        assert ids == [*made, tokenizer.eos_token_id]
+    assert (len(shown.media), plain.media) == (1, ())
+    assert tokenizer.decode(plain.chosen_ids) == ("u:a;a:b;<eos>" if chat else "ab<eos>")
 
 
 def test_prompts_that_are_too_long_are_counted_with_their_images(load, caplog):
