@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from openppo import logger
@@ -11,9 +12,12 @@ from openppo.agents.gateway.server import Gateway
 from openppo.agents.parsers import choose_parser
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import Session, SessionSetup, Task, Tools, Turn
-from openppo.config import ServeAgentConfig
+from openppo.config import RowsConfig, ServeAgentConfig
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message
+from openppo.datasets.vision import Vision
+from openppo.media import placeholders
+from openppo.models.pretrained import load_processor
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.sampling import sampling_params
@@ -51,7 +55,10 @@ class AgentServer:
         self.driver = EngineDriver(policy.engine)
         sampling = self.driver.generate, sampling_params(options), limits
         longest = options.episode_max_len or policy.context or sys.maxsize
-        renderer = Renderer(policy.tokenizer, parser, policy.eos_token_ids)
+        policy.engine.not_sampled = tokens = [*placeholders(policy.config)]
+        load = partial(load_processor, options.pretrain, "--pretrain", options.trust_remote_code)
+        vision = Vision(load, tokens, policy.tokenizer, RowsConfig(), name) if tokens else None
+        renderer = Renderer(policy.tokenizer, parser, policy.eos_token_ids, vision)
         self.setup = SessionSetup(renderer, *sampling, longest, policy.context)
 
     def fit(self) -> None:
