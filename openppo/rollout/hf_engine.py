@@ -13,7 +13,7 @@ from openppo.models.attention import LengthsError
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.requests import Queue, Request, longest, padded_left, prefill_tokens
+from openppo.rollout.requests import Queue, Request, longest, padded_left, prefill_tokens, whole_images
 from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
@@ -153,10 +153,11 @@ class HFEngine(Engine):
         self.read_tokens += sum(len(request.known_ids) for request in requests)
         self.reused_tokens += sum(request.n_kept for request in requests)
         kept = self._cache.prefixes.states(requests)
-        prompts, width = list(kept), max(request.n_unread for request in requests)
+        prompts, by_ids = list(kept), {request.known_ids: request.media for request in requests}
+        media = [by_ids[prompt] for prompt in prompts]
+        width = whole_images(self.model, prompts, media, max(request.n_unread for request in requests))
         where = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
-        media = {request.known_ids: request.media for request in requests}
-        ids, shifts = padded_left(self.model, prompts, [media[prompt] for prompt in prompts], width, where)
+        ids, shifts = padded_left(self.model, prompts, media, width, where)
         logits = self._cache.logits(self.model, ids, where)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(rows, [len(request.known_ids) for request in requests], [shifts[row] for row in rows])
@@ -197,7 +198,7 @@ class HFEngine(Engine):
             ended = sampled.record(places, self.decode)
             for request, reason in ended:
                 parked, n_kept = None, len(request.known_ids) - 1
-                if request.park and not request.media:  # prompts with images are read whole
+                if request.park:
                     parked = cache.prefixes.park(request, cache.park(places[request.number], n_kept))
                 whole = request.token_ids, request.log_probs, request.versions
                 self._ended[request.number] = Completion(*whole, reason, parked)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openppo.media import Media, model_inputs, rope_positions
+from openppo.media import Media, forward_names, model_inputs, rope_positions
 from openppo.models.padding import pad_right
 from openppo.types import SamplingParams
 
@@ -56,13 +56,29 @@ def prefill_tokens(on_cpu: bool) -> int:
     return _PREFILL_ON_CPU if on_cpu else _PREFILL_ON_GPU
 
 
+def whole_images(model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int) -> int:
+    """``width`` or more, so that no image is cut before the last tokens of ``prompts``, which are ``distinct_ids``.
+
+    A ``model`` whose images attend both ways gets that attention for whole prompts only.
+    """
+    reaches = []  # tokens of a prompt that are behind an image, and those from its first on
+    for ids, of_prompt in zip(prompts, media, strict=True):
+        keys = [-1 - item.key for item in of_prompt]
+        reaches += [(ids[::-1].index(key), len(ids) - ids.index(key)) for key in keys]
+    if any(behind < width for behind, _ in reaches) and "token_type_ids" in forward_names(model):
+        return max(map(len, prompts))
+    while cut := [first for behind, first in reaches if behind < width < first]:
+        width = max(cut)
+    return width
+
+
 def padded_left(
     model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int, where: dict[str, Any]
 ) -> tuple[Tensor, list[int]]:
     """Ids (prompts, width) of the last tokens of ``prompts``, which are ``distinct_ids``, padded with 0 on the left.
 
-    Adds to ``where``, the inputs of a forward over them, what ``model`` gets for their ``media``. Also returns how far
-    the positions of tokens that follow are above their places.
+    Adds to ``where``, the inputs of a forward over them, what ``model`` gets for those of their ``media`` that are
+    among these. Also returns how far the positions of tokens that follow are above their places.
     """
     real = {-1 - item.key: item.token_id for of_prompt in media for item in of_prompt}
     rows = [[real.get(i, i) for i in prompt] for prompt in prompts]
@@ -70,14 +86,16 @@ def padded_left(
     shifts, seeing = [0] * len(rows), [i for i, of_prompt in enumerate(media) if of_prompt]
     if not seeing:
         return ids, shifts
-    where |= model_inputs(model, ids, media)
+    last = [prompt[-width:] for prompt in prompts]
+    shown = [tuple(item for item in of if -1 - item.key in seen) for of, seen in zip(media, last, strict=True)]
+    where |= model_inputs(model, ids, shown)
     right, _ = pad_right([rows[i] for i in seeing], 0)
     places = rope_positions(model, right, [media[i] for i in seeing])
     if places is not None:
         where["position_ids"] = where["position_ids"].expand(3, -1, -1).clone()
         for k, i in enumerate(seeing):
             own = places[:, k, : len(rows[i])]
-            where["position_ids"][:, i, -len(rows[i]) :] = own
+            where["position_ids"][:, i, -len(rows[i]) :] = own[:, -width:]
             shifts[i] = int(own.max()) + 1 - len(rows[i])
     return ids, shifts
 
@@ -170,11 +188,8 @@ class Prefixes:
         return request.number
 
     def n_kept(self, request: Request) -> int:
-        """Tokens of a prompt that are kept: those of its handle, if it begins with them; never its last.
-
-        None of one with images, which a forward reads whole.
-        """
-        if request.media or request.resume is None or (kept := self._by_handle.get(request.resume)) is None:
+        """Tokens of a prompt that are kept: those of its handle, if it begins with them; never its last."""
+        if request.resume is None or (kept := self._by_handle.get(request.resume)) is None:
             return 0
         n = kept.handles[request.resume]
         return min(n, len(request.prompt_ids) - 1) if kept.token_ids[:n] == request.prompt_ids[:n] else 0

@@ -75,6 +75,38 @@ def test_engine_actor_and_transformers_agree(family, model):
         torch.testing.assert_close(torch.tensor(completion.log_probs), own, atol=1e-4, rtol=1e-4)
 
 
+def test_turns_that_continue_a_conversation_with_images_read_only_what_is_new(family, model):
+    items = [random_image(family, key) for key in (1, 2, 3)]
+    first = with_images([5, OPEN, 6], items[:1])
+
+    def finish(engine, prompts, media, resume, seeds):
+        numbers = [
+            engine.submit(prompt, SamplingParams(4), seed, True, handle, of)
+            for prompt, of, handle, seed in zip(prompts, media, resume, seeds, strict=True)
+        ]
+        while engine.busy:
+            engine.step()
+        ended = engine.collect()
+        return [ended[number] for number in numbers]
+
+    found = {}
+    for keeps in (True, False):
+        engine = HFEngine(model, [], 0, 4)
+        engine.not_sampled = [IMAGE, 61]
+        with engine.with_weights(WholeWeights(model)):
+            (one, text) = finish(engine, [first, [7, 8, 9]], [tuple(items[:1]), ()], [None, None], [1, 2])
+            longer = [*first, *one.token_ids, *with_images([OPEN, 4, 9, OPEN, 3, 3, 3], items[1:])]
+            turns = [longer, [*first, *one.token_ids, 8], [7, 8, 9, *text.token_ids, *with_images([OPEN], items[:1])]]
+            media = [tuple(items), tuple(items[:1]), tuple(items[:1])]
+            handles = [one.parked, one.parked, text.parked] if keeps else [None] * 3
+            before = engine.reused_tokens
+            found[keeps] = finish(engine, turns, media, handles, [3, 4, 5])
+            assert (engine.reused_tokens > before) == keeps
+    for ours, theirs in zip(found[True], found[False], strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+
+
 def test_the_gradient_does_not_depend_on_micro_batches(family, model):
     prompts, media = prompts_of(family, 3, 1, 0)
     rows = [[*prompt, 7, 8, 9] for prompt in prompts]
