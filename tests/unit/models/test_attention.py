@@ -124,7 +124,7 @@ def test_decode_steps_copy_no_keys_and_change_nothing(saved, calls, queries, key
     mask = torch.arange(17)[None, None, None] >= torch.tensor([0, 3, 16, 5])[:, None, None, None]  # (B, 1, 1, L)
     given = mask if masked else None
     ours = attend(load(saved, bf16), inputs, given)
-    folded = not bf16 or queries >= 4 * keys
+    folded = not bf16 or queries >= 3 * keys
     assert calls == [(inputs[0].dtype, keys if folded else queries, keys, not folded and queries > keys)]
     copies = [x.double().repeat_interleave(queries // keys, 1) for x in inputs[1:]]
     theirs = F.scaled_dot_product_attention(inputs[0].double(), *copies, attn_mask=given, scale=SCALE)
