@@ -117,7 +117,7 @@ def model_inputs(model: Any, input_ids: Tensor, media: Sequence[Media]) -> dict[
     """
     items = list(chain.from_iterable(media))
     made = {name: tensor.to(input_ids.device) for name, tensor in joined(items).items()}
-    made = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in made.items()}
+    made = {name: x.to(model.dtype) if name.startswith("pixel_values") else x for name, x in made.items()}
     for name in {"token_type_ids", "mm_token_type_ids"} & forward_names(model):
         made[name] = token_kinds(input_ids, model.config)
     return made

@@ -63,6 +63,10 @@ class AgentSource(SamplerMaker):
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """``ValueError`` for rows that the agent cannot play."""
+        if any(prompt.media for prompt in prompts) and isinstance(self.agent, OpenRLHFAgent):
+            raise ValueError("--image_key: an agent file of OpenRLHF reads texts: write a coroutine for --agent.")
+        if any(prompt.media and prompt.messages is None for prompt in prompts):
+            raise ValueError("--image_key: agents get images in chat messages: add --apply_chat_template.")
         self.agent.check(prompts)
 
     def make(self, parts: SamplerParts) -> AgentSampler:

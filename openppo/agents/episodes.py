@@ -172,9 +172,9 @@ def first_difference(session: Session) -> str | None:
     for leaf in session.leaves:
         try:
             whole = renderer.rendered(leaf.messages, leaf.tools, for_generation=False)
+            recorded, rendered = leaf.token_ids, renderer.encode(whole, leaf.media)
         except ValueError as error:  # such as two calls where it takes one: the policy's doing
             return str(error)
-        recorded, rendered = leaf.token_ids, renderer.encode(whole, leaf.media)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(recorded, rendered, strict=False))
         if (place := len(list(same))) < len(recorded):
             ours, theirs = (renderer.decode(ids[place : place + 12]) for ids in (recorded, rendered))

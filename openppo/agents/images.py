@@ -1,14 +1,14 @@
 """Images of an episode: each is processed once, and messages have its key in its place."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from hashlib import sha256
 from typing import Any
 
 import aiohttp
 from PIL import Image
 
-from openppo.datasets.media_files import UNREADABLE, content_of, given_in
+from openppo.datasets.media_files import UNREADABLE, content_of, given_in, read_image
 from openppo.datasets.templates import Message, shortened, text_of
 from openppo.datasets.vision import Vision
 from openppo.media import Media, MediaItem, media_key, media_kind, media_part, media_parts
@@ -23,7 +23,7 @@ class Images:
     def __init__(self, vision: Vision | None, prompt: Prompt, fetches: bool) -> None:
         self.vision, self.fetches, self.near = vision, fetches, prompt.source
         self.items = {item.key: item for item in prompt.media}
-        self._keys: dict[bytes, int] = {}  # by what was given
+        self._work: dict[str | bytes, asyncio.Task[Any]] = {}  # by address what was fetched, by digest the item
 
     def of(self, messages: Sequence[Message]) -> Media:
         """Those of messages that were read, in the order of their places."""
@@ -38,8 +38,7 @@ class Images:
             return dict(message)
         if self.vision is None:
             raise ValueError("a message has an image, and --pretrain reads none here: leave it out.")
-        parts = [await self._read(part) for part in message["content"]]
-        return {**message, "content": parts}
+        return {**message, "content": [await self._read(part) for part in message["content"]]}
 
     async def _read(self, part: Any) -> dict[str, Any]:
         if (kind := media_kind(part)) is None:
@@ -48,36 +47,56 @@ class Images:
             return dict(part)
         if kind != "image":
             raise ValueError(f"{shortened(part)}: agents get images, no videos: give some of its frames.")
-        return media_part(kind, (await self._item(given_in(part))).key)
+        value = given_in(part)
+        try:
+            item = await self._item(value)
+        except UNREADABLE as error:
+            raise ValueError(f"the image {shortened(value)} cannot be read: {error}.") from error
+        self.items[item.key] = item
+        return media_part(kind, item.key)
 
     async def _item(self, value: Any) -> MediaItem:
         assert self.vision is not None
-        try:
-            is_address = isinstance(value, str) and value.startswith(("http://", "https://"))
-            if is_address and not self.fetches:
+        if isinstance(value, str) and value.startswith(("http://", "https://")):
+            if not self.fetches:
                 raise ValueError(f"{shortened(value)} is not fetched: send a data URL, or add --allow_image_urls.")
-            content = await _fetched(value) if is_address else content_of(value, self.near)
-            if isinstance(content, Image.Image):
-                digest = sha256(f"{content.mode} {content.size}".encode() + content.tobytes()).digest()
-            else:
-                digest = sha256(content if isinstance(content, bytes | bytearray) else repr(content).encode()).digest()
-            if digest not in self._keys:
-                item = await asyncio.to_thread(self.vision.item, content)
-                self.items[item.key], self._keys[digest] = item, item.key
-        except UNREADABLE as error:
-            raise ValueError(f"the image {shortened(value)} cannot be read: {error}.") from error
-        return self.items[self._keys[digest]]
+            content: Any = await self._once(value, lambda: _fetched(value))
+        else:
+            content = content_of(value, self.near)
+        if isinstance(content, Image.Image):
+            content = read_image(content)
+            digest = sha256(f"{content.size}".encode() + content.tobytes()).digest()
+        else:
+            digest = sha256(content if isinstance(content, bytes | bytearray) else repr(content).encode()).digest()
+        item: MediaItem = await self._once(digest, lambda: asyncio.to_thread(self._processed, content))
+        return item
+
+    def _processed(self, content: Any) -> MediaItem:
+        assert self.vision is not None
+        return self.vision.item(content)
+
+    async def _once(self, key: str | bytes, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The result of ``work``, which is done once for a ``key`` unless it fails."""
+        task = self._work.get(key)
+        if task is None:
+            task = self._work[key] = asyncio.ensure_future(work())
+        try:
+            return await asyncio.shield(task)
+        except (ValueError, OSError):
+            self._work.pop(key, None)
+            raise
 
 
 async def _fetched(address: str) -> bytes:
     """What an address gives; ``OSError`` if that fails or is too large."""
-    limit = aiohttp.ClientTimeout(total=_SECONDS_TO_FETCH)
+    limit, content = aiohttp.ClientTimeout(total=_SECONDS_TO_FETCH), bytearray()
     try:
         async with aiohttp.ClientSession(timeout=limit) as client, client.get(address) as answer:
             answer.raise_for_status()
-            content = await answer.content.read(_MOST_BYTES + 1)
+            async for chunk in answer.content.iter_chunked(2**16):
+                content += chunk
+                if len(content) > _MOST_BYTES:
+                    raise OSError(f"more than {_MOST_BYTES} bytes")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise OSError(f"{type(error).__name__} {error}") from error
-    if len(content) > _MOST_BYTES:
-        raise OSError(f"more than {_MOST_BYTES} bytes")
-    return content
+    return bytes(content)

@@ -31,6 +31,10 @@ _USUAL = set(
 _USUAL_STARTS = ("LC_", "PYTHON", "XDG_")
 
 
+_MOST_OF_A_VARIABLE, _LONG = 120_000, 8_000
+"""Linux allows 128 KiB for one variable: of a larger row no text has more characters than so."""
+
+
 class ProgramError(Exception):
     """A program that ended with an error."""
 
@@ -131,7 +135,7 @@ class ProgramAgent(Agent):
         url, direct = self.gateway.base_url(key), "127.0.0.1,localhost"
         bypass = ",".join(filter(None, [self.environment.get("NO_PROXY", self.environment.get("no_proxy")), direct]))
         return {
-            "OPENPPO_TASK": json.dumps(task.prompt.row, default=_json_form),
+            "OPENPPO_TASK": row_json(task.prompt.row, _MOST_OF_A_VARIABLE),
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": key,
@@ -152,9 +156,21 @@ def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
-def _json_form(value: Any) -> str | None:
-    """A text; null for images, which are too large for a variable."""
-    return None if isinstance(value, bytes | Image) else str(value)
+def row_json(row: Mapping[str, Any], most: int | None = None) -> str:
+    """A row in JSON, in which images are null that are no paths; of more than ``most`` characters all long texts."""
+
+    def known(value: Any) -> str | None:
+        return None if isinstance(value, bytes | Image) else str(value)
+
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: short(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [short(each) for each in value]
+        return None if isinstance(value, str) and len(value) > _LONG else value
+
+    text = json.dumps(row, default=known)
+    return text if most is None or len(text) <= most else json.dumps(short(json.loads(text)))
 
 
 def printed_reward(output: str) -> float | dict[str, float] | None:

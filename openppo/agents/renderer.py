@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,10 +40,11 @@ class Renderer:
         """Text of a conversation; ``ValueError`` if the template refuses it."""
         offered = [dict(tool) for tool in tools] or None
 
-        def render(written: Sequence[Message]) -> str:
-            return render_conversation(written, self.tokenizer, for_generation=for_generation, tools=offered)
+        def render(content: Callable[[Any], Any]) -> str:
+            how: dict[str, Any] = {"for_generation": for_generation, "tools": offered, "content": content}
+            return render_conversation(messages, self.tokenizer, **how)
 
-        return render(messages) if self.vision is None else self.vision.write(messages, render)
+        return render(text_of) if self.vision is None else self.vision.write(messages, render)
 
     def bridge(
         self,

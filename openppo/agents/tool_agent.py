@@ -14,7 +14,7 @@ from openppo.agents.episodes import Agent, ToolError
 from openppo.agents.session import EpisodeEnded, Session, Task
 from openppo.agents.tools import BaseTool, ToolResponse
 from openppo.config.agents import AgentConfig
-from openppo.datasets.templates import shortened
+from openppo.datasets.templates import encode_bare, shortened
 from openppo.types import Prompt
 from openppo.user_code import call
 
@@ -89,7 +89,7 @@ class ToolEpisode:
             made = await self._use(name, "create")
             self.instances[name], response = made if isinstance(made, tuple) else (made, "")
             self.releases.push_async_callback(self._use, name, "release", self.instances[name])
-            said.append(self._read(name, response))
+            said.append(await self._seen(name, self._read(name, response)))
         self.messages[-1]["content"] = _joined(said)
 
     async def _has_calls(self) -> bool:
@@ -119,7 +119,7 @@ class ToolEpisode:
         try:
             result = await self._use(name, "execute", self.instances[name], given)
             response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
-            content = self._read(name, response)
+            content = await self._seen(name, self._read(name, response))
             self._reward(name, reward)
         except ToolError as error:
             if name not in self.agent.failing:
@@ -163,6 +163,14 @@ class ToolEpisode:
         parts = [{"type": "image", "image": image} for image in (images if isinstance(images, list) else [images])]
         return _joined([parts, self._cut(text)])
 
+    async def _seen(self, name: str, content: Content) -> Content:
+        """``content`` with its images processed; ``ToolError`` for one that cannot be read."""
+        try:
+            read: Content = (await self.session.images.read({"content": content}))["content"]
+        except ValueError as error:
+            raise ToolError(f"{name}: {error}") from error
+        return read
+
     def _error(self, what: str) -> str:
         """Count an error and say it to the model."""
         self.session.counts["tool_errors"] += 1
@@ -172,7 +180,7 @@ class ToolEpisode:
         """``text``, or its beginning of ``--max_tool_response_tokens`` with a mark."""
         renderer, most = self.session.setup.renderer, self.agent.options.max_tool_response_tokens
         text = text.encode(errors="replace").decode()  # half a surrogate pair has no tokens
-        ids = renderer.encode(text[: most * 64])  # of a huge result only the beginning
+        ids = encode_bare(renderer.tokenizer, text[: most * 64])  # of a huge result only the beginning
         short = len(ids) <= most and len(text) <= most * 64
         return text if short else renderer.decode(ids[:most]).rstrip("\ufffd") + " ... [cut]"
 

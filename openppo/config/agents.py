@@ -24,6 +24,8 @@ class ConversationConfig(Options):
     """Tokens of one episode, prompt and all turns (default: --prompt_max_len + --generate_max_len)."""
     history: Literal["verbatim", "template"] = option("verbatim", measures=True)
     """Earlier turns as they were sampled, or as the chat template renders them in deployment (earlier thoughts cut)."""
+    allow_image_urls: bool = False
+    """Fetch images that messages name by an address; without it only data URLs are read."""
     tool_parser: ToolParser = option("auto", measures=True)
     """Format of the model's tool calls; auto recognizes it in the chat template."""
 
@@ -46,8 +48,6 @@ class AgentConfig(ConversationConfig):
     """Compare each conversation, rendered at its end, with the recorded tokens; strict drops what differs."""
     max_tool_response_tokens: int = option(1024, at_least(1), measures=True)
     """Results of tools are cut to this many tokens."""
-    allow_image_urls: bool = False
-    """Fetch images that messages name by an address; without it only data URLs are read."""
     tool_timeout: float = option(60.0, positive)
     """Seconds for one call of a tool."""
     n_envs: int | None = option(None, at_least(1), resume="must match")

@@ -1,7 +1,7 @@
 """Conversations with tool calls -> text: messages as any client has them, in the form that a chat template writes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.templates import Message, Tools, render_chat, text_of
-from openppo.media import media_parts
 
 MARK = "Zq7markqZ"
 """Stands for what is looked for in a rendering; letters and a digit, which no template changes."""
@@ -23,17 +22,18 @@ def render_conversation(
     *,
     for_generation: bool = False,
     tools: Tools | None = None,
+    content: Callable[[Any], Any] = text_of,
 ) -> str:
     """``render_chat`` of messages in any of OpenAI's forms.
 
-    Contents are strings or lists of texts, or null; with images they are left as they are. A developer is the system;
-    what is null is left out. Arguments of calls are given to the template as objects, or as JSON if that is what it
-    writes well.
+    Contents are strings or lists of texts, or null, of which ``content`` makes what the template gets. A developer is
+    the system; what is null is left out. Arguments of calls are given to the template as objects, or as JSON if that is
+    what it writes well.
     """
     as_text = any(message.get("tool_calls") for message in messages) and _wants_text(
         tokenizer, str(tokenizer.chat_template)
     )
-    given = [_message(message, as_text) for message in messages]
+    given = [_message(message, as_text, content) for message in messages]
     return render_chat(given, tokenizer, for_generation=for_generation, tools=tools)
 
 
@@ -70,11 +70,10 @@ def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     return written == [True]
 
 
-def _message(message: Message, as_text: bool) -> Message:
+def _message(message: Message, as_text: bool, content: Callable[[Any], Any] = text_of) -> Message:
     """A message with a text as content, and calls with arguments as JSON text or as an object."""
     kept = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
-    if not any(media_parts([message])):
-        kept |= {"content": text_of(message.get("content"))}
+    kept |= {"content": content(message.get("content"))}
     if kept.get("role") == "developer":
         kept["role"] = "system"
     if calls := message.get("tool_calls"):

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import RowsConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig
-from openppo.datasets.media import RowVision, has_media
+from openppo.datasets.media import RowVision
 from openppo.datasets.row_formats import RowFields
 from openppo.datasets.row_reader import Keys, RowReader
 from openppo.datasets.sources import ShowRows, SourceRow, descend, naming_row, value_of
@@ -121,9 +121,7 @@ def load_sft_examples(
     reader = RowReader(rows, "sft", supervised, keys if named else None)
 
     def render(fields: RowFields) -> TokenExample:
-        if vision is None:
-            return render_text(fields)
-        return vision.render_response(fields) if has_media(fields) else vision.without_media(render_text(fields))
+        return render_text(fields) if vision is None else vision.example(fields, render_text)
 
     def render_text(fields: RowFields) -> TokenExample:
         if fields.whole is not None:

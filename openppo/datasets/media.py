@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from openppo.datasets.media_files import UNREADABLE, given_in, values_of
@@ -40,9 +40,7 @@ class RowVision(Vision):
     def render(self, fields: RowFields) -> Prompt:
         """``render_prompt``, of a row that may have images and videos in its columns or its messages."""
         options, chat = self.options, self.options.apply_chat_template
-        if chat and self.reads and not self.tokenizer.chat_template:
-            _ = self.processor  # which may have one
-        if not has_media(fields) and not (chat and self.reads and not self.takes_texts and self.takes_parts):
+        if not has_media(fields) and not self.needs_parts:
             prompt = render_prompt(fields.prompt, self.tokenizer, options, fields.tools)
             return self.without_media(prompt, prompt.text)
         if chat:
@@ -55,9 +53,26 @@ class RowVision(Vision):
         prompt = Prompt(text, self.encode(text, items, not chat), messages=messages if chat else None, media=items)
         return prompt if items else self.without_media(prompt, text)
 
+    @cached_property
+    def needs_parts(self) -> bool:
+        """Whether the chat template writes nothing of a content that is a text."""
+        if not (self.options.apply_chat_template and self.reads):
+            return False
+        if not self.tokenizer.chat_template:
+            _ = self.processor  # which may have one
+        return not self.takes_texts and self.takes_parts
+
+    def example(self, fields: RowFields, otherwise: Callable[[RowFields], TokenExample]) -> TokenExample:
+        """What ``otherwise`` makes of a row, or of one with images ``render_response``."""
+        if has_media(fields) or self.needs_parts:
+            return self.render_response(fields)
+        asked = fields.prompt if fields.whole is None else fields.whole
+        return self.without_media(otherwise(fields), str(asked))
+
     def without_media(self, made: T, text: str = "") -> T:
         """``made``, a prompt or example; ``ValueError`` if its text has a place for an image."""
-        if self.token_ids and ("<image>" in text or not {*self.token_ids}.isdisjoint(made.token_ids)):
+        has_mark = "<image>" in text or (self.options.video_key is not None and "<video>" in text)
+        if self.token_ids and (has_mark or not {*self.token_ids}.isdisjoint(made.token_ids)):
             what = "its text has a place for an image, and the row has none"
             raise ValueError(f"{what}. Add the image, name its column with --image_key, or remove the row.")
         return made
@@ -65,6 +80,8 @@ class RowVision(Vision):
     def render_response(self, fields: RowFields) -> TokenExample:
         """``render_response`` and, of a conversation, ``render_whole``, of a row that has images."""
         options, response = self.options, fields.response
+        if fields.prompt is None and fields.conversation is None:
+            raise ValueError("a row with images needs a prompt and a response: name their columns, or remove the row.")
         if not options.apply_chat_template:
             prompt = self.render(fields)
             before, _ = self.expanded(prompt.text, prompt.media)
@@ -80,7 +97,8 @@ class RowVision(Vision):
         return replace(made, token_ids=self.counted(made.token_ids, items), media=items)
 
     def _rendered(self, messages: Sequence[Message], fields: RowFields, for_generation: bool = False) -> str:
-        def render(written: list[Message]) -> str:
+        def render(content: Callable[[Any], Any]) -> str:
+            written = [{**message, "content": content(message.get("content"))} for message in messages]
             return render_chat(written, self.tokenizer, for_generation=for_generation, tools=fields.tools)
 
         return self.write(messages, render)
@@ -92,7 +110,8 @@ class RowVision(Vision):
         begins with them.
         """
         column = {kind: values_of(fields.media.get(kind)) for kind in KINDS}
-        marks = "|".join(f"<{kind}>" for kind, values in column.items() if values)
+        named = {"image": self.options.image_key, "video": self.options.video_key}
+        marks = "|".join(f"<{kind}>" for kind, values in column.items() if values or named[kind])
         messages = [{**m, "content": _parts(m, marks)} for m in asked]
         if not any(media_parts(messages)):
             first = next((m for m in messages if m["role"] == "user"), messages[0])
@@ -137,4 +156,4 @@ def _parts(message: Message, marks: str) -> list[dict[str, Any]]:
         for piece in re.split(f"({marks})", part["text"]):
             is_mark = re.fullmatch(marks, piece) is not None
             made.append({"type": piece[1:-1]} if is_mark else {"type": "text", "text": piece})
-    return [part for part in made if part.get("text", True)]
+    return [part for part in made if media_kind(part) or part["text"]]

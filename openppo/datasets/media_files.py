@@ -21,12 +21,16 @@ _NAMES = ("bytes", "image", "video", "url", "path", "image_url", "video_url")
 
 def values_of(column: object) -> list[Any]:
     """What a column has, one or a list of them, without those that are null or empty."""
-    return [one for one in (column if isinstance(column, list) else [column]) if not (one is None or one in ("", []))]
+    return [one for one in (column if isinstance(column, list) else [column]) if _is_given(one)]
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and not (isinstance(value, str | bytes | list) and len(value) == 0)
 
 
 def given_in(part: dict[str, Any]) -> Any:
     """What a part of a content, or ``datasets`` in a dict, gives as image or video; None if it gives none."""
-    given = next((part[name] for name in _NAMES if part.get(name)), None)
+    given = next((part[name] for name in _NAMES if _is_given(part.get(name))), None)
     return given_in(given) if isinstance(given, dict) else given
 
 
@@ -56,6 +60,7 @@ def read_frames(value: object, fps: float, most: int, near: str = "") -> tuple[l
 
     ``value`` is a file in any form that an image may have, or a list of frames, of which a second has ``fps``.
     """
+    value = given_in(value) if isinstance(value, dict) else value
     if isinstance(value, list):
         n = min(most, len(value))
         return [read_image(value[i * len(value) // n], near) for i in range(n)], fps * n / len(value)
@@ -70,22 +75,29 @@ def read_frames(value: object, fps: float, most: int, near: str = "") -> tuple[l
         ) from error
     try:
         with av.open(io.BytesIO(content), "r") as file:
-            ends = [float(((p.pts or 0) + (p.duration or 0)) * p.time_base) for p in file.demux(video=0) if p.time_base]
-            n, length = max(1, min(most, round(max(ends) * fps))), max(ends)
+            packets = [p for p in file.demux(video=0) if p.pts is not None and p.time_base]
+            start = min(float((p.pts or 0) * p.time_base) for p in packets)
+            length = max(float(((p.pts or 0) + (p.duration or 0)) * p.time_base) for p in packets) - start
+            n = max(1, min(most, round(length * fps)))
             file.seek(0)
-            frames = [frame.to_image() for frame in _chosen(file.decode(video=0), n, length)]
+            frames = [frame.to_image() for frame in _chosen(file.decode(video=0), n, start, length)]
     except (av.FFmpegError, IndexError, ValueError) as error:  # an index of a stream, or no packets
         raise OSError(f"no video that PyAV can decode ({error})") from error
-    return frames, n / length
+    return frames, n / length if length > 0 else fps
 
 
-def _chosen(frames: Iterator[Any], n: int, length: float) -> Iterator[Any]:
-    """``n`` of the frames: for each part of so long a video the first at its start or after it."""
+def _chosen(frames: Iterator[Any], n: int, start: float, length: float) -> Iterator[Any]:
+    """``n`` of the frames: for each part of a video that begins at ``start`` the first at its start or after it.
+
+    ``ValueError`` without any.
+    """
     taken, last = 0, None
     for last in frames:
-        while taken < n and last.time >= taken * length / n - 1e-6:
+        while taken < n and (last.time or start) - start >= taken * length / n - 1e-6:
             yield last
             taken += 1
+    if last is None:
+        raise ValueError("it has no frames")
     yield from [last] * (n - taken)
 
 

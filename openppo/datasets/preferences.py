@@ -149,10 +149,12 @@ def _render_side(
         return render_whole(side, tokenizer, options, fields.tools)
     if options.apply_chat_template and not isinstance(side, str) and as_messages(side)[0]["role"] != "assistant":
         raise ValueError("a whole conversation beside a prompt. Leave --prompt_key out.")
-    if vision is not None and shown:
-        return vision.render_response(replace(fields, response=side, conversation=None))
-    made = render_response(prompt, side, tokenizer, options, fields.tools)
-    return made if vision is None else vision.without_media(made)
+
+    def render(fields: RowFields) -> TokenExample:
+        return render_response(prompt, side, tokenizer, options, fields.tools)
+
+    fields = replace(fields, response=side, conversation=None)
+    return render(fields) if vision is None else vision.example(fields, render)
 
 
 def _number(value: Any, what: str, otherwise: str) -> float:

@@ -36,7 +36,9 @@ class RowReader:
     def __init__(self, rows: Sequence[SourceRow], task: Task, options: RowsConfig, keys: Keys | None = None) -> None:
         self.rows, self.task, self.chat, self.keys = rows, task, options.apply_chat_template, keys or {}
         self.tools_key, self.processes = options.tools_key, options.dataset_num_proc
-        self.media_keys = {"image": options.image_key, "video": options.video_key}
+        keys_of = {"image": options.image_key, "video": options.video_key}
+        self.media_keys = {kind: key for kind, key in keys_of.items() if key is not None}
+        self.found = {kind for kind, key in self.media_keys.items() if any(descend(row.row, key) for row in rows)}
         self.content = task, self.chat, options.input_template, options.chat_template_kwargs
         self.formats: dict[str, RowFormat] = {}
         named = options.data_format
@@ -60,7 +62,7 @@ class RowReader:
         fields = replace(self._fields(row), tools=tools)
         media = {}
         for kind, key in self.media_keys.items():
-            if key is not None and (descend(row.row, key) or not any(descend(other.row, key) for other in self.rows)):
+            if descend(row.row, key) or kind not in self.found:
                 media[kind] = value_of(row.row, key, f"--{kind}_key")
         return replace(fields, media=media, source=row.source)
 

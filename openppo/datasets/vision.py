@@ -5,17 +5,18 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import RowsConfig
 from openppo.datasets.media_files import read_frames, read_image, thumbnail, within_pixels
-from openppo.datasets.templates import Message, encode_bare, encode_start, render_chat
-from openppo.media import MediaItem, media_kind, media_parts
+from openppo.datasets.templates import Message, encode_bare, encode_start, render_chat, text_of
+from openppo.media import MediaItem, check_images, media_kind, media_parts
 from openppo.types import Prompt
 
 _TEXT = "Zq7textqZ"  # letters and a digit, which no template changes
@@ -93,15 +94,15 @@ class Vision:
             return render_chat([{"role": "user", "content": content}], self.tokenizer)
         return ""
 
-    def write(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> str:
-        """What ``render`` makes of messages, with the processor's token for each of their images and videos.
+    def write(self, messages: Sequence[Message], render: Callable[[Callable[[Any], Any]], str]) -> str:
+        """Text of a conversation, with the processor's token for each image and video of ``messages``.
 
-        They have parts for those, and ``render`` gets parts or texts, as the chat template writes them.
+        ``render`` writes them, with contents as its argument makes them: parts or texts, as the chat template wants.
         """
         n, text = sum(1 for _ in media_parts(messages)), ""
         for as_parts in (True, False) if self.takes_parts else (False,):  # of some roles it may write only texts
             try:
-                text = render([{**m, "content": self._content(m.get("content"), as_parts)} for m in messages])
+                text = render(partial(self._content, as_parts=as_parts))
             except ValueError:
                 if not as_parts:
                     raise
@@ -110,9 +111,10 @@ class Vision:
         return text
 
     def _content(self, content: Any, as_parts: bool) -> Any:
-        if not isinstance(content, list):
-            is_part = as_parts and content and not self.takes_texts
-            return [{"type": "text", "text": content}] if is_part else content
+        """A content as the chat template gets it."""
+        if not any(media_parts([{"content": content}])):
+            text = text_of(content)
+            return [{"type": "text", "text": text}] if as_parts and text and not self.takes_texts else text
         kinds = map(media_kind, content)
         parts = [{"type": kind} if kind else part for kind, part in zip(kinds, content, strict=True)]
         return [part for part in parts if part.get("text", True)] if as_parts else self.as_text(parts)
@@ -121,6 +123,18 @@ class Vision:
         """A content as a text in which placeholders stand for images and videos."""
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         return "".join(self.placeholders[kind] if (kind := media_kind(part)) else part["text"] for part in parts)
+
+    def for_agents(self, config: Any, model: str) -> "Vision | None":
+        """This, if it reads images of a ``model``, a flag and a name, with ``config``; else None, which is logged."""
+        if not self.reads:
+            return None
+        try:
+            check_images(config, model)
+            _ = self.processor
+        except ValueError as error:
+            logger.warning("agents get no images: %s", error)
+            return None
+        return self
 
     @cached_property
     def _places(self) -> re.Pattern[str]:

@@ -1,5 +1,6 @@
 """Options to the sources of rewards of a run. Cheap checks come first, models last."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,6 @@ from openppo.rewards.model import (
     check_chats,
     policy_tokens,
     read_tokens,
-    stored_normalization,
 )
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
@@ -142,9 +142,11 @@ class ScorerSetup:
             reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **self.loading)
         frozen = self.strategy.prepare_frozen(reward)
         pack_where_exact(reward, frozen, self.strategy.device, "reward model")
-        reward.stand_in = self.stand_in  # after checks, whose rows may hold tokens that stand for images
+        sees = own is None and bool(placeholders(config))
+        reward.stand_in = self.stand_in if sees else None  # after checks, whose rows may hold tokens of images
         pad = pad_token_id(own or self.tokenizer)
-        return ModelScorer(frozen, self.size, pad, self.strategy.comm, self.strategy.device, name, read, *normalization)
+        where = self.strategy.comm, self.strategy.device
+        return ModelScorer(frozen, self.size, pad, *where, name, read, sees, *normalization)
 
     def _reader(
         self, model: str
@@ -199,6 +201,23 @@ class ScorerSetup:
         run = self.size, self.strategy.comm, self.strategy.device
         where = named, context_length(config), pad_token_id(own)
         return ProcessScorer(judge, render, self.tokenizer, (good, bad), source, *where, *run, name)
+
+
+def stored_normalization(config: PreTrainedConfig, source: str) -> tuple[float, float]:
+    """Mean and std of a reward model's scores, which its config.json holds as ``mean`` and ``std`` as in OpenRLHF.
+
+    ``ValueError`` naming ``--normalize_reward`` and ``source`` if there are none.
+    """
+    stored: Any = config.to_dict()
+    mean, std = stored.get("mean"), stored.get("std")
+    numbers = isinstance(mean, int | float) and isinstance(std, int | float)
+    if not (numbers and math.isfinite(mean) and 0 < std < math.inf):
+        raise ValueError(
+            f"--normalize_reward: {source} stores no mean and positive std of its scores in its config.json (found "
+            f"{mean!r} and {std!r}). Train it with openppo.cli.train_rm, which stores them, or leave the flag out; in "
+            "PPO --reward_normalizer running needs none."
+        )
+    return mean, std
 
 
 def own_tokenizer(

@@ -20,7 +20,15 @@ from openppo.media import Media
 from openppo.models.batching import MicroBatchSize, equal_batches
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import check_token_ids, context_length
-from openppo.rewards.scoring import check_number, check_scores, name_sample, score_of_steps, span_texts, step_tokens
+from openppo.rewards.scoring import (
+    check_number,
+    check_scores,
+    name_sample,
+    refuse_images,
+    score_of_steps,
+    span_texts,
+    step_tokens,
+)
 from openppo.tracking import progress_bar
 from openppo.tracking.phase import timed
 from openppo.types import Comm, Prompt, Score, Trajectory
@@ -163,6 +171,7 @@ class ModelScorer:
     device: torch.device
     name: str = "reward"
     encode: Callable[[Trajectory], list[int]] = attrgetter("token_ids")
+    sees: bool = False
     mean: float = 0.0
     std: float = 1.0
     collective = True
@@ -173,6 +182,8 @@ class ModelScorer:
     @timed("reward_model")
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory; forwards run over neighbours in length."""
+        if not self.sees:
+            refuse_images(str(self), trajectories)
         rows, media = [self.encode(trajectory) for trajectory in trajectories], [t.prompt.media for t in trajectories]
         outputs: dict[int, float] = {}
         batches = equal_batches([len(row) for row in rows], self.size, self.comm)
@@ -196,23 +207,6 @@ def forward_scores(
     sequences, attention_mask = pad_right(rows, pad_token_id)
     more = {"media": media} if any(media) else {}
     return model(sequences.to(device), attention_mask.to(device), **more).tolist()
-
-
-def stored_normalization(config: PreTrainedConfig, source: str) -> tuple[float, float]:
-    """Mean and std of a reward model's scores, which its config.json holds as ``mean`` and ``std`` as in OpenRLHF.
-
-    ``ValueError`` naming ``--normalize_reward`` and ``source`` if there are none.
-    """
-    stored: Any = config.to_dict()
-    mean, std = stored.get("mean"), stored.get("std")
-    numbers = isinstance(mean, int | float) and isinstance(std, int | float)
-    if not (numbers and math.isfinite(mean) and 0 < std < math.inf):
-        raise ValueError(
-            f"--normalize_reward: {source} stores no mean and positive std of its scores in its config.json (found "
-            f"{mean!r} and {std!r}). Train it with openppo.cli.train_rm, which stores them, or leave the flag out; in "
-            "PPO --reward_normalizer running needs none."
-        )
-    return mean, std
 
 
 Render = Callable[[Prompt, list[str]], tuple[list[int], list[int]]]
@@ -260,6 +254,7 @@ class ProcessScorer:
     @timed("reward_model")
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory; forwards run over neighbours in length."""
+        refuse_images(str(self), trajectories)
         rows = [self.read(trajectory) for trajectory in trajectories]
         good: dict[int, list[float]] = {}
         batches = equal_batches([len(row.token_ids) for row in rows], self.size, self.comm)

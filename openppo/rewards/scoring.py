@@ -100,6 +100,12 @@ def check_scores(scores: Sequence[Any], trajectories: Sequence[Trajectory], sour
     return [check_number(score, t, source) for score, t in zip(scores, trajectories, strict=True)]
 
 
+def refuse_images(source: str, trajectories: Sequence[Trajectory]) -> None:
+    """``ValueError`` for samples with images, which an agent may show, and ``source`` does not read."""
+    if shown := [t for t in trajectories if t.prompt.media]:
+        raise ValueError(f"{source} reads no images, and {name_sample(shown[0])} has some: use a --reward_fn.")
+
+
 def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
     """A score of Python, NumPy or torch as float; ``ValueError`` unless it is a finite number."""
     single = hasattr(score, "item") and math.prod(score.shape) == 1  # of NumPy or torch

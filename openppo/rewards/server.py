@@ -20,8 +20,9 @@ from openppo.datasets.templates import encode_start
 from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.pretrained import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
 from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.rewards.build import stored_normalization
 from openppo.rewards.http import read_token
-from openppo.rewards.model import forward_scores, stored_normalization
+from openppo.rewards.model import forward_scores
 from openppo.strategy.comm import set_up_gpu
 
 

@@ -56,16 +56,21 @@ def prefill_tokens(on_cpu: bool) -> int:
     return _PREFILL_ON_CPU if on_cpu else _PREFILL_ON_GPU
 
 
+def reads_whole(model: Any) -> bool:
+    """Whether images attend both ways, which a forward gives them only where it reads a prompt from its start."""
+    return "token_type_ids" in forward_names(model)
+
+
 def whole_images(model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int) -> int:
     """``width`` or more, so that no image is cut before the last tokens of ``prompts``, which are ``distinct_ids``.
 
-    A ``model`` whose images attend both ways gets that attention for whole prompts only.
+    With an image of a ``model`` that ``reads_whole`` it is all tokens.
     """
     reaches = []  # tokens of a prompt that are behind an image, and those from its first on
     for ids, of_prompt in zip(prompts, media, strict=True):
         keys = [-1 - item.key for item in of_prompt]
         reaches += [(ids[::-1].index(key), len(ids) - ids.index(key)) for key in keys]
-    if any(behind < width for behind, _ in reaches) and "token_type_ids" in forward_names(model):
+    if any(behind < width for behind, _ in reaches) and reads_whole(model):
         return max(map(len, prompts))
     while cut := [first for behind, first in reaches if behind < width < first]:
         width = max(cut)
@@ -153,11 +158,11 @@ class Prefixes:
     """States kept; the least recently used are dropped when memory is full.
 
     The number of the request that ended is the handle. A request that continued another has its states too, so these
-    are kept once.
+    are kept once. ``reads_whole``: of a model whose prompts with new images are read whole.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, reads_whole: bool = False) -> None:
+        self._device, self.reads_whole = device, reads_whole
         self._most: int | None = None
         self._n_bytes = 0
         self._by_handle: dict[int, _Kept] = {}
@@ -188,11 +193,19 @@ class Prefixes:
         return request.number
 
     def n_kept(self, request: Request) -> int:
-        """Tokens of a prompt that are kept: those of its handle, if it begins with them; never its last."""
+        """Tokens of a prompt that are kept: those of its handle, if it begins with them; never its last.
+
+        What follows has whole images only.
+        """
         if request.resume is None or (kept := self._by_handle.get(request.resume)) is None:
             return 0
-        n = kept.handles[request.resume]
-        return min(n, len(request.prompt_ids) - 1) if kept.token_ids[:n] == request.prompt_ids[:n] else 0
+        n, ids = kept.handles[request.resume], request.prompt_ids
+        if kept.token_ids[:n] != ids[:n]:
+            return 0
+        n, images = min(n, len(ids) - 1), [-1 - item.key for item in request.media]
+        while cut := [ids.index(key) for key in images if ids.index(key) < n and key in ids[n:]]:
+            n = min(cut)
+        return 0 if self.reads_whole and any(key in ids[n:] for key in images) else n
 
     def states(self, requests: Sequence[Request]) -> dict[tuple[int, ...], States]:
         """By known tokens, in the order of ``requests``, the states of those that are kept."""

@@ -19,7 +19,7 @@ from openppo.models.actor import float32_head, next_logits
 from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.size import cache_elements
 from openppo.rollout.device_rows import DeviceRows
-from openppo.rollout.requests import Prefixes, States, free_memory
+from openppo.rollout.requests import Prefixes, States, free_memory, reads_whole
 
 SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
@@ -124,7 +124,7 @@ class RowCache(Cache):
         self.max_rows = max_rows
         self.free = free_memory(weight.device) if measure else None
         self.version = version
-        self.prefixes = Prefixes(weight.device)
+        self.prefixes = Prefixes(weight.device, reads_whole(model))
         self.window = _Window(by_lengths=model.config._attn_implementation == BY_LENGTHS)
         n_layers = model.config.get_text_config().num_hidden_layers
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
@@ -133,7 +133,7 @@ class RowCache(Cache):
 
     def clear(self, version: int) -> None:
         """Empty the buffers, for weights of another ``version``; nothing that was kept is known any more."""
-        self.version, self.prefixes = version, Prefixes(self.device)
+        self.version, self.prefixes = version, Prefixes(self.device, self.prefixes.reads_whole)
         self.on_device = DeviceRows(self.device, self.on_device.eos_token_ids)
         self.starts, self.shifts, self._device_starts = [], [], None
         self.window.n_rows = self.window.start = self.window.end = 0

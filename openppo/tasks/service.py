@@ -1,11 +1,9 @@
 """A program that plays episodes by itself and is told of each: the form of agents for services."""
 
 import asyncio
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import count
 from typing import Any
 from urllib.error import HTTPError
@@ -15,6 +13,7 @@ import aiohttp
 
 from openppo.agents.episodes import Agent
 from openppo.agents.gateway.server import Gateway
+from openppo.agents.program import row_json
 from openppo.agents.session import Session, Task
 from openppo.config.fields import mask_credentials
 from openppo.types import Prompt
@@ -51,8 +50,8 @@ class ServiceAgent(Agent):
         """Listen on a free port."""
         self.gateway = Gateway()
         await self.gateway.start()
-        limit, as_json = aiohttp.ClientTimeout(total=_SECONDS_TO_ACCEPT), partial(json.dumps, default=str)
-        self._http = aiohttp.ClientSession(timeout=limit, json_serialize=as_json)
+        limit = aiohttp.ClientTimeout(total=_SECONDS_TO_ACCEPT)
+        self._http = aiohttp.ClientSession(timeout=limit, json_serialize=row_json)
 
     async def stop(self) -> None:
         """Listen no more."""

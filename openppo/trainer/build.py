@@ -60,7 +60,7 @@ from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
 from openppo.trainer.objects import Given, OwnObjects, Role
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.source import PromptSource
-from openppo.trainer.startup import check_options, policy_vision, rollout_trackers, start_trackers
+from openppo.trainer.startup import check_options, rollout_trackers, run_vision, start_trackers
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
 from openppo.types import RolloutSource, StopCheck
@@ -218,7 +218,7 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
         to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
     engine = new_engine(config, policy, tokenizer, StopCheck(), actor_config)
     engine.decode = decoder(tokenizer)
-    vision = policy_vision(config.model, tokenizer, actor_config, config.data) if data.kinds else None
+    vision = run_vision(config.model, tokenizer, actor_config, config.data, data.kinds, maker is not None)
     if vision is not None:
         engine.not_sampled = [*placeholders(actor_config)]
     what = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest

@@ -84,13 +84,16 @@ class PPOComponents:
         vision = policy_vision(config.model, self.tokenizer, policy.model.config, config.data)
         if self.engine is None or not (self.data.kinds or (of_agents and vision.reads)):
             return None
+        error: ValueError | None = None
         try:
             check_run_with_images(config, self.data, policy.model.config)
             self._prepare(vision, self.engine, self.data.kinds | ({"image"} if of_agents else set()))
-        except ValueError as error:
+        except ValueError as raised:
             if self.data.kinds:
                 raise
-            logger.warning("agents get no images: %s", error)
+            error = raised
+        if self.strategy.any_rank(error is not None):
+            logger.warning("agents get no images: %s", error or "another rank cannot load the processor")
             return None
         return vision
 

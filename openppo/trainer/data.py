@@ -28,7 +28,14 @@ from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_context, load_policy_tokenizer, once_per_host, policy_vision, tokenizing
+from openppo.trainer.startup import (
+    blank_prompt,
+    check_context,
+    load_policy_tokenizer,
+    once_per_host,
+    policy_vision,
+    tokenizing,
+)
 from openppo.types import Comm, Prompt
 
 
@@ -37,8 +44,7 @@ class PPOData:
     """``held_out`` is empty without ``--eval_data``, ``documents`` without ``--pretrain_data``.
 
     ``longest`` is the most tokens that a prompt and its response, or an episode, can have; documents are cut there.
-    ``fingerprints``
-    by flag are of what they were before, so that a run may resume with another ``--generate_max_len``.
+    ``fingerprints`` by flag are of what they were before, so that a run may resume with another ``--generate_max_len``.
     """
 
     prompts: list[Prompt]
@@ -191,9 +197,10 @@ class TaskRewards:
 
     def _setup(self, task: RunTask) -> ScorerSetup:
         config, prompts = task.config, [*self.data.prompts, *self.data.held_out]
-        shaping, kinds, stand_in = config.shaping, self.data.kinds, None
-        if kinds and config.rewards.reward_pretrain is not None and self.strategy.comm.world_size > 1:
-            stand_in = policy_vision(config.model, self.tokenizer, self.actor_config, config.data).blank(sorted(kinds))
+        shaping, stand_in = config.shaping, None
+        if config.rewards.reward_pretrain is not None and self.strategy.comm.world_size > 1:
+            run = config.model, self.tokenizer, self.actor_config, config.data, self.data.kinds
+            stand_in = blank_prompt(*run, task.maker is not None)
         return ScorerSetup(
             config.rewards,
             self.tokenizer,
@@ -224,8 +231,7 @@ def check_models(
 
     Only a run that ``samples`` needs an engine.
     """
-    model, estimator = config.model, config.advantage.advantage_estimator
-    trust = model.trust_remote_code
+    model, estimator, trust = config.model, config.advantage.advantage_estimator, config.model.trust_remote_code
     check_estimator(estimator, config.ppo.n_samples_per_prompt)
     given, without = given_options(config), f"--advantage_estimator {estimator} has none"
     for name, declared in declared_options(TrainPPOConfig).items() if critic_start(config) is None else ():

@@ -14,7 +14,7 @@ from openppo.config import TrainPPOConfig
 from openppo.datasets.templates import text_of
 from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.media import media_url
+from openppo.media import distinct_ids, media_url
 from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
 from openppo.rollout.rollout import episode_numbers
@@ -49,8 +49,10 @@ class StepDiagnostics:
         if self._shows_tokens(self.components.state.global_step + 1):
             ratio = policy_ratio(log_probs.detach(), micro.old_or_rollout_log_probs, micro.action_mask).cpu()
             numbers = {"ratio": ratio} | ({} if entropy is None else {"entropy": entropy.detach().cpu()})
-            for row, (ids, mask) in enumerate(zip(micro.sequences.cpu(), micro.attention_mask.cpu(), strict=True)):
-                self.observed[tuple(ids[mask].tolist())] = {name: rows[row][mask] for name, rows in numbers.items()}
+            media, masks = micro.media or [()] * len(micro), micro.attention_mask.cpu()
+            for row, (ids, mask) in enumerate(zip(micro.sequences.cpu(), masks, strict=True)):
+                known = tuple(distinct_ids(ids[mask].tolist(), media[row]))
+                self.observed[known] = {name: rows[row][mask] for name, rows in numbers.items()}
 
     def show_step(self, step: int, buffer: ReplayBuffer, metrics: Mapping[str, float]) -> None:
         """Log what ``step`` has trained on, ``trained_on`` and its experience in ``buffer``; drop both."""
@@ -91,10 +93,11 @@ class StepDiagnostics:
 
     def _of_all_ranks(self, chosen: Sequence[Trajectory]) -> list[dict[str, Tensor]]:
         """What training forwards computed of rank 0's ``chosen`` samples, on the ranks that trained on them."""
-        wanted = self.comm.all_gather_object([tuple(t.token_ids) for t in chosen])[0]
+        own = [tuple(distinct_ids(t.token_ids, t.prompt.media)) for t in chosen]
+        wanted = self.comm.all_gather_object(own)[0]
         mine = {ids: self.observed[ids] for ids in wanted if ids in self.observed}
         found = {ids: row for numbers in self.comm.all_gather_object(mine) for ids, row in numbers.items()}
-        return [found.get(tuple(t.token_ids), {}) for t in chosen]
+        return [found.get(ids, {}) for ids in own]
 
     def _dump(self, step: int, split: str, trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:
         """Hand all of this rank's ``trajectories`` to what writes ``--dump_rollouts``, if it is given."""
@@ -118,7 +121,8 @@ def choose(trajectories: Sequence[Trajectory]) -> list[int]:
     last_parts = {number: i for i, number in enumerate(episode_numbers(trajectories))}
     for i in sorted(last_parts.values()):
         groups.setdefault(trajectories[i].group, []).append(i)
-    checksums = {g: zlib.crc32(repr(trajectories[i].prompt.token_ids).encode()) for g, (i, *_) in groups.items()}
+    prompts = {g: trajectories[i].prompt for g, (i, *_) in groups.items()}
+    checksums = {g: zlib.crc32(repr(distinct_ids(p.token_ids, p.media)).encode()) for g, p in prompts.items()}
     return [i for group in sorted(groups, key=checksums.__getitem__) for i in groups[group][:2]][:N_SAMPLES]
 
 

@@ -17,6 +17,7 @@ from openppo import __version__
 from openppo.config import ModelConfig, RowsConfig, TrainPPOConfig, flat_dict, parse_template_kwargs
 from openppo.config.fields import declared_options, rules_of
 from openppo.datasets.media import RowVision
+from openppo.datasets.vision import Vision
 from openppo.media import placeholders
 from openppo.models.pretrained import context_length, load_processor, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
@@ -36,7 +37,7 @@ from openppo.tracking import (
     setup_logging,
 )
 from openppo.trainer.callbacks import check_metric
-from openppo.types import Comm
+from openppo.types import Comm, Prompt
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.datasets import ShowRows
@@ -155,6 +156,28 @@ def policy_vision(
     """What reads images and videos for the model of ``--pretrain``."""
     load = partial(load_processor, model.pretrain, "--pretrain", model.trust_remote_code)
     return RowVision(load, [*placeholders(model_config)], tokenizer, options, f"--pretrain {model.pretrain}")
+
+
+def run_vision(
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    options: RowsConfig,
+    kinds: set[str],
+    plays: bool,
+) -> Vision | None:
+    """What reads images of prompts, whose ``kinds`` are known, and those that agents may show, if the run ``plays``."""
+    vision = policy_vision(model, tokenizer, model_config, options)
+    if kinds:
+        return vision
+    return vision.for_agents(model_config, f"--pretrain {model.pretrain}") if plays else None
+
+
+def blank_prompt(*of_run: Any) -> Prompt | None:
+    """What stands in for prompts with images, of the arguments of ``run_vision``; None where there are none."""
+    *_, kinds, plays = of_run
+    vision = run_vision(*of_run)
+    return None if vision is None else vision.blank(sorted(kinds | ({"image"} if plays else set())))
 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:

@@ -51,13 +51,15 @@ class AgentServer:
         name = f"--pretrain {options.pretrain}"
         parser = choose_parser(policy.tokenizer.chat_template, options.tool_parser, name)
         policy.load(self.strategy.prepare_frozen)
-        limits = AgentConfig(max_turns=options.max_turns, history=options.history)
+        limits = AgentConfig(
+            max_turns=options.max_turns, history=options.history, allow_image_urls=options.allow_image_urls
+        )
         self.driver = EngineDriver(policy.engine)
         sampling = self.driver.generate, sampling_params(options), limits
         longest = options.episode_max_len or policy.context or sys.maxsize
         policy.engine.not_sampled = tokens = [*placeholders(policy.config)]
         load = partial(load_processor, options.pretrain, "--pretrain", options.trust_remote_code)
-        vision = Vision(load, tokens, policy.tokenizer, RowsConfig(), name) if tokens else None
+        vision = Vision(load, tokens, policy.tokenizer, RowsConfig(), name).for_agents(policy.config, name)
         renderer = Renderer(policy.tokenizer, parser, policy.eos_token_ids, vision)
         self.setup = SessionSetup(renderer, *sampling, longest, policy.context)
 

@@ -148,7 +148,8 @@ class Gateway:
             except (AttributeError, KeyError, TypeError, ValidationError) as error:
                 raise Refused(f"the request does not have OpenAI's form: {error!r}.") from error
             self._count_overridden(client.session, body)
-            answer = _Answer(digest, body, body.get("n") or 1)
+            kept = {name: value for name, value in body.items() if name not in ("messages", "input")}  # may be large
+            answer = _Answer(digest, kept, body.get("n") or 1)
             answer.work = asyncio.ensure_future(_sample(answer, client.session, messages, options))
             client.answers[answer.number] = answer
         answer.waiting += 1

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from openppo import logger
 from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.datasets.media import RowVision
+from openppo.datasets.vision import Vision
 from openppo.experience.token_rewards import begin_scoring
 from openppo.media import check_images, placeholders
 from openppo.models.batching import MicroBatchSize
@@ -209,17 +209,11 @@ class EvaluateJob(_Job):
         vision = self._vision_of_agents()
         return SamplerParts(*sampling, longest, policy.context, has_rewards=has_rewards, vision=vision)
 
-    def _vision_of_agents(self) -> RowVision | None:
-        """What reads their images; None where nothing can, and the log says why."""
-        vision = self._vision()
-        if not vision.reads:
-            return None
-        try:
+    def _vision_of_agents(self) -> Vision | None:
+        """What reads their images; None where nothing can."""
+        vision = self._vision().for_agents(self.policy.config, f"--pretrain {self.options.pretrain}")
+        if vision is not None:
             self._prepare_for_images()
-            _ = vision.processor
-        except ValueError as error:
-            logger.warning("agents get no images: %s", error)
-            return None
         return vision
 
     def _episode_row(self, parts: Sequence[Trajectory], number: int) -> dict[str, Any]:

@@ -54,7 +54,10 @@ function missing(sample) {
   return el("p", { class: "note missing" }, measure ? `There is no ${lacks} of ${kind}: coloured by ${MEASURES[measure].name}.` : `Nothing was logged of the tokens of ${kind}.`);
 }
 
-const samePrompt = (sample) => SAMPLES.filter((other) => other.prompt === sample.prompt && Boolean(other.evaluation) === Boolean(sample.evaluation))
+// Of a prompt with images those of other steps, whose tokens may not be logged, count as the same.
+const imagesOf = (sample) => (sample.tokens ? Object.keys(sample.tokens.images || {}).join() : null);
+const sameImages = (one, other) => [imagesOf(one), imagesOf(other)].includes(null) || imagesOf(one) === imagesOf(other);
+const samePrompt = (sample) => SAMPLES.filter((other) => other.prompt === sample.prompt && sameImages(other, sample) && Boolean(other.evaluation) === Boolean(sample.evaluation))
   .sort((a, b) => a.step - b.step || a.run - b.run || (a.sample ?? 0) - (b.sample ?? 0));
 
 function drawDetail() {
