@@ -105,7 +105,8 @@ def distinct_ids(token_ids: Sequence[int], media: Media = ()) -> list[int]:
 
 def item_places(token_ids: Sequence[int], media: Media) -> Iterator[tuple[MediaItem, list[int]]]:
     """Each item with the places of its tokens."""
-    free = {item.token_id: (t for t, i in enumerate(token_ids) if i == item.token_id) for item in media}
+    kinds = {item.token_id for item in media}
+    free = {token_id: iter([t for t, i in enumerate(token_ids) if i == token_id]) for token_id in kinds}
     for item in media:
         yield item, list(islice(free[item.token_id], item.n_tokens))
 

@@ -44,7 +44,7 @@ class Renderer:
             how: dict[str, Any] = {"for_generation": for_generation, "tools": offered, "content": content}
             return render_conversation(messages, self.tokenizer, **how)
 
-        return render(text_of) if self.vision is None else self.vision.write(messages, render)
+        return render(text_of) if self.vision is None else self.vision.write(messages, render, True)
 
     def bridge(
         self,

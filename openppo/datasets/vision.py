@@ -94,15 +94,18 @@ class Vision:
             return render_chat([{"role": "user", "content": content}], self.tokenizer)
         return ""
 
-    def write(self, messages: Sequence[Message], render: Callable[[Callable[[Any], Any]], str]) -> str:
+    def write(
+        self, messages: Sequence[Message], render: Callable[[Callable[[Any], Any]], str], guarded: bool = False
+    ) -> str:
         """Text of a conversation, with the processor's token for each image and video of ``messages``.
 
         ``render`` writes them, with contents as its argument makes them: parts or texts, as the chat template wants.
+        ``guarded``: what texts say like such a token gets a space after its first character.
         """
         n, text = sum(1 for _ in media_parts(messages)), ""
         for as_parts in (True, False) if self.takes_parts else (False,):  # of some roles it may write only texts
             try:
-                text = render(partial(self._content, as_parts=as_parts))
+                text = render(partial(self._content, as_parts=as_parts, guarded=guarded))
             except ValueError:
                 if not as_parts:
                     raise
@@ -110,13 +113,14 @@ class Vision:
                 break
         return text
 
-    def _content(self, content: Any, as_parts: bool) -> Any:
+    def _content(self, content: Any, as_parts: bool, guarded: bool) -> Any:
         """A content as the chat template gets it."""
         if not any(media_parts([{"content": content}])):
-            text = text_of(content)
+            text = self._guarded(text_of(content)) if guarded else text_of(content)
             return [{"type": "text", "text": text}] if as_parts and text and not self.takes_texts else text
         kinds = map(media_kind, content)
         parts = [{"type": kind} if kind else part for kind, part in zip(kinds, content, strict=True)]
+        parts = [part | {"text": self._guarded(part["text"])} if guarded and "text" in part else part for part in parts]
         return [part for part in parts if part.get("text", True)] if as_parts else self.as_text(parts)
 
     def as_text(self, content: str | list[dict[str, Any]]) -> str:
@@ -135,6 +139,9 @@ class Vision:
             logger.warning("agents get no images: %s", error)
             return None
         return self
+
+    def _guarded(self, text: str) -> str:
+        return self._places.sub(lambda place: f"{place[0][0]} {place[0][1:]}", text)
 
     @cached_property
     def _places(self) -> re.Pattern[str]:

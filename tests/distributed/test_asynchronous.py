@@ -93,7 +93,7 @@ SIDES = [
     pytest.param("2", "--lora_rank 2", marks=pytest.mark.slow),
     ("3", "--lora_rank 2"),
     ("3", IMAGES),
-    pytest.param("2", IMAGES + AGENT, marks=pytest.mark.slow),
+    ("2", "--pretrain {tiny}/llava" + AGENT),
 ]
 
 

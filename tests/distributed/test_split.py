@@ -113,6 +113,8 @@ images_scored 7 1 ppo --train_batch_size 14 --n_samples_per_prompt 2 --advantage
                    --reward_pretrain {tiny}/llava/reward
 images_agent 7 1 ppo --train_batch_size 14 --n_samples_per_prompt 2 --advantage_estimator rloo
                    --agent {tiny}/llava/gallery.py:solve --apply_chat_template
+images_shown 7 1 ppo --train_batch_size 14 --n_samples_per_prompt 2 --advantage_estimator rloo --pretrain {tiny}/llava
+                   --agent {tiny}/llava/gallery.py:solve --apply_chat_template --reward_pretrain {tiny}/llava/reward
 ema       13 1 ppo --train_batch_size 6 --rollout_batch_size 12 --enable_ema --ema_beta 0.5
 sft       13 2 sft --train_batch_size 14 --pretrain {tiny}/actor --dataset {tiny}/sft.jsonl
                    --eval_dataset {tiny}/sft.jsonl
@@ -141,6 +143,7 @@ FLOAT32 = [
     *(Case(task, stage, 3, 4) for task in ALGORITHMS for stage in (0, 2, 3)),
     *(Case(task, stage, micro) for task in SUPERVISED for stage in STAGES for micro in (1, 3)),
     *(Case(task, stage, micro, 3) for task in IMAGES for stage in (0, 2, 3) for micro in (1, 4)),
+    *(Case("images_shown", stage, 4, 3) for stage in (0, 3)),
     *(Case("images", stage, 4, 4, LORA) for stage in (2, 3)),
     *(Case("images", 0, 4, 3, more) for more in ("--no_freeze_vision_tower", "--freeze_connector")),
     *(Case(task, stage, 3) for task in ("images_sft", "images_rm") for stage in (0, 2, 3)),
@@ -198,6 +201,7 @@ EVERY_RUN = {
     (2, Case("groups_rloo", 3, 3, 3)),
     *((2, case) for case in (Case("images", 3, 4, 3), Case("images_gae", 2, 1, 3), Case("images_sft", 3, 3))),
     *((2, case) for case in (Case("images_rm", 3, 3), Case("images_scored", 3, 4, 3), Case("images_agent", 3, 4, 3))),
+    (2, Case("images_shown", 3, 4, 3)),  # by the agent alone
     (2, Case("images", 2, 4, 4, LORA)),
     (2, Case("groups", 2, 4, 4, LORA)),
     (2, Case("groups", 2, 4, 4, "--gradient_checkpointing")),

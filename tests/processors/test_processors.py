@@ -35,6 +35,7 @@ from openppo.datasets.media_files import read_frames
 from openppo.datasets.sources import number_rows
 from openppo.media import model_inputs
 from openppo.models import Actor
+from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.weights import WholeWeights
 from openppo.types import SamplingParams
@@ -167,10 +168,10 @@ def test_engine_actor_and_transformers_agree_on_what_processors_make(family, pro
 FRAMES = [Image.new("RGB", (32, 16), (30 * i, 255 - 30 * i, 60)) for i in range(8)]
 
 
-def mp4(frames=FRAMES, rate=4):
+def mp4(frames=FRAMES, rate=4, form="mp4"):
     """A film of eight frames, four a second."""
     file = io.BytesIO()
-    with av.open(file, "w", "mp4") as film:
+    with av.open(file, "w", form) as film:
         stream = film.add_stream("mpeg4", rate)
         stream.width, stream.height, stream.pix_fmt = *frames[0].size, "yuv420p"
         for frame in frames:
@@ -193,8 +194,19 @@ def test_frames_are_evenly_spaced_and_at_most_so_many(tmp_path, fps, most, chose
             np.testing.assert_allclose(np.asarray(frame).mean((0, 1)), FRAMES[i].getpixel((0, 0)), atol=8)
 
 
+def test_a_film_may_begin_at_any_time():
+    frames, rate = read_frames(mp4(form="mpegts"), 2.0, 32)  # at 1.4 seconds
+    assert rate == pytest.approx(2.0)
+    for frame, i in zip(frames, (0, 2, 4, 6), strict=True):
+        np.testing.assert_allclose(np.asarray(frame).mean((0, 1)), FRAMES[i].getpixel((0, 0)), atol=8)
+
+
+def test_a_film_of_one_frame_has_one():
+    assert len(read_frames(mp4(FRAMES[:1]), 2.0, 32)[0]) == 1
+
+
 def test_a_list_of_frames_is_thinned_to_as_many():
-    assert read_frames(FRAMES, 4.0, 32) == (FRAMES, 4.0)
+    assert read_frames(FRAMES, 4.0, 32) == read_frames({"video": FRAMES}, 4.0, 32) == (FRAMES, 4.0)
     frames, rate = read_frames(FRAMES, 4.0, 4)
     assert ([FRAMES.index(frame) for frame in frames], rate) == ([0, 2, 4, 6], 2.0)
 
@@ -219,6 +231,12 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
         expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[0, 1:]
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+        actor, rows = Actor(model), torch.tensor([[*[5, 6, 7] * 6, *prompt.token_ids, 8, k] for k in range(9, 13)])
+        given = rows, torch.ones_like(rows, dtype=torch.bool)
+        separate = actor(*given, media=[prompt.media] * 4)
+        share_where_exact(actor, actor, torch.device("cpu"), "actor")
+        assert actor.shares_prompts
+        torch.testing.assert_close(actor(*given, media=[prompt.media] * 4), separate, atol=1e-4, rtol=1e-4)
     engine = HFEngine(model, [], 0, 3)
     engine.not_sampled = [IMAGE, VIDEO]
     with engine.with_weights(WholeWeights(model)):

@@ -29,7 +29,7 @@ from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, StopChe
 from tests.images import llava
 from tests.unit.agents.conftest import CHATML, ScriptedEngine, make_chat_tokenizer
 from tests.unit.agents.test_gateway import Client
-from tests.unit.agents.test_tool_agent import Plain, calls, then
+from tests.unit.agents.test_tool_agent import Paying, Plain, calls, then
 
 RED, BLUE = (Image.new("RGB", (16, 16), color) for color in ((200, 10, 10), (10, 10, 200)))
 PARTS = CHATML.replace(
@@ -38,6 +38,10 @@ PARTS = CHATML.replace(
     "{% if c.type == 'image' %}[<image>]{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}",
 )
 """Parts of users alone: those of tools are written as Python writes a list."""
+
+
+ONLY_PARTS = PARTS.replace("{% if message.content is string %}{{ message.content }}{% else %}", "{% if true %}")
+"""As SmolVLM's: of a content that is a text, nothing is written."""
 
 
 def url_of(image: Image.Image) -> str:
@@ -67,7 +71,7 @@ class SeeingEngine(ScriptedEngine):
 def vision(request: Any) -> Vision:
     tokenizer = make_chat_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    tokenizer.chat_template = PARTS if request.param == "parts" else CHATML
+    tokenizer.chat_template = {"parts": PARTS, "texts": CHATML, "only parts": ONLY_PARTS}[request.param]
     sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     more = {"image_token": "<image>", "num_additional_image_tokens": 1}
     processor = LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **more)
@@ -197,6 +201,63 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
         found = logits.log_softmax(-1).gather(-1, rows.sequences[:, 1:, None])[..., 0]
         mask = rows.action_mask[:, 1:]
         assert torch.allclose(found[mask], rows.rollout_log_probs[:, 1:][mask], atol=1e-4) == agrees
+
+
+@pytest.mark.parametrize("broken", ["gone.png", b"abc"])
+def test_the_model_reads_that_a_tools_image_is_broken(vision, broken):
+    tool = Paying("look", ToolResponse(text="here", image=[broken]))
+    (trajectory,), _ = played(vision, ToolAgent([tool], AgentConfig(tools="t.py")), then(calls(("look", {})), "end"))
+    assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
+    (result,) = (message["content"] for message in trajectory.episode.messages if message["role"] == "tool")
+    assert result.startswith("Error: look: the image") and "cannot be read" in result
+
+
+def test_texts_that_name_the_token_are_texts(vision):
+    async def solve(task: Task, session: Session) -> float:
+        turn = await session.chat(shows(RED, "an <image> tag"))
+        await session.chat([*turn.messages, {"role": "user", "content": "<image>?"}])
+        return 1.0
+
+    made, engine = played(vision, solve, check_rendering="off")
+    assert made[0].episode.ending is Ending.COMPLETED, made[0].episode.error
+    assert [len(seen) for seen in engine.seen] == [1, 1]
+    text = vision.tokenizer.decode(made[-1].token_ids)
+    assert "an < image> tag" in text and "< image>?" in text
+
+
+def test_palettes_are_part_of_an_image(vision):
+    seen = [image.quantize(4) for image in (RED, BLUE)]
+    assert seen[0].tobytes() == seen[1].tobytes()
+
+    async def solve(task: Task, session: Session) -> float:
+        turn = await session.chat(shows(seen[0]))
+        await session.chat([*turn.messages, *shows(seen[1])])
+        return 1.0
+
+    (trajectory,), _ = played(vision, solve)
+    assert len({item.key for item in trajectory.prompt.media}) == 2
+
+
+@pytest.mark.parametrize("vision", ["only parts"], indirect=True)
+def test_a_template_of_parts_alone_writes_every_message(vision):
+    async def solve(task: Task, session: Session) -> float:
+        turn = await session.chat([{"role": "system", "content": "be kind"}, *shows(RED)])
+        await session.chat([*turn.messages, {"role": "user", "content": "and now"}])
+        return 1.0
+
+    (trajectory,), _ = played(vision, solve)
+    text = vision.tokenizer.decode(trajectory.token_ids)
+    assert all(said in text for said in ("be kind", "see", "ok", "and now"))
+
+
+def test_rows_with_images_need_a_chat(vision):
+    prompt = Prompt("<image>", [104] * 4, media=(vision.item(RED),))
+
+    async def solve(task: Task, session: Session) -> float:
+        return 1.0
+
+    with pytest.raises(ValueError, match="--image_key: agents get images in chat messages: add --apply_chat_template"):
+        AgentSource(solve, AgentConfig()).check_prompts([prompt])
 
 
 def test_a_program_sends_images_as_data_urls(vision):

@@ -255,6 +255,10 @@ BROKEN = {
     "missing": ({"input": "<image>a", "images": ["gone.png"]}, r"row 1.*there is no file gone.png"),
     "address": ({"input": "<image>a", "images": ["https://a.b/c.png"]}, r"row 1.*nothing is fetched: download it"),
     "no image": ({"input": "<image>a", "images": [7]}, r"row 1.*7 is no image: give bytes"),
+    "none with a struct": (
+        {"input": [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "a"}]}]},
+        r"row 1.*1 places for images, and 0 images",
+    ),
     "none": ({"input": "<image>a", "images": None}, r"row 1.*a place for an image, and the row has none"),
     "no column": ({"input": "<image>a"}, r"row 1.*images"),
 }
@@ -263,8 +267,26 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_rows_that_cannot_be_used_are_named(load, name):
     row, message = BROKEN[name]
+    chat = {"apply_chat_template": True} if isinstance(row["input"], list) else {}
     with pytest.raises(ValueError, match=message):
-        load([row])
+        load([{"images": None} | row] if chat else [row], PARTS, **chat)
+
+
+def test_parts_with_the_struct_of_parquet_keep_their_places(load):
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "text": None}, {"type": "text", "text": "b"}]
+    (prompt,) = load(
+        [{"prompt": [{"role": "user", "content": parts}], "images": [RED]}], PARTS, apply_chat_template=True
+    )
+    assert prompt.text == "u:a[<image>]b;a:"
+
+
+@pytest.mark.parametrize("column", ["images", "text alone"])
+def test_supervised_rows_that_name_an_image_and_have_none_are_refused(tokenizer, processor, column):
+    options = SupervisedConfig(pretrain="-", dataset="-", image_key="images" if column == "images" else None)
+    vision = RowVision(lambda: processor, [9999], tokenizer, options)
+    rows = number_rows([{"input": "<image>a", "output": "b", "images": None}])
+    with pytest.raises(ValueError, match=r"row 1.*a place for an image, and the row has none"):
+        load_sft_examples(rows, tokenizer, options, SFTDataConfig(), vision=vision)
 
 
 def test_a_model_of_text_refuses_images(tokenizer):

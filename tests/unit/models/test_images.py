@@ -16,7 +16,7 @@ from openppo.models.scalar_head import ScalarHeadModel, classifier_of
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.weights import WholeWeights
 from openppo.types import Prompt, SamplingParams
-from tests.images import FAMILIES, IMAGE, OPEN, connected, random_image, with_images
+from tests.images import FAMILIES, IMAGE, OPEN, VIDEO, connected, random_image, with_images
 
 CPU = torch.device("cpu")
 SHAPES = {0: [5, 6, 7, 9], 1: [3, OPEN, 8, 9, 2], 3: [OPEN, 4, OPEN, 5, OPEN, 11]}
@@ -164,6 +164,8 @@ def test_rows_with_equal_ids_and_other_images_begin_differently():
     rows = [distinct_ids(ids * 5, (one, other) * 5), distinct_ids(ids * 5, (other, one) * 5)]
     assert len(prefix_tree(rows, 30).tokens) == 60
     assert distinct_ids([5, IMAGE]) == [5, IMAGE]
+    film = MediaItem({}, VIDEO, 2, 3, "video")
+    assert distinct_ids([VIDEO, IMAGE, IMAGE, VIDEO], (film, one)) == [-4, -2, -2, -4]
 
 
 def test_a_batch_without_images_runs_the_tower_for_a_stand_in(family, model):
