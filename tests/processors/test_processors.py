@@ -35,6 +35,7 @@ from openppo.datasets.media_files import read_frames
 from openppo.datasets.sources import number_rows
 from openppo.media import model_inputs
 from openppo.models import Actor
+from openppo.models.attention import use_fast_attention
 from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.weights import WholeWeights
@@ -231,6 +232,7 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
         expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[0, 1:]
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+        use_fast_attention(model)
         actor, rows = Actor(model), torch.tensor([[*[5, 6, 7] * 6, *prompt.token_ids, 8, k] for k in range(9, 13)])
         given = rows, torch.ones_like(rows, dtype=torch.bool)
         separate = actor(*given, media=[prompt.media] * 4)
