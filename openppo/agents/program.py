@@ -31,10 +31,6 @@ _USUAL = set(
 _USUAL_STARTS = ("LC_", "PYTHON", "XDG_")
 
 
-_MOST_OF_A_VARIABLE, _LONG = 120_000, 8_000
-"""Linux allows 128 KiB for one variable: of a larger row no text has more characters than so."""
-
-
 class ProgramError(Exception):
     """A program that ended with an error."""
 
@@ -135,7 +131,7 @@ class ProgramAgent(Agent):
         url, direct = self.gateway.base_url(key), "127.0.0.1,localhost"
         bypass = ",".join(filter(None, [self.environment.get("NO_PROXY", self.environment.get("no_proxy")), direct]))
         return {
-            "OPENPPO_TASK": row_json(task.prompt.row, _MOST_OF_A_VARIABLE),
+            "OPENPPO_TASK": row_json(task.prompt.row),
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": key,
@@ -156,21 +152,9 @@ def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
-def row_json(row: Mapping[str, Any], most: int | None = None) -> str:
-    """A row in JSON, in which images are null that are no paths; of more than ``most`` characters all long texts."""
-
-    def known(value: Any) -> str | None:
-        return None if isinstance(value, bytes | Image) else str(value)
-
-    def short(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: short(each) for name, each in value.items()}
-        if isinstance(value, list):
-            return [short(each) for each in value]
-        return None if isinstance(value, str) and len(value) > _LONG else value
-
-    text = json.dumps(row, default=known)
-    return text if most is None or len(text) <= most else json.dumps(short(json.loads(text)))
+def row_json(row: Mapping[str, Any]) -> str:
+    """A row in JSON, in which images that are no texts are null."""
+    return json.dumps(row, default=lambda value: None if isinstance(value, bytes | Image) else str(value))
 
 
 def printed_reward(output: str) -> float | dict[str, float] | None:
