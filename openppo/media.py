@@ -119,14 +119,11 @@ def model_inputs(model: Any, input_ids: Tensor, media: Sequence[Media]) -> dict[
     items = list(chain.from_iterable(media))
     made = {name: tensor.to(input_ids.device) for name, tensor in joined(items).items()}
     made = {name: x.to(model.dtype) if name.startswith("pixel_values") else x for name, x in made.items()}
-    for name in {"token_type_ids", "mm_token_type_ids"} & forward_names(model):
+    parts = model, *model.children()  # a classifier's own forward may not be the one that is called
+    accepted = {name for part in parts for name in inspect.signature(type(part).forward).parameters}
+    for name in {"token_type_ids", "mm_token_type_ids"} & accepted:
         made[name] = token_kinds(input_ids, model.config)
     return made
-
-
-def forward_names(model: Any) -> set[str]:
-    """Names of what the forward of ``model`` or of its parts takes: a classifier's own may not be the one called."""
-    return {name for part in (model, *model.children()) for name in inspect.signature(type(part).forward).parameters}
 
 
 def token_kinds(input_ids: Tensor, config: Any) -> Tensor:

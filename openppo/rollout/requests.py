@@ -1,5 +1,6 @@
 """Requests of an in-process engine: the queue, and the states kept of ended ones."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openppo.media import Media, forward_names, model_inputs, rope_positions
+from openppo.media import Media, model_inputs, rope_positions
 from openppo.models.padding import pad_right
 from openppo.types import SamplingParams
 
@@ -58,7 +59,7 @@ def prefill_tokens(on_cpu: bool) -> int:
 
 def reads_whole(model: Any) -> bool:
     """Whether images attend both ways, which a forward gives them only where it reads a prompt from its start."""
-    return "token_type_ids" in forward_names(model)
+    return "token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
 def whole_images(model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int) -> int:
