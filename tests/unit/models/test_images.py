@@ -10,10 +10,11 @@ from openppo.media import MediaItem, distinct_ids, joined
 from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
 from openppo.models.loading import freeze_vision
-from openppo.models.padding import pad_right
+from openppo.models.padding import pad_right, with_stand_in
 from openppo.models.prefixes import prefix_tree, share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel, classifier_of
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.requests import whole_images
 from openppo.strategy.weights import WholeWeights
 from openppo.types import Prompt, SamplingParams
 from tests.images import FAMILIES, IMAGE, OPEN, VIDEO, connected, random_image, with_images
@@ -181,6 +182,26 @@ def test_a_batch_without_images_runs_the_tower_for_a_stand_in(family, model):
     actor.stand_in = None
     expected.sum().backward()  # adds the same again: the stand-in's own gradient is zero
     assert all(p.grad.abs().max() == 0 for name, p in actor.named_parameters() if "patch_embed" in name)
+
+
+def test_a_batch_that_lacks_a_kind_gets_the_row_that_has_all():
+    image, film = MediaItem({}, IMAGE, 1, 1), MediaItem({}, VIDEO, 1, 2, "video")
+    both, ids = Prompt("", [IMAGE, VIDEO], media=(image, film)), torch.tensor([[5, IMAGE, 7]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    for media, n_rows in (([(image,)], 2), ([(image, film)], 1), ([()], 2)):
+        found, tensors = with_stand_in(both, media, ids, mask, mask)
+        assert [len(tensor) for tensor in tensors] == [n_rows] * 3 and len(found) == n_rows
+        assert found[0] == media[0] and tensors[2][1:].sum() == 0
+
+
+def test_a_forward_over_the_end_of_a_prompt_cuts_no_image():
+    one, other = MediaItem({}, IMAGE, 2, 1), MediaItem({}, IMAGE, 2, 2)
+    prompt = distinct_ids([5, IMAGE, IMAGE, 6, IMAGE, IMAGE, 7, 8], (one, other))  # 8 tokens
+    media, model = [(one, other)], FAMILIES["llava"]()
+    widths = {width: whole_images(model, [prompt], media, width) for width in range(1, 9)}
+    assert widths == {1: 1, 2: 2, 3: 4, 4: 4, 5: 5, 6: 7, 7: 7, 8: 8}
+    both_ways = FAMILIES["gemma3"]()
+    assert [whole_images(both_ways, [prompt], media, width) for width in (2, 3, 5)] == [2, 8, 8]
 
 
 @pytest.mark.parametrize(("tower", "connector"), [(True, False), (True, True), (False, False)])

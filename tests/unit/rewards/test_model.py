@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from openppo.config import RowsConfig
 from openppo.datasets.templates import encode_start, render_prompt
 from openppo.datasets.turns import render_response
+from openppo.media import MediaItem
 from openppo.models.batching import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
@@ -75,6 +76,22 @@ def test_neighbours_in_length_share_a_forward_and_scores_keep_their_order(size, 
 def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_padding(pad, samples, classifier):
     scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), 3, pad=pad), samples)
     np.testing.assert_allclose(scores, [score_by_transformers(classifier, t.token_ids) for t in samples], atol=1e-5)
+
+
+def test_a_reward_model_sees_each_samples_own_images_or_refuses_them(samples):
+    def keys(sequences, attention_mask, media=()):
+        of_rows = media or [()] * len(sequences)
+        return torch.tensor([float(sum(item.key for item in of_row)) for of_row in of_rows])
+
+    shown = [MediaItem({}, 3, 1, key) for key in range(1, 6)]
+    media = [(shown[0],), (), (shown[1], shown[2]), (shown[3],), (shown[4],)]
+    seen = [
+        dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, media=of))
+        for t, of in zip(samples, media, strict=True)
+    ]
+    assert scores_of(model_scorer(keys, sees=True), seen) == [1.0, 0.0, 5.0, 4.0, 5.0]
+    with pytest.raises(ValueError, match="the reward model reads no images, and .* has some: use a --reward_fn"):
+        model_scorer(keys).score(seen)
 
 
 # A tokenizer and a chat template of its own
