@@ -21,7 +21,7 @@ if [ "$chosen" -eq 0 ]; then
 fi
 xdist=(-n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder) # many wait for ranks of their own
 CUDA_VISIBLE_DEVICES="" python -m pytest "${xdist[@]}" "$@" # the CPU is what the tests are written for
-if [ "$chosen" -eq 0 ]; then # tests/processors/conftest.py says why by themselves
+if [ "$chosen" -eq 0 ]; then # by themselves: tests/processors/conftest.py says why
     torchvision="$(python -c 'import sys; print(sys.prefix)')/torchvision"
     if [ -d "$torchvision" ] || python -m pip install -q --no-deps --target "$torchvision" torchvision==0.28.0; then
         CUDA_VISIBLE_DEVICES="" PYTHONPATH="$torchvision${PYTHONPATH:+:$PYTHONPATH}" python -m pytest tests/processors

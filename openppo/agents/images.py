@@ -18,7 +18,7 @@ _SECONDS_TO_FETCH, _MOST_BYTES = 30.0, 20 * 2**20
 
 
 class Images:
-    """Of the ``prompt``, and those that ``read`` finds in messages; ``fetches``: also from addresses."""
+    """Images of the ``prompt``, and those that ``read`` finds in messages; with ``fetches`` from addresses too."""
 
     def __init__(self, vision: Vision | None, prompt: Prompt, fetches: bool) -> None:
         self.vision, self.fetches, self.near = vision, fetches, prompt.source

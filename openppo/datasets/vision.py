@@ -129,7 +129,10 @@ class Vision:
         return "".join(self.placeholders[kind] if (kind := media_kind(part)) else part["text"] for part in parts)
 
     def for_agents(self, config: Any, model: str) -> "Vision | None":
-        """This, if it reads images of a ``model``, a flag and a name, with ``config``; else None, which is logged."""
+        """Itself if this can read images: the family was compared, and its processor loads; else None, with a warning.
+
+        ``model`` is a flag and a name.
+        """
         if not self.reads:
             return None
         try:

@@ -29,7 +29,7 @@ _LONGEST = 1024
 _LONGEST_WITH_AMX = 512
 """There SDPA in bfloat16 is as fast for longer ones."""
 _FOLDED = 3
-"""Heads that share keys: in bfloat16 fewer than these take up to twice as long where they are queries of one head."""
+"""Heads that share keys: in bfloat16 two take up to 1.3 times as long where they are queries of one head."""
 _SCORES = 1 << 20
 """Scores at a time, about: 4 MiB in float32."""
 
