@@ -14,7 +14,7 @@ import torch
 
 from openppo import logger
 from openppo.config import TrackingConfig
-from openppo.types import Comm
+from openppo.types import Comm, Interrupted
 
 GIB = 2**30
 RECORDED_SECONDS = 2.0
@@ -61,8 +61,12 @@ def named_phase(name: str) -> Iterator[None]:
     outer = current.phase
     current.phase = name
     current.progress()
-    yield
-    current.phase = outer  # kept after an exception: the report names the phase in which it was raised
+    try:
+        yield
+    except Interrupted:
+        current.phase = outer
+        raise
+    current.phase = outer  # kept after other exceptions: the report names the phase in which they were raised
     current.progress()
 
 
@@ -79,7 +83,7 @@ def timed(name: str) -> Iterator[None]:
 
     On a GPU it is that between two places in its queue, so that nothing waits for it.
     """
-    is_part, on_gpu = current.phase == "evaluation", _gpu_in_use()
+    is_part, on_gpu = current.phase == "evaluation" != name, _gpu_in_use()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
     if begin:
         begin.record()

@@ -14,7 +14,7 @@ import torch
 from openppo.config import TrackingConfig
 from openppo.tracking import PhaseTimer, StepProfiler, phase, progress_bar
 from openppo.tracking.phase import RECORDED_SECONDS, current
-from openppo.types import SingleProcess
+from openppo.types import Interrupted, SingleProcess
 from tests.ranks import on_ranks
 
 
@@ -100,6 +100,24 @@ def test_roles_add_up_and_an_evaluation_counts_as_a_whole(clock):
     with pytest.raises(KeyError), phase.timed("actor_training"):
         raise KeyError
     assert timer.take_metrics(trainer.comm) == {}, "all of it has been reported"
+
+
+@pytest.mark.parametrize(("error", "left"), [(Interrupted("SIGTERM"), "starting"), (KeyError(), "evaluation")])
+def test_an_evaluation_that_fails_leaves_the_next_as_it_is(clock, error, left):
+    class Trainer:
+        comm = SingleProcess()
+
+        @phase.evaluation
+        def evaluate(self, error):
+            clock[0] += 2.0
+            if error:
+                raise error
+            return {"eval_reward": 1.0}
+
+    with pytest.raises(type(error)):
+        Trainer().evaluate(error)
+    assert current.phase == left
+    assert Trainer().evaluate(None) == {"eval_reward": 1.0, "time/evaluation_s": 2.0}
 
 
 def test_roles_are_timed_in_the_queue_of_a_gpu(monkeypatch):
