@@ -1,23 +1,50 @@
-"""Tiny models that read images, with random weights, and random images for them."""
+"""Tiny models that read images, with random weights, their processors, and images for them.
 
+Where torchvision is not installed, the processors of Qwen and SmolVLM cannot be made.
+"""
+
+import string
+
+import numpy as np
 import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    CLIPImageProcessorPil,
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLVideoProcessor,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessorPil,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
 )
 
+from openppo.config.data import PromptDataConfig
+from openppo.datasets import load_prompts
+from openppo.datasets.media import RowVision
+from openppo.datasets.sources import number_rows
 from openppo.media import MediaItem
 
 IMAGE, VIDEO, OPEN, CLOSE = 60, 61, 62, 63
@@ -99,3 +126,71 @@ def with_images(ids, items):
     for token_id in ids:
         made += [OPEN, *[IMAGE] * next(items).n_tokens, CLOSE] if token_id == OPEN else [token_id]
     return made
+
+
+PLAIN = "<pad> <eos> <unk>".split()
+NAMES = {
+    "llava": ("<image>", "<video>", "<open>", "<close>"),
+    "qwen": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "gemma3": ("<image_soft_token>", "<video>", "<start_of_image>", "<end_of_image>"),
+    "idefics": ("<image>", "<video>", "<global-img>", "<fake_token_around_image>"),
+}
+"""Texts of the tokens ``IMAGE``, ``VIDEO``, ``OPEN`` and ``CLOSE``."""
+PLACES = dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>")
+PLACES["gemma3"] = "<start_of_image>"
+SMALL = {"shortest_edge": 8 * 8, "longest_edge": 16 * 16}
+
+
+def tokenizer_of(family):
+    """64 tokens: single characters, and at the end those of images."""
+    kind = next((name for name in NAMES if family.startswith(name)), "idefics")
+    image, video, opened, closed = NAMES[kind]
+    letters = [*PLAIN, *"\n <>_.", *string.ascii_lowercase, *string.digits]
+    places = {text: i for i, text in enumerate(letters)}
+    places |= {f"<{i}>": i for i in range(len(letters), IMAGE)}
+    core = Tokenizer(models.WordLevel(places | {image: IMAGE, video: VIDEO, opened: OPEN, closed: CLOSE}, "<unk>"))
+    core.add_special_tokens([*PLAIN, image, video, opened, closed])
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    more = {"image_token": image, "video_token": video}
+    if kind == "gemma3":
+        more |= {"boi_token": opened, "eoi_token": closed}
+    if kind == "idefics":
+        more = {"image_token": image, "fake_image_token": closed, "global_image_token": opened}
+        more["end_of_utterance_token"] = "<eos>"
+    return PreTrainedTokenizerFast(tokenizer_object=core, **names, extra_special_tokens=more)
+
+
+def processor_of(family):
+    tokenizer = tokenizer_of(family)
+    if family == "llava":
+        sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+        given = {"image_token": "<image>", "num_additional_image_tokens": 1}
+        return LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **given)
+    if family.startswith("qwen"):
+        kind, video = {
+            "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
+            "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+        }[family]
+        given = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+        frames = video(**given, size={"shortest_edge": 64, "longest_edge": 4 * 256}, cap_pixels_per_frame=False)
+        return kind(Qwen2VLImageProcessorPil(**given, size=SMALL), tokenizer, frames)
+    if family == "gemma3":
+        return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokenizer, None, 4)
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
+    if family == "idefics3":
+        return Idefics3Processor(Idefics3ImageProcessorPil(**sizes), tokenizer, 4)
+    frames = SmolVLMVideoProcessor(size={"longest_edge": 16}, max_image_size={"longest_edge": 16})
+    return SmolVLMProcessor(SmolVLMImageProcessorPil(**sizes), tokenizer, frames, 4)
+
+
+def pictures(n):
+    dice = np.random.default_rng(n)
+    return [Image.fromarray(dice.integers(0, 255, (16, 20, 3), dtype=np.uint8)) for _ in range(n)]
+
+
+def load(processor, rows, **options):
+    videos = "videos" if "videos" in rows[0] else None
+    options = PromptDataConfig(prompt_data="-", image_key="images", video_key=videos, **options)
+    vision = RowVision(lambda: processor, [IMAGE, VIDEO], processor.tokenizer, options)
+    return load_prompts(number_rows(rows, flag="--prompt_data"), processor.tokenizer, options, vision=vision)

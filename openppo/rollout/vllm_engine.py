@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ from openppo.config import TrainPPOConfig
 from openppo.media import Media
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.sampling import completed_stop
-from openppo.rollout.vllm_requests import VLLMRequests, vllm_params
+from openppo.rollout.vllm_requests import VLLMRequests, add_request
 from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _PROBE = (0, 1, 2, 3)  # token ids
+_TOWER = "vision_tower.vision_model."
 
 
 def check_vllm() -> None:
@@ -38,7 +40,8 @@ class VLLMEngine(Engine):
     Each rank has one and decodes alone; or ``vllm_tensor_parallel_size`` ranks have one in pieces
     and decode in lockstep.
 
-    ``name`` is a folder or hub name with the config of the policy; its weights are not read. A prompt and its response
+    ``name`` is a folder or hub name with the config of the policy, and of one that ``reads_images`` tokenizer and
+    processor; its weights are not read. A prompt and its response
     have ``max_tokens`` at most. Weights come through ``with_weights`` only, so requests are submitted and decoded
     inside it. Outside it, from the first time on, the copy takes no GPU memory. A sampled id in ``eos_token_ids`` ends
     a response and belongs to it. Each request has a random stream of its own, but vLLM's arithmetic may depend on the
@@ -54,6 +57,7 @@ class VLLMEngine(Engine):
         eos_token_ids: Sequence[int],
         show_progress: bool = False,
         stop: StopCheck | None = None,
+        reads_images: bool = False,
     ) -> None:
         super().__init__(show_progress, stop)
         check_vllm()
@@ -62,7 +66,7 @@ class VLLMEngine(Engine):
         self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
         self._sleep_level: int | None = None  # until the first weights have come
         self._asleep = self._awake = False
-        self._llm = _start(name, config, max_tokens, self._sleeps)
+        self._llm = _start(name, config, max_tokens, self._sleeps, reads_images)
         self._requests = VLLMRequests(config.generation.vllm_tensor_parallel_size)
         if self._requests.n_ranks > 1:
             self.any_rank = self._requests.any_rank
@@ -80,14 +84,12 @@ class VLLMEngine(Engine):
         resume: int | None = None,
         media: Media = (),
     ) -> int:
-        """Queue a request and return its number. ``ValueError`` if prompt and response may not fit, and for images.
+        """Queue a request and return its number. ``ValueError`` if prompt and response may not fit.
 
         vLLM finds kept keys and values itself: ``park`` and ``resume`` have no effect.
         """
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
-        if media:
-            raise ValueError("vLLM is given no images here. Use --rollout_engine hf.")
         if len(prompt_ids) + params.max_new_tokens > self.max_tokens:  # vLLM would end such a response early
             raise ValueError(
                 f"A prompt of {len(prompt_ids)} tokens and a response of up to {params.max_new_tokens} exceed the "
@@ -96,7 +98,7 @@ class VLLMEngine(Engine):
             )
         assert self._awake, "the engine has no weights outside of with_weights()"
         number = next(self._numbers)
-        self._requests.submit(number, prompt_ids, params, seed)
+        self._requests.submit(number, prompt_ids, params, seed, media)
         return number
 
     def cancel(self, number: int) -> None:
@@ -107,9 +109,8 @@ class VLLMEngine(Engine):
         """One forward pass of vLLM: decode one token per row, prefill waiting requests, or both."""
         engine, under_way = self._llm.llm_engine, self._requests.under_way
         for new, cancelled in self._requests.exchange():
-            for name, ids, params, seed in new:
-                [prompt] = self._llm.renderer.render_cmpl([{"prompt_token_ids": ids}])
-                engine.add_request(name, prompt, vllm_params(params, seed, self.eos_token_ids))
+            for request in new:
+                add_request(self._llm, request, self.eos_token_ids, self.not_sampled)
             engine.abort_request(cancelled)
         for output in engine.step() if under_way else ():
             if output.request_id not in under_way:
@@ -157,6 +158,7 @@ class VLLMEngine(Engine):
         if self._asleep:
             self._wake_up("kv_cache")
         self._llm.reset_prefix_cache()  # keys and values of the old weights
+        self._llm.llm_engine.reset_encoder_cache()  # and features of images
         self._asleep, self._awake = False, True
 
     def _sleep(self, level: int) -> None:
@@ -203,7 +205,7 @@ class VLLMEngine(Engine):
             self._requests.cancel(number)
 
 
-def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool) -> Any:
+def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool, reads_images: bool) -> Any:
     """An ``LLM`` in this process and process group. ``ValueError`` for what vLLM finds wrong with model and options."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before the import, like all of these
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -214,7 +216,7 @@ def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool) -> 
     arguments: dict[str, Any] = {
         "dtype": "bfloat16" if config.deepspeed.bf16 else "float32",
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not reads_images,  # a processor of vLLM needs it
         "trust_remote_code": config.model.trust_remote_code,
         "max_model_len": max_tokens,
         "gpu_memory_utilization": memory_share,
@@ -228,14 +230,14 @@ def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool) -> 
         "enable_prefix_caching": True,  # the turns of a conversation begin with those before
         "max_num_seqs": config.generation.max_num_seqs,  # None: vLLM's own default
     }
+    if reads_images:  # OpenPPO's processor has scaled pixels, and keeps them
+        arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
     try:
         with _leaving_the_process_alone():
             llm = LLM(model=name, **arguments)
-    except ValueError as error:
-        raise ValueError(
-            f"--rollout_engine vllm with --vllm_gpu_memory_utilization {memory_share}: vLLM cannot start on "
-            f"{name}: {error}"
-        ) from error
+    except (ImportError, ValueError) as error:
+        what = f"--rollout_engine vllm with --vllm_gpu_memory_utilization {memory_share}"
+        raise ValueError(f"{what}: vLLM cannot start on {name}: {error}") from error
     for value in vars(llm.llm_engine.engine_core).values():
         if isinstance(value, weakref.finalize):  # it would destroy the trainer's process group, at the latest at exit
             value.detach()
@@ -281,6 +283,8 @@ def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
     model = worker.get_model()
     wanted = {name for name, _ in model.named_parameters()}  # of tied weights one
+    if any(name.startswith(_TOWER) for name in wanted):  # of CLIP and SigLIP, as transformers named it before 5
+        weights = ((re.sub(r"vision_tower\.(vision_model\.)?", _TOWER, name), weight) for name, weight in weights)
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
         loaded = model.load_weights(weights)

@@ -1,4 +1,4 @@
-"""What ranks that share one vLLM submit and cancel."""
+"""What ranks that share one vLLM submit and cancel, in its terms."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,16 +6,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from openppo.media import Media, item_places
 from openppo.types import SamplingParams
+
+IMAGE_FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl")
+"""Types of models whose images tests/vllm compares with transformers."""
 
 
 class VLLMRequest(NamedTuple):
     """One of any rank that shares a vLLM."""
 
     name: str
-    prompt_ids: Sequence[int]
+    prompt_ids: list[int]
     params: SamplingParams
     seed: int
+    media: Media
 
 
 class VLLMRequests:
@@ -37,9 +42,11 @@ class VLLMRequests:
         self._new: list[VLLMRequest] = []
         self._cancelled: list[str] = []
 
-    def submit(self, number: int, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> None:
+    def submit(
+        self, number: int, prompt_ids: Sequence[int], params: SamplingParams, seed: int, media: Media = ()
+    ) -> None:
         """For the next exchange."""
-        request = VLLMRequest(self._name(number), list(prompt_ids), params, seed)
+        request = VLLMRequest(self._name(number), list(prompt_ids), params, seed, media)
         self._new.append(request)
         self.own[request.name] = number
 
@@ -73,7 +80,32 @@ class VLLMRequests:
         return f"{self._place}/{number}"
 
 
-def vllm_params(params: SamplingParams, seed: int, eos_token_ids: Sequence[int]) -> Any:
+def add_request(llm: Any, request: VLLMRequest, eos_token_ids: Sequence[int], not_sampled: Sequence[int]) -> None:
+    """Give it to vLLM, which ends a response with one of ``eos_token_ids``."""
+    if request.media:
+        prompt = _with_images(llm.renderer.get_mm_processor(), request)
+    else:
+        [prompt] = llm.renderer.render_cmpl([{"prompt_token_ids": request.prompt_ids}])
+    params = _params(request.params, request.seed, eos_token_ids, not_sampled)
+    llm.llm_engine.add_request(request.name, prompt, params)
+
+
+def _with_images(processor: Any, request: VLLMRequest) -> Any:
+    """A prompt with the inputs that our processor made; that of vLLM knows their dimensions, and is not run."""
+    from transformers import BatchFeature
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    inputs, keys, ranges = list[Any](), list[str](), list[PlaceholderRange]()
+    for item, places in item_places(request.prompt_ids, request.media):
+        given = BatchFeature(item.inputs)
+        inputs += MultiModalKwargsItems.from_hf_inputs(given, processor._get_mm_fields_config(given, {}))["image"]
+        keys.append(str(item.key))
+        ranges.append(PlaceholderRange(places[0], len(places)))
+    return mm_input(request.prompt_ids, MultiModalKwargsItems({"image": inputs}), {"image": keys}, {"image": ranges})
+
+
+def _params(params: SamplingParams, seed: int, eos_token_ids: Sequence[int], not_sampled: Sequence[int]) -> Any:
     """vLLM's ``SamplingParams`` for ours."""
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind
@@ -87,6 +119,7 @@ def vllm_params(params: SamplingParams, seed: int, eos_token_ids: Sequence[int])
         logprobs=0,  # of the sampled token
         stop_token_ids=sorted({*eos_token_ids, *params.stop_token_ids}),
         min_tokens=params.min_new_tokens,
+        logit_bias=dict.fromkeys(not_sampled, -100.0),  # the least that vLLM takes
         ignore_eos=True,  # vLLM's own, of which it knows one
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE if params.stop else RequestOutputKind.FINAL_ONLY,

@@ -17,6 +17,8 @@ from openppo.models.loading import model_error_context
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.vllm_requests import IMAGE_FAMILIES
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
@@ -98,7 +100,7 @@ class PPOComponents:
         return vision
 
     def _prepare(self, vision: RowVision, engine: Engine, kinds: set[str]) -> None:
-        if engine.any_rank is not None:
+        if isinstance(engine, HFEngine) and engine.any_rank is not None:
             what = "weights that are gathered layer by layer while sampling, as these are too large, read no images"
             raise ValueError(f"--zero_stage 3: {what}. Use --zero_stage 2, or a smaller model.")
         policy: Any = self.actor.module
@@ -145,8 +147,10 @@ def check_run_with_images(config: TrainPPOConfig, data: PPOData, actor_config: P
     check_images(actor_config, f"--pretrain {config.model.pretrain}")
     if any(not placeholders(actor_config).keys().isdisjoint(document.token_ids) for document in data.documents):
         raise ValueError("--pretrain_data: a document names the token that stands for an image. Remove it.")
-    if config.generation.rollout_engine == "vllm":
-        raise ValueError("--rollout_engine vllm gets no images: use --rollout_engine hf.")
+    in_vllm = "video" not in data.kinds and actor_config.model_type in IMAGE_FAMILIES
+    if config.generation.rollout_engine == "vllm" and not in_vllm:
+        what = f"is given no videos, and images with models of type {', '.join(IMAGE_FAMILIES)} only"
+        raise ValueError(f"--rollout_engine vllm {what}. Use --rollout_engine hf.")
 
 
 def has_groups(config: TrainPPOConfig) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
+from openppo.media import placeholders
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, pad_token_id
 from openppo.rollout.decode_graphs import choose_recorder
@@ -79,6 +80,7 @@ def new_engine(
         episode = config.agents.episode_max_len or 0
         longest = max(config.data.prompt_max_len + generation.generate_max_len, episode, LONGEST)
         max_tokens = min(longest, context_length(actor_config) or longest)
+        common["reads_images"] = bool(placeholders(actor_config))
         return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
     device = next(policy.parameters()).device
     recorder = choose_recorder(generation.cuda_graphs, actor_config, device, together is not None)

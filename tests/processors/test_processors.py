@@ -2,37 +2,14 @@
 
 import base64
 import io
-import string
 
 import av
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    CLIPImageProcessorPil,
-    Gemma3ImageProcessorPil,
-    Gemma3Processor,
-    Idefics3ImageProcessorPil,
-    Idefics3Processor,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessorPil,
-    Qwen2VLVideoProcessor,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-    SmolVLMImageProcessorPil,
-    SmolVLMProcessor,
-    SmolVLMVideoProcessor,
-)
 
-from openppo.config.data import PromptDataConfig
-from openppo.datasets import load_prompts
-from openppo.datasets.media import RowVision
 from openppo.datasets.media_files import read_frames
-from openppo.datasets.sources import number_rows
 from openppo.media import model_inputs
 from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
@@ -40,62 +17,7 @@ from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.weights import WholeWeights
 from openppo.types import SamplingParams
-from tests.images import CLOSE, FAMILIES, IMAGE, OPEN, VIDEO, connected
-
-PLAIN = "<pad> <eos> <unk>".split()
-NAMES = {
-    "llava": ("<image>", "<video>", "<open>", "<close>"),
-    "qwen": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
-    "gemma3": ("<image_soft_token>", "<video>", "<start_of_image>", "<end_of_image>"),
-    "idefics": ("<image>", "<video>", "<global-img>", "<fake_token_around_image>"),
-}
-"""Texts of the tokens ``IMAGE``, ``VIDEO``, ``OPEN`` and ``CLOSE``."""
-PLACES = dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>")
-PLACES["gemma3"] = "<start_of_image>"
-SMALL = {"shortest_edge": 8 * 8, "longest_edge": 16 * 16}
-
-
-def tokenizer_of(family):
-    """64 tokens: single characters, and at the end those of images."""
-    kind = next((name for name in NAMES if family.startswith(name)), "idefics")
-    image, video, opened, closed = NAMES[kind]
-    letters = [*PLAIN, *"\n <>_.", *string.ascii_lowercase, *string.digits]
-    places = {text: i for i, text in enumerate(letters)}
-    places |= {f"<{i}>": i for i in range(len(letters), IMAGE)}
-    core = Tokenizer(models.WordLevel(places | {image: IMAGE, video: VIDEO, opened: OPEN, closed: CLOSE}, "<unk>"))
-    core.add_special_tokens([*PLAIN, image, video, opened, closed])
-    core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    more = {"image_token": image, "video_token": video}
-    if kind == "gemma3":
-        more |= {"boi_token": opened, "eoi_token": closed}
-    if kind == "idefics":
-        more = {"image_token": image, "fake_image_token": closed, "global_image_token": opened}
-        more["end_of_utterance_token"] = "<eos>"
-    return PreTrainedTokenizerFast(tokenizer_object=core, **names, extra_special_tokens=more)
-
-
-def processor_of(family):
-    tokenizer = tokenizer_of(family)
-    if family == "llava":
-        sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
-        given = {"image_token": "<image>", "num_additional_image_tokens": 1}
-        return LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **given)
-    if family.startswith("qwen"):
-        kind, video = {
-            "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
-            "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
-        }[family]
-        given = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-        frames = video(**given, size={"shortest_edge": 64, "longest_edge": 4 * 256}, cap_pixels_per_frame=False)
-        return kind(Qwen2VLImageProcessorPil(**given, size=SMALL), tokenizer, frames)
-    if family == "gemma3":
-        return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokenizer, None, 4)
-    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
-    if family == "idefics3":
-        return Idefics3Processor(Idefics3ImageProcessorPil(**sizes), tokenizer, 4)
-    frames = SmolVLMVideoProcessor(size={"longest_edge": 16}, max_image_size={"longest_edge": 16})
-    return SmolVLMProcessor(SmolVLMImageProcessorPil(**sizes), tokenizer, frames, 4)
+from tests.images import FAMILIES, IMAGE, PLACES, VIDEO, connected, load, pictures, processor_of
 
 
 @pytest.fixture(params=FAMILIES)
@@ -106,18 +28,6 @@ def family(request):
 @pytest.fixture
 def processor(family):
     return processor_of(family)
-
-
-def pictures(n):
-    dice = np.random.default_rng(n)
-    return [Image.fromarray(dice.integers(0, 255, (16, 20, 3), dtype=np.uint8)) for _ in range(n)]
-
-
-def load(processor, rows, **options):
-    videos = "videos" if "videos" in rows[0] else None
-    options = PromptDataConfig(prompt_data="-", image_key="images", video_key=videos, **options)
-    vision = RowVision(lambda: processor, [IMAGE, VIDEO], processor.tokenizer, options)
-    return load_prompts(number_rows(rows, flag="--prompt_data"), processor.tokenizer, options, vision=vision)
 
 
 def test_prompts_are_those_of_the_processor(family, processor):

@@ -32,7 +32,7 @@ def test_vllm_does_not_meet_the_store_of_torchrun(launched, monkeypatch):
         monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
     before, n_threads = {name: os.environ.get(name) for name in ("RANK", STORE)}, torch.get_num_threads()
     config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py")
-    vllm_engine._start("m", config, 16, sleeps=False)
+    vllm_engine._start("m", config, 16, sleeps=False, reads_images=False)
     assert met == {"RANK": "1", STORE: None}
     assert before == {name: os.environ.get(name) for name in ("RANK", STORE)}
     assert torch.get_num_threads() == n_threads
@@ -82,6 +82,9 @@ class SleepingLLM:
     def wake_up(self, tags):
         assert set(tags) <= self.sleeps
         self.sleeps -= set(tags)
+
+    def reset_encoder_cache(self):
+        self.calls.append("features")  # of images, with the old weights
 
     def reset_prefix_cache(self):
         self.cache.clear()
@@ -153,7 +156,8 @@ def test_a_sleep_that_loses_tensors_is_replaced_by_level_1(loses, level, sleepin
     assert [sample() for _ in range(3)] == [EXPECTED] * 3
     levels = [call for call in engine._llm.calls if isinstance(call, int)]
     assert levels == [2, level, level, level], "the trial, and one after each rollout"
-    assert engine._llm.calls.count("take_in") == 2 + 1 + 1, "all ranks hand over equally often"
+    counts = [engine._llm.calls.count(call) for call in ("take_in", "features")]
+    assert counts == [2 + 1 + 1] * 2, "all ranks hand over equally often"
     assert ("level 1 is used" in caplog.text) == (level == 1)
 
 

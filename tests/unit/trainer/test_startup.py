@@ -2,6 +2,7 @@
 
 import datetime
 import socket
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from openppo.datasets import TokenExample
 from openppo.models.actor import Actor
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.comm import check_same
+from openppo.trainer.components import check_run_with_images
 from openppo.trainer.data import load_ppo_data
 from openppo.trainer.startup import check_context, check_options
 from openppo.types import SamplingParams, SingleProcess
@@ -118,3 +120,12 @@ def test_a_loader_of_the_users_own_reads_documents_too(tmp_path, make_tokenizer)
     config = from_options(TrainPPOConfig, pretrain="m", reward_fn="f.py", pretrain_data="ab", dataset_class=loader)
     data = load_ppo_data(config, make_tokenizer(), LlamaConfig(vocab_size=40), SingleProcess(), prompts=False)
     assert [document.token_ids for document in data.documents] == [[4, 5, 1]] * 3
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("gemma3", {"image"}), ("qwen3_vl", {"image", "video"}), ("llava", {"image"})]
+)
+def test_vllm_is_given_only_what_was_compared(family, kinds):
+    data, model = SimpleNamespace(documents=[], kinds=kinds), SimpleNamespace(model_type=family)
+    with nullcontext() if family == "llava" else pytest.raises(ValueError, match="vllm is given no videos, and images"):
+        check_run_with_images(config(rollout_engine="vllm"), data, model)
