@@ -31,7 +31,7 @@ from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
 from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import SamplerParts
+from openppo.rollout.rollout import SampleRequest, SamplerParts
 from openppo.rollout.sampling import decoder
 from openppo.tracking import Metrics
 from openppo.types import Completion, Prompt, SamplingParams, SingleProcess, StopCheck, Trajectory
@@ -118,7 +118,7 @@ def rollout(sampler: AgentSampler, sessions: int) -> tuple[float, Timed, float]:
     engine: Any = sampler.parts.engine
     prompts = [Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i}) for i in range(sessions)]
     steps, began = timed(engine), time.perf_counter()
-    sampler.sample(prompts, SamplingParams(SAMPLED), 1, 1, 0, Metrics())
+    sampler.sample(SampleRequest(prompts, SamplingParams(SAMPLED), 1, 1, 0, Metrics()))
     return time.perf_counter() - began, steps, engine.reused_tokens / engine.read_tokens
 
 
@@ -208,7 +208,7 @@ def main() -> None:
     )
     branching = make_sampler(model, tokenizer, arguments.turns, branches=True)
     prompts = [Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i}) for i in range(8)]
-    trajectories = branching.sample(prompts, SamplingParams(SAMPLED), 4, 1, 0, Metrics())
+    trajectories = branching.sample(SampleRequest(prompts, SamplingParams(SAMPLED), 4, 1, 0, Metrics()))
     branching.close()
     print("\nTraining on 8 groups of 4 sessions, of which each tries its last turn twice:\n")
     print("\n".join(train(model.train(), trajectories, arguments.rounds)))

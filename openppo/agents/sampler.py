@@ -10,7 +10,7 @@ from openppo.agents.episodes import Agent, Played, failed, play
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
-from openppo.rollout.rollout import SampleFailed, SamplerParts, rank_share, sample_seed
+from openppo.rollout.rollout import SampleFailed, SampleRequest, SamplerParts, rank_share, sample_seed
 from openppo.tracking import Metrics, progress_bar
 from openppo.types import Ending, Episode, Prompt, SamplingParams, Trajectory
 
@@ -24,44 +24,36 @@ class AgentSampler:
         self.driver = parts.own_driver()
         self._started = False
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        n_samples: int,
-        seed: int,
-        first_group: int,
-        metrics: Metrics,
-        evaluation: bool = False,
-    ) -> list[Trajectory]:
-        """Unscored trajectories of this rank's share of ``prompts``, those of one prompt beside each other.
+    def sample(self, asked: SampleRequest) -> list[Trajectory]:
+        """Unscored trajectories of this rank's share of prompts, those of one prompt beside each other.
 
-        Episodes that failed are left out, and with them groups of which fewer than two are left; an ``evaluation``
+        Episodes that failed are left out, and with them groups of which fewer than two are left; an evaluation
         keeps them, at reward 0. ``Interrupted`` on all ranks upon a signal.
         """
-        mine, first_group = rank_share(prompts, first_group, self.parts.comm)
-        tasks = []
+        mine, first_group = rank_share(asked.prompts, asked.first_group, self.parts.comm)
+        tasks, metrics = list[Task](), asked.metrics
         for group, prompt in enumerate(mine, first_group):
-            env_seed = self.options.eval_seed + group if evaluation else sample_seed(seed, group) % 2**31
-            seeds = [sample_seed(seed, group * n_samples + sample) for sample in range(n_samples)]
+            env_seed = self.options.eval_seed + group if asked.evaluation else sample_seed(asked.seed, group) % 2**31
+            first = group * asked.n_samples
+            seeds = [sample_seed(asked.seed, first + sample) for sample in range(asked.n_samples)]
             tasks += [Task(prompt, each, env_seed, group) for each in seeds]
         engine, ended = self.parts.engine, list[Task]()
         read, reused, waited = engine.read_tokens, engine.reused_tokens, self.driver.waited
         with progress_bar(len(tasks), "episodes", enabled=self.parts.comm.rank == 0) as bar:
             # Each step is a sign of progress: episodes have a time limit of their own.
-            work = self._play_all(tasks, params, ended)
+            work = self._play_all(tasks, asked.params, ended)
             played = self.driver.drive(work, lambda: bar.update(len(ended) - bar.done), self.parts.leave)
         measure(played, metrics)
         metrics.add("time/engine_idle_s", self.driver.waited - waited)
         if (read := engine.read_tokens - read) > 0:
             metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused) / read)
         self._warn(played)
-        if evaluation:
+        if asked.evaluation:
             kept = [each.trajectories if each.episode.ending.is_trained else [failed(each)] for each in played]
         else:
             good = [each for each in played if each.episode.ending.is_trained]
             sizes = Counter(each.session.task.group for each in good)
-            kept = [each.trajectories for each in good if sizes[each.session.task.group] >= min(2, n_samples)]
+            kept = [each.trajectories for each in good if sizes[each.session.task.group] >= min(2, asked.n_samples)]
         return list(chain.from_iterable(kept))
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Single responses, sampled one by one through a driver."""
 
 import asyncio
-from collections.abc import Sequence
+from itertools import product
 
-from openppo.rollout.rollout import SampleFailed, SamplerParts, make_trajectory, rank_share, sample_seed
+from openppo.rollout.rollout import SampleFailed, SampleRequest, SamplerParts, make_trajectory, rank_share, sample_seed
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
 
@@ -15,28 +15,18 @@ class ResponseSampler:
         self.parts = parts
         self.driver = parts.own_driver()
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        n_samples: int,
-        seed: int,
-        first_group: int,
-        metrics: Metrics,
-        evaluation: bool = False,
-    ) -> list[Trajectory]:
+    def sample(self, asked: SampleRequest) -> list[Trajectory]:
         """This rank's share, as ``sample_trajectories`` numbers it."""
-        mine, first_group = rank_share(prompts, first_group, self.parts.comm)
+        mine, first_group = rank_share(asked.prompts, asked.first_group, self.parts.comm)
 
         async def one(group: int, prompt: Prompt, sample: int) -> list[Trajectory]:
-            return await self.sample_one(
-                prompt, params, sample_seed(seed, group * n_samples + sample), 0, group, metrics
-            )
+            seed = sample_seed(asked.seed, group * asked.n_samples + sample)
+            return await self.sample_one(prompt, asked.params, seed, 0, group, asked.metrics)
 
         async def everything() -> list[list[Trajectory]]:
-            numbered = list(enumerate(mine, first_group))
+            samples = product(enumerate(mine, first_group), range(asked.n_samples))
             with self.driver.hold():  # in the order that an engine's ``generate`` gives them
-                work = [asyncio.ensure_future(one(*each, sample)) for each in numbered for sample in range(n_samples)]
+                work = [asyncio.ensure_future(one(*numbered, sample)) for numbered, sample in samples]
                 await asyncio.sleep(0)
             return await asyncio.gather(*work)
 

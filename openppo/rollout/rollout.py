@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -46,20 +46,27 @@ class SamplerParts:
         return self.driver or EngineDriver(self.engine, self.stop)
 
 
+class SampleRequest(NamedTuple):
+    """``n_samples`` of each prompt, asked alike on all ranks.
+
+    ``first_group`` is the number in the whole run of the first prompt; groups and seeds follow from it and ``seed``, so
+    that a sample does not depend on the number of ranks. An ``evaluation`` keeps samples that failed.
+    """
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    n_samples: int
+    seed: int
+    first_group: int
+    metrics: Metrics
+    evaluation: bool = False
+
+
 class Sampler(Protocol):
     """How prompts become trajectories without scores. All ranks call every method together."""
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        n_samples: int,
-        seed: int,
-        first_group: int,
-        metrics: Metrics,
-        evaluation: bool = False,
-    ) -> list[Trajectory]:
-        """This rank's share, those of one prompt beside each other; see ``sample_trajectories``."""
+    def sample(self, asked: SampleRequest) -> list[Trajectory]:
+        """This rank's share, those of one prompt beside each other."""
 
     def close(self) -> None:
         """Release what it holds."""
@@ -119,18 +126,9 @@ class EngineSampler:
     engine: Engine
     comm: Comm
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        n_samples: int,
-        seed: int,
-        first_group: int,
-        metrics: Metrics,
-        evaluation: bool = False,
-    ) -> list[Trajectory]:
+    def sample(self, asked: SampleRequest) -> list[Trajectory]:
         """This rank's share."""
-        return sample_trajectories(self.engine, prompts, params, n_samples, seed, first_group, self.comm)
+        return sample_trajectories(self.engine, *asked[:5], self.comm)
 
     def close(self) -> None:
         """Hold nothing."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.rollout.responses import ResponseSampler
-from openppo.rollout.rollout import SamplerMaker, SamplerParts, SingleSampler
+from openppo.rollout.rollout import SampleRequest, SamplerMaker, SamplerParts, SingleSampler
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
@@ -188,22 +188,13 @@ class TaskSampler:
         self.params = {task.name: sampling_params(task.config.generation) for task in tasks}
         self.samplers = {task.name: self._made(task) for task in tasks}
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        n_samples: int,
-        seed: int,
-        first_group: int,
-        metrics: Metrics,
-        evaluation: bool = False,
-    ) -> list[Trajectory]:
-        """This rank's share, one task after the other, at the temperature of ``params``."""
-        sampled: list[Trajectory] = []
+    def sample(self, asked: SampleRequest) -> list[Trajectory]:
+        """This rank's share, one task after the other, at the temperature of the request."""
+        sampled, first_group = list[Trajectory](), asked.first_group
         for name, sampler in list(self.samplers.items()):
-            if mine := [prompt for prompt in prompts if prompt.task == name]:
-                own = replace(self.params[name], temperature=params.temperature)
-                sampled += sampler.sample(mine, own, n_samples, seed, first_group, metrics, evaluation)
+            if mine := [prompt for prompt in asked.prompts if prompt.task == name]:
+                own = replace(self.params[name], temperature=asked.params.temperature)
+                sampled += sampler.sample(asked._replace(prompts=mine, params=own, first_group=first_group))
             first_group += len(mine)
         return sampled
 

@@ -18,6 +18,7 @@ from openppo.rollout.rollout import (
     EngineSampler,
     Rollout,
     Sampler,
+    SampleRequest,
     by_episode,
     episode_reward,
     wait_for_scores,
@@ -84,7 +85,7 @@ class PromptSource:
         sampling = sampling_params(self.config.generation, options.eval_temperature), options.eval_n_samples_per_prompt
         with self.components.weights_to_save(), self.with_weights():
             held_out, metrics = self.components.data.held_out, Metrics()
-            responses = self.sampled_by.sample(held_out, *sampling, seed, 0, metrics, evaluation=True)
+            responses = self.sampled_by.sample(SampleRequest(held_out, *sampling, seed, 0, metrics, evaluation=True))
         grading = self.components.grading
         for response in responses if grading.scorer is not None else ():  # an agent may have given rewards
             response.scores, response.token_rewards, response.step_ends = {}, None, None
@@ -127,10 +128,11 @@ class PromptSource:
         seed, n_samples, first = self.config.deepspeed.seed, self.config.ppo.n_samples_per_prompt, self.consumed_prompts
         params, metrics = sampling_params(self.config.generation), Metrics()
         with self.timer.phase("generation"), self.with_weights():
-            sampled = self.sampled_by.sample(ready, params, n_samples, seed, first, metrics)
+            asked = SampleRequest(ready, params, n_samples, seed, first, metrics)
+            sampled = self.sampled_by.sample(asked)
             if self.estimator.needs_greedy:
                 params = dataclasses.replace(params, temperature=0.0)
-                greedy = self.sampled_by.sample(ready, params, 1, seed, first, Metrics())
+                greedy = self.sampled_by.sample(asked._replace(params=params, n_samples=1, metrics=Metrics()))
                 of_group = {parts[-1].group: with_all_rewards(parts) for parts in by_episode(greedy)}
                 sampled = [trajectory for trajectory in sampled if trajectory.group in of_group]
                 for trajectory in sampled:

@@ -13,6 +13,7 @@ import pytest
 
 from openppo.agents import Agent, Session, Task
 from openppo.agents.gateway.server import Gateway
+from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams
 
@@ -115,7 +116,7 @@ def play(make_sampler: Any, agent: ClientAgent, lines: str, times: int = 1) -> l
     """Trajectories of programs, each of whose turns is in the engine's own journal."""
     sampler = make_sampler(agent, policy, longest=200_000, agent_timeout=3600.0)
     given = prompts(lines, times)
-    sampled = sampler.sample(given, SamplingParams(1000), 1, 1, 0, Metrics())
+    sampled = sampler.sample(SampleRequest(given, SamplingParams(1000), 1, 1, 0, Metrics()))
     assert len(agent.ended) == len(given), "each episode ended as completed"
     turns = [turn for _, session, _ in agent.ended for turn in session.turns]
     journal = sampler.parts.engine.journal

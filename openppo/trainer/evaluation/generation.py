@@ -28,6 +28,7 @@ from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.rollout import (
     EngineSampler,
     Sampler,
+    SampleRequest,
     SamplerMaker,
     SamplerParts,
     by_episode,
@@ -183,7 +184,7 @@ class EvaluateJob(_Job):
     def evaluate(self) -> dict[str, float]:
         """Generate, score, and write; the metrics, the same on all ranks."""
         with self._weights():
-            sampled = self.sampler.sample(*self.sampling, 0, Metrics(), evaluation=True)
+            sampled = self.sampler.sample(SampleRequest(*self.sampling, 0, Metrics(), evaluation=True))
         responses = begin_scoring(self.scorer, sampled, self.grading.reward_weights, StopCheck(), prefix="eval_")
         if self.output is not None:
             episodes = by_episode(list(responses))

@@ -8,7 +8,7 @@ import pytest
 from openppo.agents.environment import UNREADABLE, EnvironmentAgent
 from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
-from openppo.rollout.rollout import sample_seed
+from openppo.rollout.rollout import SampleRequest, sample_seed
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, Trajectory
 
@@ -67,7 +67,9 @@ def sampler_of(make_sampler: Any, make: Any, script: Any, **options: Any) -> Age
 def play(sampler: AgentSampler, n_seeds: int = 1, n: int = 1, **more: Any) -> tuple[list[Trajectory], dict[str, float]]:
     metrics = Metrics()
     prompts = [Prompt("", [], row=more.pop("row", {}), index=i) for i in range(n_seeds)]
-    sampled = sampler.sample(prompts, SamplingParams(64), n, more.pop("seed", 7), more.pop("first", 0), metrics, **more)
+    sampled = sampler.sample(
+        SampleRequest(prompts, SamplingParams(64), n, more.pop("seed", 7), more.pop("first", 0), metrics, **more)
+    )
     return sampled, metrics.reduced(SingleProcess())
 
 

@@ -14,6 +14,7 @@ import pytest
 from openppo.agents import sampler as sampler_module
 from openppo.agents.program import ProgramAgent
 from openppo.config.agents import AgentConfig
+from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
 from tests.unit.agents.conftest import ScriptedEngine
@@ -175,7 +176,7 @@ def test_every_episode_ends_once_whatever_its_agent_does(make_sampler, monkeypat
 
     sampler.driver.generate = generate
     metrics, prompts = Metrics(), [Prompt(f"task {i}", [5, 6], index=i) for i in range(n // 10)]
-    sampled = sampler.sample(prompts, SamplingParams(64), 10, 1, 0, metrics)
+    sampled = sampler.sample(SampleRequest(prompts, SamplingParams(64), 10, 1, 0, metrics))
 
     assert len(records) == len({record.session for record in records}) == n
     by_kind = Counter((agent.kind_of[record.session], record.episode.ending) for record in records)

@@ -22,7 +22,7 @@ from openppo.datasets.vision import Vision
 from openppo.experience.replay_buffer import collate
 from openppo.media import distinct_ids, media_key, media_part, media_parts, model_inputs
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import SamplerParts
+from openppo.rollout.rollout import SampleRequest, SamplerParts
 from openppo.strategy.weights import WholeWeights
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, StopCheck
@@ -94,7 +94,7 @@ def played(
     engine = SeeingEngine(vision.tokenizer, script)
     sampler = sampler_of(vision, agent, engine, vision.tokenizer, **options)
     prompt = prompt or Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
-    made = sampler.sample([prompt], SamplingParams(400), 1, 1, 0, Metrics(), evaluation=True)
+    made = sampler.sample(SampleRequest([prompt], SamplingParams(400), 1, 1, 0, Metrics(), evaluation=True))
     sampler.close()
     return made, engine
 
@@ -190,7 +190,7 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
     sampler = sampler_of(vision, solve, engine, vision.tokenizer, check_rendering="off")
     prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
     with engine.with_weights(WholeWeights(model)):
-        made = sampler.sample([prompt], SamplingParams(6), 3, 1, 0, Metrics(), evaluation=True)
+        made = sampler.sample(SampleRequest([prompt], SamplingParams(6), 3, 1, 0, Metrics(), evaluation=True))
     sampler.close()
     rows = collate(made, 0)
     assert [len(of_row) for of_row in rows.media] == [2, 2, 2]
@@ -326,7 +326,7 @@ def test_a_model_of_text_gets_no_images(vision):
 
     sampler = sampler_of(None, solve, SeeingEngine(vision.tokenizer, lambda _: "ok"), vision.tokenizer)
     prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
-    (trajectory,) = sampler.sample([prompt], SamplingParams(9), 1, 1, 0, Metrics(), evaluation=True)
+    (trajectory,) = sampler.sample(SampleRequest([prompt], SamplingParams(9), 1, 1, 0, Metrics(), evaluation=True))
     sampler.close()
     assert "--pretrain reads none here" in trajectory.episode.error
 

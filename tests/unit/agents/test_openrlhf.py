@@ -8,6 +8,7 @@ import pytest
 from openppo.agents import agent_source
 from openppo.agents.openrlhf import OpenRLHFAgent
 from openppo.config.agents import AgentConfig
+from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
 
@@ -58,7 +59,7 @@ def play(sampler: Any, n: int = 1, **limits: Any) -> tuple[list[Any], dict[str, 
     metrics = Metrics()
     prompts = [Prompt("Human: hi\n", [5, 6], label="answer") for _ in range(n)]
     params = SamplingParams(limits.pop("max_new_tokens", 64), **limits)
-    return sampler.sample(prompts, params, 1, 1, 0, metrics), metrics.reduced(SingleProcess())
+    return sampler.sample(SampleRequest(prompts, params, 1, 1, 0, metrics)), metrics.reduced(SingleProcess())
 
 
 def seen_by(agent: OpenRLHFAgent) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import pytest
 from openppo.agents import Agent, AgentSource, agent_source
 from openppo.agents.program import Command, ProgramAgent, printed_reward
 from openppo.config.agents import AgentConfig
+from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
 from tests.fork_server import REPO
@@ -46,7 +47,7 @@ def play(make_sampler, tmp_path):
         agent = ProgramAgent(AgentConfig(agent_command=command or f"{sys.executable} {tmp_path}/agent.py", **options))
         sampler = make_sampler(agent, lambda prompt: "yes", **options)
         prompt, metrics = Prompt("say yes", [5, 6], row=row or {}), Metrics()
-        [sampled] = sampler.sample([prompt], SamplingParams(64), 1, 1, 0, metrics, evaluation=True)
+        [sampled] = sampler.sample(SampleRequest([prompt], SamplingParams(64), 1, 1, 0, metrics, evaluation=True))
         return sampled, metrics.reduced(SingleProcess())
 
     return run
@@ -97,7 +98,7 @@ def test_each_episode_has_a_key_of_its_own(make_sampler, tmp_path):
     )
     agent = ProgramAgent(AgentConfig(agent_command=f"{sys.executable} {tmp_path}/agent.py"))
     sampled = make_sampler(agent, lambda prompt: "yes").sample(
-        [Prompt("x", [5], index=i) for i in range(3)], SamplingParams(8), 1, 1, 0, Metrics()
+        SampleRequest([Prompt("x", [5], index=i) for i in range(3)], SamplingParams(8), 1, 1, 0, Metrics())
     )
     assert len({trajectory.episode.output for trajectory in sampled}) == 3
 
@@ -124,7 +125,7 @@ def test_without_a_reward_of_its_own_others_score_the_episode(make_sampler, tmp_
     for has_rewards, ending in ((True, Ending.COMPLETED), (False, Ending.AGENT_ERROR)):
         object.__setattr__(sampler.parts, "has_rewards", has_rewards)
         metrics = Metrics()
-        sampled = sampler.sample([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics)
+        sampled = sampler.sample(SampleRequest([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics))
         assert metrics.reduced(SingleProcess())[f"agent/{ending.value}"] == 1
         assert [trajectory.scores for trajectory in sampled] == ([{}] if has_rewards else [])
 
@@ -185,7 +186,7 @@ def test_waiting_for_a_place_costs_an_episode_no_time(make_sampler):
 
     metrics = Metrics()
     sampler = make_sampler(Waits(), str.upper, agent_timeout=0.4)
-    sampler.sample([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics)
+    sampler.sample(SampleRequest([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics))
     assert metrics.reduced(SingleProcess())["agent/timeout"] == 0
 
 
@@ -197,7 +198,9 @@ def test_no_more_programs_run_at_a_time_than_allowed(make_sampler, tmp_path):
     command = f"{sys.executable} -S {tmp_path}/agent.py {tmp_path}/running"
     agent = ProgramAgent(AgentConfig(agent_command=command, agent_concurrency=2))
     prompts = [Prompt("x", [5], index=i) for i in range(6)]
-    sampled = make_sampler(agent, lambda prompt: "yes").sample(prompts, SamplingParams(8), 1, 1, 0, Metrics())
+    sampled = make_sampler(agent, lambda prompt: "yes").sample(
+        SampleRequest(prompts, SamplingParams(8), 1, 1, 0, Metrics())
+    )
     assert len(sampled) == 6
     assert max(trajectory.scores["reward"] for trajectory in sampled) <= 2
 
@@ -273,6 +276,6 @@ def test_the_example_asks_a_second_time(make_sampler, answers, reward):
     said = iter(answers)
     sampler = make_sampler(ProgramAgent(AgentConfig(agent_command=command)), lambda prompt: next(said))
     prompt, metrics = Prompt("What is 17 + 25?", [5], row={"answer": "42"}), Metrics()
-    [sampled] = sampler.sample([prompt], SamplingParams(64), 1, 1, 0, metrics)
+    [sampled] = sampler.sample(SampleRequest([prompt], SamplingParams(64), 1, 1, 0, metrics))
     assert sampled.scores == {"reward": reward}
     assert metrics.reduced(SingleProcess())["agent/turns"] == len(answers)

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from openppo.rollout.rollout import SampleFailed
+from openppo.rollout.rollout import SampleFailed, SampleRequest
 from openppo.tasks.service import ServiceAgent
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams
@@ -30,7 +30,7 @@ def rows(n):
 
 def played(sampler, prompts, n_samples=1):
     metrics = Metrics()
-    return sampler.sample(prompts, PARAMS, n_samples, 0, 0, metrics, evaluation=True)
+    return sampler.sample(SampleRequest(prompts, PARAMS, n_samples, 0, 0, metrics, evaluation=True))
 
 
 def post(url, body, key=""):

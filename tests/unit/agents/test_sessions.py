@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from openppo.agents import EpisodeEnded, Turn
+from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams, SingleProcess
 
@@ -18,7 +19,7 @@ def play(sampler: Any, n_prompts: int = 1, n_samples: int = 1, max_new_tokens: i
     """Trajectories and metrics of one rollout."""
     metrics = Metrics()
     prompts = [Prompt(f"task {i}", [5, 6], row={"number": i}) for i in range(n_prompts)]
-    sampled = sampler.sample(prompts, SamplingParams(max_new_tokens), n_samples, 1, 0, metrics, **more)
+    sampled = sampler.sample(SampleRequest(prompts, SamplingParams(max_new_tokens), n_samples, 1, 0, metrics, **more))
     return sampled, metrics.reduced(SingleProcess())
 
 
@@ -89,7 +90,9 @@ def test_a_lower_limit_of_a_request_bounds_its_least_tokens_too(make_sampler):
         return 1.0
 
     sampler, metrics = make_sampler(short, lambda prompt: "yes"), Metrics()
-    sampler.sample([Prompt("task", [5])], SamplingParams(9, min_new_tokens=4, stop=("?",)), 1, 1, 0, metrics)
+    sampler.sample(
+        SampleRequest([Prompt("task", [5])], SamplingParams(9, min_new_tokens=4, stop=("?",)), 1, 1, 0, metrics)
+    )
     [(params, *_)] = sampler.parts.engine.submitted
     assert params == SamplingParams(2, min_new_tokens=2, stop=("?", "!"))
 

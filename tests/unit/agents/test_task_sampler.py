@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from openppo.config import TrainPPOConfig, from_options
-from openppo.rollout.rollout import SamplerParts
+from openppo.rollout.rollout import SampleRequest, SamplerParts
 from openppo.rollout.sampling import sampling_params
 from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.tracking import Metrics
@@ -24,7 +24,7 @@ def test_a_task_that_joins_leaves_evaluations_of_others_alone(chat_tokenizer):
     params = sampling_params(task("", 9).config.generation, 0.5)
 
     def sampled():
-        found = sampler.sample(prompts, params, 1, 0, 0, Metrics(), evaluation=True)
+        found = sampler.sample(SampleRequest(prompts, params, 1, 0, 0, Metrics(), evaluation=True))
         return [(t.prompt.task, len(t.response_ids), t.group) for t in found]
 
     alone = sampled()

@@ -16,6 +16,7 @@ from openppo.agents import AgentSource
 from openppo.agents.tool_agent import State, ToolAgent, ToolEpisode
 from openppo.agents.tools import BaseTool, FunctionTool, OpenAIFunctionToolSchema, ToolResponse
 from openppo.config.agents import AgentConfig
+from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, Trajectory
 from tests.unit.agents.verl_tools import JOURNAL, SCHEMA, NewGrader, OldGrader
@@ -71,7 +72,7 @@ def play(make_sampler) -> Callable[..., tuple[list[Trajectory], dict[str, float]
         sampler = make_sampler(agent, script, tool_parser="hermes", **options)
         prompts = [Prompt("task", [5, 6], row=row, messages=[{"role": "user", "content": "task"}]) for row in rows]
         agent.check(prompts)
-        sampled = sampler.sample(prompts, SamplingParams(400), 1, 1, 0, metrics)
+        sampled = sampler.sample(SampleRequest(prompts, SamplingParams(400), 1, 1, 0, metrics))
         return sampled, metrics.reduced(SingleProcess())
 
     return run
