@@ -1,6 +1,7 @@
 """Images of a prompt as its model reads them: the noun, and a batch of them beside token ids."""
 
 import inspect
+import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,7 +60,12 @@ Media = tuple[MediaItem, ...]
 
 
 def copy_processor(name: str, folder: Path) -> None:
-    """Copy the files, if any, of what processes images for model ``name``, from its folder or the hub's cache."""
+    """Copy the files, if any, of what processes images for model ``name``, from its folder or the hub's cache.
+
+    Of a PEFT folder they are those of its base model.
+    """
+    if name and (adapters := Path(name) / "adapter_config.json").is_file():
+        name = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or name
     for file in _PROCESSOR_FILES.split() if name else ():
         found: Any = Path(name) / file
         if not Path(name).is_dir():

@@ -82,7 +82,7 @@ class Renderer:
         found = self._special.search(after)
         while found and (ended or calls) and found[0] not in self._ends:  # tokens around texts and calls
             found = self._special.search(after, found.end())
-        if found is None or not _shows(after[found.end() :], new):
+        if found is None or not _shows(after[found.end() :], new, self.vision.guarded if self.vision else str):
             return None
         end, ids = self.encode(found[0]), self.encode(after[found.start() :], media)
         between = "" if calls else self._special.sub("", after[: found.start()])
@@ -164,11 +164,11 @@ def _stand_ins(answer: Message) -> list[Message]:
     return [*(plain | {"content": text, "tool_calls": its} for text, its in tried), plain]
 
 
-def _shows(text: str, messages: Sequence[Message]) -> bool:
-    """Whether a rendering has the texts of all messages, as they are or in JSON."""
+def _shows(text: str, messages: Sequence[Message], written: Callable[[str], str]) -> bool:
+    """Whether a rendering has the texts of all messages, as they are ``written`` or in JSON."""
     contents = (message.get("content") for message in messages)
     parts = [content if isinstance(content, list) else [content or ""] for content in contents]
-    texts = [text_of([part]).strip() for content in parts for part in content if not media_kind(part)]
+    texts = [written(text_of([part])).strip() for content in parts for part in content if not media_kind(part)]
     return all(said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text for said in texts)
 
 

@@ -156,7 +156,12 @@ class ToolEpisode:
         """What a tool returned: its images, and the beginning of its text."""
         given = vars(response) if isinstance(response, ToolResponse) else response
         made = given if isinstance(given, Mapping) else {"text": given}
-        images = (made.get("image") or []) if self.session.setup.renderer.vision else []  # of text, models read text
+        images = made.get("image") or []
+        if images and self.session.setup.renderer.vision is None:
+            if name not in self.agent.failing:
+                self.agent.failing.add(name)
+                logger.warning("the tool %s returns images, and --pretrain reads none: they are left out", name)
+            images = []
         text = made.get("text") or "" if images or isinstance(response, ToolResponse) else made.get("text")
         if not isinstance(text, str) or made.get("video"):
             raise ToolError(f"{name}: {shortened(response)} is no text, dict with 'text' or 'image', or ToolResponse")

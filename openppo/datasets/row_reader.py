@@ -62,7 +62,7 @@ class RowReader:
         fields = replace(self._fields(row), tools=tools)
         media = {}
         for kind, key in self.media_keys.items():
-            if descend(row.row, key) or kind not in self.found:
+            if descend(row.row, key) or not (kind in self.found or row.flag.startswith("--eval")):
                 media[kind] = value_of(row.row, key, f"--{kind}_key")
         return replace(fields, media=media, source=row.source)
 

@@ -63,7 +63,7 @@ def render_prompt(
 def require_texts(messages: Sequence[Message]) -> None:
     """``ValueError`` for messages with images or videos."""
     if any(isinstance(message["content"], list) for message in messages):
-        raise ValueError("not a chat message with a text: images are read in prompts only. Remove the row.")
+        raise ValueError("not a chat message with a text: images are read here in prompts of rows only. Leave it out.")
 
 
 def not_empty(ids: list[int], value: object) -> list[int]:

@@ -99,8 +99,8 @@ class Vision:
     ) -> str:
         """Text of a conversation, with the processor's token for each image and video of ``messages``.
 
-        ``render`` writes them, with contents as its argument makes them: parts or texts, as the chat template wants.
-        ``guarded``: what texts say like such a token gets a space after its first character.
+        ``render`` writes them, with contents as its argument makes them: parts or texts, as the chat template wants,
+        and texts ``guarded``.
         """
         n, text = sum(1 for _ in media_parts(messages)), ""
         for as_parts in (True, False) if self.takes_parts else (False,):  # of some roles it may write only texts
@@ -116,11 +116,11 @@ class Vision:
     def _content(self, content: Any, as_parts: bool, guarded: bool) -> Any:
         """A content as the chat template gets it."""
         if not any(media_parts([{"content": content}])):
-            text = self._guarded(text_of(content)) if guarded else text_of(content)
+            text = self.guarded(text_of(content)) if guarded else text_of(content)
             return [{"type": "text", "text": text}] if as_parts and text and not self.takes_texts else text
         kinds = map(media_kind, content)
         parts = [{"type": kind} if kind else part for kind, part in zip(kinds, content, strict=True)]
-        parts = [part | {"text": self._guarded(part["text"])} if guarded and "text" in part else part for part in parts]
+        parts = [part | {"text": self.guarded(part["text"])} if guarded and "text" in part else part for part in parts]
         return [part for part in parts if part.get("text", True)] if as_parts else self.as_text(parts)
 
     def as_text(self, content: str | list[dict[str, Any]]) -> str:
@@ -143,8 +143,10 @@ class Vision:
             return None
         return self
 
-    def _guarded(self, text: str) -> str:
-        return self._places.sub(lambda place: f"{place[0][0]} {place[0][1:]}", text)
+    def guarded(self, text: str) -> str:
+        """``text``, with a space after the first character of what is written like a token that stands for media."""
+        written = {*self.tokens.values(), *self.tokenizer.convert_ids_to_tokens([*self.token_ids])}
+        return re.sub("|".join(map(re.escape, written)), lambda place: f"{place[0][0]} {place[0][1:]}", text)
 
     @cached_property
     def _places(self) -> re.Pattern[str]:
@@ -186,18 +188,15 @@ class Vision:
         if kind not in self.tokens:
             raise ValueError(f"the row has videos, and {self.named} reads none. Remove them, or use a model that does.")
 
-        def fitted(image: Image.Image) -> Image.Image:
-            return within_pixels(image, options.min_pixels, options.max_pixels)
-
-        given: dict[str, Any] = {}
-        if kind == "image":
-            frames = [read_image(value, near)]
-            given["images"] = [fitted(frames[0])]
-        else:
+        frames, fps = [read_image(value, near)], 1.0
+        if kind == "video":
             frames, fps = read_frames(value, options.video_fps, options.max_frames, near)
+        fitted = [within_pixels(frame, options.min_pixels, options.max_pixels) for frame in frames]
+        given: dict[str, Any] = {"images": fitted}
+        if kind == "video":
             about = {"fps": fps, "total_num_frames": len(frames), "frames_indices": [*range(len(frames))]}
-            given["videos"], given["do_sample_frames"] = [[*map(fitted, frames)]], False
-            given["video_metadata"] = [about | {"duration": len(frames) / fps}]
+            about["duration"] = len(frames) / fps
+            given = {"videos": [fitted], "do_sample_frames": False, "video_metadata": [about]}
         made = processor(text=[self.tokens[kind]], add_special_tokens=False, return_tensors="pt", **given)
         return self._item(made, kind, thumbnail(frames[0]))
 

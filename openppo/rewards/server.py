@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import ServeRMConfig
 from openppo.datasets.templates import encode_start
+from openppo.media import placeholders
 from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.pretrained import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
 from openppo.models.scalar_head import get_llm_for_sequence_regression
@@ -149,6 +150,8 @@ def build_server(options: ServeRMConfig) -> RewardServer:
 
     def encode(text: str) -> list[int]:
         ids = encode_conversation(tokenizer, text, max_len)
+        if not placeholders(model_config).keys().isdisjoint(ids):
+            raise ValueError("serve_rm reads no images, and a text names the token of one: use --reward_pretrain.")
         check_token_ids(model_config, "the reward model", tokenizer, [ids])
         return ids
 

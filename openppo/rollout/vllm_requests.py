@@ -101,7 +101,9 @@ def _with_images(processor: Any, request: VLLMRequest) -> Any:
         given = BatchFeature(item.inputs)
         inputs += MultiModalKwargsItems.from_hf_inputs(given, processor._get_mm_fields_config(given, {}))["image"]
         keys.append(str(item.key))
-        ranges.append(PlaceholderRange(places[0], len(places)))
+        is_embed = torch.zeros(places[-1] + 1 - places[0], dtype=torch.bool)  # Pixtral's images have marks in between
+        is_embed[torch.tensor(places) - places[0]] = True
+        ranges.append(PlaceholderRange(places[0], len(is_embed), is_embed))
     return mm_input(request.prompt_ids, MultiModalKwargsItems({"image": inputs}), {"image": keys}, {"image": ranges})
 
 

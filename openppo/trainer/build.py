@@ -65,6 +65,7 @@ from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
 from openppo.types import RolloutSource, StopCheck
 
+_SHOWS_IMAGES = "images"  # what trainers post for rollout ranks: whether samples may have some
 HEADLINE = "reward kl clip_fraction value_loss entropy response_length eval_reward eval_pass@1 time/step_s".split()
 """Metrics that the console shows."""
 
@@ -218,11 +219,15 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
         to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
     engine = new_engine(config, policy, tokenizer, StopCheck(), actor_config)
     engine.decode = decoder(tokenizer)
-    vision = run_vision(config.model, tokenizer, actor_config, config.data, data.kinds, maker is not None)
+    shows_images = strategy.launch.wait_for(_SHOWS_IMAGES) == "yes"
+    what = config.model, tokenizer, actor_config, config.data, data.kinds, maker is not None
+    vision = run_vision(*what) if shows_images else None
     if vision is not None:
         engine.not_sampled = [*placeholders(actor_config)]
-    what = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest
-    parts = SamplerParts(*what, context_length(actor_config), leave=config.orchestrator.running_requests, vision=vision)
+    given = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest
+    parts = SamplerParts(
+        *given, context_length(actor_config), leave=config.orchestrator.running_requests, vision=vision
+    )
     return rollout_rank(config, strategy, engine, policy, tasks.make(parts), scorer, data.prompts, tasks)
 
 
@@ -231,6 +236,8 @@ def _source(
 ) -> RolloutSource:
     """Samples responses, or what ``maker`` plays, in turn with training or beside it."""
     vision = components.prepare_for_images(config, maker is not None)
+    if components.strategy.is_main:
+        components.strategy.launch.post(_SHOWS_IMAGES, "no" if vision is None else "yes")
     asynchronous = config.orchestrator
     is_async, tasks = _is_async(config, maker), TaskMaker.of(config, maker)
     leave: Leave = asynchronous.running_requests if is_async else "abandon"
@@ -248,17 +255,10 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Lea
     """What a sampler of a kind of its own works with."""
     engine, strategy = components.engine, components.strategy
     assert engine is not None
-    return SamplerParts(
-        engine,
-        components.tokenizer,
-        eos_token_ids(components.actor.module.model, components.tokenizer),
-        strategy.comm,
-        components.stop,
-        components.data.longest,
-        context_length(actor_config),
-        components.scorer is not None,
-        leave,
-    )
+    tokenizer, has_rewards = components.tokenizer, components.scorer is not None
+    eos, longest = eos_token_ids(components.actor.module.model, tokenizer), components.data.longest
+    given = engine, tokenizer, eos, strategy.comm, components.stop, longest
+    return SamplerParts(*given, context_length(actor_config), has_rewards, leave)
 
 
 def _prepared(

@@ -86,10 +86,11 @@ class PPOComponents:
         vision = policy_vision(config.model, self.tokenizer, policy.model.config, config.data)
         if self.engine is None or not (self.data.kinds or (of_agents and vision.reads)):
             return None
-        error: ValueError | None = None
+        error, modules = None, list[Any]()
         try:
             check_run_with_images(config, self.data, policy.model.config)
-            self._prepare(vision, self.engine, self.data.kinds | ({"image"} if of_agents else set()))
+            modules = self._reading_images(self.engine)
+            blank = vision.blank(sorted(self.data.kinds | ({"image"} if of_agents else set())))
         except ValueError as raised:
             if self.data.kinds:
                 raise
@@ -97,22 +98,22 @@ class PPOComponents:
         if self.strategy.any_rank(error is not None):
             logger.warning("agents get no images: %s", error or "another rank cannot load the processor")
             return None
+        self.engine.not_sampled = [*placeholders(policy.model.config)]
+        for module in modules:
+            module.stand_in = blank if self.strategy.comm.world_size > 1 else None
         return vision
 
-    def _prepare(self, vision: RowVision, engine: Engine, kinds: set[str]) -> None:
+    def _reading_images(self, engine: Engine) -> list[Any]:
+        """Modules that get samples with images; ``ValueError`` for one that cannot read them."""
         if isinstance(engine, HFEngine) and engine.any_rank is not None:
             what = "weights that are gathered layer by layer while sampling, as these are too large, read no images"
             raise ValueError(f"--zero_stage 3: {what}. Use --zero_stage 2, or a smaller model.")
-        policy: Any = self.actor.module
-        tokens, blank = placeholders(policy.model.config), vision.blank(sorted(kinds))
         named = {"actor": self.actor, "critic": self.critic, "reference": self.maker.reference}
         modules: dict[str, Any] = {role: getattr(model, "module", model) for role, model in named.items() if model}
         for role, module in modules.items():
-            if placeholders(module.model.config) != tokens:
+            if placeholders(module.model.config) != placeholders(modules["actor"].model.config):
                 raise ValueError(f"the {role} does not read images as --pretrain does. Use a model of its family.")
-        engine.not_sampled = [*tokens]
-        for module in modules.values():
-            module.stand_in = blank if self.strategy.comm.world_size > 1 else None
+        return [*modules.values()]
 
     def weights_to_save(self) -> AbstractContextManager[None]:
         """Inside, the actor has the weights that are saved: the average with ``--enable_ema``."""

@@ -16,7 +16,7 @@ from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.media import placeholders
 from openppo.models.padding import pad_right
-from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, pad_token_id
+from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, load_processor, pad_token_id
 from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine
@@ -80,6 +80,8 @@ def new_engine(
         episode = config.agents.episode_max_len or 0
         longest = max(config.data.prompt_max_len + generation.generate_max_len, episode, LONGEST)
         max_tokens = min(longest, context_length(actor_config) or longest)
+        if placeholders(actor_config):  # vLLM loads the processor too, and its errors name no flag
+            load_processor(config.model.pretrain, "--pretrain", config.model.trust_remote_code)
         common["reads_images"] = bool(placeholders(actor_config))
         return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
     device = next(policy.parameters()).device

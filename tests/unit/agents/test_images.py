@@ -88,11 +88,16 @@ def sampler_of(vision: Vision | None, agent: Any, engine: Any, tokenizer: Any, *
 
 
 def played(
-    vision: Vision, agent: Any, script: Any = lambda _: "ok", prompt: Prompt | None = None, **options: Any
+    vision: Vision,
+    agent: Any,
+    script: Any = lambda _: "ok",
+    prompt: Prompt | None = None,
+    reads: bool = True,
+    **options: Any,
 ) -> Any:
     """Trajectories of one episode, and the engine."""
     engine = SeeingEngine(vision.tokenizer, script)
-    sampler = sampler_of(vision, agent, engine, vision.tokenizer, **options)
+    sampler = sampler_of(vision if reads else None, agent, engine, vision.tokenizer, **options)
     prompt = prompt or Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
     made = sampler.sample(SampleRequest([prompt], SamplingParams(400), 1, 1, 0, Metrics(), evaluation=True))
     sampler.close()
@@ -221,8 +226,14 @@ def test_texts_that_name_the_token_are_texts(vision):
     made, engine = played(vision, solve, check_rendering="off")
     assert made[0].episode.ending is Ending.COMPLETED, made[0].episode.error
     assert [len(seen) for seen in engine.seen] == [1, 1]
+    assert len(made) == 1, "the second turn reads only what is new"
     text = vision.tokenizer.decode(made[-1].token_ids)
     assert "an < image> tag" in text and "< image>?" in text
+
+
+def test_what_the_processor_writes_is_guarded_too(vision):
+    vision.tokens = {"image": "<start>"}  # as Gemma 3's, which is replaced by others
+    assert vision.guarded("<start> <image> <end>") == "< start> < image> <end>"
 
 
 def test_palettes_are_part_of_an_image(vision):
@@ -329,6 +340,14 @@ def test_a_model_of_text_gets_no_images(vision):
     (trajectory,) = sampler.sample(SampleRequest([prompt], SamplingParams(9), 1, 1, 0, Metrics(), evaluation=True))
     sampler.close()
     assert "--pretrain reads none here" in trajectory.episode.error
+
+
+def test_a_model_of_text_reads_the_text_beside_a_tools_image(vision, caplog):
+    agent = ToolAgent([Plain("look", ToolResponse(text="here", image=[RED]))], AgentConfig(tools="tools.py"))
+    (trajectory,), _ = played(vision, agent, then(calls(("look", {}), ("look", {})), "end"), reads=False)
+    said = [message["content"] for message in trajectory.episode.messages if message["role"] == "tool"]
+    assert said == ["here", "here"]
+    assert caplog.text.count("the tool look returns images, and --pretrain reads none: they are left out") == 1
 
 
 def test_a_key_stands_for_an_item_in_any_clients_form():

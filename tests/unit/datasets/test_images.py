@@ -62,11 +62,11 @@ def processor(tokenizer):
 def load(tokenizer, processor):
     """``load(rows, **options)`` gives prompts."""
 
-    def load(rows, template=None, **options):
+    def load(rows, template=None, flag="--prompt_data", **options):
         tokenizer.chat_template = template
         options = PromptDataConfig(prompt_data="-", image_key="images", **options)
         vision = RowVision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, options)
-        return load_prompts(number_rows(rows, flag="--prompt_data"), tokenizer, options, vision=vision)
+        return load_prompts(number_rows(rows, flag=flag), tokenizer, options, vision=vision)
 
     return load
 
@@ -176,6 +176,12 @@ def test_a_response_that_names_an_image_is_refused(tokenizer, processor):
 def test_a_source_without_the_column_has_no_images(load):
     some = load([{"input": "ab"}, {"input": "<image>a", "images": [RED]}, {"input": "a", "images": [None]}])
     assert [len(prompt.media) for prompt in some] == [0, 1, 0]
+
+
+def test_what_is_held_out_may_have_no_images(load):
+    assert [prompt.media for prompt in load([{"input": "ab"}], flag="--eval_data")] == [()]
+    with pytest.raises(ValueError, match="--prompt_data.*no column 'images'"):
+        load([{"input": "ab"}])
 
 
 def test_the_response_to_images_is_what_is_trained_on(tokenizer, processor):

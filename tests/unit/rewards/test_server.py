@@ -9,7 +9,10 @@ import aiohttp
 import pytest
 
 from openppo.config import ServeRMConfig
-from openppo.rewards.server import RewardServer, encode_conversation, listen
+from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.rewards.server import RewardServer, build_server, encode_conversation, listen
+from tests.conftest import save_tokenizer
+from tests.images import llava
 
 
 class Lengths:
@@ -128,6 +131,19 @@ def test_a_token_is_asked_for():
         assert await post(session, {"query": ["a"]}, Authorization="Bearer sesame") == (200, {"rewards": [1.0]})
 
     serve(use, Lengths(), token="sesame", max_request_mb=0.1)
+
+
+def test_a_text_with_the_token_of_an_image_is_refused(tmp_path):
+    """Or the model would score it without the image."""
+    tokenizer, model = save_tokenizer(tmp_path, "ab", ["<image>"]), llava()
+    model.config.image_token_id = model.config.image_token_index = tokenizer.convert_tokens_to_ids("<image>")
+    model.save_pretrained(tmp_path)
+    get_llm_for_sequence_regression(str(tmp_path), "critic").model.save_pretrained(tmp_path)
+    server = build_server(ServeRMConfig(str(tmp_path), port=0))
+    assert server.encode("ab")[-1] == tokenizer.eos_token_id
+    with pytest.raises(ValueError, match="serve_rm reads no images.*use --reward_pretrain"):
+        server.encode("a<image>b")
+    server.listener.close()
 
 
 @pytest.mark.parametrize(

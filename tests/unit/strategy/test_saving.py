@@ -1,6 +1,7 @@
 """What lies in a folder after saving, and weights handed over one by one; several ranks are in tests/distributed."""
 
 import copy
+import json
 import os
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from openppo.config import AdamConfig, DeepSpeedConfig, MergeLoRAConfig
+from openppo.media import copy_processor
 from openppo.models import Actor
 from openppo.models.merge_lora import LoRAMerge
 from openppo.strategy import DeepspeedStrategy, trainable_model
@@ -84,6 +86,16 @@ def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(tmp_path, lora):
     (tmp_path / "file").write_text("where the folder would be")
     with pytest.raises(OSError, match="file"):  # its own writer raises a bare ``Exception`` there
         save_tokenizer(tokenizer, tmp_path / "file")
+
+
+def test_adapters_are_saved_with_the_processor_of_their_base(tmp_path):
+    for name, file, text in (("base", "processor_config.json", "{}"), ("adapters", "adapter_config.json", "")):
+        (tmp_path / name).mkdir()
+        text = text or json.dumps({"base_model_name_or_path": str(tmp_path / "base")})
+        (tmp_path / name / file).write_text(text)
+    (tmp_path / "out").mkdir()
+    copy_processor(str(tmp_path / "adapters"), tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["processor_config.json"]
 
 
 MODELS = [make_llama(), make_llama(tie_word_embeddings=True), make_llama(attention_bias=True), make_gpt2()]
