@@ -188,9 +188,10 @@ class Vision:
         if kind not in self.tokens:
             raise ValueError(f"the row has videos, and {self.named} reads none. Remove them, or use a model that does.")
 
-        frames, fps = [read_image(value, near)], 1.0
         if kind == "video":
             frames, fps = read_frames(value, options.video_fps, options.max_frames, near)
+        else:
+            frames, fps = [read_image(value, near)], 1.0
         fitted = [within_pixels(frame, options.min_pixels, options.max_pixels) for frame in frames]
         given: dict[str, Any] = {"images": fitted}
         if kind == "video":

