@@ -151,4 +151,4 @@ def test_samples_of_older_weights_teach_as_much(play, loss: str) -> None:
     print(f"{loss}: {before['eval_reward']:.3f} to {steps[-1]['eval_reward']:.3f}, staleness {max(oldest):g}")
     assert len(steps) == STEPS
     assert 0 < max(oldest) <= 2
-    assert steps[-1]["eval_reward"] >= 0.85  # 0.87 to 1.00: how old samples are depends on what else the machine does
+    assert steps[-1]["eval_reward"] >= 0.94
