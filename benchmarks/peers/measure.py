@@ -140,7 +140,7 @@ def same_numbers(summaries: Sequence[Summary]) -> list[str]:
         }
         if gaps:
             said = ", ".join(f"{key} {gap:.1e}" for key, gap in gaps.items())
-            lines += [f"OpenPPO and {name}, first measured step, differ by: {said} (relative above 1).", ""]
+            lines += [f"OpenPPO and {name}, first step, differ by: {said} (relative above 1; updates of Adam).", ""]
     return lines
 
 

@@ -6,6 +6,7 @@ what the engines take: generation, forwards, backwards and optimizer steps.
 """
 
 import json
+import math
 import os
 import time
 from collections import defaultdict
@@ -139,20 +140,41 @@ def main() -> None:
     timers = time_parts(trainer) if arguments.parts else None
     batches = trainer.prompt_batches()
     clock.ready(torch=torch.__version__, transformers=transformers.__version__, deepspeed=deepspeed.__version__)
+    same: dict[str, float] = {}
     for turn in clock:
         prompts = next(batches)
         if turn < len(arguments.sizes):
             prompts = trainer.components.data.prompts[: arguments.sizes[turn]]
+        has_groups = trainer.config.ppo.n_samples_per_prompt > 1
+        before = projected(trainer) if has_groups and not same else 0.0
         metrics = trainer.step(prompts)
         trainer.report(metrics)
         n_responses = len(prompts) * trainer.config.ppo.n_samples_per_prompt
         more = timers.take() if timers else {}
-        if n_responses > len(prompts):
-            more |= {f"same_{name}": metrics[name] for name in ("reward", "policy_loss", "actor_grad_norm")}
-            parameters = trainer.components.actor.module.parameters()
-            more["same_weights"] = sum(float(parameter.detach().abs().sum()) for parameter in parameters)
-        clock.report(**phases(metrics, n_responses), **more)
+        if has_groups and not same:  # later steps may sample other tokens, by rounding
+            same = {f"same_{name}": metrics[name] for name in ("reward", "policy_loss", "actor_grad_norm")}
+            same["same_update"] = (projected(trainer) - before) / metrics["actor_learning_rate"]
+        clock.report(**phases(metrics, n_responses), **more, **same)
     trainer.close()
+
+
+def projected(trainer: Any) -> float:
+    """The actor's float32 weights times random signs, over the root of their number.
+
+    Adam's first update is of +-1 learning rate for each weight: in these units the projection of one is about 1, and
+    that of the difference of two about what they differ by.
+    """
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    draw, total, n_weights = torch.Generator().manual_seed(0), 0.0, 0
+    for parameter in trainer.components.actor.module.parameters():
+        full = safe_get_full_fp32_param(parameter)  # under bf16 the optimizer's own
+        weights = (parameter if full is None else full).detach().flatten()
+        signs = torch.randint(2, weights.shape, generator=draw, dtype=torch.int8)
+        total += float((weights * (2 * signs - 1)).sum(dtype=torch.float64))
+        n_weights += weights.numel()
+    return total / math.sqrt(n_weights)
 
 
 def phases(metrics: dict[str, float], n_responses: int) -> dict[str, float]:

@@ -6,7 +6,6 @@ from hashlib import sha256
 from typing import Any
 
 import aiohttp
-from PIL import Image
 
 from openppo.datasets.media_files import UNREADABLE, content_of, given_in, read_image
 from openppo.datasets.templates import Message, shortened, text_of
@@ -51,7 +50,7 @@ class Images:
         try:
             item = await self._item(value)
         except UNREADABLE as error:
-            raise ValueError(f"the image {shortened(value)} cannot be read: {error}.") from error
+            raise ValueError(f"the image {shortened(value)} cannot be read: {str(error).rstrip('.')}.") from error
         self.items[item.key] = item
         return media_part(kind, item.key)
 
@@ -59,15 +58,15 @@ class Images:
         assert self.vision is not None
         if isinstance(value, str) and value.startswith(("http://", "https://")):
             if not self.fetches:
-                raise ValueError(f"{shortened(value)} is not fetched: send a data URL, or add --allow_image_urls.")
+                raise ValueError("it is not fetched: send a data URL, or add --allow_image_urls")
             content: Any = await self._once(value, lambda: _fetched(value))
         else:
             content = content_of(value, self.near)
-        if isinstance(content, Image.Image):
+        if isinstance(content, bytes | bytearray):
+            digest = sha256(content).digest()
+        else:
             content = read_image(content)
             digest = sha256(f"{content.size}".encode() + content.tobytes()).digest()
-        else:
-            digest = sha256(content if isinstance(content, bytes | bytearray) else repr(content).encode()).digest()
         item: MediaItem = await self._once(digest, lambda: asyncio.to_thread(self._processed, content))
         return item
 
@@ -82,7 +81,7 @@ class Images:
             task = self._work[key] = asyncio.ensure_future(work())
         try:
             return await asyncio.shield(task)
-        except (ValueError, OSError):
+        except UNREADABLE:
             self._work.pop(key, None)
             raise
 

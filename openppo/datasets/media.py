@@ -128,10 +128,13 @@ class RowVision(Vision):
             kind = str(media_kind(part))
             value = given_in(part)
             read[kind] += 1
+            if kind not in self.tokens:
+                what = f"the row has videos, and {self.named} reads none"
+                raise ValueError(f"{what}. Remove them, or use a model that does.")
             try:
                 item = self.item(next(rest[kind]) if value is None else value, kind, fields.source)
             except UNREADABLE as error:
-                what = f"{kind} {read[kind]} of {places[kind]} cannot be read: {error}"
+                what = f"{kind} {read[kind]} of {places[kind]} cannot be read: {str(error).rstrip('.')}"
                 raise ValueError(f"{what}. Correct it, or remove the row.") from error
             items.append(self.seen.setdefault(item.key, item))
             part.clear()

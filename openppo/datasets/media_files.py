@@ -10,12 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+import numpy as np
+from PIL import Image, UnidentifiedImageError
 
 from openppo.datasets.templates import shortened
 
-UNREADABLE = OSError, UnidentifiedImageError, binascii.Error, Image.DecompressionBombError
-"""What the functions raise, beside ``ValueError``, for a file that is missing or broken."""
+UNREADABLE = ValueError, OSError, SyntaxError, Image.DecompressionBombError
+"""What the functions raise for what is missing, broken or of another form."""
+_TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+"""What makes an image upright, by EXIF's orientations from 2 on."""
 _NAMES = ("bytes", "image", "video", "url", "path", "image_url", "video_url")
 
 
@@ -25,6 +28,8 @@ def values_of(column: object) -> list[Any]:
 
 
 def _is_given(value: object) -> bool:
+    if isinstance(value, dict):  # Parquet may write a missing image as a dict of nulls
+        return any(map(_is_given, value.values()))
     return value is not None and not (isinstance(value, str | bytes | list) and len(value) == 0)
 
 
@@ -45,14 +50,43 @@ def content_of(value: object, near: str = "") -> Any:
 
 
 def read_image(value: object, near: str = "") -> Image.Image:
-    """An image from bytes, base64, a path, ``datasets.Image`` or PIL's; ``ValueError`` for what is none."""
-    value = content_of(value, near)
-    if isinstance(value, bytes | bytearray):
-        value = Image.open(io.BytesIO(value))
-    if not isinstance(value, Image.Image):
-        forms = "bytes, base64, a path, or an image of datasets or PIL"
-        raise ValueError(f"{shortened(value)} is no image: give {forms}, or remove the row.")
-    return ImageOps.exif_transpose(value).convert("RGB")
+    """An RGB image from bytes, base64, a path, ``datasets.Image``, PIL's or an array; ``ValueError`` for what is none.
+
+    Upright, and on white where it is transparent, as processors of transformers lay it.
+    """
+    image = content_of(value, near)
+    try:
+        if isinstance(image, bytes | bytearray):
+            image = Image.open(io.BytesIO(image))
+        elif isinstance(image, np.ndarray):
+            image = Image.fromarray(image)
+    except (UnidentifiedImageError, TypeError) as error:  # whose messages are of a buffer's address, and of dtypes
+        raise ValueError(f"{shortened(value)} is no image that PIL can read") from error
+    if not isinstance(image, Image.Image):
+        forms = "bytes, base64, a path, an image of datasets or PIL, or an array of bytes"
+        raise ValueError(f"{shortened(image)} is no image: give {forms}")
+    return _in_rgb(_upright(image))
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """``image``, turned; unlike ``ImageOps.exif_transpose`` it writes no EXIF, which fails for odd entries."""
+    try:
+        orientation = image.getexif().get(0x0112, 1)
+    except SyntaxError:  # what is there is no EXIF
+        return image
+    is_turned = isinstance(orientation, int) and 2 <= orientation <= 8
+    return image.transpose(Image.Transpose[_TURNS[orientation - 2]]) if is_turned else image
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):  # PIL cuts its values at 255
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels (PIL's mode {image.mode}) have no fixed range: save it with 8 or 16 bits")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def read_frames(value: object, fps: float, most: int, near: str = "") -> tuple[list[Image.Image], float]:
@@ -63,10 +97,13 @@ def read_frames(value: object, fps: float, most: int, near: str = "") -> tuple[l
     value = given_in(value) if isinstance(value, dict) else value
     if isinstance(value, list):
         n = min(most, len(value))
-        return [read_image(value[i * len(value) // n], near) for i in range(n)], fps * n / len(value)
+        frames = [read_image(value[i * len(value) // n], near) for i in range(n)]
+        if len({frame.size for frame in frames}) > 1:
+            raise ValueError(f"its frames have sizes {frames[0].size} and others: give frames of one size")
+        return frames, fps * n / len(value)
     content = content_of(value, near)
     if not isinstance(content, bytes | bytearray):
-        raise ValueError(f"{shortened(content)} is no video: give a path, bytes, base64, or a list of frames.")
+        raise ValueError(f"{shortened(content)} is no video: give a path, bytes, base64, or a list of frames")
     try:
         import av
     except ImportError as error:
@@ -80,7 +117,10 @@ def read_frames(value: object, fps: float, most: int, near: str = "") -> tuple[l
             length = max(float(((p.pts or 0) + (p.duration or 0)) * p.time_base) for p in packets) - start
             n = max(1, min(most, round(length * fps)))
             file.seek(0)
-            frames = [frame.to_image() for frame in _chosen(file.decode(video=0), n, start, length)]
+            frames = [
+                frame.to_image().rotate(frame.rotation, expand=True)
+                for frame in _chosen(file.decode(video=0), n, start, length)
+            ]
     except (av.FFmpegError, IndexError, ValueError) as error:  # an index of a stream, or no packets
         raise OSError(f"no video that PyAV can decode ({error})") from error
     return frames, n / length if length > 0 else fps
@@ -111,17 +151,24 @@ def thumbnail(image: Image.Image) -> str:
 
 def _bytes_of(text: str, near: str) -> bytes:
     if re.match(r"https?://", text):
-        raise ValueError(f"{shortened(text)} is an address, and nothing is fetched: download it, and give its path.")
+        raise ValueError(f"{shortened(text)} is an address, and nothing is fetched: download it, and give its path")
     if text.startswith("data:"):
-        return base64.b64decode(text.partition(",")[2], validate=True)
+        return _from_base64(text.partition(",")[2])
     text = text.removeprefix("file://")
     for path in (Path(text), Path(near).parent / text, Path(near) / text):
         with suppress(OSError):  # a name that is too long is base64
             if path.is_file():
                 return path.read_bytes()
-    if re.search(r"\.\w{3,4}$", text):
-        raise FileNotFoundError(f"there is no file {text}")
-    return base64.b64decode(text, validate=True)
+    if "." in text:  # which base64 has not
+        raise FileNotFoundError(f"there is no file {shortened(text)}")
+    return _from_base64(text)
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{shortened(text)} is neither a file that exists nor base64") from error
 
 
 def within_pixels(image: Image.Image, least: int | None, most: int | None) -> Image.Image:

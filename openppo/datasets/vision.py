@@ -182,16 +182,15 @@ class Vision:
     def item(self, value: object, kind: str = "image", near: str = "") -> MediaItem:
         """``value``, an image or a video in any form, processed; a path may be beside the file ``near``.
 
-        ``ValueError``, or one of ``UNREADABLE``, for what is none.
+        One of ``UNREADABLE`` for what is none.
         """
         options, processor = self.options, self.processor
-        if kind not in self.tokens:
-            raise ValueError(f"the row has videos, and {self.named} reads none. Remove them, or use a model that does.")
-
         if kind == "video":
             frames, fps = read_frames(value, options.video_fps, options.max_frames, near)
         else:
             frames, fps = [read_image(value, near)], 1.0
+        if kind == "video" and len(frames) == 1:
+            frames = frames * 2  # Qwen's patches are of two
         fitted = [within_pixels(frame, options.min_pixels, options.max_pixels) for frame in frames]
         given: dict[str, Any] = {"images": fitted}
         if kind == "video":

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openppo import logger
-from openppo.media import Media, MediaItem, distinct_ids, item_places, model_inputs, placeholders, rope_positions
+from openppo.media import Media, MediaItem, distinct_ids, item_places, model_inputs, rope_positions
 from openppo.models.attention import BY_LENGTHS, ON_CPU, PREFIX_TREE, finished_mask
 from openppo.models.batching import LEAST_SHARED, pays, shared_order
 from openppo.models.padding import NOISE, base_of, device_of, is_exact, on_device, pack_rows, rounded_width
@@ -140,8 +140,7 @@ def share_where_exact(
     otherwise = f"prompts of the {name} are computed for each response"
     config = module.model.config
     kinds, attention = layer_kinds(config) - {"full_attention", "global"}, config._attn_implementation
-    exact = (ON_CPU,) if placeholders(config) else (ON_CPU, BY_LENGTHS)
-    if kinds or attention not in exact:  # windows longer than what is tried would not be seen
+    if kinds or attention not in (ON_CPU, BY_LENGTHS):  # windows longer than what is tried would not be seen
         logger.info("%s: its attention is %s", otherwise, ", ".join(sorted(kinds)) or attention)
         return
     common = [1 + i % 3 for i in range(3 * LEAST_SHARED)]

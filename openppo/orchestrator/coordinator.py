@@ -1,6 +1,7 @@
 """On the trainers' first rank: hands groups out to the ranks that sample, and cuts batches from what comes back."""
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -10,7 +11,7 @@ from openppo.orchestrator.groups import GroupPlan, Outcome
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.orchestrator.workers import Pause, Workers
-from openppo.rollout.kept import as_json, from_json
+from openppo.rollout.kept import as_json, from_json, is_kept_whole
 from openppo.rollout.rollout import by_episode, episode_reward
 from openppo.rollout.tasks import RunTask
 from openppo.tracking import Metrics
@@ -96,10 +97,10 @@ class Coordinator:
         """What the buffer holds, as JSON, and the groups to be played anew."""
         with self._changed:
             state = self.buffer.state_dict()
-            complete = state.pop("groups").items()
-            groups = [{"start": vars(self._starts[number]), **as_json(group)} for number, group in complete]
+            groups, lost = _saved({self._starts[n]: group for n, group in state["groups"].items()}, self.plans)
+            state["submitted"] -= len(lost)
             joined = [task.fields for task, _ in self.workers.joined]
-            schedule = self.schedule.state_dict([self._starts[number] for number in self.buffer.running])
+            schedule = self.schedule.state_dict([self._starts[number] for number in self.buffer.running], lost)
             return {**state, "groups": groups, "next": self._next, "schedule": schedule, "joined": joined}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -221,3 +222,18 @@ class Coordinator:
             self.buffer.submit(start.number)
             starts.append(start)
         self.workers.play(starts)
+
+
+def _saved(
+    complete: Mapping[Start, Group], plans: Mapping[str, GroupPlan]
+) -> tuple[list[dict[str, Any]], dict[Start, int]]:
+    """Groups as JSON, and the number of episodes of those of which a checkpoint cannot have all."""
+    groups, lost = list[dict[str, Any]](), dict[Start, int]()
+    for start, group in complete.items():
+        if is_kept_whole(group, plans[start.task].prompt(start.index)):
+            groups.append({"start": vars(start), **as_json(group)})
+        else:
+            lost[start] = len(by_episode(group))
+    if lost:
+        logger.info("%d groups with images of agents are not in the checkpoint, but played again", len(lost))
+    return groups, lost

@@ -122,10 +122,15 @@ class TaskSchedule:
             for what, value in numbers.items() if name else ():
                 metrics.add(f"task/{name}/{what}", value)
 
-    def state_dict(self, running: Sequence[Start]) -> dict[str, Any]:
-        """What ``load_state_dict`` takes, as JSON; groups under way are played again."""
-        again = [vars(start) for start in sorted([*self._again, *running], key=lambda start: start.number)]
+    def state_dict(self, running: Sequence[Start], lost: Mapping[Start, int]) -> dict[str, Any]:
+        """What ``load_state_dict`` takes, as JSON; groups under way, and those ``lost``, are played again.
+
+        Those lost were accepted, with so many episodes.
+        """
+        again = [vars(start) for start in sorted([*self._again, *running, *lost], key=lambda start: start.number)]
         shares = {name: {each: vars(share)[each] for each in _SAVED} for name, share in self.shares.items()}
+        for start, n_episodes in lost.items():
+            shares[start.task]["accepted"] -= n_episodes
         return {"shares": shares, "again": again}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -26,6 +26,12 @@ def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
     }
 
 
+def is_kept_whole(group: Sequence[Trajectory], prompt: Prompt) -> bool:
+    """Whether ``as_json`` has all of a group with ``prompt``: images that an agent has shown it has not."""
+    keys = [item.key for item in prompt.media]
+    return all([item.key for item in row.prompt.media] == keys for row in group)
+
+
 def from_json(saved: dict[str, Any], prompt: Prompt) -> list[Trajectory]:
     """The trajectories of a group with ``prompt``."""
     episodes = [None if e is None else Episode(**e | {"ending": Ending(e["ending"])}) for e in saved["episodes"]]

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import struct
 
 import av
 import numpy as np
@@ -112,8 +113,18 @@ def test_a_film_may_begin_at_any_time():
         np.testing.assert_allclose(np.asarray(frame).mean((0, 1)), FRAMES[i].getpixel((0, 0)), atol=8)
 
 
-def test_a_film_of_one_frame_has_one():
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+def test_a_film_of_one_frame_is_read(family, processor):
     assert len(read_frames(mp4(FRAMES[:1]), 2.0, 32)[0]) == 1
+    (prompt,) = load(processor, [{"input": "<video>", "images": None, "videos": [FRAMES[:1]]}])
+    assert prompt.media[0].inputs["video_grid_thw"].tolist() == [[1, 4, 8]]
+
+
+def test_films_are_turned_as_they_say():
+    film = bytearray(mp4([Image.new("RGB", (32, 16), "black")] * 2))
+    matrix = film.find(b"tkhd") + 44
+    film[matrix : matrix + 36] = struct.pack(">9i", 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
+    assert [frame.size for frame in read_frames(bytes(film), 2.0, 32)[0]] == [(16, 32)]
 
 
 def test_a_list_of_frames_is_thinned_to_as_many():
@@ -167,8 +178,12 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
     ("row", "message"),
     [
         ({"input": "<video>", "videos": [b"abc"]}, r"video 1 of 1 cannot be read: no video that PyAV can decode"),
-        ({"input": "<video>", "videos": ["gone.mp4"]}, r"there is no file gone.mp4"),
+        ({"input": "<video>", "videos": ["gone.mp4"]}, r"there is no file 'gone.mp4'"),
         ({"input": "<video><video>", "videos": [FRAMES]}, r"2 places for videos, and 1 videos"),
+        (
+            {"input": "<video>", "videos": [[FRAMES[0], FRAMES[0].resize((8, 8))]]},
+            r"video 1 of 1 cannot be read: its frames have sizes \(32, 16\) and others: give frames of one size",
+        ),
         ({"input": "<video>", "videos": [7]}, r"7 is no video: give a path"),
     ],
 )

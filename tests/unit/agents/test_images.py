@@ -4,6 +4,7 @@ import base64
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -107,7 +108,7 @@ def played(
 def test_each_turn_reads_all_images_so_far(vision):
     async def solve(task: Task, session: Session) -> float:
         first = await session.chat(shows(RED))
-        second = await session.chat([*first.messages, *shows(BLUE, "and this")])
+        second = await session.chat([*first.messages, *shows(np.asarray(BLUE), "and this")])
         assert second.parent is first, "its tokens continue those that were recorded"
         return 1.0
 
@@ -169,7 +170,7 @@ def test_images_of_the_row_are_handed_on(vision):
 
 
 def test_a_tool_may_return_images(vision):
-    tool = Plain("look", (ToolResponse(text="here", image=[RED, BLUE]), 0.5))
+    tool = Plain("look", (ToolResponse(text="here", image=[RED, np.asarray(BLUE)]), 0.5))
     agent = ToolAgent([tool], AgentConfig(tools="tools.py"))
     (trajectory,), engine = played(vision, agent, then(calls(("look", {})), "red and blue"))
     assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error

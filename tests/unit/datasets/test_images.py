@@ -3,13 +3,17 @@
 import base64
 import io
 import random
+import struct
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from datasets import Image as ImageFeature
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import CLIPImageProcessorPil, LlavaProcessor
+from transformers.image_transforms import convert_to_rgb
 
 from openppo.config import PreferenceConfig, RowsConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig, SFTDataConfig
@@ -88,6 +92,7 @@ FORMS = {
     "PIL": lambda image, folder: image,
     "bytes": lambda image, folder: png(image),
     "base64": lambda image, folder: base64.b64encode(png(image)).decode(),
+    "wrapped base64": lambda image, folder: base64.encodebytes(png(image)).decode(),
     "data URL": lambda image, folder: "data:image/png;base64," + base64.b64encode(png(image)).decode(),
     "bytes of datasets": lambda image, folder: {"bytes": png(image), "path": None},
     "path of datasets": lambda image, folder: {"bytes": None, "path": str(folder / "red.png")},
@@ -103,6 +108,46 @@ def test_an_image_is_the_same_in_every_form(tmp_path, form):
     for given in (value, [value]):
         (image,) = (read_image(one, str(tmp_path / "rows.jsonl")) for one in values_of(given))
         assert image.tobytes() == RED.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_lies_on_white_as_with_transformers(mode):
+    drawing = Image.new("RGBA", (9, 7), (0, 0, 0, 0))
+    drawing.paste((200, 10, 10, 128), (2, 2, 6, 5))
+    given = png(drawing.convert(mode))
+    found, expected = np.asarray(read_image(given)), np.asarray(convert_to_rgb(Image.open(io.BytesIO(given))))
+    assert (found[0, 0].tolist(), found.shape) == ([255, 255, 255], (7, 9, 3))
+    np.testing.assert_allclose(found.astype(int), expected.astype(int), atol=1)
+
+
+def test_values_of_16_bits_keep_their_order():
+    values = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+    found = np.asarray(read_image(png(Image.fromarray(values))))[..., 0]
+    np.testing.assert_allclose(found, values / 257, atol=1)
+    with pytest.raises(ValueError, match="mode F.* have no fixed range: save it with 8 or 16 bits"):
+        read_image(Image.new("F", (2, 2)))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_upright_whatever_else_is_in_their_exif(orientation):
+    picture, exif = Image.frombytes("RGB", (3, 2), bytes(range(18))), Image.Exif()
+    exif[0x0112], exif[0x011A] = orientation, 72.0
+    file = io.BytesIO()
+    picture.save(file, "PNG", exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(file)).tobytes()
+    assert read_image(file.getvalue()).tobytes() == expected
+    file = io.BytesIO()
+    odd = exif.tobytes().replace(b"\x01\x1a\x00\x05", b"\x01\x1a\x00\x01")  # a resolution of another type
+    picture.save(file, "PNG", exif=odd)
+    with pytest.raises((struct.error, TypeError)) if orientation > 1 else nullcontext():
+        ImageOps.exif_transpose(Image.open(file))
+    assert read_image(file.getvalue()).tobytes() == expected
+
+
+def test_arrays_are_images():
+    assert read_image(np.asarray(RED)).tobytes() == RED.tobytes()
+    with pytest.raises(ValueError, match="is no image that PIL can read"):
+        read_image(np.zeros((2, 2, 3)))
 
 
 def test_images_of_a_saved_data_set_are_read(tmp_path, load):
@@ -121,8 +166,10 @@ def test_equal_images_are_processed_to_one_item(load):
 
 
 def test_rows_may_have_no_images(load):
-    some = load([{"input": "ab", "images": None}, {"input": "ab", "images": []}, {"input": "<image>", "images": RED}])
-    assert [len(prompt.media) for prompt in some] == [0, 0, 1]
+    nulls = {"bytes": None, "path": None}  # as Parquet may have it
+    some = load([{"input": "ab", "images": empty} for empty in (None, [], nulls, [nulls])])
+    some += load([{"input": "<image>", "images": RED}])
+    assert [len(prompt.media) for prompt in some] == [0, 0, 0, 0, 1]
     assert some[0].token_ids == some[1].token_ids
 
 
@@ -257,8 +304,17 @@ def test_pixels_are_bounded_and_the_shape_stays():
 BROKEN = {
     "too few": ({"input": "<image><image>", "images": [RED]}, r"row 1.*2 places for images, and 1 images"),
     "too many": ({"input": "<image>a", "images": [RED, BLUE]}, r"row 1.*1 places for images, and 2 images"),
+    "misspelt": (
+        {"input": "<image>a", "images": ["images/001"]},
+        r"row 1.*'images/001' is neither a file .* nor base64",
+    ),
+    "no picture": (
+        {"input": "<image>a", "images": [b"abc"]},
+        r"row 1.*b'abc' is no image that PIL can read. Correct it",
+    ),
+    "second": ({"input": "<image><image>", "images": [RED, 7]}, r"row 1.*image 2 of 2 cannot be read: 7 is no image"),
     "broken": ({"input": "<image>a", "images": [b"abc"]}, r"row 1.*image 1 of 1 cannot be read.*remove the row"),
-    "missing": ({"input": "<image>a", "images": ["gone.png"]}, r"row 1.*there is no file gone.png"),
+    "missing": ({"input": "<image>a", "images": ["gone.png"]}, r"row 1.*there is no file 'gone.png'"),
     "address": ({"input": "<image>a", "images": ["https://a.b/c.png"]}, r"row 1.*nothing is fetched: download it"),
     "no image": ({"input": "<image>a", "images": [7]}, r"row 1.*7 is no image: give bytes"),
     "none with a struct": (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from openppo.media import MediaItem, distinct_ids, joined
-from openppo.models import Actor
-from openppo.models.attention import use_fast_attention
+from openppo.models import Actor, attention
+from openppo.models.attention import BY_LENGTHS, ON_CPU, use_fast_attention
 from openppo.models.loading import freeze_vision
 from openppo.models.padding import pad_right, with_stand_in
 from openppo.models.prefixes import prefix_tree, share_where_exact
@@ -18,6 +18,7 @@ from openppo.rollout.requests import whole_images
 from openppo.strategy.weights import WholeWeights
 from openppo.types import Prompt, SamplingParams
 from tests.images import FAMILIES, IMAGE, OPEN, VIDEO, connected, random_image, with_images
+from tests.varlen import VarlenLoop
 
 CPU = torch.device("cpu")
 SHAPES = {0: [5, 6, 7, 9], 1: [3, OPEN, 8, 9, 2], 3: [OPEN, 4, OPEN, 5, OPEN, 11]}
@@ -138,8 +139,9 @@ def test_values_come_from_the_images_of_the_row(family, model):
     torch.testing.assert_close(other[1], values[1], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
-def test_a_prompt_with_images_is_computed_once_for_a_group(family, model):
+@pytest.mark.parametrize("name", [ON_CPU, BY_LENGTHS])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_a_prompt_with_images_is_computed_once_for_a_group(family, model, name, monkeypatch):
     (prompt, _), (items, _) = prompts_of(family, 3, 0)
     prompt = [*[5, 6, 7, 8] * 5, *prompt]
     rows, media = [[*prompt, 7, 8, k] for k in range(4)], [items] * 4
@@ -148,6 +150,8 @@ def test_a_prompt_with_images_is_computed_once_for_a_group(family, model):
     sequences, mask = pad_right(rows, 0)
     actor = Actor(model)
     separate = actor(sequences, mask, media=media)
+    monkeypatch.setattr(attention, "varlen_attn", VarlenLoop())
+    model.set_attn_implementation({"": name, "text_config": name})
     share_where_exact(actor, actor, CPU, "actor")
     tokens = []
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: tokens.append(ids[0].numel()))

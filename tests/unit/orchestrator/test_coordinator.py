@@ -1,5 +1,6 @@
 """The coordinator and its workers over real connections, in one process."""
 
+import json
 import os
 import socket
 import threading
@@ -10,9 +11,11 @@ from multiprocessing import AuthenticationError
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch.distributed import DistNetworkError
 
 from openppo.config import TrainPPOConfig, from_options
+from openppo.media import MediaItem
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.groups import GroupPlayer, Outcome
 from openppo.orchestrator.schedule import TaskSchedule
@@ -260,6 +263,30 @@ def test_late_results_of_a_group_given_up_change_nothing(plan):
             with coordinator._changed:
                 coordinator._come(late)
         assert coordinator.state_dict() == before
+
+
+def test_groups_with_images_of_an_agent_are_played_again(plan):
+    with working(plan, max_staleness=2) as (coordinator, *_):
+        coordinator.want_batch()
+        trained = coordinator.wait_for_batch(GO)[0]
+        with coordinator._changed:
+            assert coordinator._changed.wait_for(lambda: len(coordinator.buffer.buffered) == 4, 10)
+            shown = coordinator.buffer.buffered[3][0]
+            shown.prompt = replace(shown.prompt, media=(MediaItem({"pixel_values": torch.ones(1)}, 1, 1, 7),))
+            state = json.loads(json.dumps(coordinator.state_dict()))
+    assert numbers(trained) == [0, 1]
+    assert [group["start"]["number"] for group in state["groups"]] == [2, 4, 5]
+    assert [start["number"] for start in state["schedule"]["again"]] == [3]
+    assert state["schedule"]["shares"][""]["accepted"] == 5 * plan.n_samples
+    with working(plan, max_staleness=2) as (resumed, *_):
+        resumed.load_state_dict(state)
+        assert resumed.progress()[""]["accepted_episodes"] == 5 * plan.n_samples
+        trained = []
+        for version in (1, 2):
+            resumed.want_batch()
+            trained += numbers(resumed.wait_for_batch(GO)[0])
+            resumed.advance(version, synced=True)
+        assert sorted(trained) == [2, 3, 4, 5]
 
 
 def test_a_signal_ends_the_wait(plan):

@@ -179,7 +179,7 @@ def test_a_resumed_schedule_continues_in_the_data():
     starts = [schedule.next(number) for number in range(6)]
     for start in starts[:4]:
         schedule.accept(start, [1.0], 2.0)
-    state = json.loads(json.dumps(schedule.state_dict(starts[4:])))
+    state = json.loads(json.dumps(schedule.state_dict(starts[4:], {})))
     resumed = schedule_of()
     resumed.load_state_dict(state)
     assert [resumed.next(6), resumed.next(6)] == starts[4:]
