@@ -1,5 +1,6 @@
 """Process group and device of a rank: join, combine values, raise alike on all ranks, leave."""
 
+import atexit
 import dataclasses
 import json
 import os
@@ -194,7 +195,14 @@ class InferenceStrategy:
         return module.eval().to(self.device)
 
     def close(self) -> None:
-        """Leave the process group on all ranks together; otherwise gloo's threads may abort a process that exits."""
+        """Wait for all ranks. The process leaves their group at its end: DeepSpeed needs it for another trainer."""
         if dist.is_initialized():
             dist.barrier()
-            dist.destroy_process_group()
+            atexit.unregister(_leave)
+            atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Leave the process group; otherwise gloo's threads may abort a process that exits."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

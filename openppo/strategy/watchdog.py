@@ -150,6 +150,7 @@ class Watchdog:
         if not faulthandler.is_enabled():
             faulthandler.enable(2)  # a crash in C leaves the Python stacks on stderr
         self._set_timer()
+        self._where.progress()  # not since this program was loaded
         self._thread.start()
         return self
 

@@ -154,7 +154,7 @@ class PPOTrainer:
             yield batch
 
     def close(self) -> None:
-        """End the logs and leave the process group; the trainer is of no use afterwards."""
+        """End the logs and wait for all ranks; the trainer is of no use afterwards, and another may be built."""
         self.source.close()
         self.components.trackers.close()
         self.components.strategy.close()

@@ -78,7 +78,7 @@ class _Job:
         return policy_vision(self.options, self.tokenizer, self.policy.config, self.options)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Wait for all ranks."""
         self.strategy.close()
 
     def _load_policy(self) -> None:

@@ -117,7 +117,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
                 logger.info(stopped(str(signal), self.global_step, self.total_steps, self.save_checkpoint()))
 
     def close(self) -> None:
-        """Leave the process group; the trainer is of no use afterwards."""
+        """Wait for all ranks; the trainer is of no use afterwards, and another may be built."""
         self.components.strategy.close()
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:

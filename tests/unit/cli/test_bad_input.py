@@ -152,7 +152,6 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(command, flag, run_line, 
 
 
 def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(run_line, monkeypatch, tmp_path):
-    monkeypatch.setattr("openppo.strategy.deepspeed.DeepspeedStrategy.close", lambda self: None)  # others need it
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: pytest.fail("weights"))
     for command in TRAINERS:
         ended = run_line(f"{command} --dry_run --dry_run_ranks 4 --dry_run_memory 80")

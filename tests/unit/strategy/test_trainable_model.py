@@ -68,6 +68,13 @@ def test_bf16_gradients_of_a_single_rank_are_added_in_float32(stage, offloaded):
     assert trained.step() == pytest.approx(2**0.5 * (1 + 8 * 2.0**-10), rel=1e-6)
 
 
+def test_a_program_may_train_again_after_it_has_closed():
+    for _ in range(2):
+        strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=2))
+        strategy.prepare(nn.Linear(2, 2), AdamConfig(), learning_rate=1e-3, total_steps=10)
+        strategy.close()
+
+
 def test_frozen_models_need_no_gradient_and_no_forward_waits_for_deepspeeds_timer():
     strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3))
     trained = strategy.prepare(nn.Linear(2, 2), AdamConfig(), learning_rate=1e-3, total_steps=10)
