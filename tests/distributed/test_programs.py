@@ -1,11 +1,9 @@
-"""Programs of users: trajectories of their own, callbacks, and single steps, which run through few files."""
+"""Programs of users: trajectories of their own, and callbacks."""
 
 import json
 from pathlib import Path
 
 from tests.distributed.runs import left_by
-from tests.fork_server import REPO
-from tests.rules.limits import STEP_FILE_LINES, STEP_FILES
 
 OWN_SOURCE = """
 import json, sys
@@ -145,39 +143,3 @@ def test_callbacks_see_every_point_of_a_run_alike_on_all_ranks_and_end_it(tiny, 
     assert [call[1] for call in calls["one_rank"] if call[0] == "on_step_end"] == [1], "one rank ends it for all"
     assert calls["one_rank"][-1] == ["on_fit_end"]
     assert [call[0] for call in calls["again"]] == ["on_fit_start", "on_save", "on_fit_end"], "it stays ended"
-
-
-TWO_STEPS = """
-import sys, threading
-from openppo.config import TrainPPOConfig, from_options
-from openppo.trainer import build_ppo_trainer
-
-tiny, second_step, files = sys.argv[1], threading.Event(), set()
-
-def profile(frame, event, argument):
-    if second_step.is_set():
-        files.add(frame.f_code.co_filename)
-
-threading.setprofile(profile)
-sys.setprofile(profile)
-trainer = build_ppo_trainer(from_options(
-    TrainPPOConfig, pretrain=tiny + "/actor", reward_pretrain=tiny + "/reward", prompt_data=tiny + "/prompts.jsonl",
-    rollout_batch_size=8, train_batch_size=8, generate_max_len=8, save_path="model",
-))
-first, second, *_ = trainer.prompt_batches()
-trainer.step(first)
-second_step.set()
-trainer.step(second)
-second_step.clear()
-trainer.close()
-print(*(name for name in files if "/openppo/" in name), sep="\\n")
-"""
-
-
-def test_a_default_step_runs_through_few_and_short_files(tiny, tmp_path, launch):
-    printed = launch(0, "-c", TWO_STEPS, tiny, cwd=tmp_path).splitlines()
-    files = {name: Path(name).read_text() for name in sorted(printed) if name.startswith(f"{REPO}/openppo/")}
-    sizes = {name.removeprefix(f"{REPO}/"): len(text.splitlines()) for name, text in files.items()}
-    print(*sorted(sizes.items()), sep="\n")
-    assert 20 < len(sizes) <= STEP_FILES
-    assert {name: n for name, n in sizes.items() if n > STEP_FILE_LINES} == {}

@@ -9,7 +9,6 @@ from typing import Any
 import openppo.config
 from openppo.__main__ import commands
 from openppo.config.fields import declared_options
-from tests.rules import limits
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGE = REPO / "openppo"
@@ -79,8 +78,3 @@ def test_every_flag_in_documents_and_examples_exists():
                 if match[1] not in (flags_of(command[1]) if command and of_command else anywhere):
                     unknown.append(f"{file.relative_to(REPO)}: --{match[1]}")
     assert unknown == []
-
-
-def test_no_command_has_more_options_than_the_limit():
-    options = {name: len(declared_options(config)) for name, config in command_configs().items()}
-    assert {name: n for name, n in options.items() if n > limits.OPTIONS} == {}
