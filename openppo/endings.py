@@ -34,3 +34,8 @@ class Ending(str, Enum):
     def is_trained(self) -> bool:
         """Whether it is trained on: what went wrong around the policy says nothing about it."""
         return self not in (Ending.TIMEOUT, Ending.AGENT_ERROR, Ending.TOOL_ERROR, Ending.CANCELLED)
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether a limit on an episode's turns or tokens ended it."""
+        return self in (Ending.MAX_TURNS, Ending.EPISODE_LENGTH, Ending.CONTEXT_FULL)

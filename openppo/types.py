@@ -88,10 +88,12 @@ class Trajectory:
 
     Equally long lists: ``action_mask`` is set on tokens that the policy sampled, not on those of prompts, tools and
     environments; ``log_probs`` of the distribution sampled from and ``versions`` of the policy that sampled are 0.0 and
-    -1 outside. ``group`` identifies the prompt. ``weight`` scales the losses, and only that. ``share`` is a part's
+    -1 outside. ``trained_mask`` are the actions that losses read: without those that are too old (None: all actions).
+    ``group`` identifies the prompt. ``weight`` scales the losses, and only that. ``share`` is a part's
     share of its episode's actions: rewards and groups count an episode once, losses of sequences by shares, all else
     each part. ``scores`` are rewards of the whole by name, ``token_rewards`` of single tokens (None: there are none),
-    ``step_ends`` tokens that have one as a step ends there (None: every action). ``greedy``: the greedy response.
+    ``step_ends`` tokens that have one as a step ends there (None: every action). ``greedy``: the greedy response, in
+    parts if it is an episode in parts.
     """
 
     token_ids: list[int]
@@ -106,9 +108,10 @@ class Trajectory:
     scores: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
-    greedy: Trajectory | None = None
+    greedy: tuple[Trajectory, ...] = ()
     episode: Episode | None = None  # of an agent
     extras: dict[str, float] = field(default_factory=dict)  # numbers of a reward function that are only logged
+    trained_mask: list[bool] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
@@ -120,6 +123,17 @@ class Trajectory:
         edges = [False, *self.action_mask, False]
         starts_and_stops = [t for t in range(len(edges) - 1) if edges[t] != edges[t + 1]]
         return list(zip(starts_and_stops[::2], starts_and_stops[1::2], strict=True))
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """Actions that losses read."""
+        return self.action_mask if self.trained_mask is None else self.trained_mask
+
+    @property
+    def truncated(self) -> bool:
+        """Cut off by ``--generate_max_len``: limits of an episode, on turns or tokens, cut no answer off."""
+        at_limit = self.episode is not None and self.episode.ending.is_limit
+        return self.finish_reason is FinishReason.LENGTH and not at_limit
 
     @property
     def action_ids(self) -> list[int]:

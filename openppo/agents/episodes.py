@@ -141,14 +141,13 @@ def _trajectory(session: Session, episode: Episode, leaf: Turn, fresh: Sequence[
         span = slice(start, start + n)
         mask[span], versions[span], log_probs[span] = [True] * n, turn.completion.versions, turn.completion.log_probs
         rewards[start + n - 1], ends[start + n - 1] = turn.reward, True
-    has_rewards = any(turn.reward for turn in session.turns)
-    cut_off = episode.ending in (Ending.EPISODE_LENGTH, Ending.CONTEXT_FULL, Ending.MAX_TURNS)
+    has_rewards = any(turn.rewarded for turn in session.turns)
     return Trajectory(
         token_ids=ids,
         action_mask=mask,
         log_probs=log_probs,
         versions=versions,
-        finish_reason=FinishReason.LENGTH if cut_off else leaf.finish_reason,
+        finish_reason=leaf.finish_reason,
         prompt=replace(session.task.prompt, token_ids=leaf.path[0].prompt_ids, media=leaf.media),
         group=session.task.group,
         scores=dict(session.rewards),

@@ -112,7 +112,7 @@ class RewardShapingConfig(Options):
     """What is done to a score before it becomes the reward of the last action."""
 
     normalize_reward: bool = option(False, measures=True)
-    """Subtract the mean of the scores and divide by their standard deviation; running, group: of steps' rewards too."""
+    """Subtract the mean of the scores and divide by their std; running, group: of whole rewards, steps included."""
     reward_normalizer: Literal["model", "running", "group"] = "model"
     """With --normalize_reward: mean and std that the reward model stores, those of all scores of the run so far, or
     those of the responses to the same prompt."""

@@ -94,7 +94,7 @@ def group_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tensor:
 def leave_one_out_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tensor:
     """The mean reward of the other responses to the prompt (RLOO, arXiv 2402.14740)."""
     count, mean, _ = _group_statistics(totals, groups)
-    _require_several(count, "rloo")
+    _require_several(count, "--advantage_estimator rloo")
     return ((mean * count - totals.double()) / (count - 1)).to(totals.dtype)
 
 
@@ -110,17 +110,30 @@ def normalized_by_group(
     """Normalize scores (B,) and step rewards (B, L) by their group (arXiv 2402.03300, section 4.1.3, with scores).
 
     Each less the mean of its kind, both divided by the root of the sum of both unbiased variances + 1e-9: weights
-    between the kinds keep their meaning. Steps with the same rewards in all responses of a group are left out.
+    between the kinds keep their meaning. Steps with the same rewards in all responses of a group are left out. This is
+    process supervision of single responses: an agent's turns belong to its score (``EpisodeParts.outcomes``).
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
     count, mean, squares = _group_statistics(scores, groups)
-    _require_several(count, "group_norm, or --reward_normalizer group,")
+    _require_several(count, "--advantage_estimator group_norm")
     n_steps, step_mean, step_squares = _group_statistics(steps.rewards, groups, ends)
     std = (squares / (count - 1) + step_squares / (n_steps - 1).clamp(min=1)).sqrt()
     alike = std <= _EQUAL * (1 + (mean.abs() + step_mean.abs()))  # rewards differ by rounding only
     scale = torch.where(alike, torch.inf, std + _EPS).to(scores.dtype)
     centred = torch.where(ends, steps.rewards - step_mean[:, None].to(scores.dtype), 0.0)
     return (scores - mean.to(scores.dtype)) / scale, centred / scale[:, None]
+
+
+def group_moments(totals: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and std + 1e-9 of the whole rewards (B,) of each row's group, the std unbiased; both (B,).
+
+    The std is infinite where rewards differ by rounding only, so that whatever is divided by it becomes 0.
+    """
+    count, mean, squares = _group_statistics(totals, groups)
+    _require_several(count, "--reward_normalizer group")
+    std = (squares / (count - 1)).sqrt()
+    alike = std <= _EQUAL * (1 + mean.abs())
+    return mean.to(totals.dtype), torch.where(alike, torch.inf, std + _EPS).to(totals.dtype)
 
 
 def _group_statistics(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +167,7 @@ def _are_alike(steps: StepRewards, groups: Tensor) -> Tensor:
 def _require_several(count: Tensor, name: str) -> None:
     if bool((count < 2).any()):
         raise ValueError(
-            f"--advantage_estimator {name} met a prompt with a single response, which it cannot compare with others: "
+            f"{name} met a prompt with a single response, which it cannot compare with others: "
             "use --n_samples_per_prompt of at least 2, and keep the responses to a prompt together."
         )
 

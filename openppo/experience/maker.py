@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.estimators import ESTIMATORS, normalized_by_group
+from openppo.experience.estimators import ESTIMATORS, group_moments
 from openppo.experience.measure import (
     measure_experience,
     measure_scores,
+    measure_signal,
     measure_sources,
     measure_staleness,
     measure_tasks,
@@ -35,14 +36,14 @@ from openppo.experience.token_rewards import (
 from openppo.media import Media, distinct_ids
 from openppo.models.batching import Deal, MicroBatchSize, equal_batches, split_overhead
 from openppo.models.padding import on_device, pad_right
-from openppo.rollout.rollout import Rollout, by_episode, wait_for_scores
+from openppo.rollout.rollout import Rollout, by_episode, episode_reward, wait_for_scores, whole_rewards
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.tracking.phase import timed
-from openppo.types import Comm, Experience, FinishReason, StopCheck, Trajectory
+from openppo.types import Comm, Experience, StopCheck, Trajectory
 
 Model = Callable[..., Any]
 OldLogProbsFrom = Literal["recompute", "rollout", "training"]
-_STATEFUL = ("kl_controller", "moments", "step_moments")
+_STATEFUL = ("kl_controller", "moments")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ExperienceMaker:
         self.frozen_steps = self.config.ppo.frozen_actor_steps
         self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
         self.weights = self.config.rewards.weights()
-        self.moments, self.step_moments = RunningMoments(), RunningMoments()
+        self.moments = RunningMoments()
         coef, target, horizon = self.config.kl.init_kl_coef, self.config.kl.kl_target, self.config.kl.kl_horizon
         fixed = FixedKLController(coef)
         self.kl_controller = fixed if target is None else AdaptiveKLController(coef, target, horizon)
@@ -89,7 +90,7 @@ class ExperienceMaker:
         """
         batch = self._rewarded(trajectories, metrics, n_done)
         measure_staleness(trajectories, n_done, metrics)
-        return self._completed(batch, metrics, n_done)
+        return self._completed(batch, trajectories, metrics, n_done)
 
     def count(self, samples: Sequence[object]) -> int:
         """Number of samples over all ranks."""
@@ -122,25 +123,28 @@ class ExperienceMaker:
             metrics.merge(trajectories.metrics)
         with timer.phase("experience"):
             if shaping.normalize_reward and shaping.reward_normalizer == "running":
-                steps = torch.tensor([r for t in unscored for r in t.step_rewards])
-                self.moments.update(self._total_scores([parts[-1] for parts in by_episode(unscored)]), self.comm)
-                self.step_moments.update(steps, self.comm)
+                rewards = [episode_reward(parts, self.weights) for parts in by_episode(unscored)]
+                self.moments.update(torch.tensor(rewards), self.comm)
             if batch is None:
                 return None
             measure_scores(unscored, self.weights, metrics)
             measure_sources(unscored, self.hooks.sources, self.weights, metrics)
-            scores = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
-            batch = batch.with_fields(scores=scores)
+            rewards = whole_rewards(unscored, self.weights)
+            batch = batch.with_fields(scores=torch.tensor(rewards, device=self.device))
             measure_tasks(unscored, batch, self.weights, n_done, metrics)
             return self._add_rewards(batch, unscored, metrics)
 
-    def _completed(self, batch: Experience | None, metrics: Metrics, n_done: int) -> list[Experience]:
+    def _completed(
+        self, batch: Experience | None, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int
+    ) -> list[Experience]:
         """The rows of a batch with rewards (and values), with advantages and returns."""
         if batch is None:
             return []
         with self.hooks.timer.phase("experience"):
             batch = self._add_returns(batch, n_done)
             measure_experience(batch, metrics)
+            assert batch.advantages is not None
+            measure_signal(trajectories, batch.advantages, batch.action_mask, weights=self.weights, metrics=metrics)
             if self.config.shaping.overlong_filter:
                 batch = batch.with_fields(action_mask=overlong_mask(batch.action_mask, batch.truncated))
             return list(split_rows(batch.to("cpu") if self.config.ppo.buffer_cpu_offload else batch))
@@ -152,7 +156,7 @@ class ExperienceMaker:
         # Not sampled by this run's engine; or by an agent, whose requests meet in other batches each time, and so the
         # last bits of log-probs differ; or for a prompt with images, where some ids are not sampled.
         foreign = not isinstance(given, Rollout) or any(t.episode is not None or t.prompt.media for t in unscored)
-        stale = any({*t.versions} - {n_done, -1} for t in unscored)
+        stale = any(bool(staleness(t, n_done).any()) for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
         single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
@@ -176,7 +180,7 @@ class ExperienceMaker:
         shares, outputs = self.config.ppo.share_prompts == "auto", dict[str, Tensor]()
         groups = [(t.group, t.spans[0][0] if t.spans else 0) for t in trajectories if shares]
         deal = Deal([len(t.token_ids) for t in trajectories], self.comm, groups)
-        rows = deal.out([torch.tensor([t.token_ids, t.action_mask], dtype=torch.int32) for t in trajectories])
+        rows = deal.out([torch.tensor([t.token_ids, t.loss_mask], dtype=torch.int32) for t in trajectories])
         media, made, lengths = deal.media([t.prompt.media for t in trajectories]), rows[:], [r.shape[1] for r in rows]
         ids = [distinct_ids(row[0].tolist(), of_row) for row, of_row in zip(rows, media, strict=True) if shares]
         with self.hooks.uncompiled():
@@ -211,16 +215,12 @@ class ExperienceMaker:
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """Add token rewards: KL penalty, scores and steps after the baseline."""
         parts = EpisodeParts(trajectories, self.device)
-        scores, steps = parts.join(*self._shaped(trajectories))
+        scores, steps = self._shaped(trajectories, parts)
         metrics.add_tensor("shaped_reward", steps.added_to(scores))
-        greedy = None
-        if self.estimator.needs_greedy:
-            greedy, greedy_steps = self._shaped([t.greedy for t in trajectories if t.greedy is not None])
-            greedy = greedy_steps.added_to(greedy)
-            assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
-            greedy = greedy[parts.last]
-        groups = torch.tensor([t.group for t in trajectories], device=self.device)[parts.last]
-        scores, token_rewards = parts.split(*self.estimator.rewards(scores, steps, groups, greedy))
+        greedy = self._greedy_rewards(trajectories, parts) if self.estimator.needs_greedy else None
+        if self.estimator.compares_steps:
+            scores, steps = parts.outcomes(scores, steps)
+        scores, token_rewards = parts.split(*self.estimator.rewards(scores, steps, parts.groups, greedy))
         kl, mask, options = None, batch.action_mask, self.config.kl
         if batch.ref_log_probs is not None:
             kl = kl_penalty(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, options.kl_estimator)
@@ -236,26 +236,38 @@ class ExperienceMaker:
         )
         return batch.with_fields(advantages=advantages, returns=returns)
 
-    def _total_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        return torch.tensor([t.total_score(self.weights) for t in trajectories], dtype=torch.float32)
+    def _greedy_rewards(self, trajectories: Sequence[Trajectory], parts: EpisodeParts) -> Tensor:
+        """Shaped whole rewards (E,) of the greedy responses beside the episodes."""
+        responses = [trajectories[row].greedy for row in parts.last.tolist()]
+        assert all(responses), "each trajectory needs its greedy response"
+        distinct = list({id(part): part for response in responses for part in response}.values())
+        of_greedy = EpisodeParts(distinct, self.device)
+        scores, steps = self._shaped(distinct, of_greedy)
+        rewards = steps.added_to(scores)
+        place_of_last = {id(distinct[row]): place for place, row in enumerate(of_greedy.last.tolist())}
+        return rewards[[place_of_last[id(response[-1])] for response in responses]]
 
-    def _shaped(self, trajectories: Sequence[Trajectory]) -> tuple[Tensor, StepRewards]:
-        """Scores (B,) normalized, penalized and clipped as options say; rewards of steps by the same divisor."""
-        scores, shaping = self._total_scores(trajectories), self.config.shaping
-        steps = collect_step_rewards(trajectories, self.device)
+    def _shaped(self, trajectories: Sequence[Trajectory], parts: EpisodeParts) -> tuple[Tensor, StepRewards]:
+        """Scores (E,) of episodes, normalized, penalized and clipped as options say, and rewards of their steps.
+
+        Normalized by mean and std of whole rewards: steps are divided, and the mean is taken from the score alone, so
+        that the sum of both is the normalized whole.
+        """
+        total_scores = [t.total_score(self.weights) for t in trajectories]
+        scores = torch.tensor(total_scores, dtype=torch.float32, device=self.device)
+        scores, steps = parts.join(scores, collect_step_rewards(trajectories, self.device))
+
+        shaping = self.config.shaping
         if shaping.normalize_reward and shaping.reward_normalizer == "group":
-            parts, groups = EpisodeParts(trajectories, self.device), torch.tensor([t.group for t in trajectories])
-            joined = parts.join(scores.to(self.device), steps)
-            found: Any = parts.split(*normalized_by_group(*joined, groups.to(self.device)[parts.last], None))
-            scores, steps = found[0].cpu(), StepRewards(found[1], steps.ends)
+            mean, std = group_moments(steps.added_to(scores), parts.groups)
+            scores = (scores - mean) / std
+            steps = StepRewards(steps.rewards / std[:, None], steps.ends)
         if shaping.normalize_reward and shaping.reward_normalizer == "running":
-            scores = self.moments.normalize(scores, self.step_moments.variance)
-            normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
-            steps = StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)
-        truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
-        lengths = torch.tensor([max((stop - start for start, stop in t.spans), default=0) for t in trajectories])
+            scores = self.moments.normalize(scores)
+            steps = StepRewards(steps.rewards / self.moments.scale, steps.ends)
+
         max_len = self.config.generation.generate_max_len
-        return shape_scores(scores, truncated, lengths, shaping, max_len).to(self.device), steps
+        return shape_scores(scores, parts.truncated, parts.longest, shaping, max_len), steps
 
 
 def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:

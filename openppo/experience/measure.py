@@ -8,9 +8,11 @@ from torch import Tensor
 from openppo.experience.replay_buffer import join_rows
 from openppo.models.correction import RatioRange
 from openppo.models.log_probs import compute_approx_kl, masked_sum, policy_ratio
-from openppo.rollout.rollout import by_episode, episode_reward
+from openppo.rollout.rollout import by_episode, episode_reward, whole_rewards
 from openppo.tracking import Histogram, Metrics, histogram
-from openppo.types import Comm, Experience, FinishReason, Trajectory
+from openppo.types import Comm, Experience, Trajectory
+
+_EQUAL = 1e-6
 
 
 def measure_scores(
@@ -45,7 +47,7 @@ def measure_sources(
         measure_scores(mine, weights, metrics, prefix)
         for trajectory in mine:
             metrics.add(f"{prefix}response_length", sum(trajectory.action_mask))
-            metrics.add(f"{prefix}truncated_fraction", trajectory.finish_reason is FinishReason.LENGTH)
+            metrics.add(f"{prefix}truncated_fraction", trajectory.truncated)
 
 
 def measure_tasks(
@@ -58,7 +60,7 @@ def measure_tasks(
         for parts in by_episode(mine):
             metrics.add(f"task/{name}/reward", episode_reward(parts, weights))
         metrics.add_tensor(f"task/{name}/response_length", mask.sum(-1).float())
-        behind = [staleness(t, n_done)[torch.tensor(t.action_mask)] for t in mine]
+        behind = [staleness(t, n_done)[torch.tensor(t.loss_mask)] for t in mine]
         metrics.add_tensor(f"task/{name}/staleness", torch.cat(behind))
         if batch.ref_log_probs is not None:
             kl = compute_approx_kl(batch.old_or_rollout_log_probs[rows], batch.ref_log_probs[rows], mask)
@@ -66,17 +68,44 @@ def measure_tasks(
 
 
 def staleness(trajectory: Trajectory, n_done: int) -> Tensor:
-    """Versions by which actions are behind the policy after ``n_done`` global steps: (L,) float32, 0 for others."""
-    tokens = zip(trajectory.versions, trajectory.action_mask, strict=True)
-    return torch.tensor([float(n_done - version) if is_action else 0.0 for version, is_action in tokens])
+    """Versions by which actions in the losses are behind the policy after ``n_done`` steps: (L,) float32, else 0."""
+    tokens = zip(trajectory.versions, trajectory.loss_mask, strict=True)
+    return torch.tensor([float(n_done - version) if is_trained else 0.0 for version, is_trained in tokens])
 
 
 def measure_staleness(trajectories: Sequence[Trajectory], n_done: int, metrics: Metrics) -> None:
     """Versions by which action tokens are behind the policy that is trained on them, as mean and maximum."""
-    of_each = [staleness(t, n_done)[torch.tensor(t.action_mask)] for t in trajectories]
+    of_each = [staleness(t, n_done)[torch.tensor(t.loss_mask)] for t in trajectories]
     behind = torch.cat([torch.zeros(0), *of_each])
     metrics.add_tensor("staleness", behind)
     metrics.add_tensor("staleness_max", behind, reduce="max")
+
+
+def measure_signal(
+    trajectories: Sequence[Trajectory],
+    advantages: Tensor,
+    action_mask: Tensor,
+    weights: Mapping[str, float],
+    metrics: Metrics,
+) -> None:
+    """Count groups whose rewards differ and whose advantages (B, L) are all 0: nothing is learned from them.
+
+    Rewards that differ by rounding only are equal. Nothing is counted where each prompt has one response.
+    """
+    groups: dict[int, list[int]] = {}
+    for row, trajectory in enumerate(trajectories):
+        groups.setdefault(trajectory.group, []).append(row)
+    if all(len(rows) == 1 for rows in groups.values()):
+        return
+
+    rewards = whole_rewards(trajectories, weights)
+    teaches = ((advantages != 0) & action_mask).any(-1).tolist()
+    for rows in groups.values():
+        earned = [rewards[row] for row in rows]
+        tolerance = _EQUAL * max(1.0, *map(abs, earned))
+        differ = max(earned) - min(earned) > tolerance
+        is_lost = differ and not any(teaches[row] for row in rows)
+        metrics.add("groups_without_signal", is_lost, reduce="sum")
 
 
 def measure_masked(found: RatioRange, mask: Tensor, metrics: Metrics) -> None:
@@ -145,11 +174,11 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
     metrics.add_tensor("truncated_fraction", batch.truncated.float())
 
 
-def experience_histograms(samples: Sequence[Experience], comm: Comm) -> dict[str, Histogram]:
-    """Distributions over all ranks' samples: ``reward`` and ``response_length`` of responses; ``kl`` (k1), ``values``,
-    ``returns`` and ``advantages`` of action tokens. What no sample has is left out. Collective.
+def experience_histograms(samples: Sequence[Experience], rewards: Sequence[float], comm: Comm) -> dict[str, Histogram]:
+    """Distributions over all ranks' samples: ``reward`` of episodes, ``response_length`` of responses; ``kl`` (k1),
+    ``values``, ``returns`` and ``advantages`` of action tokens. Metrics that no sample has are left out. Collective.
     """
-    found = dict.fromkeys(("reward", "response_length", "kl", "values", "returns", "advantages"), torch.zeros(0))
+    found = dict.fromkeys(("response_length", "kl", "values", "returns", "advantages"), torch.zeros(0))
     if samples:
         batch = join_rows(samples)
         mask, tensors = batch.action_mask, batch.tensors()
@@ -157,7 +186,6 @@ def experience_histograms(samples: Sequence[Experience], comm: Comm) -> dict[str
             tensors["kl"] = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask)
         found |= {name: tensor[mask] for name, tensor in tensors.items() if name in found}
         found["response_length"] = mask.sum(-1).float()
-        if batch.scores is not None:
-            found["reward"] = batch.scores
+    found["reward"] = torch.tensor(rewards, dtype=torch.float32)
     of_ranks = {name: histogram(tensor.cpu(), comm) for name, tensor in found.items()}
     return {name: made for name, made in of_ranks.items() if made is not None}

@@ -15,7 +15,7 @@ from openppo.media import Media, distinct_ids
 from openppo.models.batching import MicroBatchSize, deal, micro_batches, shared_plan, split_overhead
 from openppo.models.padding import pad_right
 from openppo.tracking.metrics import Moments
-from openppo.types import Comm, Experience, FinishReason, SingleProcess, Trajectory
+from openppo.types import Comm, Experience, SingleProcess, Trajectory
 
 PER_ROW_FIELDS = ("scores", "truncated", "weight", "share")
 """Fields of shape (B,); all others are (B, L)."""
@@ -24,14 +24,14 @@ PER_ROW_FIELDS = ("scores", "truncated", "weight", "share")
 def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience:
     """Right-padded tensors of the trajectories' tokens; masks come from lengths, never from token ids."""
     sequences, attention_mask = pad_right([t.token_ids for t in trajectories], pad_token_id)
-    action_mask, _ = pad_right([t.action_mask for t in trajectories], 0)
+    action_mask, _ = pad_right([t.loss_mask for t in trajectories], 0)
     log_probs = pad_sequence([torch.tensor(t.log_probs) for t in trajectories], batch_first=True)
     return Experience(
         sequences=sequences,
         attention_mask=attention_mask,
         action_mask=action_mask.bool(),
         rollout_log_probs=torch.where(action_mask.bool(), log_probs, 0.0),
-        truncated=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
+        truncated=torch.tensor([t.truncated for t in trajectories]),
         weight=torch.tensor([t.weight for t in trajectories]),
         share=torch.tensor([t.share for t in trajectories]),
         media=joined_media(trajectories),

@@ -33,7 +33,7 @@ def begin_scoring(
     ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function raises. Reading
     raises ``ValueError`` if ``weights`` names no reward.
     """
-    greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
+    greedy = list({id(part): part for t in trajectories for part in t.greedy}.values())
     metrics, parts = Metrics(), [of_one for of_one in by_episode([*trajectories, *greedy]) if needs_score(of_one[-1])]
     scored = [of_episode[-1] for of_episode in parts]
     wait_for = start_scoring(scorer, scored, stop) if scorer is not None else list
@@ -65,12 +65,16 @@ def useful_groups(
         return []
     episodes = by_episode(trajectories)
     rewards = [episode_reward(parts, weights) for parts in episodes]
-    if compares_steps:  # unequal steps teach something even if their sums are equal
-        steps = [[reward for part in parts for reward in part.step_rewards] for parts in episodes]
-        earned = [(parts[-1].total_score(weights), *steps[i]) for i, parts in enumerate(episodes)]
+    if compares_steps:  # unequal steps of single responses teach something even if their sums are equal
+        earned = [(reward, *_judged_steps(parts[-1])) for reward, parts in zip(rewards, episodes, strict=True)]
         rewards = [earned.index(each) for each in earned]
     same = one_reward_groups(torch.tensor(rewards), torch.tensor([parts[0].group for parts in episodes]))
     return [t for parts, drop in zip(episodes, same.tolist(), strict=True) if not drop for t in parts]
+
+
+def _judged_steps(trajectory: Trajectory) -> list[float]:
+    """Rewards that are compared step by step: those of a single response, not of an agent's turns."""
+    return trajectory.step_rewards if trajectory.episode is None else []
 
 
 @dataclass(frozen=True)
@@ -101,23 +105,39 @@ class EpisodeParts:
     """Rows (B,) as parts of episodes (E,), which baselines and groups count once."""
 
     def __init__(self, trajectories: Sequence[Trajectory], device: torch.device) -> None:
-        episodes, rows = episode_numbers(trajectories), defaultdict[int, list[int]](list)
+        numbers = episode_numbers(trajectories)
+        rows = defaultdict[int, list[int]](list)
         places = []
-        for row, episode in enumerate(episodes):
-            places.append(len(rows[episode]))
-            rows[episode].append(row)
+        for row, number in enumerate(numbers):
+            places.append(len(rows[number]))
+            rows[number].append(row)
+
+        episodes = [[trajectories[row] for row in of_episode] for of_episode in rows.values()]
         self.most = 1 + max(places)
-        self.last = torch.tensor([of_one[-1] for of_one in rows.values()], device=device)
+        self.last = torch.tensor([of_episode[-1] for of_episode in rows.values()], device=device)
         """Row of each episode's last part (E,)."""
-        self.places = torch.tensor(episodes, device=device), torch.tensor(places, device=device)
+        self.places = torch.tensor(numbers, device=device), torch.tensor(places, device=device)
+        self.groups = torch.tensor([parts[-1].group for parts in episodes], device=device)
+        """Prompt of each episode, int64 (E,)."""
+        self.of_agent = torch.tensor([parts[-1].episode is not None for parts in episodes], device=device)
+        """True for an agent's episode, False for a single response, (E,)."""
+        self.truncated = torch.tensor([parts[-1].truncated for parts in episodes], device=device)
+        """Whether ``--generate_max_len`` cut off the last answer, (E,)."""
+        self.longest = torch.tensor([_longest_turn(parts) for parts in episodes], device=device)
+        """Action tokens of the longest turn, (E,)."""
 
     def join(self, scores: Tensor, steps: StepRewards) -> tuple[Tensor, StepRewards]:
         """Scores (E,), and rewards of steps of all parts beside each other, (E, parts * L)."""
-        rewards, ends = (self._beside(each) for each in (steps.rewards, steps.ends))
-        return scores[self.last], StepRewards(rewards, ends)
+        return scores[self.last], StepRewards(self._beside(steps.rewards), self._beside(steps.ends))
+
+    def outcomes(self, scores: Tensor, steps: StepRewards) -> tuple[Tensor, StepRewards]:
+        """Add the rewards of an agent's turns to its score; steps of single responses stay."""
+        whole = torch.where(self.of_agent, steps.added_to(scores), scores)
+        judged = steps.ends & ~self.of_agent[:, None]
+        return whole, StepRewards(torch.where(judged, steps.rewards, 0.0), judged)
 
     def split(self, scores: Tensor, rewards: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The same of the parts, (B,) and (B, L). What later parts earn by steps is earned at the end of a part too."""
+        """Scores (B,) and step rewards (B, L) of the parts; a part's score includes the steps of later parts."""
         episodes, places = self.places
         if rewards is None:
             return scores[episodes], None
@@ -128,6 +148,10 @@ class EpisodeParts:
     def _beside(self, of_rows: Tensor) -> Tensor:
         placed = of_rows.new_zeros(len(self.last), self.most, of_rows.shape[-1])
         return placed.index_put(self.places, of_rows).flatten(1)
+
+
+def _longest_turn(parts: Sequence[Trajectory]) -> int:
+    return max((stop - start for part in parts for start, stop in part.spans), default=0)
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, kl_estimator: KLEstimator) -> Tensor:
@@ -202,15 +226,20 @@ def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 class RunningMoments(Moments):
-    """Moments of all scores of all ranks so far."""
+    """Moments of the whole rewards of all ranks' episodes so far."""
 
     def update(self, scores: Tensor, comm: Comm) -> None:
         """Take in this rank's ``scores`` (B,); B may differ and be 0. Collective."""
         self.merge(Moments.of(scores, comm))
 
-    def normalize(self, scores: Tensor, further_variance: float = 0.0) -> Tensor:
-        """(score - mean) / sqrt(var + ``further_variance`` + 1e-8), same shape."""
-        return (scores - self.mean) / (self.variance + further_variance + _EPS) ** 0.5
+    @property
+    def scale(self) -> float:
+        """sqrt(var + 1e-8), by which rewards are divided."""
+        return float((self.variance + _EPS) ** 0.5)
+
+    def normalize(self, scores: Tensor) -> Tensor:
+        """(score - mean) / sqrt(var + 1e-8), same shape."""
+        return (scores - self.mean) / self.scale
 
     def state_dict(self) -> dict[str, float]:
         """What ``load_state_dict`` takes."""

@@ -12,7 +12,7 @@ from openppo.experience.estimators import ESTIMATORS, Estimator
 from openppo.experience.token_rewards import begin_scoring, useful_groups
 from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
-from openppo.rollout.rollout import SampleFailed, sample_seed, with_all_rewards
+from openppo.rollout.rollout import SampleFailed, sample_seed
 from openppo.rollout.sampling import sampling_params
 from openppo.rollout.tasks import RunTask, TaskSampler
 from openppo.tracking import Metrics
@@ -108,9 +108,8 @@ class GroupPlayer:
             greedy = await self._member(plan, start, 0, replace(plan.params, temperature=0.0), Metrics(), errors)
             if greedy is None:
                 return Outcome(number, None, metrics, errors[-1])
-            baseline = with_all_rewards(greedy)
             for trajectory in trajectories:
-                trajectory.greedy = baseline
+                trajectory.greedy = tuple(greedy)
         await self._score(trajectories, metrics)
         if plan.most_in_vain > 0:
             trajectories = useful_groups(trajectories, plan.estimator.compares_steps, plan.weights)

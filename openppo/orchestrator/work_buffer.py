@@ -86,7 +86,7 @@ class WorkBuffer:
         """The complete groups of lowest numbers, taken out; None as long as too few are fresh enough."""
         oldest = self.version - self.max_staleness
         for number, group in list(self.buffered.items()):
-            if min(map(oldest_version, group)) < oldest:
+            if _is_old(group, oldest):
                 fresh = self._fresh_part(group, oldest)
                 if fresh:
                     self.buffered[number] = fresh
@@ -140,12 +140,10 @@ class WorkBuffer:
         """What of a group is young enough; nothing if fewer than two episodes are left of several."""
         episodes, kept = by_episode(group), []
         for parts in episodes:
-            if min(map(oldest_version, parts)) >= oldest:
+            if not _is_old(parts, oldest):
                 kept.append(parts)
-                continue
-            young = [without_old(part, oldest) for part in parts if max(part.versions) >= oldest]
-            if self.stale == "mask" and young and all(part.token_rewards is None for part in parts):
-                kept.append(young)
+            elif self.stale == "mask" and any(max(part.versions) >= oldest for part in parts):
+                kept.append([without_old(part, oldest) for part in parts])
             else:
                 self._lengths.append((sum(len(t.token_ids) for t in parts), True))
         return [part for parts in kept for part in parts] if len(kept) >= min(2, len(episodes)) else []
@@ -153,3 +151,9 @@ class WorkBuffer:
     def _check(self) -> None:
         placed = sum(self.counts.values()) + len(self.buffered) + len(self.running)
         assert self.submitted == placed, f"{self.submitted} groups submitted, {placed} known: {self.counts}"
+
+
+def _is_old(trajectories: Group, oldest: int) -> bool:
+    """Whether losses would read an action of a version before ``oldest``."""
+    versions = map(oldest_version, trajectories)
+    return any(version is not None and version < oldest for version in versions)

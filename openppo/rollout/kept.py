@@ -8,13 +8,13 @@ from openppo.rollout.rollout import episode_numbers
 from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
 
 _PLAIN = ["token_ids", "action_mask", "log_probs", "versions", "group", "weight", "share", "token_rewards", "step_ends"]
-_PLAIN += ["extras"]
+_PLAIN += ["extras", "trained_mask"]
 
 
 def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
     """The trajectories of one group; of their prompt only its place and the tokens read."""
     greedy = group[0].greedy
-    rows = [*group, *([] if greedy is None else [greedy])]
+    rows = [*group, *greedy]
     numbers = episode_numbers(rows)
     episodes: dict[int, dict[str, Any] | None] = {}
     for number, row in zip(numbers, rows, strict=True):
@@ -22,7 +22,7 @@ def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
     return {
         "rows": [_row(row) | {"episode": number} for number, row in zip(numbers, rows, strict=True)],
         "episodes": list(episodes.values()),
-        "greedy": greedy is not None,
+        "greedy": len(greedy),
     }
 
 
@@ -47,11 +47,11 @@ def from_json(saved: dict[str, Any], prompt: Prompt) -> list[Trajectory]:
             episode=episodes[row["episode"]],
         )
         rows.append(made)
-    if saved["greedy"]:
-        *rows, greedy = rows
-        for each in rows:
-            each.greedy = greedy
-    return rows
+    n_sampled = len(rows) - saved["greedy"]
+    sampled, greedy = rows[:n_sampled], tuple(rows[n_sampled:])
+    for trajectory in sampled:
+        trajectory.greedy = greedy
+    return sampled
 
 
 def _row(row: Trajectory) -> dict[str, Any]:
@@ -60,18 +60,13 @@ def _row(row: Trajectory) -> dict[str, Any]:
     return plain | own
 
 
-def oldest_version(trajectory: Trajectory) -> int:
-    """The version of its oldest action."""
-    return min(v for v, is_action in zip(trajectory.versions, trajectory.action_mask, strict=True) if is_action)
+def oldest_version(trajectory: Trajectory) -> int | None:
+    """Version of the oldest action that losses read; None if they read none."""
+    versions = zip(trajectory.versions, trajectory.loss_mask, strict=True)
+    return min((version for version, is_trained in versions if is_trained), default=None)
 
 
 def without_old(trajectory: Trajectory, oldest: int) -> Trajectory:
-    """A copy in which tokens before version ``oldest`` are no actions."""
-    young = [version >= oldest for version in trajectory.versions]
-    log_probs = zip(young, trajectory.log_probs, strict=True)
-    return replace(
-        trajectory,
-        action_mask=[a and is_young for a, is_young in zip(trajectory.action_mask, young, strict=True)],
-        log_probs=[log_prob if is_young else 0.0 for is_young, log_prob in log_probs],
-        versions=[version if version >= oldest else -1 for version in trajectory.versions],
-    )
+    """A copy that is trained on from version ``oldest`` on; rewards still read all actions."""
+    versions = zip(trajectory.versions, trajectory.loss_mask, strict=True)
+    return replace(trajectory, trained_mask=[is_trained and version >= oldest for version, is_trained in versions])

@@ -215,12 +215,11 @@ def episode_reward(parts: Sequence[Trajectory], weights: Mapping[str, float]) ->
     return parts[-1].total_score(weights) + sum(sum(part.token_rewards or []) for part in parts)
 
 
-def with_all_rewards(parts: Sequence[Trajectory]) -> Trajectory:
-    """The last of an episode's ``parts``, to whose last action the token rewards of the others are added."""
-    *earlier, last = parts
-    if last.token_rewards is not None:
-        last.token_rewards[last.spans[-1][1] - 1] += sum(sum(part.token_rewards or []) for part in earlier)
-    return last
+def whole_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[float]:
+    """Reward of the whole episode that each trajectory is a part of."""
+    numbers = episode_numbers(trajectories)
+    rewards = [episode_reward(parts, weights) for parts in by_episode(trajectories)]
+    return [rewards[number] for number in numbers]
 
 
 def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:

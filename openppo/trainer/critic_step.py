@@ -90,7 +90,8 @@ class OnePassCritic(ExperienceMaker):
         measure_staleness(trajectories, n_done, metrics)
         with self.hooks.timer.phase("training"):
             rows = self._with_values(batch, n_done)
-        return self._completed(join_rows(rows).to(self.device) if rows else None, metrics, n_done)
+        completed = join_rows(rows).to(self.device) if rows else None
+        return self._completed(completed, trajectories, metrics, n_done)
 
     def _with_values(self, own: Experience | None, n_done: int) -> list[Experience]:
         """This rank's samples with values, by an optimizer step on all ranks' samples."""

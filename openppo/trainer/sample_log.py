@@ -17,11 +17,11 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.media import Media, distinct_ids, media_url
 from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
-from openppo.rollout.rollout import episode_numbers
+from openppo.rollout.rollout import by_episode, episode_numbers, episode_reward, whole_rewards
 from openppo.tracking import json_form
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.self_check import check_samples, token_columns, token_texts
-from openppo.types import Experience, Trajectory
+from openppo.types import Experience, FinishReason, Trajectory
 
 N_SAMPLES = 4  # are logged of a step or of an evaluation
 N_TOKEN_STEPS = 100  # steps of a run, about, whose samples are logged token by token
@@ -58,17 +58,21 @@ class StepDiagnostics:
         """Log what ``step`` has trained on, ``trained_on`` and its experience in ``buffer``; drop both."""
         if self.trained_on is None:  # of an earlier session, which has logged it
             return
-        if self._checks_next and len(buffer) > 0:
+        kept = list(self.trained_on)[len(self.trained_on) - len(buffer) :]  # without those dropped by --buffer_limit
+        # What a limit of its episode cut off was ended neither by the policy nor by --generate_max_len.
+        plain = [i for i, t in enumerate(kept) if t.truncated == (t.finish_reason is FinishReason.LENGTH)]
+        if self._checks_next and plain:
             self._checks_next, rewards = False, self.config.rewards
             eos = eos_token_ids(self.components.actor.module.model, self.tokenizer)
             # a function may reward single tokens, and so may steps and turns
             one_score = rewards.reward_fn is None and rewards.remote_rm_url is None and rewards.prm_pretrain is None
             one_score = one_score and all(trajectory.episode is None for trajectory in self.trained_on)
             penalty = metrics.get("kl_coef", 0.0)
-            check_samples(step, buffer.items, self.tokenizer, eos, self.config.kl, penalty, one_score)
-        kept = list(self.trained_on)[len(self.trained_on) - len(buffer) :]  # without those dropped by --buffer_limit
+            items = [buffer.items[i] for i in plain]
+            check_samples(step, items, self.tokenizer, eos, self.config.kl, penalty, one_score)
         chosen = choose(kept) if self.comm.rank == 0 else []
-        samples = [sample_row(kept[i], self.tokenizer, self.weights, buffer.items[i]) for i in chosen]
+        earned = whole_rewards(kept, self.weights)
+        samples = [sample_row(kept[i], self.tokenizer, earned[i], buffer.items[i]) for i in chosen]
         tokens = []
         if self._shows_tokens(step):
             observed = self._of_all_ranks([kept[i] for i in chosen])
@@ -76,16 +80,20 @@ class StepDiagnostics:
         self._log(step, samples, tokens)
         self._dump(step, "train", self.trained_on, self.weights)
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
-            self.components.trackers.log_histograms(step, experience_histograms(buffer.items, self.comm))
+            of_episodes = [episode_reward(parts, self.weights) for parts in by_episode(kept)]
+            histograms = experience_histograms(buffer.items, of_episodes, self.comm)
+            self.components.trackers.log_histograms(step, histograms)
         buffer.clear()
         self.trained_on, self.observed = None, {}
 
     def show_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log samples of an evaluation: what the engine, which sampled them, reported."""
-        chosen = [trajectories[i] for i in choose(trajectories)] if self.comm.rank == 0 else []
+        chosen = choose(trajectories) if self.comm.rank == 0 else []
         weights = self.components.grading.reward_weights
-        samples = [sample_row(t, self.tokenizer, weights) for t in chosen]
-        self._log(step, samples, [token_row(t, self.tokenizer) for t in chosen], evaluation=True)
+        earned = whole_rewards(trajectories, weights)
+        samples = [sample_row(trajectories[i], self.tokenizer, earned[i]) for i in chosen]
+        tokens = [token_row(trajectories[i], self.tokenizer) for i in chosen]
+        self._log(step, samples, tokens, evaluation=True)
         self._dump(step, "eval", trajectories, weights)
 
     def _shows_tokens(self, step: int) -> bool:
@@ -102,8 +110,11 @@ class StepDiagnostics:
     def _dump(self, step: int, split: str, trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:
         """Hand all of this rank's ``trajectories`` to what writes ``--dump_rollouts``, if it is given."""
         if (dump := self.config.dump).dump_rollouts is not None:
-            given = self.tokenizer, weights, dump.dump_tokens
-            rows = [{"sample": i} | rollout_row(t, *given) for i, t in enumerate(trajectories)]
+            earned = whole_rewards(trajectories, weights)
+            rows = [
+                {"sample": i} | rollout_row(trajectory, self.tokenizer, earned[i], tokens=dump.dump_tokens)
+                for i, trajectory in enumerate(trajectories)
+            ]
             self.components.trackers.log_rollouts(step, split, rows)
 
     def _log(self, step: int, samples: Sequence[Row], tokens: Sequence[Row], evaluation: bool = False) -> None:
@@ -134,16 +145,19 @@ def _known(token_ids: list[int], media: Media) -> tuple[int, ...]:
 def sample_row(
     trajectory: Trajectory,
     tokenizer: PreTrainedTokenizerBase,
-    weights: Mapping[str, float],
+    reward: float,
     experience: Experience | None = None,
 ) -> Row:
-    """A line of samples.jsonl; of the ``experience`` (1, L) that was trained on, if any, the KL."""
+    """A line of samples.jsonl; of the ``experience`` (1, L) that was trained on, if any, the KL.
+
+    ``reward`` is that of the whole episode, of which the trajectory may be a part.
+    """
     row = {
         "prompt": trajectory.prompt.text,
         "response": tokenizer.decode(trajectory.response_ids),
         "label": json_form(trajectory.prompt.label),  # Parquet has dates and bytes
         "finish_reason": trajectory.finish_reason.value,
-        "reward": trajectory.total_reward(weights),
+        "reward": reward,
         "rewards": trajectory.scores,
         "response_length": sum(trajectory.action_mask),
     }
@@ -157,15 +171,13 @@ def sample_row(
     return row if kl is None else row | {"kl": float(kl.sum())}
 
 
-def rollout_row(
-    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, float], tokens: bool
-) -> Row:
+def rollout_row(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, reward: float, tokens: bool) -> Row:
     """A line of ``--dump_rollouts``: the same columns of the same types in any run, so that all files make one table.
 
     What may be anything in a row of data is text: labels, and as JSON rewards, extras and messages.
     """
     prompt, episode = trajectory.prompt, trajectory.episode
-    row = sample_row(trajectory, tokenizer, weights)
+    row = sample_row(trajectory, tokenizer, reward)
     label = row["label"]
     row["label"] = "" if label is None else label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
     row |= {"reward": float(row["reward"]), "rewards": json.dumps(json_form(row["rewards"]))}

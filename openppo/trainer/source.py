@@ -22,7 +22,6 @@ from openppo.rollout.rollout import (
     by_episode,
     episode_reward,
     wait_for_scores,
-    with_all_rewards,
 )
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
@@ -133,7 +132,7 @@ class PromptSource:
             if self.estimator.needs_greedy:
                 params = dataclasses.replace(params, temperature=0.0)
                 greedy = self.sampled_by.sample(asked._replace(params=params, n_samples=1, metrics=Metrics()))
-                of_group = {parts[-1].group: with_all_rewards(parts) for parts in by_episode(greedy)}
+                of_group = {parts[-1].group: tuple(parts) for parts in by_episode(greedy)}
                 sampled = [trajectory for trajectory in sampled if trajectory.group in of_group]
                 for trajectory in sampled:
                     trajectory.greedy = of_group[trajectory.group]

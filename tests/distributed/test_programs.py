@@ -1,7 +1,6 @@
 """Programs of users: trajectories of their own, and callbacks."""
 
 import json
-from pathlib import Path
 
 from tests.distributed.runs import left_by
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of ``--save_hf_ckpt`` in a checkpoint: never read by a resume, so no change to it is damage."""
-_FORMAT = 3
+_FORMAT = 4
 
 
 class CheckpointError(RuntimeError):

@@ -69,6 +69,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Prompt length", ("prompt_length", "prompt_length_max", "prompt_length_min"), "Tokens."),
         Chart("Truncated", ("truncated_fraction", "eval_truncated_fraction"), "Share cut at --generate_max_len."),
         Chart("Dynamic sampling", ("sampled_batches", "useful_groups")),
+        Chart("Groups without signal", ("groups_without_signal",), "Rewards differ, advantages are 0; should be 0."),
     ),
     "Agents": (
         Chart("Endings that are trained on", tuple(f"agent/{name}" for name in TRAINED_ENDINGS), "Share of episodes."),

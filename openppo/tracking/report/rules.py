@@ -152,6 +152,17 @@ def one_reward(history: History, spread: float) -> str:
     )
 
 
+@rule("groups_without_signal", passes=lambda count, _: count >= 1)
+def lost_groups(history: History, count: float) -> str:
+    """In the last 5 steps on average one group or more whose rewards differ and whose advantages are all 0."""
+    clip = history.option("reward_clip_range")
+    bounds = f" {clip[0]:g} {clip[1]:g}" if clip else ""
+    return (
+        f"{count:.2g} groups per step have different rewards and no advantage since step {{since}}, so nothing is "
+        f"learned from them: compare reward with shaped_reward; --reward_clip_range{bounds} may make scores equal."
+    )
+
+
 @rule("reward", "reward/of_tokens", "shaped_reward")
 def reward_outside_clip(history: History, reward: float) -> str | None:
     """The mean reward, without that of single tokens, outside --reward_clip_range, without --normalize_reward."""

@@ -16,7 +16,7 @@ from openppo.rollout.rollout import Rollout, by_episode, episode_reward
 from openppo.tracking import Metrics
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
-from openppo.types import Comm, Ending, FinishReason, Interrupted, Trajectory
+from openppo.types import Comm, Ending, Interrupted, Trajectory
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -88,7 +88,7 @@ class Grading:
         measure_scores(responses, self.reward_weights, metrics, prefix)
         for response in responses:
             metrics.add(f"{prefix}response_length", sum(response.action_mask))
-            metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)
+            metrics.add(f"{prefix}truncated_fraction", response.truncated)
 
 
 def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> list[str]:

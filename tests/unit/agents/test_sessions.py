@@ -179,6 +179,22 @@ def test_a_turn_reward_lies_on_its_last_action(make_sampler):
     assert trajectory.total_reward({}) == 5.25
 
 
+def test_a_turn_rewarded_with_zero_has_a_reward(make_sampler):
+    async def reward_turn(task: Any, session: Any) -> None:
+        session.reward(0.0, await session.chat(task.messages))
+
+    [trajectory], _ = play(make_sampler(reward_turn, lambda prompt: "yes"))
+    assert trajectory.token_rewards == [0.0] * len(trajectory.token_ids)
+    assert trajectory.step_ends is not None and sum(trajectory.step_ends) == 1
+
+
+@pytest.mark.parametrize("options", [{"max_turns": 2}, {"episode_max_len": 120}])
+def test_an_answer_before_a_limit_is_not_cut(make_sampler, options):
+    [trajectory], _ = play(make_sampler(ask_forever, lambda prompt: "yes", **options))
+    assert trajectory.episode.ending.is_limit
+    assert trajectory.finish_reason is FinishReason.STOP and not trajectory.truncated
+
+
 def test_other_tools_or_an_edited_answer_begin_a_segment(make_sampler):
     async def edit(task: Any, session: Any) -> float:
         first = await session.chat(task.messages, TOOLS)

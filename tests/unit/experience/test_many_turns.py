@@ -14,7 +14,7 @@ from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.measure import measure_mismatch, measure_staleness
 from openppo.experience.replay_buffer import collate, join_rows
 from openppo.models.loss import PolicyLoss, token_weights
-from openppo.rollout.rollout import with_all_rewards, write_scores
+from openppo.rollout.rollout import whole_rewards, write_scores
 from openppo.tracking import Metrics
 from openppo.types import Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
 
@@ -127,7 +127,7 @@ def episodes_at_random(rng, n=6, n_turns=3):
         lists: Any = ids, mask, log_probs, [0 if is_action else -1 for is_action in mask]
         t = Trajectory(*lists, FinishReason.STOP, Prompt("", [3, 4]), group=i // 2, scores={"won": rng.uniform(-1, 1)})
         t.token_rewards, t.step_ends = rewards, [reward != 0 for reward in rewards]
-        t.greedy = dataclasses.replace(t, scores={"won": rng.uniform(-1, 1)})
+        t.greedy = (dataclasses.replace(t, scores={"won": rng.uniform(-1, 1)}),)
         made.append(t)
     return made
 
@@ -171,16 +171,17 @@ def forked(t, n_parts):
 
 
 @pytest.mark.parametrize("n_parts", [1, 2, 3])
-def test_the_last_part_of_an_episode_can_stand_for_all_its_rewards(n_parts):
+def test_each_part_has_the_reward_of_its_whole_episode(n_parts):
     for whole in episodes_at_random(random.Random(n_parts)):
         parts = forked(whole, n_parts)
-        assert with_all_rewards(parts) is parts[-1]
-        assert parts[-1].total_reward({}) == pytest.approx(whole.total_reward({}))
+        assert whole_rewards(parts, {}) == pytest.approx([whole.total_reward({})] * n_parts)
 
 
 @pytest.mark.parametrize("name", [*(name for name in ESTIMATORS if name != "gae"), "reinforce by group"])
 def test_an_episode_in_parts_counts_once_in_its_group(name):
     rows = episodes_at_random(random.Random(5), n_turns=5)
+    for row in rows:
+        row.episode = Episode([], Ending.COMPLETED, n_turns=5)
     options: Any = {"normalize_reward": True, "reward_normalizer": "group"} if "by group" in name else {}
     name = name.removesuffix(" by group")
     whole, expected = made(name, rows, coef=0, **options)

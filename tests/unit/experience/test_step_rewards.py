@@ -35,7 +35,8 @@ def response(steps, score=0.0, group=0, after=0, greedy=None):
         ends += [False] * (n_tokens - 1) + [True]
     n = len(rewards) - 1 + after
     lists = [3] * (n + 1), [False] + [True] * n, [0.0] + [-1.0] * n, [-1] + [0] * n
-    made = Trajectory(*lists, FinishReason.STOP, Prompt("", [3]), group, scores={"score": score}, greedy=greedy)
+    made = Trajectory(*lists, FinishReason.STOP, Prompt("", [3]), group, scores={"score": score})
+    made.greedy = () if greedy is None else (greedy,)
     made.token_rewards, made.step_ends = rewards + [0.0] * after, ends + [False] * after
     return made
 
@@ -75,8 +76,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize(("rows", "expected"), BY_HAND.values(), ids=BY_HAND)
 def test_group_norm_by_hand(rows, expected):
-    for found in (advantages("group_norm", rows), advantages("reinforce", rows, **BY_GROUP)):
-        assert found == [pytest.approx(row, abs=1e-6) for row in expected]
+    assert advantages("group_norm", rows) == [pytest.approx(row, abs=1e-6) for row in expected]
 
 
 def test_rewards_normalized_by_group_are_penalized_and_clipped_before_gae():
@@ -155,17 +155,25 @@ def test_the_kl_penalty_stays_at_its_token():
     assert found == pytest.approx([a - 0.25 * 0.5 * n for a, n in zip([-1.0, -1.0, -1.5], (3, 2, 1), strict=True)])
 
 
-@pytest.mark.parametrize(
-    ("scores", "std"),
-    [((0.0, 0.0), math.sqrt(0.1875 + 1e-8)), ((3.0, 1.0), math.sqrt(1 + 0.1875 + 1e-8))],  # biased variances
-)
-def test_running_normalization_keeps_the_weights_of_scores_and_steps(scores, std):
-    greedy = response([(1, 0.5)], statistics.fmean(scores))  # normalized too
-    steps = [(1, 1.0), (1, 0.0)], [(1, 1.0), (1, 1.0)]
-    rows = [response(s, score, after=n, greedy=greedy) for s, score, n in zip(steps, scores, (1, 0), strict=True)]
-    gap = (scores[0] - scores[1]) / 2
-    expected = [[0.25, -0.75, gap], [0.25, 0.25 - gap]]  # steps 1, 0, 1, 1: mean 0.75
-    for row, rewards in zip(experience_of(maker("reinforce", **RUNNING), rows), expected, strict=True):
-        assert row.rewards[0, 1:].tolist() == pytest.approx([r / std for r in rewards])
+STEPS = [(1, 1.0), (1, 0.0)], [(1, 1.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize("scores", [(0.0, 0.0), (3.0, 1.0)])
+@pytest.mark.parametrize("options", [RUNNING, BY_GROUP], ids=["running", "group"])
+def test_normalizers_divide_steps_and_centre_the_whole_reward(scores, options):
+    """Centring each step instead would reward responses by their number of steps."""
+    rows = [response(steps, score, after=1) for steps, score in zip(STEPS, scores, strict=True)]
+    whole = [1.0 + scores[0], 2.0 + scores[1]]
+    deviation = statistics.pstdev if options is RUNNING else statistics.stdev
+    mean, std = statistics.fmean(whole), deviation(whole)
+    for row, steps, score in zip(experience_of(maker("reinforce", **options), rows), STEPS, scores, strict=True):
+        expected = [reward / std for _, reward in steps] + [(score - mean) / std]
+        assert row.rewards[0, 1:].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_remax_compares_with_a_greedy_response_normalized_alike():
+    greedy = response([(1, 0.5)], 2.0)
+    rows = [response(steps, score, greedy=greedy) for steps, score in zip(STEPS, (3.0, 1.0), strict=True)]
+    std = math.sqrt(statistics.pvariance([4.0, 3.0]) + 1e-8)
     found = [row[0] * std for row in advantages("remax", rows, **RUNNING)]
-    assert found == pytest.approx([sum(row) - (0.5 - 0.75) for row in expected])
+    assert found == pytest.approx([4.0 - 2.5, 3.0 - 2.5], abs=1e-6)

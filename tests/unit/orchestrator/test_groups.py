@@ -105,7 +105,8 @@ def test_remax_gets_a_scored_greedy_response(plan, sampler):
     plan = dataclasses.replace(plan, n_samples=1, estimator=ESTIMATORS["remax"])
     (outcome,) = played(GroupPlayer({"": plan}, sampler, Scorer()), 4)
     (sample,) = outcome.trajectories
-    assert sample.greedy.scores == sample.scores == {"reward": float(plan.prompt(4).index)}
+    (greedy,) = sample.greedy
+    assert greedy.scores == sample.scores == {"reward": float(plan.prompt(4).index)}
 
 
 def test_json_of_a_group_gives_it_back():
@@ -126,13 +127,14 @@ def test_json_of_a_group_gives_it_back():
             extras={"n": 2.5},
             token_rewards=[0.0, 0.25, 0.5],
             step_ends=[False, False, True],
-            greedy=greedy,
+            greedy=(greedy,),
             episode=episode,
+            trained_mask=[False, False, True],
         )
         for share in (0.25, 0.75)
     ]
     again = from_json(json.loads(json.dumps(as_json(parts))), prompt)
     assert again == parts
     assert again[0].episode is again[1].episode
-    assert again[0].greedy is again[1].greedy
+    assert again[0].greedy[0] is again[1].greedy[0]
     assert isinstance(again[0].prompt, Prompt)

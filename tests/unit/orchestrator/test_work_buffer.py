@@ -72,9 +72,8 @@ def test_masking_takes_only_old_tokens_out():
     buffer = filled([[0, 1, 2]], batch=1, max_staleness=1, stale="mask")
     buffer.advance(2)
     ((trajectory,),) = buffer.cut()
-    assert trajectory.action_mask == [False, False, True, True]
-    assert trajectory.versions == [-1, -1, 1, 2]
-    assert trajectory.log_probs == [0.0, 0.0, -1.0, -1.0]
+    assert trajectory.loss_mask == [False, False, True, True]
+    assert trajectory.action_mask == [False, True, True, True], "rewards read all that was sampled"
     old = filled([[0, 0]], batch=1, stale="mask")
     old.advance(2)
     assert old.cut() is None
@@ -92,17 +91,19 @@ def test_parts_of_one_episode_are_dropped_together():
     assert [t.versions for t in kept] == [[-1, 1], [-1, 2]]
 
 
-def test_masking_drops_episodes_with_rewards_of_turns_whole():
-    """Such a reward lies on a token, and would be lost with it."""
-    rewarded = episode(0, 0, 1)
-    rewarded.token_rewards = [0.0] * len(rewarded.token_ids)
+def test_masking_keeps_old_parts_and_rewards_for_scoring():
+    """A reward of an old turn still counts, and so does a part without young tokens."""
+    first, second = episode(0, 0, 0), episode(0, 0, 1)
+    first.episode = second.episode = Episode([], Ending.COMPLETED, 2)
+    first.token_rewards = [0.0, 0.0, 1.0]
     buffer = WorkBuffer(1, 1, stale="mask")
     buffer.submit(0)
-    buffer.complete(0, [rewarded, episode(0, 0, 1), episode(0, 1)])
+    buffer.complete(0, [first, second])
     buffer.advance(2)
-    ((masked, young),) = buffer.cut()
-    assert masked.token_rewards is None
-    assert (masked.versions, young.versions) == ([-1, -1, 1], [-1, 1])
+    (group,) = buffer.cut()
+    assert [part.loss_mask for part in group] == [[False, False, False], [False, False, True]]
+    assert [part.spans for part in group] == [[(1, 3)], [(1, 3)]]
+    assert group[0].token_rewards == [0.0, 0.0, 1.0]
 
 
 def test_loss_by_length_is_measured_and_warned_of(caplog):
@@ -176,7 +177,7 @@ def run_schedule(rng, bound, every, stale, n_steps=12):
         if batch is None:
             continue
         for group in batch:
-            ages = [buffer.version - v for t in group for v, a in zip(t.versions, t.action_mask, strict=True) if a]
+            ages = [buffer.version - v for t in group for v, a in zip(t.versions, t.loss_mask, strict=True) if a]
             assert min(ages) >= 0 and max(ages) <= bound, f"tokens {ages} steps old, of {bound}"
             assert group[0].group not in trained, "trained twice"
             trained.add(group[0].group)

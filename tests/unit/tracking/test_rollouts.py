@@ -25,7 +25,7 @@ def rows_of(step: int, tokens: bool = False) -> list[dict[str, Any]]:
     given = [dataclasses.replace(ONE, prompt=Prompt(f"{step}", [1], label=label, source="s")) for label in LABELS]
     given[0] = dataclasses.replace(given[0], scores={"b": 1, "c": 2}, extras={"n": 2.0})
     given.append(dataclasses.replace(ONE, episode=Episode(TALK, Ending.TIMEOUT, n_turns=1, error="late")))
-    return [{"sample": i} | rollout_row(t, BYTES, {"a": 0.25}, tokens) for i, t in enumerate(given)]
+    return [{"sample": i} | rollout_row(t, BYTES, t.total_reward({"a": 0.25}), tokens) for i, t in enumerate(given)]
 
 
 def write(folder: Path, steps: range, most_bytes: float = 4000.0, rank: int = 0) -> None:

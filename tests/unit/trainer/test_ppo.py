@@ -133,11 +133,11 @@ def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at, s
         assert torch.equal(record.random_state["torch"], before), "scores may draw random numbers"
 
 
-def test_a_resumed_run_normalizes_steps_as_before():
+def test_a_resumed_run_normalizes_rewards_as_before():
     before, after = (ppo(1, normalize_reward=True, reward_normalizer="running")[0].maker for _ in range(2))
-    before.step_moments.update(torch.tensor([0.25, 1.0, 0.5]), before.comm)
+    before.moments.update(torch.tensor([0.25, 1.0, 0.5]), before.comm)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert after.step_moments.state_dict() == before.step_moments.state_dict()
+    assert after.moments.state_dict() == before.moments.state_dict()
 
 
 def test_reading_a_trajectory_waits_for_its_score():
@@ -235,12 +235,12 @@ def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks():
 
 def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too():
     trajectories = list(source_of(estimator="remax").rollout(PROMPTS[:2]))
-    greedy = [t.greedy for t in trajectories]
-    assert [g.response_ids for g in greedy if g] == [[10, 0], [10, 0], [11, 0], [11, 0]]
+    greedy = [t.greedy[0] for t in trajectories]
+    assert [g.response_ids for g in greedy] == [[10, 0], [10, 0], [11, 0], [11, 0]]
     assert greedy[0] is greedy[1]
-    assert [g.scores["last"] for g in greedy if g] == [0.0] * 4
+    assert [g.scores["last"] for g in greedy] == [0.0] * 4
     assert all(t.scores["last"] == t.token_ids[-1] > 0 for t in trajectories)
-    assert source_of().rollout(PROMPTS[:1]).unscored[0].greedy is None
+    assert source_of().rollout(PROMPTS[:1]).unscored[0].greedy == ()
 
 
 def test_evaluation_holds_the_weights_only_while_it_samples():

@@ -76,7 +76,7 @@ def test_the_same_prompts_are_chosen_from_any_batch() -> None:
 def test_a_label_of_any_type_is_json(tmp_path: Path) -> None:
     day, tracker = datetime.date(2026, 11, 22), JSONLTracker(tmp_path)
     for label in ("text", {"a": [1, 2.5, None, True]}, day, Decimal("1.10"), b"\xff", (1, {day: math.nan, 2: "b"})):
-        sample = sample_row(dataclasses.replace(ONE, prompt=Prompt("p", [1], label=label)), BYTES, {})
+        sample = sample_row(dataclasses.replace(ONE, prompt=Prompt("p", [1], label=label)), BYTES, reward=2.0)
         assert json.loads(json.dumps(sample)) == sample
         tracker.log_samples(1, [sample, sample | {"label": label}])
     lines = [json.loads(line)["label"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -261,10 +261,29 @@ def test_an_episode_is_logged_as_a_conversation_with_the_places_of_its_turns() -
     played = Episode(messages, Ending.MAX_TURNS, n_turns=2, output="a wall")
     t = response_to([1, 2], 0, n_tokens=7, mask=[1, 1, 0, 0, 1, 1, 1])
     t = dataclasses.replace(t, episode=played, prompt=Prompt("", [1, 2]))
-    row, tokens = sample_row(t, BYTES, {}), token_row(t, BYTES)
+    row, tokens = sample_row(t, BYTES, reward=2.0), token_row(t, BYTES)
     expected = {"prompt": "look", "ending": "max_turns", "turns": 2, "messages": messages, "output": "a wall"}
     assert {name: row[name] for name in expected} == expected
     assert (tokens["turns"], tokens["trained"]) == ([[0, 2], [4, 7]], [1, 1, 0, 0, 1, 1, 1])
     assert "turns" not in token_row(ONE, BYTES)
     first = dataclasses.replace(t, action_mask=[False] * 9)
     assert choose([first, t]) == [1], "of an episode in parts the last"
+
+
+def test_logs_and_dumps_have_the_reward_of_the_whole_episode() -> None:
+    """An episode in two parts, of which each earned something, and another one."""
+    played = Episode([], Ending.COMPLETED, n_turns=2)
+    first = dataclasses.replace(ONE, episode=played, token_rewards=[0.0, 0.0, 1.0])
+    last = dataclasses.replace(ONE, episode=played, token_rewards=[0.0, 0.0, 0.25])
+    other = dataclasses.replace(NINE[2], token_rewards=None)
+    view, dumped = View(), list[Any]()
+    shown = dataclasses.replace(view.config.tracking, use_tensorboard="tb")
+    dump = dataclasses.replace(view.config.dump, dump_rollouts="d")
+    view.config = dataclasses.replace(view.config, dump=dump, tracking=shown)
+    view.components.trackers.log_rollouts = lambda step, split, rows: dumped.extend(rows)
+    histograms: dict[str, Any] = {}
+    view.components.trackers.log_histograms = lambda step, shown: histograms.update(shown)
+    view.show(1, [first, last, other])
+    assert [row["reward"] for row in dumped] == [2.25, 2.25, 1.0], "a score of 2, weighted by 0.5"
+    assert sorted(sample["reward"] for sample in view.samples) == [1.0, 2.25]
+    assert histograms["reward"].total == 3.25, "each episode counts once"

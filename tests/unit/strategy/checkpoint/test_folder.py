@@ -116,7 +116,7 @@ def version(number: int) -> Callable[[Path], object]:
     return lambda folder: manifest(f'{{"format": {number}, "files": {{}}}}')(folder / STEP(2))
 
 
-UNREADABLE = "format {} is of another version of OpenPPO; this one reads 3"
+UNREADABLE = "format {} is of another version of OpenPPO; this one reads 4"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ CASES = {
     "policy_stands_still": ({"kl_k3": at(1e-7), **FLAT_REWARD}, {"actor_learning_rate": 1e-6}),
     "critic_misleads": ({"explained_variance": flat(-0.3)}, {}),
     "one_reward": ({"reward_std": at(0.0), "reward": flat(1.0)}, {}),
+    "lost_groups": ({"groups_without_signal": at(2.0)}, CLIP),
     "reward_outside_clip": ({"reward": flat(-25.0)}, CLIP),
     "reward_fails": ({"reward_errors": lambda s: float(s == 30)}, {}),
     "many_truncated": ({"truncated_fraction": flat(0.8)}, {"generate_max_len": 64}),
@@ -88,7 +89,7 @@ WELL = {
     **{"kl": flat(0.0), "kl_per_response": flat(80.0), "kl_k3": at(1e-3), "reward_std": lambda s: float(s != 30)},
     **{"clip_fraction": flat(0.1), "reward": flat(-5.0), "reward_errors": at(0.0), "rollout_kl": at(1e-4)},
     **{"truncated_fraction": flat(0.2), "response_length": ramp(100, 40), "actor_grad_norm": flat(1.0)},
-    **{"skipped_steps": at(0.0)},
+    **{"skipped_steps": at(0.0), "groups_without_signal": lambda s: float(s == 30)},
 }
 HALF_THEN_LESS = every_tenth(lambda s: 0.5 if s == 10 else 1 - s / 60)
 OF_TOKENS = {"reward": flat(-25.0), "shaped_reward": flat(-25.0)}
