@@ -19,6 +19,8 @@ from openppo.models.batching import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
 from openppo.rewards.model import RewardModelText, policy_tokens
+from openppo.rewards.scoring import span_texts, step_tokens
+from openppo.rollout.kept import without_old
 from openppo.types import FinishReason, Prompt, SingleProcess
 from tests.unit.rewards.conftest import score_by_transformers
 
@@ -250,3 +252,16 @@ def test_an_episode_is_rendered_with_the_templates_of_the_reward_model(episode, 
     text.check([])
     with pytest.raises(ValueError, match="no chat template, which episodes are rendered with. Use a reward model"):
         text.check([], episodes=True)
+
+
+def test_a_response_with_masked_tokens_is_scored_whole(own, make_tokenizer, make_trajectory):
+    """Tokens that are too old to train on were answered all the same."""
+    whole = make_trajectory([4, 5], [6, 7, 8, 1], text="ab")
+    whole.versions = [-1, -1, 0, 0, 1, 1]
+    masked = without_old(whole, oldest=1)
+    assert masked.loss_mask == [False] * 4 + [True] * 2
+    policy = make_tokenizer()
+    read = RewardModelText(policy, own, "--reward_pretrain x")
+    assert read(masked) == read(whole)
+    assert span_texts(masked, policy) == span_texts(whole, policy)
+    assert step_tokens(masked, policy, "z") == step_tokens(whole, policy, "z")
