@@ -250,24 +250,28 @@ class ExperienceMaker:
     def _shaped(self, trajectories: Sequence[Trajectory], parts: EpisodeParts) -> tuple[Tensor, StepRewards]:
         """Scores (E,) of episodes, normalized, penalized and clipped as options say, and rewards of their steps.
 
-        Normalized by mean and std of whole rewards: steps are divided, and the mean is taken from the score alone, so
-        that the sum of both is the normalized whole.
+        Normalization is that of whole rewards: steps are divided by their std, and the score is what is then missing
+        from the shaped whole, so that the mean is taken once from an episode however many steps it has.
         """
         total_scores = [t.total_score(self.weights) for t in trajectories]
         scores = torch.tensor(total_scores, dtype=torch.float32, device=self.device)
         scores, steps = parts.join(scores, collect_step_rewards(trajectories, self.device))
 
-        shaping = self.config.shaping
-        if shaping.normalize_reward and shaping.reward_normalizer == "group":
-            mean, std = group_moments(steps.added_to(scores), parts.groups)
-            scores = (scores - mean) / std
+        shaping, max_len = self.config.shaping, self.config.generation.generate_max_len
+        if not shaping.normalize_reward or shaping.reward_normalizer == "model":
+            return shape_scores(scores, parts.truncated, parts.longest, shaping, max_len), steps
+
+        whole = steps.added_to(scores)
+        if shaping.reward_normalizer == "group":
+            mean, std = group_moments(whole, parts.groups)
+            whole = (whole - mean) / std
             steps = StepRewards(steps.rewards / std[:, None], steps.ends)
-        if shaping.normalize_reward and shaping.reward_normalizer == "running":
-            scores = self.moments.normalize(scores)
+        else:
+            whole = self.moments.normalize(whole)
             steps = StepRewards(steps.rewards / self.moments.scale, steps.ends)
 
-        max_len = self.config.generation.generate_max_len
-        return shape_scores(scores, parts.truncated, parts.longest, shaping, max_len), steps
+        whole = shape_scores(whole, parts.truncated, parts.longest, shaping, max_len)
+        return steps.taken_from(whole), steps
 
 
 def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:

@@ -88,6 +88,10 @@ class StepRewards:
         """Whole rewards (B,): ``scores`` (B,) and those of all steps."""
         return (scores.double() + self.rewards.double().sum(-1)).to(scores.dtype)
 
+    def taken_from(self, whole_rewards: Tensor) -> Tensor:
+        """Scores (B,): ``whole_rewards`` (B,) without those of all steps."""
+        return (whole_rewards.double() - self.rewards.double().sum(-1)).to(whole_rewards.dtype)
+
 
 def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.device) -> StepRewards:
     """Collate rewards of steps or tokens."""

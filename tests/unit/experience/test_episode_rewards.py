@@ -117,6 +117,16 @@ def test_normalized_rewards_keep_the_order_of_whole_rewards(options):
     assert sums[0] > 0 > sums[1]
 
 
+@pytest.mark.parametrize("options", [BY_GROUP, RUNNING], ids=["group", "running"])
+def test_clipping_bounds_the_normalized_whole_and_not_its_score(options):
+    """Rewards of turns far from 0 leave a score of -500, which a bound of 10 must not cut."""
+    rows = [episode([500.0], {"won": 1.0}), episode([500.0], {"won": 0.0})]
+    sums = [sum(row) for row in at_actions("rewards", rows, "reinforce", **options)]
+    deviation = statistics.stdev if options is BY_GROUP else statistics.pstdev
+    std = deviation([501.0, 500.0])
+    assert sums == pytest.approx([0.5 / std, -0.5 / std], abs=1e-3)
+
+
 def test_remax_subtracts_the_greedy_episode_in_all_its_parts():
     played = Episode([], Ending.COMPLETED, 2)
     first, second = episode([0.5]), episode([0.25], {"won": 1.0})
