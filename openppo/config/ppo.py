@@ -104,7 +104,7 @@ class KLConfig(Options):
     kl_horizon: int = option(10000, at_least(1))
     """With --kl_target: samples over which the coefficient adapts."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL penalty (Schulman, Approximating KL Divergence)."""
+    """Estimator of the KL penalty: k1 in the reward, k2 or k3 in the loss (Schulman, Approximating KL Divergence)."""
     use_kl_loss: bool = False
     """Put the KL penalty into the policy loss instead of the token rewards (with --kl_estimator k2 or k3)."""
 
@@ -115,6 +115,11 @@ class KLConfig(Options):
             yield "--use_kl_loss with --init_kl_coef 0 has no effect: give a positive --init_kl_coef."
         if self.use_kl_loss and self.kl_estimator == "k1":
             yield "--use_kl_loss with --kl_estimator k1 has no gradient but noise. Use --kl_estimator k2 or k3."
+        if self.init_kl_coef > 0 and not self.use_kl_loss and self.kl_estimator != "k1":
+            yield (
+                f"--kl_estimator {self.kl_estimator} as a reward drives the policy away from the reference. "
+                "Use --kl_estimator k1, or put it into the loss with --use_kl_loss."
+            )
 
 
 @dataclass(frozen=True)

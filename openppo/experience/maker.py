@@ -29,12 +29,12 @@ from openppo.experience.token_rewards import (
     StepRewards,
     collect_step_rewards,
     compute_reward,
-    kl_penalty,
     overlong_mask,
     shape_scores,
 )
 from openppo.media import Media, distinct_ids
 from openppo.models.batching import Deal, MicroBatchSize, equal_batches, split_overhead
+from openppo.models.log_probs import compute_approx_kl
 from openppo.models.padding import on_device, pad_right
 from openppo.rollout.rollout import Rollout, by_episode, episode_reward, wait_for_scores, whole_rewards
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
@@ -221,10 +221,10 @@ class ExperienceMaker:
         if self.estimator.compares_steps:
             scores, steps = parts.outcomes(scores, steps)
         scores, token_rewards = parts.split(*self.estimator.rewards(scores, steps, parts.groups, greedy))
-        kl, mask, options = None, batch.action_mask, self.config.kl
-        if batch.ref_log_probs is not None:
-            kl = kl_penalty(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, options.kl_estimator)
-        kl_coef = 0.0 if options.use_kl_loss else self.kl_controller.value
+
+        mask, kl_coef, kl = batch.action_mask, self.kl_controller.value, None
+        if batch.ref_log_probs is not None and not self.config.kl.use_kl_loss:
+            kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask)  # k1: the only right one
         return batch.with_fields(rewards=compute_reward(scores, kl, mask, kl_coef, token_rewards=token_rewards))
 
     def _add_returns(self, batch: Experience, n_done: int) -> Experience:

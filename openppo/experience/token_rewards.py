@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from openppo.config import RewardShapingConfig
-from openppo.models.log_probs import KLEstimator, compute_approx_kl
 from openppo.rewards import Scorer, start_scoring
 from openppo.rollout.rollout import Rollout, by_episode, check_weights, episode_numbers, episode_reward, write_scores
 from openppo.tracking import Metrics
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, StopCheck, Trajectory
 
-_LARGEST_K3 = 10.0
 _EPS = 1e-8
 
 
@@ -158,12 +156,6 @@ def _longest_turn(parts: Sequence[Trajectory]) -> int:
     return max((stop - start for part in parts for start, stop in part.spans), default=0)
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, kl_estimator: KLEstimator) -> Tensor:
-    """KL penalty (B, L); k3 at most 10, like verl's ``low_var_kl``: one unlikely token may be a million nats."""
-    kl = compute_approx_kl(log_probs, ref_log_probs, action_mask, kl_estimator)
-    return kl.clamp(max=_LARGEST_K3) if kl_estimator == "k3" else kl
-
-
 def compute_reward(
     scores: Tensor,
     kl: Tensor | None,
@@ -174,7 +166,7 @@ def compute_reward(
 ) -> Tensor:
     """r_t = -kl_coef kl_t + token_reward_t + [t is the last action] clip(score) (arXiv 1909.08593, 2009.01325).
 
-    ``scores`` (B,), ``kl`` (B, L) per-token estimates or None without a reference, ``action_mask`` bool (B, L),
+    ``scores`` (B,), ``kl`` (B, L) k1 of each token or None without a reference, ``action_mask`` bool (B, L),
     ``token_rewards`` (B, L) are not clipped. Returns float32 (B, L), 0 outside the mask.
     """
     mask = action_mask.bool()

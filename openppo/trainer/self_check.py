@@ -1,6 +1,6 @@
 """Two samples as they are trained on, for people to check: PPO's token by token, supervised ones as text.
 
-All numbers are those of the experience itself; only the KL is computed again, by the function that made it.
+All numbers are those of the experience itself; only the KL is computed again, by k1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,7 @@ from openppo import logger
 from openppo.config import KLConfig
 from openppo.datasets import PreferenceExample, ProcessExample, RankingExample
 from openppo.experience.replay_buffer import join_rows
-from openppo.experience.token_rewards import kl_penalty
-from openppo.models.log_probs import KLEstimator
+from openppo.models.log_probs import compute_approx_kl
 from openppo.models.supervised_loss import IGNORE_INDEX
 from openppo.tracking.console import escape_control, log_lines, table_lines
 from openppo.types import Experience
@@ -50,7 +49,7 @@ def check_samples(
     both = join_rows([items[i].to("cpu") for i in chosen])  # padded as a micro-batch is
     lines, faults = [f"self-check of step {step}: two samples as they are trained on {_HINT}", ""], []
     for row in range(len(both)):
-        sample = _Sample(both, row, set(eos_token_ids), kl, 0.0 if kl.use_kl_loss else kl_coef)
+        sample = _Sample(both, row, set(eos_token_ids), 0.0 if kl.use_kl_loss else kl_coef)
         lines += [f"sample {row + 1}: {sample.summary()}", *sample.table(tokenizer), ""]
         faults += [f"sample {row + 1}: {fault}" for fault in sample.faults(one_score)]
     log_lines("\n".join(lines).split("\n"))
@@ -64,13 +63,13 @@ def check_samples(
 class _Sample:
     """One row of a batch, with an entry for each token."""
 
-    def __init__(self, batch: Experience, row: int, eos: set[int], kl: KLConfig, penalty: float) -> None:
+    def __init__(self, batch: Experience, row: int, eos: set[int], penalty: float) -> None:
         assert batch.scores is not None, "the experience is complete"
         self.ids: list[int] = batch.sequences[row].tolist()
         self.attended, self.trained = batch.attention_mask[row].bool(), batch.action_mask[row].bool()
         self.actions: list[int] = self.trained.nonzero()[:, 0].tolist()
         self.truncated, self.reward, self.eos = bool(batch.truncated[row]), float(batch.scores[row]), eos
-        columns = token_columns(batch, kl.kl_estimator)
+        columns = token_columns(batch)
         self.columns = {name: columns[name][row].double() for name in _SHOWN if name in columns}
         self.score = self.columns["reward"] + penalty * self.columns.get("kl", torch.zeros(1))  # without the penalty
         self.score[self.score.abs() <= _TINY * max(1.0, float(self.score.abs().max()))] = 0.0
@@ -122,12 +121,12 @@ class _Sample:
         return table_lines(rows, right=[0, *range(2, 5 + len(self.columns))])
 
 
-def token_columns(experience: Experience, kl_estimator: KLEstimator = "k1") -> dict[str, Tensor]:
+def token_columns(experience: Experience) -> dict[str, Tensor]:
     """What an experience (B, L) knows of its tokens, (B, L) each, by the names of tokens.jsonl."""
     log_probs, reference, mask = experience.old_or_rollout_log_probs, experience.ref_log_probs, experience.action_mask
     columns = {
         "log_prob": log_probs,
-        "kl": None if reference is None else kl_penalty(log_probs, reference, mask, kl_estimator),
+        "kl": None if reference is None else compute_approx_kl(log_probs, reference, mask),
         "value": experience.values,
         "reward": experience.rewards,
         "advantage": experience.advantages,

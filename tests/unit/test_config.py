@@ -157,6 +157,8 @@ ppo kl_target=1.0 kl_horizon=102 | ...--kl_horizon 102 is too short for a step o
 ppo kl_target=6.0 init_kl_coef=0.0 | ...--init_kl_coef 0 ...: use a positive one
 ppo use_kl_loss=true init_kl_coef=0.0 kl_estimator=k3 | ...give a positive --init_kl_coef
 ppo use_kl_loss=true | with --kl_estimator k1 ... Use --kl_estimator k2 or k3
+ppo kl_estimator=k2 | k2 as a reward ...Use --kl_estimator k1, or put it into the loss with --use_kl_loss
+ppo kl_estimator=k3 kl_target=1.0 | k3 as a reward ...Use --kl_estimator k1, or put it into the loss with --use_kl_loss
 ppo rollout_correction_high=2.0 | has no effect without --rollout_correction
 ppo rollout_correction_level=sequence | has no effect without --rollout_correction
 ppo rollout_correction_veto=0.1 | has no effect without --rollout_correction
@@ -271,6 +273,7 @@ ppo normalize_reward=true reward_normalizer=group n_samples_per_prompt=2
 ppo reward_workers=2 reward_timeout=0.5
 ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h eval_reward_fn=f.py
 ppo kl_target=6.0 use_kl_loss=true kl_estimator=k3
+ppo init_kl_coef=0.0 kl_estimator=k3
 ppo dynamic_sampling=true n_samples_per_prompt=2 freezing_actor_steps=0
 ppo reward_weights=[a=1,b=-0.5]
 ppo reward_fn=None remote_rm_url=f.py:g reward_weights=[a=1]

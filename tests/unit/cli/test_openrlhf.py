@@ -121,3 +121,10 @@ def test_example_of_openrlhf_becomes_the_config_it_means(capsys):
     """)  # all its other flags repeat defaults
     assert flat_dict(config) == parse() | given
     assert capsys.readouterr().err == ""
+
+
+def test_a_penalty_by_k3_in_the_reward_is_refused():
+    """It is OpenRLHF's ``--kl_estimator k3`` without ``--use_kl_loss``."""
+    config = parse_options(TrainPPOConfig, [*LLAMA.split(), "--kl_estimator", "k3"])
+    with pytest.raises(ValueError, match="--kl_estimator k3 as a reward .* --kl_estimator k1, .* --use_kl_loss"):
+        config.validate(world_size=8)

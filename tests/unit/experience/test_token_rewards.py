@@ -10,12 +10,12 @@ from openppo.config import RewardShapingConfig
 from openppo.experience import AdaptiveKLController, FixedKLController, compute_reward
 from openppo.experience.token_rewards import (
     RunningMoments,
-    kl_penalty,
     one_reward_groups,
     overlong_mask,
     shape_scores,
     soft_overlong_penalty,
 )
+from openppo.models import compute_approx_kl
 from openppo.types import SingleProcess
 from tests.ranks import on_ranks
 
@@ -55,21 +55,28 @@ def test_rows_have_their_own_last_action_and_scores_may_be_whole_numbers():
     assert rewards.tolist() == [[0, 0, 1.0], [0, 0, 0], [0, 2.5, 0]]
 
 
-@pytest.mark.parametrize(
-    ("log_prob", "reference", "penalty"),
-    [
-        (-14.0, -0.1, 10.0),  # exp(13.9) - 1 - 13.9 = 1.09e6
-        (-0.1, -14.0, 10.0),  # 13.9 - 1 + exp(-13.9)
-        (-200.0, -1.0, 10.0),  # more than float32 holds
-        (-3.0, -1.0, math.exp(2) - 3),
-        (-1.0, -3.0, math.exp(-2) + 1),
-    ],
-)
-def test_k3_as_a_penalty_is_at_most_ten(log_prob, reference, penalty):
-    given = torch.tensor([[log_prob]]), torch.tensor([[reference]]), torch.tensor([[True]])
-    assert kl_penalty(*given, "k3").item() == pytest.approx(penalty, rel=1e-6)
-    assert kl_penalty(*given, "k1").item() == pytest.approx(log_prob - reference)
-    assert kl_penalty(*given, "k2").item() == pytest.approx((log_prob - reference) ** 2 / 2)
+@pytest.mark.parametrize("policy", [[0.1, 0.3, 0.3, 0.3], [0.3, 0.2, 0.28, 0.22]])
+def test_only_k1_as_a_reward_leads_to_the_reference(policy):
+    """Expected policy gradients by enumeration of four tokens (arXiv 2510.01555, 2512.21852)."""
+    reference = torch.full((4,), 0.25, dtype=torch.float64).log()
+    logits = torch.tensor(policy, dtype=torch.float64).log().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    probs = log_probs.exp()
+
+    def gradient(objective):
+        return torch.autograd.grad(objective, logits, retain_graph=True)[0]
+
+    def ascent(estimator):
+        kl = compute_approx_kl(log_probs.detach()[:, None], reference[:, None], kl_estimator=estimator)
+        rewards = compute_reward(torch.zeros(4), kl, torch.ones(4, 1).bool(), kl_coef=1.0)[:, 0]
+        return gradient((probs.detach() * rewards * log_probs).sum())  # E[reward grad log p]
+
+    of_kl = gradient((probs * (log_probs - reference)).sum())
+    of_reverse_kl = gradient((reference.exp() * (reference - log_probs)).sum())
+    torch.testing.assert_close(ascent("k1"), -of_kl, rtol=0, atol=1e-7)
+    torch.testing.assert_close(ascent("k3"), of_reverse_kl - of_kl, rtol=0, atol=1e-7)
+    for estimator in ("k2", "k3"):
+        assert ascent(estimator) @ of_kl > 1e-5, "a step along it makes the KL larger"
 
 
 RAMP = {"overlong_buffer_len": 4}

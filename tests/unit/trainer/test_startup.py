@@ -4,6 +4,7 @@ import datetime
 import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from openppo.datasets import TokenExample
 from openppo.models.actor import Actor
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.comm import check_same
+from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.components import check_run_with_images
 from openppo.trainer.data import load_ppo_data
 from openppo.trainer.startup import check_context, check_options
@@ -43,6 +45,12 @@ def test_options_that_differ_are_an_error_on_all_ranks(n_ranks, options, message
     said = on_ranks(n_ranks, lambda comm: check_options(config(**options(comm.rank)), comm))
     assert all(message.replace("HOST", HOST) in str(each) for each in said)
     assert len(set(map(str, said))) == 1
+
+
+def test_a_program_gets_the_errors_of_the_command():
+    strategy: Any = SimpleNamespace(comm=SingleProcess(), device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="--kl_estimator k3 as a reward"):
+        build_ppo_trainer(config(kl_estimator="k3"), strategy)
 
 
 def test_versions_that_differ_are_named():
