@@ -161,6 +161,8 @@ class TrainPPOConfig(TrainingConfig):
             yield ENVIRONMENT_REWARDS
         if own_rewards is None:
             own_rewards = self.agents.form is not None
+        if not own_rewards:  # an agent names its rewards as it likes
+            yield from self.rewards.unknown_weights()
         if not (self.rewards.names() or own_rewards):
             tools = f"No tool of --tools {self.agents.tools} has a calc_reward. " if self.agents.tools else ""
             yield tools + NO_REWARD

@@ -74,6 +74,10 @@ class RewardConfig(Options):
             yield f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice."
         if not len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2:
             yield f"--prm_reward_tokens needs two different tokens, got {' '.join(self.prm_reward_tokens)}."
+        self.weights()
+
+    def unknown_weights(self) -> Iterator[str]:
+        """A message about weights of rewards that no source has; functions have names of their own."""
         unknown, names = self.weights().keys() - set(self.names()), ", ".join(self.names()) or "none"
         if unknown and self.reward_fn is None and not self.remote_is_file():
             yield f"--reward_weights names {', '.join(sorted(unknown))}, but the rewards are {names}. Use their names."

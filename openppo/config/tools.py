@@ -76,6 +76,8 @@ class EvaluateConfig(PromptsConfig):
             yield ENVIRONMENT_REWARDS
         if not (self.rewards.names() or self.agents.form):
             yield NO_REWARD
+        if self.agents.form is None:
+            yield from self.rewards.unknown_weights()
 
 
 @dataclass(frozen=True)

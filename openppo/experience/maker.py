@@ -21,6 +21,7 @@ from openppo.experience.measure import (
     staleness,
 )
 from openppo.experience.replay_buffer import collate, split_rows
+from openppo.experience.reward_names import RewardNames
 from openppo.experience.token_rewards import (
     AdaptiveKLController,
     EpisodeParts,
@@ -77,6 +78,7 @@ class ExperienceMaker:
         self.frozen_steps = self.config.ppo.frozen_actor_steps
         self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
         self.weights = self.config.rewards.weights()
+        self.reward_names = RewardNames(self.weights, self.comm)
         self.moments = RunningMoments()
         coef, target, horizon = self.config.kl.init_kl_coef, self.config.kl.kl_target, self.config.kl.kl_horizon
         fixed = FixedKLController(coef)
@@ -119,6 +121,7 @@ class ExperienceMaker:
                 batch = batch.with_fields(staleness=behind.to(self.device))
         with timer.phase("scoring"):
             wait_for_scores(trajectories, self.hooks.stop)
+        self.reward_names.check(unscored)
         if isinstance(trajectories, Rollout):
             metrics.merge(trajectories.metrics)
         with timer.phase("experience"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openppo.config import RewardShapingConfig
 from openppo.rewards import Scorer, start_scoring
-from openppo.rollout.rollout import Rollout, by_episode, check_weights, episode_numbers, episode_reward, write_scores
+from openppo.rollout.rollout import Rollout, by_episode, episode_numbers, episode_reward, write_scores
 from openppo.tracking import Metrics
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, StopCheck, Trajectory
@@ -21,15 +21,13 @@ _EPS = 1e-8
 def begin_scoring(
     scorer: Scorer | None,
     trajectories: list[Trajectory],
-    weights: Mapping[str, float],
     stop: StopCheck,
     prefix: str = "",
 ) -> Rollout:
     """A rollout of ``trajectories`` on which scoring has begun, and on the greedy responses beside them.
 
     An episode is scored once, by its last trajectory, unless it failed or has a reward of the whole already. The metric
-    ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function raises. Reading
-    raises ``ValueError`` if ``weights`` names no reward.
+    ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function raises.
     """
     greedy = list({id(part): part for t in trajectories for part in t.greedy}.values())
     metrics, parts = Metrics(), [of_one for of_one in by_episode([*trajectories, *greedy]) if needs_score(of_one[-1])]
@@ -42,7 +40,6 @@ def begin_scoring(
             write_scores(of_episode[-1:], [score])
             for other in of_episode[:-1]:
                 other.scores.update(score.rewards)
-        check_weights(scored, weights)
         n_failed = sum(score.failed for score in scores)
         if n_failed or not prefix:
             metrics.add(f"{prefix}reward_errors", n_failed, reduce="sum")

@@ -97,4 +97,4 @@ def _plans(tasks: TaskMaker, prompts: list[Prompt]) -> dict[str, GroupPlan]:
 def _player(
     config: TrainPPOConfig, sampler: TaskSampler, plans: dict[str, GroupPlan], scorer: Scorer | None
 ) -> GroupPlayer:
-    return GroupPlayer(plans, sampler, None if scored_by_trainers(config) else scorer, config.rewards.weights())
+    return GroupPlayer(plans, sampler, None if scored_by_trainers(config) else scorer)

@@ -82,7 +82,6 @@ class GroupPlayer:
     plans: dict[str, GroupPlan]
     sampler: TaskSampler
     scorer: Scorer | None
-    weights: Mapping[str, float] = field(default_factory=dict)
     _unscored: list[tuple[list[Trajectory], Metrics, asyncio.Future[None]]] = field(default_factory=list)
     is_scoring: bool = False
 
@@ -138,7 +137,7 @@ class GroupPlayer:
             self.is_scoring, batch, self._unscored = True, self._unscored, []
             try:
                 rows = [trajectory for of_group, _, _ in batch for trajectory in of_group]
-                rollout = begin_scoring(self.scorer, rows, self.weights, StopCheck())
+                rollout = begin_scoring(self.scorer, rows, StopCheck())
                 await asyncio.to_thread(rollout.wait)
                 current.progress()
             finally:

@@ -112,7 +112,7 @@ class AsyncSource:
             if self.scorer is None:
                 return Rollout(mine, own)
             with self.hooks.timer.phase("scoring"):
-                rollout = begin_scoring(self.scorer, mine, self.config.rewards.weights(), self.hooks.stop)
+                rollout = begin_scoring(self.scorer, mine, self.hooks.stop)
             rollout.metrics.merge(own)
             return rollout
 

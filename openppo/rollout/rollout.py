@@ -222,20 +222,6 @@ def whole_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, floa
     return [rewards[number] for number in numbers]
 
 
-def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:
-    """Raise ``ValueError`` if ``weights`` names a reward that none of the scored ``trajectories`` has.
-
-    Rewards of tokens have no names once they are summed, so with such any name may be meant.
-    """
-    names = {name for t in trajectories for name in t.scores}
-    unknown = sorted(weights.keys() - names)
-    if trajectories and unknown and all(t.token_rewards is None for t in trajectories):
-        raise ValueError(
-            f"--reward_weights names {', '.join(unknown)}, but the rewards are {', '.join(sorted(names))}. "
-            "Use their names."
-        )
-
-
 class Rollout(list[Trajectory]):
     """This rank's trajectories of one step, whose scores may be under way: whoever reads one waits for them.
 

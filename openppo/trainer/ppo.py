@@ -82,6 +82,8 @@ class PPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Metrics of responses to held-out prompts, the same on all ranks; empty without such prompts."""
         trajectories = self.source.evaluate()
+        if self.components.grading.scorer is None:
+            self.maker.reward_names.check(trajectories)
         if metrics := self.components.grading.measure(trajectories):
             self.view.show_evaluation(self.global_step, trajectories)
             notify(self.callbacks, "on_evaluate", self, metrics)

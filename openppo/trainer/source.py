@@ -88,8 +88,7 @@ class PromptSource:
         grading = self.components.grading
         for response in responses if grading.scorer is not None else ():  # an agent may have given rewards
             response.scores, response.token_rewards, response.step_ends = {}, None, None
-        scorer, weights = grading.scorer or self.scorer, grading.reward_weights
-        rollout = begin_scoring(scorer, responses, weights, self.components.stop, prefix="eval_")
+        rollout = begin_scoring(grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_")
         wait_for_scores(rollout, self.components.stop)
         return rollout
 
@@ -139,7 +138,7 @@ class PromptSource:
         self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))
         self.consumed_prompts += len(ready)
         with self.timer.phase("scoring"):
-            rollout = begin_scoring(self.scorer, sampled, self.reward_weights, self.components.stop)
+            rollout = begin_scoring(self.scorer, sampled, self.components.stop)
         rollout.metrics.merge(metrics)
         self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in sampled))
         return rollout

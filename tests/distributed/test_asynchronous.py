@@ -166,6 +166,26 @@ def test_agents_play_on_ranks_of_their_own_and_in_turn(train, tiny):
         assert all(row["staleness_max"] <= 1 for row in metrics)
 
 
+AGENT = """
+async def solve(task, session):
+    turn = await session.chat(task.messages)
+    return {"right": float("a" in turn.text), "short": -0.5}
+"""
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(1, ""), (1, "--max_staleness 1"), (2, "--rollout_ranks 1")])
+def test_weights_name_the_rewards_of_an_agent(train, tiny, tmp_path, ranks, more):
+    (tmp_path / "agent.py").write_text(AGENT)
+    flags = f"--agent {tmp_path}/agent.py:solve --pretrain {tiny}/chat --apply_chat_template --reward_fn None {more}"
+    flags += f" --max_steps 1 --eval_data {tiny}/prompts.jsonl"
+    (row,) = logged(train("right", ranks, f"{flags} --reward_weights right=3 short=2") / "model")
+    assert row["reward"] == pytest.approx(3 * row["reward/right"] - 1)
+    assert row["eval_reward"] == pytest.approx(3 * row["eval_reward/right"] - 1)
+    folder = train("wrong", ranks, f"{flags} --reward_weights rihgt=3", status=1)
+    error = "--reward_weights names rihgt, but the rewards are right, short. Use their names."
+    assert error in (folder / "output").read_text()
+
+
 def options(tiny: Path, folder: Path, more: str) -> list[str]:
     (folder / "reward.py").write_text(REWARD)
     return f"{OPTIONS} --rollout_ranks 1 --max_staleness 1 {more}".replace("{tiny}", str(tiny)).split()

@@ -176,6 +176,7 @@ ppo normalize_reward=true | ...no --reward_pretrain has mean and std: use --rewa
 ppo reward_weights=[a] | takes NAME=NUMBER ... got 'a'
 ppo reward_weights=[a=1,a=2] | names 'a' twice
 ppo reward_fn=None reward_pretrain=r prm_pretrain=p reward_weights=[prm=1,reward=2] | ...are reward_model, prm. Use
+evaluate reward_fn=None reward_pretrain=r reward_weights=[prm=1] | ...names prm, but the rewards are reward. Use
 ppo reward_fn=None remote_rm_url=http://h reward_weights=[remote=2] | ...names remote, but the rewards are reward.
 ppo verifiable_reward=[regex] | regex needs --verify_regex
 ppo verify_length=5 | has no effect without --verifiable_reward length
@@ -276,6 +277,13 @@ ppo kl_target=6.0 use_kl_loss=true kl_estimator=k3
 ppo init_kl_coef=0.0 kl_estimator=k3
 ppo dynamic_sampling=true n_samples_per_prompt=2 freezing_actor_steps=0
 ppo reward_weights=[a=1,b=-0.5]
+ppo reward_fn=None agent=a.py:f reward_weights=[right=1,short=0.5]
+ppo reward_fn=None tools=t.py reward_weights=[right=1]
+ppo reward_fn=None environment=e.py:E reward_weights=[reward=2]
+ppo reward_fn=None "agent_command=python a.py" reward_weights=[right=1]
+ppo reward_fn=None verifiable_reward=[math] agent=a.py:f reward_weights=[right=1]
+ppo reward_fn=None prompt_data="" tasks=t.yaml max_steps=1 reward_weights=[right=1]
+evaluate reward_fn=None agent=a.py:f reward_weights=[right=2]
 ppo reward_fn=None remote_rm_url=f.py:g reward_weights=[a=1]
 ppo reward_fn=None reward_pretrain=r reward_weights=[reward=1]
 ppo load_in_4bit=true lora_rank=4 critic_lora_rank=0

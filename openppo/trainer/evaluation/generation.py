@@ -17,6 +17,7 @@ from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
+from openppo.experience.reward_names import RewardNames
 from openppo.experience.token_rewards import begin_scoring
 from openppo.media import check_images, placeholders
 from openppo.models.batching import MicroBatchSize
@@ -185,10 +186,11 @@ class EvaluateJob(_Job):
         """Generate, score, and write; the metrics, the same on all ranks."""
         with self._weights():
             sampled = self.sampler.sample(SampleRequest(*self.sampling, 0, Metrics(), evaluation=True))
-        responses = begin_scoring(self.scorer, sampled, self.grading.reward_weights, StopCheck(), prefix="eval_")
+        responses = begin_scoring(self.scorer, sampled, StopCheck(), prefix="eval_")
         if self.output is not None:
             episodes = by_episode(list(responses))
             write_rows(self.output, [self._episode_row(parts, i) for i, parts in enumerate(episodes)], self.comm)
+        RewardNames(self.grading.reward_weights, self.comm).check(responses)
         return self.grading.measure(responses)
 
     def close(self) -> None:

@@ -127,6 +127,15 @@ def test_episodes_of_an_agent_are_evaluated_and_written(evaluate, tmp_path):
     assert [row for row in table if "_error" in row[0]] == [["agent/agent_error", "0.3333"]]
 
 
+def test_an_agents_rewards_have_weights_by_their_names(evaluate, tmp_path):
+    write_rows(tmp_path / "a" / "test.jsonl", ["1", "2", "3"])
+    agent = "--agent {d}/agent.py:solve --prompt_data {d}/a/test.jsonl"
+    metrics, _ = evaluate(f"{agent} --reward_weights won=0.75")
+    assert metrics["eval_reward"] == pytest.approx(2 / 3 * 0.75)
+    with pytest.raises(ValueError, match=r"--reward_weights names wno, but the rewards are won\. Use their names\."):
+        evaluate(f"{agent} --reward_weights won=0.75 wno=0.5")
+
+
 def test_an_environment_is_evaluated_without_data(evaluate):
     metrics, lines = evaluate("--environment {d}/game.py:Game --eval_n_envs 3 --eval_seed 5 --pass_reward 6")
     assert [line["reward"] for line in lines] == [5, 6, 7]

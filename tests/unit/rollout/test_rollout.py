@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from openppo.rollout.rollout import check_weights, make_trajectory, sample_seed, sample_trajectories, write_scores
+from openppo.rollout.rollout import make_trajectory, sample_seed, sample_trajectories, write_scores
 from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -70,14 +70,10 @@ def test_a_trajectory_says_of_each_token_where_it_came_from():
     assert sampled(PROMPTS[:1], 1, version=6)[0][0].versions == [-1, 6]
 
 
-def test_a_weight_must_name_a_reward_unless_tokens_have_rewards_too():
+def test_scores_add_up_by_name_and_those_of_tokens_by_place():
     [[sample], _] = sampled(PROMPTS[:1], 1)
     write_scores([sample], [Score({"math": 1.0})])
-    check_weights([sample], {"math": 2.0})
-    with pytest.raises(ValueError, match="--reward_weights names prm, but the rewards are math"):
-        check_weights([sample], {"math": 2.0, "prm": 0.5})
     write_scores([sample], [Score(token_rewards=[0.0, 0.25])])
-    check_weights([sample], {"math": 2.0, "prm": 0.5})
     assert sample.total_reward({"math": 2.0}) == 2.25
     write_scores([sample], [Score(token_rewards=[1.0, 0.0], step_ends=[False, True])])
     assert (sample.token_rewards, sample.step_ends, sample.step_rewards) == ([0.0, 0.0], [False, True], [0.0])

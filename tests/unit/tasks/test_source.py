@@ -47,6 +47,13 @@ def test_a_task_has_the_options_of_the_run_and_its_own(config):
     assert not two.has_rewards
 
 
+def test_the_weights_of_a_run_may_name_rewards_of_any_task(config):
+    talk = {"name": "talk", "agent": "agent.py:solve", "data": "t.jsonl"}
+    weights = ["reward=0.5", "won=2"]
+    tasks = source(config, MINIMAL, talk, reward_weights=weights).tasks
+    assert [task.config.rewards.weights() for task in tasks] == [{"reward": 0.5, "won": 2.0}] * 2
+
+
 def test_objects_of_ones_own_are_tasks_too(config):
     async def solve(task: Task, session):
         return 1.0

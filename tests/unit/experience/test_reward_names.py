@@ -1,0 +1,69 @@
+"""Weights of rewards must name rewards that there are, on any rank, as soon as samples can tell."""
+
+from dataclasses import replace
+
+import pytest
+
+from openppo.experience.reward_names import RewardNames
+from openppo.types import Ending, Episode, SingleProcess
+from tests.ranks import on_ranks
+
+END = 2
+UNKNOWN = "--reward_weights names short, but the rewards are right. Use their names."
+
+
+@pytest.fixture
+def played(trajectory):
+    """Builds an episode that ended so, with rewards by name."""
+
+    def make(ending, task="", **scores):
+        row = trajectory([5], [6, END], **scores)
+        return replace(row, episode=Episode([], ending, 1, "", ""), prompt=replace(row.prompt, task=task))
+
+    return make
+
+
+def names(*weights):
+    return RewardNames(dict.fromkeys(weights, 2.0), SingleProcess())
+
+
+def test_a_weight_of_a_reward_that_no_sample_has_is_refused(trajectory, played):
+    for row in (trajectory([5], [6, END], right=1.0), played(Ending.COMPLETED, right=1.0)):
+        names("right").check([row])
+        with pytest.raises(ValueError, match=UNKNOWN):
+            names("right", "short").check([row])
+
+
+def test_with_rewards_of_tokens_any_weight_may_be_meant(trajectory):
+    names("short").check([replace(trajectory([5], [6, END], right=1.0), token_rewards=[0.0, 0.25, 0.0])])
+
+
+def test_a_name_on_one_rank_is_known_to_all(trajectory):
+    def check(comm, weights):
+        scores = {"right": 1.0} if comm.rank == 1 else {}
+        rows = [trajectory([5], [6, END], **scores)] if scores else []
+        RewardNames(weights, comm).check(rows)
+
+    assert on_ranks(3, lambda comm: check(comm, {"right": 2.0})) == [None] * 3
+    said = on_ranks(3, lambda comm: check(comm, {"right": 2.0, "short": 2.0}))
+    assert list(map(str, said)) == [UNKNOWN] * 3
+
+
+def test_batches_without_a_complete_episode_refuse_nothing(played):
+    compared = names("right", "short")
+    for rows in ([], [played(Ending.MAX_TURNS, reward=0.0)], [played(Ending.AGENT_ERROR, reward=0.0)]):
+        compared.check(rows)
+    compared.check([played(Ending.COMPLETED, right=1.0, short=0.0)])
+    compared.check([played(Ending.COMPLETED, right=1.0)])  # once in a run
+
+
+def test_a_task_may_come_later_and_a_name_of_none_is_a_warning(played, caplog):
+    compared = names("right", "short")
+    for _ in range(9):
+        compared.check([played(Ending.COMPLETED, "sums", right=1.0)])
+    compared.check([played(Ending.COMPLETED, "talk", short=1.0)])
+    assert caplog.messages == []
+    compared = names("right", "short")
+    for _ in range(12):
+        compared.check([played(Ending.COMPLETED, "sums", right=1.0)])
+    assert caplog.messages == [UNKNOWN]
