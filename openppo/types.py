@@ -111,11 +111,17 @@ class Trajectory:
     greedy: tuple[Trajectory, ...] = ()
     episode: Episode | None = None  # of an agent
     extras: dict[str, float] = field(default_factory=dict)  # numbers of a reward function that are only logged
+    notes: dict[str, str] = field(default_factory=dict)  # texts of a reward function, for dumps and samples
     trained_mask: list[bool] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
         assert len(lengths) == 1 and self.weight >= 0, f"unequal lengths {lengths} or negative weight {self.weight}"
+
+    @property
+    def logged(self) -> dict[str, float | str]:
+        """Numbers and texts of reward functions that are no rewards, by name."""
+        return {**self.extras, **self.notes}
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -171,6 +177,7 @@ class Score:
     step_ends: list[bool] | None = None
     failed: bool = False  # a reward chosen beforehand stands in
     extras: dict[str, float] = field(default_factory=dict)  # logged, and no rewards
+    notes: dict[str, str] = field(default_factory=dict)  # texts, which are no metrics either
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,16 @@ class ScorerSetup:
                 function.start_processes(file, function_name, source.reward_workers, source.reward_timeout)
         elif source.reward_workers > 0:
             logger.info("reward_fn stays in this process: --reward_workers are for functions in files")
-        options = source.reward_error_value, source.step_separator, source.weights().get(name, 1.0)
-        return FunctionScorer(function, self.tokenizer, name, *options)
+        weights = source.weights()
+        return FunctionScorer(
+            function,
+            self.tokenizer,
+            name,
+            error_value=source.reward_error_value,
+            step_separator=source.step_separator,
+            token_weight=weights.get(name, 1.0),
+            weighted=None if flag == "--eval_reward_fn" else list(weights),
+        )
 
     def _reward_model(self, model: str, name: str) -> Scorer:
         """A frozen reward model. It reads the policy's token ids, or the text if its own ids are others."""

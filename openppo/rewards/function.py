@@ -19,6 +19,8 @@ from openppo.rewards.scoring import (
     answer_text,
     check_number,
     episode_messages,
+    finite_number,
+    is_number,
     name_sample,
     score_of_steps,
     step_tokens,
@@ -27,6 +29,8 @@ from openppo.rewards.scoring import (
 from openppo.types import Score, Trajectory
 
 _EXTRA = "extra"
+_SCORE = "score"  # of verl's dicts
+_LONGEST_NOTE = 500
 
 Sample = dict[str, Any]
 """What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.
@@ -139,11 +143,13 @@ class FunctionScorer:
     """Rewards from ``function``, which runs on one thread of its own, an async one in one event loop, or in processes.
 
     For each sample it returns a number, a dict of named numbers, or a list with one number per sampled token or per
-    step (see ``step_ends``); or a dict of "reward", any of these, and "extra", named numbers that are only logged. A
-    function of a batch returns a list of these, or a dict of lists, of which "rewards" (and a dict "extra") alone
-    counts if present. ``name`` is that of rewards without one. When the function raises for a batch, it is
-    called again with each sample alone; a sample for which it raises gets ``error_value``, if given. Rewards of tokens
-    and steps are multiplied by ``token_weight``.
+    step (see ``step_ends``); or a dict of "reward", any of these, and "extra", named numbers that are only logged; or a
+    dict with "score", which alone is the reward. A function of a batch returns a list of these, or a dict of lists, of
+    which "rewards" (and a dict "extra") alone counts if present. ``name`` is that of rewards without one. When the
+    function raises for a batch, it is called again with each sample alone; a sample for which it raises gets
+    ``error_value``, if given. Rewards of tokens and steps are multiplied by ``token_weight``. ``weighted`` are the
+    names in ``--reward_weights`` (None: it does not count here): where they name another key beside "score", all
+    numbers of the dict are rewards.
     """
 
     function: RewardFunction
@@ -152,6 +158,7 @@ class FunctionScorer:
     error_value: float | None = None
     step_separator: str = "\n\n"
     token_weight: float = 1.0
+    weighted: Collection[str] | None = ()
     collective = False
 
     def __post_init__(self) -> None:
@@ -160,6 +167,7 @@ class FunctionScorer:
         n = 1 if self.function.processes is None else self.function.processes.n  # each thread waits for one
         self._thread = ThreadPoolExecutor(n, "reward_fn", *gpu)
         self._loop = asyncio.new_event_loop() if self.function.is_async else None  # kept: clients belong to their loop
+        self._has_logged_keys = False
 
     def __str__(self) -> str:
         return self.function.source
@@ -239,17 +247,55 @@ class FunctionScorer:
                     "get a reward instead."
                 ) from result
             return Score({self.name: self.error_value}, failed=True)
-        if isinstance(result, Mapping) and isinstance(given := result.get(_EXTRA), Mapping):
-            rest = {name: value for name, value in result.items() if name != _EXTRA}
-            score = self._score(rest["reward"] if rest.keys() == {"reward"} else rest, trajectory)
+        if isinstance(result, Mapping) and isinstance(extra := result.get(_EXTRA), Mapping):
+            others = {name: value for name, value in result.items() if name != _EXTRA}
+            score = self._score(others["reward"] if others.keys() == {"reward"} else others, trajectory)
             where = f"{self}, as extra {{!r}},".format
-            extras = {str(name): check_number(value, trajectory, where(name)) for name, value in given.items()}
-            return replace(score, extras=extras)
+            extras = {str(name): check_number(value, trajectory, where(name)) for name, value in extra.items()}
+            return replace(score, extras=score.extras | extras)
         if isinstance(result, Mapping):
-            return Score({str(name): check_number(value, trajectory, str(self)) for name, value in result.items()})
+            return self._score_of_dict({str(name): value for name, value in result.items()}, trajectory)
         if isinstance(result, list | tuple) or (getattr(result, "ndim", 0) == 1 and len(result) != 1):
             return self._score_of_tokens(list(result), trajectory)
         return Score({self.name: check_number(result, trajectory, str(self))})
+
+    def _score_of_dict(self, values: Mapping[str, Any], trajectory: Trajectory) -> Score:
+        """Named rewards; of a dict with "score" that alone, unless ``weighted`` names other keys."""
+        if _SCORE not in values:
+            return Score({name: check_number(value, trajectory, str(self)) for name, value in values.items()})
+
+        named = values.keys() & set(self.weighted or ())
+        if named - {_SCORE}:
+            rewarded = {name for name, value in values.items() if is_number(value)} | named | {_SCORE}
+            rewards = {name: check_number(values[name], trajectory, str(self)) for name in values if name in rewarded}
+            return Score(rewards, notes={name: _note(values[name]) for name in values if name not in rewarded})
+
+        others = {name: value for name, value in values.items() if name != _SCORE}
+        numbers = {name: finite_number(value) for name, value in others.items()}
+        extras = {name: number for name, number in numbers.items() if number is not None}
+        notes = {name: _note(value) for name, value in others.items() if name not in extras}
+        self._log_keys(others, numbers=extras)
+
+        score = self._score(values[_SCORE], trajectory)
+        if named and score.rewards.keys() == {self.name}:
+            score = replace(score, rewards={_SCORE: score.rewards[self.name]})
+        return replace(score, extras=score.extras | extras, notes=score.notes | notes)
+
+    def _log_keys(self, others: Collection[str], numbers: Collection[str]) -> None:
+        """Log once that ``others`` beside "score" are no rewards, and how ``numbers`` among them become some."""
+        if self._has_logged_keys or not others:
+            return
+        self._has_logged_keys = True
+        remedy = ""
+        if numbers and self.weighted is None:
+            remedy = " To sum them, return no key 'score'."
+        elif numbers:
+            weights = " ".join(f"{name}=1" for name in (_SCORE, *numbers))
+            remedy = f" To sum them, name them: --reward_weights {weights}."
+        logger.info(
+            "%s returns a dict with 'score', which alone is the reward: %s %s only logged.%s",
+            *(self, ", ".join(others), "is" if len(others) == 1 else "are", remedy),
+        )
 
     def _score_of_tokens(self, numbers: Sequence[Any], trajectory: Trajectory) -> Score:
         """Rewards of action tokens, from as many numbers or from one per step."""
@@ -266,3 +312,11 @@ class FunctionScorer:
                 "each token or one for each step."
             )
         return score_of_steps(trajectory, ends, rewards)
+
+
+def _note(value: Any) -> str:
+    """Text of a value that is only logged, without half characters and at most 500 characters long."""
+    text = value if isinstance(value, str) else repr(value)
+    if len(text) > _LONGEST_NOTE:
+        text = f"{text[: _LONGEST_NOTE - 3]}..."
+    return text.encode(errors="replace").decode()

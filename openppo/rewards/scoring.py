@@ -4,12 +4,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.templates import Message, shortened, text_of
 from openppo.types import Interrupted, Score, StopCheck, Trajectory
+
+T = TypeVar("T")
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _LARGEST = 3.4e38  # of what float32 can hold, in which rewards are added up
@@ -75,13 +77,9 @@ class CombinedScorer:
 
     def merged(self, scores: Sequence[Score]) -> Score:
         """The scores of all sources for one trajectory as one."""
-        rewards, extras = dict[str, float](), dict[str, float]()
-        for score in scores:
-            if twice := rewards.keys() & score.rewards or extras.keys() & score.extras:
-                what = "a reward" if rewards.keys() & score.rewards else "an extra"
-                raise ValueError(f"{self}: two of them give {what} named {min(twice)!r}; give one another name.")
-            rewards |= score.rewards
-            extras |= score.extras
+        rewards = self._side_by_side([score.rewards for score in scores], kind="a reward")
+        extras = self._side_by_side([score.extras for score in scores], kind="an extra")
+        notes = self._side_by_side([score.notes for score in scores], kind="a text")
         per_token = [score.token_rewards for score in scores if score.token_rewards is not None]
         ends = [s.step_ends or [True] * len(s.token_rewards) for s in scores if s.token_rewards is not None]
         return Score(
@@ -90,7 +88,17 @@ class CombinedScorer:
             step_ends=[any(of_token) for of_token in zip(*ends, strict=True)] if ends else None,
             failed=any(score.failed for score in scores),
             extras=extras,
+            notes=notes,
         )
+
+    def _side_by_side(self, parts: Sequence[Mapping[str, T]], kind: str) -> dict[str, T]:
+        """The named values of all sources; ``ValueError`` where two of them have a value of one name."""
+        joined: dict[str, T] = {}
+        for part in parts:
+            if twice := joined.keys() & part.keys():
+                raise ValueError(f"{self}: two of them give {kind} named {min(twice)!r}; give one another name.")
+            joined |= part
+        return joined
 
 
 def check_scores(scores: Sequence[Any], trajectories: Sequence[Trajectory], source: str) -> list[float]:
@@ -108,12 +116,29 @@ def refuse_images(source: str, trajectories: Sequence[Trajectory]) -> None:
 
 def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
     """A score of Python, NumPy or torch as float; ``ValueError`` unless it is a finite number."""
-    single = hasattr(score, "item") and math.prod(score.shape) == 1  # of NumPy or torch
-    number = score.item() if single else score
-    if not (isinstance(number, int | float) and abs(number) <= _LARGEST):  # false for NaN too
+    number = finite_number(score)
+    if number is None:
         sample = name_sample(trajectory)
         raise ValueError(f"{source} returned {shortened(score)} for {sample}; a finite number is needed.")
-    return float(number)
+    return number
+
+
+def finite_number(value: Any) -> float | None:
+    """Number of Python, NumPy or torch as float; None for anything else, NaN and infinities included."""
+    number = _plain(value)
+    is_finite = isinstance(number, int | float) and abs(number) <= _LARGEST  # false for NaN too
+    return float(number) if is_finite else None
+
+
+def is_number(value: Any) -> bool:
+    """Test for a number of Python, NumPy or torch; a truth value is one, and so is NaN."""
+    return isinstance(_plain(value), int | float)
+
+
+def _plain(value: Any) -> Any:
+    """The Python object of an array or tensor with one element; any other value as it is."""
+    has_one = hasattr(value, "item") and math.prod(getattr(value, "shape", [0])) == 1
+    return value.item() if has_one else value
 
 
 def episode_messages(trajectory: Trajectory) -> list[Message]:

@@ -161,7 +161,7 @@ def sample_row(
         "rewards": trajectory.scores,
         "response_length": sum(trajectory.action_mask),
     }
-    row |= {"extra": trajectory.extras} if trajectory.extras else {}
+    row |= {"extra": trajectory.logged} if trajectory.logged else {}
     if (episode := trajectory.episode) is not None:
         row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": json_form(episode.messages)}
         row |= {"error": episode.error, "output": episode.output}
@@ -181,7 +181,7 @@ def rollout_row(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, rewa
     label = row["label"]
     row["label"] = "" if label is None else label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
     row |= {"reward": float(row["reward"]), "rewards": json.dumps(json_form(row["rewards"]))}
-    row["extra"] = json.dumps(trajectory.extras)
+    row["extra"] = json.dumps(trajectory.logged, ensure_ascii=False)
     row |= {"ending": "", "turns": 1, "error": "", "output": ""} if episode is None else {}
     row["messages"] = json.dumps(None if episode is None else row["messages"], ensure_ascii=False)
     row |= {"source": prompt.source, "task": prompt.task, "row": prompt.index, "group": trajectory.group}

@@ -223,7 +223,7 @@ class EvaluateJob(_Job):
         """What is written of a response, or of an episode of that number on this rank."""
         response, reward = parts[-1], episode_reward(parts, self.grading.reward_weights)
         row = self._row(response, number) | {"rewards": response.scores, "reward": reward}
-        row |= {"extra": response.extras} if response.extras else {}
+        row |= {"extra": response.logged} if response.logged else {}
         if (episode := response.episode) is not None:
             row |= {
                 "response": answer_text(response, self.tokenizer),

@@ -125,6 +125,7 @@ def test_json_of_a_group_gives_it_back():
             share=share,
             scores={"r": 0.1},
             extras={"n": 2.5},
+            notes={"pred": "72"},
             token_rewards=[0.0, 0.25, 0.5],
             step_ends=[False, False, True],
             greedy=(greedy,),

@@ -45,6 +45,9 @@ def folder(tmp_path_factory):
     (root / "weightless" / "model.safetensors").unlink()
     (root / "other" / "chat_template.jinja").write_text("{{ raise_exception('no judge') }}")
     (root / "f.py").write_text("def reward_fn(response, answer):\n    return float(response == answer)\n")
+    (root / "dapo.py").write_text(
+        "def reward_fn(response):\n    return {'score': -1.0, 'acc': False, 'pred': response}\n"
+    )
     (root / "openrlhf.py").write_text(
         "import torch\n"
         "def reward_func(queries, prompts, labels):\n    return torch.tensor([float(len(q)) for q in queries])\n"
@@ -56,16 +59,15 @@ def folder(tmp_path_factory):
 def build(folder):
     """``build(prompts=..., normalize=..., **options)``, where M/ is the folder of models."""
 
-    def run(prompts=PROMPTS, normalize=False, **options):
+    def run(prompts=PROMPTS, normalize=False, function_flag="--reward_fn", **options):
         placed = {k: v.replace("M/", f"{folder}/") if isinstance(v, str) else v for k, v in options.items()}
         source = RewardConfig(**placed)
         source.validate()
         actor = str(folder / "actor")
         loading = {"bf16": False, "flash_attn": False, "trust_remote_code": False}
         given = source, AutoTokenizer.from_pretrained(actor)
-        return ScorerSetup(
-            *given, InferenceStrategy(False), prompts, actor, MicroBatchSize(2), loading, normalize=normalize
-        ).build()
+        run = InferenceStrategy(False), prompts, actor, MicroBatchSize(2), loading
+        return ScorerSetup(*given, *run, normalize=normalize, function_flag=function_flag).build()
 
     return run
 
@@ -87,6 +89,17 @@ def test_a_single_source_gives_a_reward_named_reward(build, trajectory):
         scorer = build(**options)
         assert isinstance(scorer, kind)
         assert list(scorer.score([trajectory("c")])[0].rewards) == ["reward"]
+
+
+def test_weights_decide_whether_keys_beside_a_score_are_rewards(build, trajectory, folder):
+    named = {(): {"reward": -1}, ("score=2",): {"score": -1}, ("acc=2",): {"score": -1, "acc": 0}}
+    for weights, rewards in named.items():
+        (score,) = build(reward_fn="M/dapo.py", reward_weights=weights).score([trajectory("c")])
+        assert (score.rewards, score.notes) == (rewards, {"pred": "c"})
+    (score,) = build(reward_fn="M/dapo.py", verifiable_reward=("exact_match",)).score([trajectory("c")])
+    assert score.rewards == {"reward_fn": -1, "exact_match": 1}
+    scorer = build(reward_fn="M/dapo.py", function_flag="--eval_reward_fn")
+    assert scorer.weighted is None, "evaluations have none"
 
 
 def test_several_sources_are_named_by_their_kind(build, trajectory):

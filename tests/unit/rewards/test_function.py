@@ -287,6 +287,67 @@ def test_extras_stand_beside_named_rewards_and_rewards_of_steps(scorer_of, two, 
         scorer_of(lambda response: {"reward": 1.0, "extra": {"kind": "good"}}).score(two)
 
 
+GRADED = {"score": 0.5, "acc": True, "n": np.int64(3), "pred": "72", "spans": [1, 2], "bad": math.nan, "none": None}
+GRADES = {"acc": 1.0, "n": 3.0}, {"pred": "72", "spans": "[1, 2]", "bad": "nan", "none": "None"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda response: GRADED,
+        lambda responses: [GRADED, GRADED],
+        lambda responses: {name: [value, value] for name, value in GRADED.items()},
+        lambda response: {"reward": GRADED, "extra": {}},
+    ],
+    ids=["sample", "batch", "dict of lists", "in a reward"],
+)
+def test_a_score_alone_is_the_reward(function, scorer_of, two):
+    extras, notes = GRADES
+    expected = Score({"reward_fn": 0.5}, extras=extras, notes=notes)
+    assert scorer_of(function, name="reward_fn").score(two) == [expected] * 2
+
+
+def test_weights_of_other_keys_make_all_numbers_rewards(scorer_of, two):
+    graded = {"score": -1, "acc": False, "pred": "72", "none": None}
+    for weighted in (["acc"], ["score", "acc"], ["reward_model", "acc"]):
+        (score,) = scorer_of(lambda response: graded, weighted=weighted).score(two[:1])
+        assert score == Score({"score": -1.0, "acc": 0.0}, notes={"pred": "72", "none": "None"})
+    (score,) = scorer_of(lambda response: graded, weighted=["score"]).score(two[:1])
+    assert score.rewards == {"score": -1.0}, "under the name that the weight is for"
+    (score,) = scorer_of(lambda response: graded, weighted=["reward_model"]).score(two[:1])
+    assert score.rewards == {"reward": -1.0}
+
+
+@pytest.mark.parametrize(("bad", "weighted"), [("1", ()), (math.nan, ()), ("1", ["acc"])])
+def test_a_score_of_a_dict_must_be_a_number(bad, weighted, scorer_of, two):
+    with pytest.raises(ValueError, match="^--reward_fn f.py returned .* for prompt 'ab'; a finite number is needed"):
+        scorer_of(lambda response: {"score": bad, "acc": 1}, weighted=weighted).score(two[:1])
+
+
+def test_extras_and_long_texts_stand_beside_a_score(scorer_of, two):
+    graded = {"score": 1.0, "acc": 1, "pred": "x" * 10_000 + "\ud800", "extra": {"acc": 2, "n": 3}}
+    (score,) = scorer_of(lambda response: graded).score(two[:1])
+    assert (score.rewards, score.extras) == ({"reward": 1.0}, {"acc": 2.0, "n": 3.0})
+    assert score.notes == {"pred": "x" * 497 + "..."}
+    (score,) = scorer_of(lambda response: {"score": [1, 0, 3], "pred": "\ud800"}).score(two[:1])
+    assert (score.token_rewards[-3:], score.notes) == ([1.0, 0.0, 3.0], {"pred": "?"})
+
+
+def test_the_log_names_once_the_keys_that_are_only_logged(scorer_of, two, caplog):
+    caplog.set_level(logging.INFO, "openppo")
+    graded = {"score": 1.0, "acc": 1, "pred": "72"}
+    begin = "--reward_fn f.py returns a dict with 'score', which alone is the reward: acc, pred are only logged."
+    for weighted, end in (((), "name them: --reward_weights score=1 acc=1."), (None, "return no key 'score'.")):
+        caplog.clear()
+        scorer = scorer_of(lambda response: graded, weighted=weighted)
+        assert len(scorer.score(two) + scorer.score(two)) == 4
+        assert caplog.messages == [f"{begin} To sum them, {end}"]
+    caplog.clear()
+    scorer_of(lambda response: {"score": 1.0, "pred": ""}).score(two)
+    scorer_of(lambda response: {"score": 1.0}).score(two)
+    assert caplog.messages == [begin.replace("acc, pred are", "pred is")]
+
+
 def test_async_calls_of_samples_run_at_the_same_time_in_one_loop_for_the_whole_run(scorer_of, two):
     loops = []
 

@@ -74,10 +74,11 @@ def test_what_a_source_raises_comes_up(collective, two):
 def test_token_rewards_of_several_sources_are_summed(two):
     sources = [
         Source(Score(token_rewards=[0.5, -1.0, 0.0], step_ends=[True, True, False])),
-        Source(Score({"a": 1.0}, failed=True, extras={"n": 2.0})),
+        Source(Score({"a": 1.0}, failed=True, extras={"n": 2.0}, notes={"t": "x"})),
         Source(Score(token_rewards=[1.0, 0.0, 0.0], step_ends=[True, False, False]), collective=True),
     ]
-    expected = Score({"a": 1.0}, [1.5, -1.0, 0.0], [True, True, False], failed=True, extras={"n": 2.0})
+    logged = {"extras": {"n": 2.0}, "notes": {"t": "x"}}
+    expected = Score({"a": 1.0}, [1.5, -1.0, 0.0], [True, True, False], failed=True, **logged)
     assert CombinedScorer(sources).score(two[:1]) == [expected]
     of_each_token = Source(Score(token_rewards=[0.0, 0.0, 0.0]))
     (score,) = CombinedScorer([*sources, of_each_token]).score(two[:1])

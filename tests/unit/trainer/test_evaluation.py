@@ -64,9 +64,10 @@ def at_random(_, prompt, seed, params):
 
 
 def two_rewards(t):
-    """Two named ones, one for each response token, and an extra."""
+    """Two named ones, one for each response token, an extra, and a text."""
     named = {"right": float(sum(t.response_ids) % 2), "bonus": float(len(t.response_ids))}
-    return Score(named, [0.1 * token for token in t.token_ids], extras={"first": float(t.response_ids[0])})
+    extras = {"first": float(t.response_ids[0])}
+    return Score(named, [0.1 * token for token in t.token_ids], extras=extras, notes={"pred": "72"})
 
 
 def evaluated(comm, prompts=PROMPTS, pass_reward=2.5, weights=WEIGHTS, score_of=two_rewards):

@@ -241,10 +241,11 @@ def test_held_out_samples_have_the_engines_log_probs() -> None:
     view, dumped = View(), list[Any]()
     view.config = dataclasses.replace(view.config, dump=dataclasses.replace(view.config.dump, dump_rollouts="d"))
     view.components.trackers.log_rollouts = lambda step, split, rows: dumped.extend(rows)
-    view.show_evaluation(5, [dataclasses.replace(ONE, scores={"a": 2.0}, token_rewards=None, extras={"n": 3.0})])
+    graded = dataclasses.replace(ONE, scores={"a": 2.0}, token_rewards=None, extras={"n": 3.0}, notes={"pred": "é"})
+    view.show_evaluation(5, [graded])
     (sample,), (tokens,) = view.samples, view.tokens
-    assert (sample["reward"], sample["extra"]) == (0.5, {"n": 3.0}), "with the weights of evaluations"
-    assert [(row["reward"], row["extra"]) for row in dumped] == [(0.5, '{"n": 3.0}')]
+    assert (sample["reward"], sample["extra"]) == (0.5, {"n": 3.0, "pred": "é"}), "with the weights of evaluations"
+    assert [(row["reward"], row["extra"]) for row in dumped] == [(0.5, '{"n": 3.0, "pred": "é"}')]
     assert sample["evaluation"] is tokens["evaluation"] is True
     assert sample["step"] == tokens["step"] == 5
     assert tokens["log_prob"] == [-0.5, -0.5]
