@@ -5,7 +5,7 @@ import inspect
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,14 +29,31 @@ def load_callable(location: str, flag: str, default_name: str | None = None) -> 
 
     ``ValueError`` naming ``flag`` if there is none, or if the file cannot be imported.
     """
-    file, name = split_location(location, flag, default_name)
-    module = load_module(file, f"{flag} {location}")
-    found = vars(module).get(name)
-    if not callable(found):
-        names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        has = f"{file} has no function {name!r}. It has: {', '.join(names) or 'none'}."
-        raise ValueError(f"{flag} {location}: {has} Name one of them as {file}:NAME.")
-    return found
+    return find_callable(location, flag, () if default_name is None else (default_name,)).value
+
+
+class FoundCallable(NamedTuple):
+    """A function or class of a file, and the name that it has there."""
+
+    file: Path
+    name: str
+    value: Callable[..., Any]
+
+
+def find_callable(location: str, flag: str, default_names: Sequence[str] = ()) -> FoundCallable:
+    """Load the function or class at ``path.py:name``, or the first of ``default_names`` that ``path.py`` has.
+
+    ``ValueError`` as in ``load_callable``.
+    """
+    file, name = split_location(location, flag, next(iter(default_names), None))
+    names = [name] if location.endswith(f":{name}") else list(default_names)
+    members = vars(load_module(file, f"{flag} {location}"))
+    for name in names:
+        if callable(value := members.get(name)):
+            return FoundCallable(file, name, value)
+    functions = sorted(key for key, value in members.items() if callable(value) and not key.startswith("_"))
+    has = f"{file} has no function {' or '.join(map(repr, names))}. It has: {', '.join(functions) or 'none'}."
+    raise ValueError(f"{flag} {location}: {has} Name one of them as {file}:NAME.")
 
 
 def split_location(location: str, flag: str, default_name: str | None = None) -> tuple[Path, str]:

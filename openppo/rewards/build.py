@@ -34,7 +34,9 @@ from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.types import Prompt, Trajectory
-from openppo.user_code import load_callable, split_location
+from openppo.user_code import find_callable
+
+_FUNCTION_NAMES = "reward_fn", "compute_score"  # the latter is verl's
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ class ScorerSetup:
         self._refuse_images()
         scorers: list[Scorer] = []
         if source.reward_fn is not None:
-            scorers.append(self._function(source.reward_fn, next(names), self.function_flag, "reward_fn"))
+            scorers.append(self._function(source.reward_fn, next(names), self.function_flag, _FUNCTION_NAMES))
         if source.remote_rm_url is not None and source.remote_is_file():
-            scorers.append(self._function(source.remote_rm_url, next(names), "--remote_rm_url", "reward_func"))
+            scorers.append(self._function(source.remote_rm_url, next(names), "--remote_rm_url", ["reward_func"]))
         elif source.remote_rm_url is not None:
             remote = RemoteScorer(source, self.tokenizer, next(names))
             remote.check()
@@ -113,20 +115,21 @@ class ScorerSetup:
         """A model's config; ``ValueError`` naming ``flag`` on all ranks if one of them cannot read it."""
         return collective(self.strategy.comm, lambda: check_model(model, flag, self.loading["trust_remote_code"]))
 
-    def _function(self, location: str, name: str, flag: str, default: str) -> Scorer:
-        """The user's function at ``location``, which is called ``default`` unless the location says more."""
+    def _function(self, location: str, name: str, flag: str, default_names: Sequence[str]) -> Scorer:
+        """The user's function at ``location``, called as the first of ``default_names`` unless the location says."""
         columns, where = {column for prompt in self.prompts for column in prompt.row}, f"{flag} {location}"
-        comm, source, own = self.strategy.comm, self.source, self.function if flag == "--reward_fn" else None
-        function = collective(
-            comm, lambda: RewardFunction(own or load_callable(location, flag, default), where, columns)
-        )
-        if own is None:
-            file, function_name = split_location(location, flag, default)
-            check_same(comm, {flag: file.read_text()})
+        comm, source = self.strategy.comm, self.source
+        if flag == "--reward_fn" and (passed := self.function) is not None:
+            function = collective(comm, lambda: RewardFunction(passed, where, columns))
             if source.reward_workers > 0:
-                function.start_processes(file, function_name, source.reward_workers, source.reward_timeout)
-        elif source.reward_workers > 0:
-            logger.info("reward_fn stays in this process: --reward_workers are for functions in files")
+                logger.info("reward_fn stays in this process: --reward_workers are for functions in files")
+        else:
+            loaded = collective(comm, lambda: find_callable(location, flag, default_names))
+            function = collective(comm, lambda: RewardFunction(loaded.value, where, columns))
+            check_same(comm, {flag: loaded.file.read_text()})
+            if source.reward_workers > 0:
+                function.start_processes(loaded.file, loaded.name, source.reward_workers, source.reward_timeout)
+
         weights = source.weights()
         return FunctionScorer(
             function,

@@ -46,7 +46,8 @@ def folder(tmp_path_factory):
     (root / "other" / "chat_template.jinja").write_text("{{ raise_exception('no judge') }}")
     (root / "f.py").write_text("def reward_fn(response, answer):\n    return float(response == answer)\n")
     (root / "dapo.py").write_text(
-        "def reward_fn(response):\n    return {'score': -1.0, 'acc': False, 'pred': response}\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': -1.0, 'acc': False, 'pred': solution_str}\n"
     )
     (root / "openrlhf.py").write_text(
         "import torch\n"
@@ -100,6 +101,12 @@ def test_weights_decide_whether_keys_beside_a_score_are_rewards(build, trajector
     assert score.rewards == {"reward_fn": -1, "exact_match": 1}
     scorer = build(reward_fn="M/dapo.py", function_flag="--eval_reward_fn")
     assert scorer.weighted is None, "evaluations have none"
+
+
+def test_compute_score_is_found_and_runs_in_processes(build, trajectory):
+    scorer = build(reward_fn="M/dapo.py", reward_workers=1)
+    assert scorer.function.processes is not None
+    assert scorer.score([trajectory("cd")])[0].notes == {"pred": "cd"}
 
 
 def test_several_sources_are_named_by_their_kind(build, trajectory):
@@ -166,6 +173,8 @@ CHAT = Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])
     ("options", "message"),
     [
         ({"remote_rm_url": "M/f.py"}, "--remote_rm_url M/f.py: M/f.py has no function 'reward_func'"),
+        ({"reward_fn": "M/openrlhf.py"}, "M/openrlhf.py has no function 'reward_fn' or 'compute_score'. It has: rewa"),
+        ({"reward_fn": "M/dapo.py:reward_fn"}, "M/dapo.py has no function 'reward_fn'. It has: compute_score"),
         ({"reward_pretrain": "M/larger"}, "--reward_pretrain M/larger: its tokenizer cannot be loaded"),
         ({"reward_pretrain": "M/weightless", "prompts": [CHAT]}, "the tokenizer has no chat template"),
         ({"reward_pretrain": "M/actor", "normalize": True}, "--normalize_reward: --reward_pretrain M/actor stores no"),

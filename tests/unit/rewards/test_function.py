@@ -115,12 +115,53 @@ def test_a_function_is_told_the_data_source_unless_a_column_has_its_name(make_tr
     assert caplog.messages == []
     assert of(lambda responses, source: source, ["source"]) == ["a", "b"]
     assert of(lambda response, source: source, ["source"]) == "a"
-    assert caplog.messages == ["--reward_fn f.py: source is a column of the data here, no name of a data set"] * 2
+    assert caplog.messages == ["--reward_fn f.py: source is a column of the data here, and gets its values"] * 2
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return [data_source, solution_str, ground_truth, extra_info]
+
+
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
+    return [list(each) for each in zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)]
+
+
+@pytest.fixture
+def of_verl(make_trajectory, make_tokenizer):
+    """Samples of a row in verl's form, and of one without its columns."""
+    verl = {"data_source": "openai/gsm8k", "extra_info": {"index": 3}}
+    first = make_trajectory([4], [5, 6, 1], label="7", row=verl, source="train.parquet")
+    second = make_trajectory([4], [7, 1], label=8, row={"extra_info": None}, source="own.jsonl")
+    return make_samples([first, second], make_tokenizer())
+
+
+@pytest.mark.parametrize("columns", [(), ("data_source", "extra_info")])
+def test_functions_of_verl_get_their_parameters_by_name(columns, of_verl):
+    expected = [["openai/gsm8k", "bc", "7", {"index": 3}], ["own.jsonl", "d", 8, {}]]
+    single = RewardFunction(compute_score, "f", columns)
+    assert [single([sample]) for sample in of_verl] == expected
+    assert RewardFunction(compute_scores, "f", columns)(of_verl) == expected
+
+    def with_others(data_source, solution_str, ground_truth, extra_info, **kwargs):
+        assert kwargs.pop("response") == solution_str and "data_source" not in kwargs
+        return compute_score(data_source, solution_str, ground_truth, extra_info)
+
+    assert RewardFunction(with_others, "f", columns)(of_verl[:1]) == expected[0]
+
+
+def test_columns_with_names_of_verl_go_first(make_trajectory, make_tokenizer, caplog):
+    caplog.set_level(logging.INFO, "openppo")
+    samples = make_samples([make_trajectory([4], [5, 1], label=1, row={"ground_truth": 2})], make_tokenizer())
+    assert RewardFunction(compute_score, "f", ["ground_truth"])(samples) == ["", "b", 2, {}]
+    assert caplog.messages == ["f: ground_truth is a column of the data here, and gets its values"]
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (lambda data_source, extra_info: 0, "its parameters do not say what it scores"),
+        (lambda solution_str, ground_truths: 0, "its parameter 'solution_str' is for one sample"),
+        (lambda solution_str, reward_model: 0, "its parameter 'reward_model' is unknown"),
         (lambda prompts, answers: 0, "its parameter 'answers' is unknown. Use prompts, responses"),
         (lambda response, labels: 0, "its parameter 'response' is for one sample, and others are for a batch"),
         (lambda response, solution: 0, "name columns of the data (answer, question)"),
