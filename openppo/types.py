@@ -208,6 +208,11 @@ class Experience:
     staleness: Tensor | None = None
     media: tuple[Media, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.attention_mask.is_floating_point():
+            order = "sequences, attention_mask, action_mask, rollout_log_probs, truncated"
+            raise TypeError(f"attention_mask is {self.attention_mask.dtype}, no mask: the order is {order}. Use names.")
+
     def __len__(self) -> int:
         return self.sequences.shape[0]
 

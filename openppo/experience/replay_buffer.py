@@ -105,6 +105,10 @@ class ReplayBuffer:
     shares_prompts: bool = False
     items: list[Experience] = field(default_factory=list, init=False)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.comm, int):
+            raise TypeError(f"comm is {self.comm}, no process group: give batch sizes to ReplayBuffer.mini_batches.")
+
     def __len__(self) -> int:
         return len(self.items)
 

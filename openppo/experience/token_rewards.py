@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from openppo.config import RewardShapingConfig
+from openppo.models.argument_order import check_tensor
 from openppo.rewards import Scorer, start_scoring
 from openppo.rollout.rollout import Rollout, by_episode, episode_numbers, episode_reward, write_scores
 from openppo.tracking import Metrics
@@ -166,6 +167,14 @@ def compute_reward(
     ``scores`` (B,), ``kl`` (B, L) k1 of each token or None without a reference, ``action_mask`` bool (B, L),
     ``token_rewards`` (B, L) are not clipped. Returns float32 (B, L), 0 outside the mask.
     """
+    order = "compute_reward(scores, kl, action_mask, kl_coef, reward_clip_range)"
+    check_tensor(scores, "scores", n_dims=1, order=order)
+    if kl is not None:
+        check_tensor(kl, "kl", n_dims=2, order=order)
+    check_tensor(action_mask, "action_mask", n_dims=2, order=order)
+    if isinstance(kl_coef, Tensor) and kl_coef.ndim > 0:
+        raise TypeError(f"kl_coef has the shape {tuple(kl_coef.shape)}, and is one number: OpenPPO's order is {order}.")
+
     mask = action_mask.bool()
     if reward_clip_range is not None:
         scores = scores.clamp(*reward_clip_range)

@@ -14,10 +14,13 @@ from transformers.modeling_outputs import BaseModelOutput
 from openppo import logger
 from openppo.media import Media, model_inputs
 from openppo.models.adapters import add_adapters, lora_options
+from openppo.models.argument_order import check_masks
 from openppo.models.loading import disable_dropout, load_causal_lm, load_options
 from openppo.models.log_probs import linear_log_probs, linear_logits, log_probs_and_entropy, log_probs_from_logits
 from openppo.models.padding import WithMedia, base_of, device_of, on_device, pad_width, with_stand_in
 from openppo.models.prefixes import row_inputs
+
+_ORDER = "(sequences, attention_mask, action_mask), where action_mask (B, L) marks what num_actions counts"
 
 
 class Actor(nn.Module):
@@ -33,6 +36,7 @@ class Actor(nn.Module):
     def __init__(
         self,
         pretrain_or_model: str | PreTrainedModel,
+        *,
         bf16: bool = False,
         flash_attn: bool = False,
         temperature: float = 1.0,
@@ -78,10 +82,9 @@ class Actor(nn.Module):
         the first token of each must not be in ``action_mask``. Tensors may be on the host, where it is known without
         waiting for a GPU how many places have log-probs. ``media`` are the images of each row, if any has some.
         """
-        if not isinstance(attention_mask, Tensor):
-            order = "(sequences, attention_mask, action_mask), where action_mask marks what num_actions counts"
-            raise TypeError(f"attention_mask is {attention_mask!r}, no tensor: OpenPPO's order is {order}.")
-        (n_rows, length), action_mask = sequences.shape, attention_mask if action_mask is None else action_mask
+        action_mask = attention_mask if action_mask is None else action_mask
+        check_masks(sequences, _ORDER, attention_mask=attention_mask, action_mask=action_mask)
+        n_rows, length = sequences.shape
         if position_ids is None:  # documents have no images on any rank
             media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask, action_mask)
             sequences, attention_mask, action_mask = tensors

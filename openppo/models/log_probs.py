@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from openppo.models.argument_order import check_tensor
+
 KLEstimator = Literal["k1", "k2", "k3"]
 CHUNK_ELEMENTS = 1 << 24
 """Logits handled at a time, in elements: bounds the float32 copies to 64 MiB each."""
@@ -208,6 +210,8 @@ def compute_approx_kl(
     (http://joschu.net/blog/kl-approx.html). k1 and k3 are unbiased; k1 may be negative, k2 and k3 never are.
     0 where ``action_mask`` is not set.
     """
+    if action_mask is not None:
+        check_tensor(action_mask, "action_mask", order="(log_probs, ref_log_probs, action_mask, kl_estimator)")
     dtype = torch.promote_types(log_probs.dtype, torch.float32)  # bfloat16 differences would be noise
     x = log_probs.to(dtype) - ref_log_probs.to(dtype)
     if action_mask is not None:

@@ -25,6 +25,7 @@ from openppo import logger
 from openppo.config import LoRAConfig
 from openppo.media import Media, model_inputs
 from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, whole_weights
+from openppo.models.argument_order import check_masks
 from openppo.models.attention import use_fast_attention
 from openppo.models.loading import disable_dropout, load_options, load_weights
 from openppo.models.padding import WithMedia, on_device, pad_width, with_stand_in
@@ -67,6 +68,10 @@ class ScalarHeadModel(nn.Module):
 
     def forward(self, sequences: Tensor, attention_mask: Tensor, media: Sequence[Media] = ()) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right; ``media`` as in ``Actor``."""
+        order = "(sequences, attention_mask): values (B, L) are those of all tokens, so there is no num_actions"
+        check_masks(sequences, order, attention_mask=attention_mask)
+        if isinstance(media, Tensor | bool):
+            raise TypeError(f"media is a {type(media).__name__}, no images: OpenPPO's order is {order}.")
         n_rows, length = sequences.shape
         media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask)
         sequences, attention_mask = tensors

@@ -61,13 +61,6 @@ def test_log_probs_and_entropy_are_those_of_the_plain_model(any_causal, temperat
     same(wide, plain(model, width=12)[0])  # padding holds anything
 
 
-def test_the_order_of_openrlhf_is_an_error_naming_action_mask(llama):
-    sequences, mask = padded(ROWS), attention()
-    for num_actions in (4, [4, 1, 2]):
-        with pytest.raises(TypeError, match=r"attention_mask is .*\(sequences, attention_mask, action_mask\)"):
-            Actor(llama())(sequences, num_actions, mask)
-
-
 @pytest.mark.parametrize("make_mask", [torch.ones, torch.zeros])
 @pytest.mark.parametrize("length", [1, 4])
 def test_the_first_token_has_no_log_prob_and_rows_without_action_take_part(any_causal, length, make_mask):

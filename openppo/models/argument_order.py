@@ -1,0 +1,23 @@
+"""Errors for arguments in another library's order. Only types and shapes are read, so that no device waits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_tensor(value: object, name: str, order: str, n_dims: int | None = None) -> None:
+    """Raise ``TypeError`` with our ``order`` of arguments unless ``value`` is a tensor, of ``n_dims`` if given."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {value!r:.60}, no tensor: OpenPPO's order is {order}.")
+    if n_dims is not None and value.ndim != n_dims:
+        shape = f"{tuple(value.shape)} in place of {n_dims} dimensions"
+        raise TypeError(f"{name} has the shape {shape}: OpenPPO's order is {order}.")
+
+
+def check_masks(sequences: Tensor, order: str, **masks: object) -> None:
+    """Raise ``TypeError`` with our ``order`` of arguments unless each mask has the shape of ``sequences``."""
+    for name, mask in masks.items():
+        check_tensor(mask, name, order=order)
+        if isinstance(mask, Tensor) and mask.shape != sequences.shape:
+            shapes = f"{tuple(mask.shape)}, and sequences {tuple(sequences.shape)}"
+            raise TypeError(f"{name} has the shape {shapes}: OpenPPO's order is {order}.")
