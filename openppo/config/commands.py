@@ -163,6 +163,7 @@ class TrainPPOConfig(TrainingConfig):
             own_rewards = self.agents.form is not None
         if not own_rewards:  # an agent names its rewards as it likes
             yield from self.rewards.unknown_weights()
+            yield from self.eval_rewards.unknown_names("--pass_on", self.evaluation.pass_on)
         if not (self.rewards.names() or own_rewards):
             tools = f"No tool of --tools {self.agents.tools} has a calc_reward. " if self.agents.tools else ""
             yield tools + NO_REWARD
@@ -209,7 +210,9 @@ class TrainPPOConfig(TrainingConfig):
         if self.ppo.dynamic_sampling and n == 1:
             yield "--dynamic_sampling compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
         best = self.checkpoint.keep_best or ""
-        if "pass@" in best and self.eval_rewards.pass_threshold(self.evaluation.pass_reward) is None:
+        pass_reward, pass_on = self.evaluation.pass_reward, self.evaluation.pass_on
+        yield from self.eval_rewards.pass_problems(pass_reward, pass_on)
+        if "pass@" in best and self.eval_rewards.pass_threshold(pass_reward, pass_on) is None:
             yield f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward."
         from_model = self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"
         if from_model and self.rewards.reward_pretrain is None:

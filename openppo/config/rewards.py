@@ -77,10 +77,15 @@ class RewardConfig(Options):
         self.weights()
 
     def unknown_weights(self) -> Iterator[str]:
-        """A message about weights of rewards that no source has; functions have names of their own."""
-        unknown, names = self.weights().keys() - set(self.names()), ", ".join(self.names()) or "none"
+        """As of ``unknown_names`` about ``--reward_weights``."""
+        return self.unknown_names("--reward_weights", *self.weights())
+
+    def unknown_names(self, flag: str, *names: str | None) -> Iterator[str]:
+        """A message about ``names`` of rewards that no source has; functions have names of their own."""
+        unknown = sorted({name for name in names if name is not None} - set(self.names()))
         if unknown and self.reward_fn is None and not self.remote_is_file():
-            yield f"--reward_weights names {', '.join(sorted(unknown))}, but the rewards are {names}. Use their names."
+            known = ", ".join(self.names()) or "none"
+            yield f"{flag} names {', '.join(unknown)}, but the rewards are {known}. Use their names."
 
     def remote_is_file(self) -> bool:
         """Whether ``--remote_rm_url`` names a Python file instead of a server."""
@@ -94,10 +99,17 @@ class RewardConfig(Options):
         given = [name for name, source in sources.items() if source is not None]
         return ["reward"] if len(given) == 1 else given
 
-    def pass_threshold(self, pass_reward: float | None) -> float | None:
-        """``--pass_reward``, else 1; None for a model or server, whose scale is its own."""
-        learned = self.reward_pretrain or self.remote_rm_url or self.prm_pretrain
-        return pass_reward if pass_reward is not None or learned else 1.0
+    def pass_threshold(self, pass_reward: float | None, pass_on: str | None) -> float | None:
+        """``--pass_reward``, else 1; None where a model or server decides, whose scale is its own."""
+        has_learned = bool(self.reward_pretrain or self.remote_rm_url or self.prm_pretrain)
+        learned = {"reward_model", "remote", "prm"} | ({"reward"} if self.names() == ["reward"] else set())
+        decides = has_learned and (pass_on is None or pass_on in learned)
+        return pass_reward if pass_reward is not None or decides else 1.0
+
+    def pass_problems(self, pass_reward: float | None, pass_on: str | None) -> Iterator[str]:
+        """A message about a reward that is to decide what passes, and of which nobody knows the scale."""
+        if pass_on is not None and self.pass_threshold(pass_reward, pass_on) is None:
+            yield f"--pass_on {pass_on}: which reward of a reward model or server passes? Say so with --pass_reward."
 
     def weights(self) -> dict[str, float]:
         """``--reward_weights`` as numbers by name; ``ValueError`` for anything but NAME=NUMBER."""

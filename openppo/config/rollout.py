@@ -86,6 +86,8 @@ class EvaluationConfig(Options):
     """Score evaluations with this Python function alone, path.py or path.py:name (default: as in training)."""
     pass_reward: float | None = option(None, measures=True)
     """Reward from which a response passes (default: 1; with a reward model or server none, so pass@k is left out)."""
+    pass_on: str | None = option(None, not_empty, measures=True)
+    """Named reward that alone decides whether a response passes, before its weight (default: the sum of all)."""
 
     def problems(self) -> Iterator[str]:
         if (n := self.eval_n_samples_per_prompt) > 1 and self.eval_temperature == 0:

@@ -55,6 +55,8 @@ class EvaluateConfig(PromptsConfig):
     """Prompts, in any format of train_ppo; several sources with commas. An --environment may do without."""
     pass_reward: float | None = None
     """Reward from which a response passes (default: 1; with a reward model or server none, so pass@k is left out)."""
+    pass_on: str | None = option(None, not_empty)
+    """Named reward that alone decides whether a response passes, before its weight (default: the sum of all)."""
     value_head_prefix: str = "score"
     """Name of the scalar head of --reward_pretrain."""
     output_path: str | None = None
@@ -78,6 +80,8 @@ class EvaluateConfig(PromptsConfig):
             yield NO_REWARD
         if self.agents.form is None:
             yield from self.rewards.unknown_weights()
+            yield from self.rewards.unknown_names("--pass_on", self.pass_on)
+        yield from self.rewards.pass_problems(self.pass_reward, self.pass_on)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,9 @@ class ExperienceMaker:
         self.frozen_steps = self.config.ppo.frozen_actor_steps
         self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
         self.weights = self.config.rewards.weights()
-        self.reward_names = RewardNames(self.weights, self.comm)
+        evaluation = self.config.evaluation
+        pass_on = evaluation.pass_on if evaluation.eval_reward_fn is None else None
+        self.reward_names = RewardNames(self.weights, self.comm, pass_on)
         self.moments = RunningMoments()
         coef, target, horizon = self.config.kl.init_kl_coef, self.config.kl.kl_target, self.config.kl.kl_horizon
         fixed = FixedKLController(coef)

@@ -1,4 +1,4 @@
-"""Names of rewards, compared with those of ``--reward_weights`` once samples are scored."""
+"""Names of rewards, compared with those that options name once samples are scored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,24 +11,26 @@ _BATCHES_WITH_TASKS = 10
 
 @dataclass(eq=False)
 class RewardNames:
-    """Names of the rewards of a run's samples, ``seen`` on any rank; ``weights`` may name no others. Collective.
+    """Names of the rewards of a run's samples, ``seen`` on any rank; ``weights`` and ``pass_on`` may name no others.
 
-    They are compared once: after the first batch, or with several tasks, some of which come later, after ten.
+    They are compared once, on all ranks together: after the first batch or, with several tasks, of which some come
+    later, after ten.
     """
 
     weights: Mapping[str, float]
     comm: Comm
+    pass_on: str | None = None
     seen: set[str] = field(default_factory=set)
     n_batches: int = 0
     is_settled: bool = False
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raise ``ValueError`` on all ranks for a weight of a reward that no sample has; with tasks warn.
+        """Raise ``ValueError`` on all ranks for the name of a reward that no sample has; with tasks warn. Collective.
 
         A failed episode has no names, and one that a limit ended may lack some: a batch of such is not compared.
         Rewards of tokens have lost their names, so with such any weight may be meant.
         """
-        if self.is_settled or not self.weights:
+        if self.is_settled or not (self.weights or self.pass_on):
             return
 
         trained = [t for t in trajectories if t.episode is None or t.episode.ending.is_trained]
@@ -45,15 +47,19 @@ class RewardNames:
 
     def _compare(self, has_unnamed: bool, has_tasks: bool) -> None:
         self.n_batches += 1
-        unknown = sorted(self.weights.keys() - self.seen)
-        if unknown and has_tasks and self.n_batches < _BATCHES_WITH_TASKS:
+        wanted = {"--reward_weights": set() if has_unnamed else set(self.weights)}
+        wanted["--pass_on"] = set() if self.pass_on is None else {self.pass_on}
+        unknown = {flag: sorted(names - self.seen) for flag, names in wanted.items()}
+        if any(unknown.values()) and has_tasks and self.n_batches < _BATCHES_WITH_TASKS:
             return
 
         self.is_settled = True
-        if not unknown or has_unnamed:
-            return
-        names = ", ".join(sorted(self.seen)) or "none"
-        error = f"--reward_weights names {', '.join(unknown)}, but the rewards are {names}. Use their names."
+        known = ", ".join(sorted(self.seen)) or "none"
+        for flag, names in unknown.items():
+            if names:
+                self._tell(f"{flag} names {', '.join(names)}, but the rewards are {known}. Use their names.", has_tasks)
+
+    def _tell(self, error: str, has_tasks: bool) -> None:
         if not has_tasks:
             raise ValueError(error)
         if self.comm.rank == 0:

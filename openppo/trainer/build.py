@@ -116,7 +116,7 @@ def build_ppo_trainer(
         scorer=scorer,
         data=data,
         trackers=_trackers(config, strategy, plan, checkpointer, trackers),
-        grading=Grading.of(comm, config.eval_rewards, config.evaluation.pass_reward, eval_scorer),
+        grading=Grading.of(comm, config.eval_rewards, config.evaluation, eval_scorer),
         ema=ema,
         pack_documents_to=pack_documents_to,
         checkpointer=checkpointer,

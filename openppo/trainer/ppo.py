@@ -15,6 +15,7 @@ from openppo.trainer.callbacks import STOPPED_EARLY, Callback, notify, restore_c
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import evaluate_alone
+from openppo.trainer.evaluation.passing import PassWatch
 from openppo.trainer.sample_log import StepDiagnostics
 from openppo.trainer.source import PromptSource
 from openppo.trainer.update import Update
@@ -42,6 +43,7 @@ class PPOTrainer:
         self.planned_steps = source.steps or self.total_steps
         self.view = StepDiagnostics(config, components, self.total_steps)
         self.update.actor_step.observe = self.view.observe
+        self.pass_watch = PassWatch(self.comm)
         self.should_stop = False
         self.explain_memory: Callable[[], list[str]] = components.estimate.table if components.estimate else list
         """The memory estimate, for a report."""
@@ -82,9 +84,12 @@ class PPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Metrics of responses to held-out prompts, the same on all ranks; empty without such prompts."""
         trajectories = self.source.evaluate()
-        if self.components.grading.scorer is None:
+        grading = self.components.grading
+        if grading.scorer is None:
             self.maker.reward_names.check(trajectories)
-        if metrics := self.components.grading.measure(trajectories):
+        is_last = self.config.evaluation.val_only or self.global_step >= self.total_steps
+        self.pass_watch.look(grading, trajectories, is_last)
+        if metrics := grading.measure(trajectories):
             self.view.show_evaluation(self.global_step, trajectories)
             notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics

@@ -121,6 +121,12 @@ ppo verifiable_reward=[maths] | must be tuple[Literal['exact_match', 'regex'
 sft keep_best=eval_loss | eval_loss compares ... --eval_dataset
 ppo keep_best=eval_reward | eval_reward compares ... --eval_data
 ppo keep_best=eval_pass@1 eval_data=e reward_pretrain=r | eval_pass@1: which reward...passes...--pass_reward
+ppo pass_on=rihgt reward_fn=None verifiable_reward=[length] verify_length=5 | names rihgt, but the rewards are reward
+ppo pass_on=prm reward_pretrain=r prm_pretrain=p | prm: which reward of a reward model ... passes...--pass_reward
+ppo pass_on=reward reward_fn=None reward_pretrain=r | reward: which reward of a reward model...--pass_reward
+ppo pass_on= | must not be empty
+evaluate pass_on=rihgt reward_fn=None reward_pretrain=r | names rihgt, but the rewards are reward
+evaluate pass_on=reward_model reward_pretrain=r | reward_model: which reward of a reward model...--pass_reward
 ppo keep_best=reward | reward is not an evaluation metric
 ppo dry_run_ranks=8 | has an effect with --dry_run only: add it
 ppo dry_run=true dry_run_ranks=3 | ...--train_batch_size 128 ... among 3 ranks: use a multiple of 3
@@ -287,6 +293,13 @@ evaluate reward_fn=None agent=a.py:f reward_weights=[right=2]
 ppo reward_fn=None remote_rm_url=f.py:g reward_weights=[a=1]
 ppo reward_fn=None reward_pretrain=r reward_weights=[reward=1]
 ppo load_in_4bit=true lora_rank=4 critic_lora_rank=0
+ppo pass_on=right
+ppo pass_on=right reward_fn=None agent=a.py:f
+ppo pass_on=right reward_fn=None prompt_data="" tasks=t.yaml max_steps=1
+ppo pass_on=right eval_data=e reward_fn=None reward_pretrain=r eval_reward_fn=f.py
+ppo pass_on=math reward_pretrain=r verifiable_reward=[math] label_key=a keep_best=eval_pass@1 eval_data=e
+ppo pass_on=reward pass_reward=0 reward_fn=None reward_pretrain=r
+evaluate pass_on=right reward_fn=None agent=a.py:f
 ppo input_template={}
 sft adam_offload=true zero_stage=1 eval_steps=1 max_steps=1 max_len=2
 rm margin_key=m loss=sigmoid

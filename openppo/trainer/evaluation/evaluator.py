@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from openppo import logger
-from openppo.config import RewardConfig
+from openppo.config import EvaluateConfig, EvaluationConfig, RewardConfig
 from openppo.experience.measure import measure_scores
 from openppo.rewards import Scorer
 from openppo.rollout.rollout import Rollout, by_episode, episode_reward
@@ -36,21 +36,23 @@ def pass_ks(n: int) -> list[int]:
 class Grading:
     """How scored responses to held-out prompts become metrics.
 
-    A response passes when its reward, the weighted sum of its named scores and its token rewards, is at least
-    ``pass_reward``; without one pass@k is not measured.
+    A response passes when the reward that decides is at least ``pass_reward``; without one pass@k is not measured. That
+    is the score named ``pass_on``, else the weighted sum of its named scores and its token rewards.
     """
 
     comm: Comm
     pass_reward: float | None = 1.0
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     scorer: Scorer | None = None  # of evaluations alone
+    pass_on: str | None = None
 
     @classmethod
     def of(
-        cls, comm: Comm, rewards: RewardConfig, pass_reward: float | None, scorer: Scorer | None = None
+        cls, comm: Comm, rewards: RewardConfig, options: EvaluationConfig | EvaluateConfig, scorer: Scorer | None = None
     ) -> "Grading":
-        """That of rewards from there, with ``--pass_reward``."""
-        return cls(comm, rewards.pass_threshold(pass_reward), rewards.weights(), scorer)
+        """That of ``rewards``, with ``--pass_reward`` and ``--pass_on`` of ``options``."""
+        pass_reward = rewards.pass_threshold(options.pass_reward, options.pass_on)
+        return cls(comm, pass_reward, rewards.weights(), scorer, options.pass_on)
 
     def measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Metrics ``eval_...``, and ``eval/<short name of source>/...`` if the prompts have several sources.
@@ -69,18 +71,32 @@ class Grading:
             metrics.merge(trajectories.metrics)
         return metrics.reduced(self.comm)
 
-    def passes(self, reward: float) -> bool:
-        """Whether ``reward`` is at least ``pass_reward``, if there is one, up to the rounding of a weighted sum."""
+    def passes(self, parts: Sequence[Trajectory]) -> bool:
+        """Tell for the ``parts`` of a response or episode; False without a ``pass_reward``."""
+        return self.is_enough(self.deciding_reward(parts))
+
+    def deciding_reward(self, parts: Sequence[Trajectory]) -> float:
+        """The score named ``pass_on``, -inf where it is missing; else all that was earned.
+
+        Of several tasks, one without that score passes by all that was earned.
+        """
+        last = parts[-1]
+        if self.pass_on is None or (last.prompt.task and self.pass_on not in last.scores):
+            return episode_reward(parts, self.reward_weights)
+        return last.scores.get(self.pass_on, -math.inf)
+
+    def is_enough(self, reward: float) -> bool:
+        """Compare with ``pass_reward``, up to the rounding of a weighted sum; False without one."""
         if self.pass_reward is None:
             return False
         return reward >= self.pass_reward or math.isclose(reward, self.pass_reward, rel_tol=1e-9)
 
     def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
-        rewards = [episode_reward(parts, self.reward_weights) for parts in by_episode(responses)]
-        n_passed = sum(map(self.passes, rewards))
-        for k in pass_ks(len(rewards)) if self.pass_reward is not None else []:
-            metrics.add(f"{prefix}pass@{k}", pass_at_k(len(rewards), n_passed, k))
-        for episode in [parts[-1].episode for parts in by_episode(responses)]:
+        episodes = by_episode(responses)
+        n_passed = sum(map(self.passes, episodes))
+        for k in pass_ks(len(episodes)) if self.pass_reward is not None else []:
+            metrics.add(f"{prefix}pass@{k}", pass_at_k(len(episodes), n_passed, k))
+        for episode in [parts[-1].episode for parts in episodes]:
             if episode is not None:
                 metrics.add(f"{prefix}agent/turns", episode.n_turns)
                 for ending in Ending:

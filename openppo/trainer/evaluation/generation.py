@@ -43,6 +43,7 @@ from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.console import write_line
 from openppo.trainer.engines import check_like, check_sampling
 from openppo.trainer.evaluation.evaluator import Grading, evaluation_table
+from openppo.trainer.evaluation.passing import PassWatch
 from openppo.trainer.startup import check_context, once_per_host, policy_vision, tokenizing
 from openppo.types import Comm, Prompt, StopCheck, Trajectory
 
@@ -173,7 +174,7 @@ class EvaluateJob(_Job):
         self.sampler: Sampler = EngineSampler(self.policy.engine, self.comm)
         if source is not None:
             self.sampler = source.make(self._parts())
-        self.grading = Grading.of(self.comm, config.rewards, config.pass_reward)
+        self.grading = Grading.of(self.comm, config.rewards, config)
 
     def fit(self) -> None:
         """Evaluate, and print the table of metrics."""
@@ -190,7 +191,8 @@ class EvaluateJob(_Job):
         if self.output is not None:
             episodes = by_episode(list(responses))
             write_rows(self.output, [self._episode_row(parts, i) for i, parts in enumerate(episodes)], self.comm)
-        RewardNames(self.grading.reward_weights, self.comm).check(responses)
+        RewardNames(self.grading.reward_weights, self.comm, self.grading.pass_on).check(responses)
+        PassWatch(self.comm).look(self.grading, responses, is_last=True)
         return self.grading.measure(responses)
 
     def close(self) -> None:
@@ -231,7 +233,7 @@ class EvaluateJob(_Job):
             }
             row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": episode.messages}
             row |= {"error": episode.error, "output": episode.output}
-        return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(reward)}
+        return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(parts)}
 
 
 def check_output(path: str) -> Path:

@@ -136,6 +136,37 @@ def test_an_agents_rewards_have_weights_by_their_names(evaluate, tmp_path):
         evaluate(f"{agent} --reward_weights won=0.75 wno=0.5")
 
 
+CAREFUL = """
+async def solve(task, session):
+    turn = await session.chat(task.messages)
+    return {"right": float(task["answer"] == "1"), "short": -0.001 * len(turn.text)}
+"""
+
+
+def test_a_named_reward_may_decide_what_passes(evaluate, tmp_path):
+    """As in README's agent, whose right answers earn a little less than 1."""
+    (tmp_path / "agent.py").write_text(CAREFUL)
+    write_rows(tmp_path / "a" / "test.jsonl", ["1", "2", "1"])
+    flags = "--agent {d}/agent.py:solve --prompt_data {d}/a/test.jsonl"
+    metrics, lines = evaluate(f"{flags} --pass_on right --reward_weights right=0.5")
+    assert metrics["eval_pass@1"] == pytest.approx(2 / 3)
+    assert [line["passed"] for line in lines] == [True, False, True]
+    with pytest.raises(ValueError, match="--pass_on names rihgt, but the rewards are right, short. Use their names."):
+        evaluate(f"{flags} --pass_on rihgt")
+
+
+def test_an_evaluation_that_nothing_passes_says_why(evaluate, tmp_path, caplog):
+    (tmp_path / "agent.py").write_text(CAREFUL)
+    write_rows(tmp_path / "a" / "test.jsonl", ["1", "2"])
+    metrics, lines = evaluate("--agent {d}/agent.py:solve --prompt_data {d}/a/test.jsonl")
+    assert metrics["eval_pass@1"] == 0
+    largest = max(line["reward"] for line in lines)
+    assert [message for message in caplog.messages if "--pass_reward" in message] == [
+        f"no held-out response has passed: the largest reward is {largest:.4g}, and --pass_reward is 1. Lower it, or "
+        "name the reward that decides: --pass_on right or short."
+    ]
+
+
 def test_an_environment_is_evaluated_without_data(evaluate):
     metrics, lines = evaluate("--environment {d}/game.py:Game --eval_n_envs 3 --eval_seed 5 --pass_reward 6")
     assert [line["reward"] for line in lines] == [5, 6, 7]

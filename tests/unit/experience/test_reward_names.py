@@ -38,6 +38,13 @@ def test_with_rewards_of_tokens_any_weight_may_be_meant(trajectory):
     names("short").check([replace(trajectory([5], [6, END], right=1.0), token_rewards=[0.0, 0.25, 0.0])])
 
 
+def test_the_name_of_pass_on_is_compared_too(trajectory):
+    row = replace(trajectory([5], [6, END], right=1.0), token_rewards=[0.0, 0.25, 0.0])
+    RewardNames({}, SingleProcess(), "right").check([row])
+    with pytest.raises(ValueError, match="--pass_on names prm, but the rewards are right. Use their names."):
+        RewardNames({}, SingleProcess(), "prm").check([row])
+
+
 def test_a_name_on_one_rank_is_known_to_all(trajectory):
     def check(comm, weights):
         scores = {"right": 1.0} if comm.rank == 1 else {}

@@ -10,9 +10,10 @@ from itertools import combinations
 import pytest
 
 from openppo.experience.token_rewards import begin_scoring
-from openppo.rollout.rollout import episode_reward, sample_trajectories
+from openppo.rollout.rollout import by_episode, episode_reward, sample_trajectories
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.evaluation.evaluator import Grading, pass_at_k, pass_ks
+from openppo.trainer.evaluation.passing import PassWatch
 from openppo.types import (
     Completion,
     Ending,
@@ -121,7 +122,8 @@ def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source():
     rounded = 1.0 * 0.7 + 1.0 * 0.2 + 1.0 * 0.1
     assert rounded < 1.0
     for reward, pass_reward, expected in ((2.5, 2.5, True), (2.5, 2.5 + 1e-6, False), (rounded, 1.0, True)):
-        assert Grading(SingleProcess(), pass_reward).passes(reward) == expected
+        parts = parts_of(Ending.COMPLETED, 1, {"reward": reward})
+        assert Grading(SingleProcess(), pass_reward).passes(parts) == expected
 
 
 def test_a_single_reward_is_reported_once_and_errors_count():
@@ -178,6 +180,74 @@ def test_an_episode_is_scored_once_unless_it_failed_or_has_a_reward():
     assert seen == [plain[-1].token_ids, turns[-1].token_ids], "by the last part"
     assert [t.token_rewards for t in turns] == [[0.0, 0.0], [0.0, 0.75]], "rewards of turns and of sources add up"
     assert [episode_reward(parts, {}) for parts in (plain, own, turns)] == [1.75, 7.0, 2.25]
+
+
+def test_the_reward_of_pass_on_decides_alone():
+    right, wrong = {"right": 1.0, "short": -0.2}, {"right": 0.0, "short": 5.0}
+    grading = Grading(SingleProcess(), 1.0, {"right": 0.1}, pass_on="right")
+    rows = [*parts_of(Ending.COMPLETED, 2, right, of_turn=-3.0), *parts_of(Ending.COMPLETED, 1, wrong)]
+    rows += parts_of(Ending.TIMEOUT, 1, {"reward": 7.0})
+    assert [grading.passes(parts) for parts in by_episode(rows)] == [True, False, False]
+    assert grading.measure(rows)["eval_pass@1"] == pytest.approx(1 / 3)
+
+
+def test_a_task_without_the_reward_of_pass_on_passes_by_its_sum():
+    grading = Grading(SingleProcess(), 1.0, pass_on="right")
+    for task, expected in (("sums", True), ("", False)):
+        (row,) = parts_of(Ending.COMPLETED, 1, {"reward": 1.0})
+        row.prompt = Prompt("p", [1], task=task)
+        assert grading.passes([row]) == expected
+
+
+LOW, LOWER = {"right": 0.5, "short": -0.25}, {"right": 0.0, "short": -0.5}
+LARGEST = "no held-out response has passed: the largest {}, and --pass_reward is 1. Lower it, or name the reward that "
+
+
+def looked_at(*evaluations, last=False, **grading):
+    """What is logged of evaluations of episodes with such rewards."""
+    watch = PassWatch(SingleProcess())
+    for i, scores in enumerate(evaluations):
+        rows = [row for each in scores for row in parts_of(Ending.COMPLETED, 1, each)]
+        rows += parts_of(Ending.TIMEOUT, 1, {"reward": 0.0})
+        watch.look(Grading(SingleProcess(), **grading), rows, is_last=last and i == len(evaluations) - 1)
+
+
+def test_a_run_that_nothing_passes_is_warned_once(caplog):
+    looked_at(*[[LOW, LOWER]] * 2)
+    assert caplog.messages == []
+    looked_at(*[[LOW, LOWER]] * 9)
+    looked_at([LOW, LOWER], last=True)
+    warned = LARGEST.format("reward is 0.25") + "decides: --pass_on right or short."
+    assert caplog.messages == [warned] * 2
+    caplog.clear()
+    looked_at([LOW, LOWER], last=True, pass_on="right")
+    assert caplog.messages == [LARGEST.format("right is 0.5") + "decides: --pass_on right or short."]
+
+
+def test_an_unknown_name_of_pass_on_is_a_warning_with_the_known(caplog):
+    looked_at([LOW, LOWER], last=True, pass_on="rihgt")
+    assert caplog.messages == ["--pass_on names rihgt, but the rewards are right, short. Use their names."]
+
+
+def test_runs_that_pass_or_cannot_yet_are_not_warned(caplog):
+    looked_at([{"right": 0.0}, {"reward": 0.0}], last=True, pass_on="right")  # a limit ended the second
+    looked_at([LOW, LOWER], [{"right": 1.0}], *[[LOW, LOWER]] * 9, last=True)
+    looked_at(*[[{"right": 0.0}, {"right": 0.0}]] * 9, last=True)  # nothing is right so far
+    looked_at(*[[LOW, LOWER]] * 9, last=True, pass_reward=None)
+    looked_at([], last=True)
+    assert caplog.messages == []
+
+
+def test_rewards_of_all_ranks_are_compared(caplog):
+    def look(comm):
+        rows = parts_of(Ending.COMPLETED, 1, [LOW, LOWER, {"right": 1.0}][comm.rank])
+        PassWatch(comm).look(Grading(comm), rows, is_last=True)
+
+    on_ranks(2, look)
+    assert len(caplog.messages) == 1, "of rank 0"
+    caplog.clear()
+    on_ranks(3, look)
+    assert caplog.messages == []
 
 
 def test_metrics_count_an_episode_once_however_many_parts_it_has():

@@ -164,6 +164,15 @@ def test_a_loop_of_ones_own_ends_with_max_steps():
     assert trainer.source.state_dict()["consumed_batches"] == trainer.global_step == 3
 
 
+def test_a_run_whose_evaluations_pass_nothing_ends_with_a_warning(caplog):
+    trainer, _ = ppo(2, evaluates=True, pass_reward=1e6)
+    trainer.components.grading = Grading(trainer.comm, 1e6)
+    trainer.components.data.held_out.append(PROMPTS[3])
+    trainer.fit()
+    warnings = [message for message in caplog.messages if message.startswith("no held-out response has passed")]
+    assert len(warnings) == 1
+
+
 def test_a_source_that_ends_early_ends_with_evaluation_checkpoint_and_model(monkeypatch):
     (trainer, record), models = ppo(7, evaluates=True, logging_steps=5), []
     monkeypatch.setattr(PromptSource, "__iter__", lambda self: map(self.rollout, [prompts("a")] * 2))

@@ -1,0 +1,64 @@
+"""A warning for runs whose pass@k is 0 because no reward can reach ``--pass_reward``."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from openppo import logger
+from openppo.rollout.rollout import by_episode
+from openppo.trainer.evaluation.evaluator import Grading
+from openppo.types import Comm, Trajectory
+
+_EVALUATIONS = 3
+
+
+@dataclass(eq=False)
+class PassWatch:
+    """Rewards that decided whether held-out responses of a run passed, over all ranks and evaluations so far."""
+
+    comm: Comm
+    smallest: float = math.inf
+    largest: float = -math.inf
+    names: set[str] = field(default_factory=set)
+    n_evaluations: int = 0
+    has_warned: bool = False
+
+    def look(self, grading: Grading, trajectories: Sequence[Trajectory], is_last: bool) -> None:
+        """Warn once, at the last evaluation or the third, if rewards differ and none has passed. Collective.
+
+        Equal rewards say only that nothing is right so far.
+        """
+        if grading.pass_reward is None or self.has_warned:
+            return
+
+        episodes = [parts for parts in by_episode(trajectories) if _is_trained(parts[-1])]
+        deciding = [grading.deciding_reward(parts) for parts in episodes]
+        rewards = [reward for reward in deciding if reward > -math.inf]  # others lack the reward of --pass_on
+        names = {name for parts in episodes for name in parts[-1].scores}
+        own = min(rewards, default=math.inf), max(rewards, default=-math.inf), names
+
+        smallest, largest, names_of_ranks = zip(*self.comm.all_gather_object(own), strict=True)
+        self.smallest = min(self.smallest, *smallest)
+        self.largest = max(self.largest, *largest)
+        self.names = self.names.union(*names_of_ranks)
+        self.n_evaluations += 1
+        if is_last or self.n_evaluations >= _EVALUATIONS:
+            self._warn(grading)
+
+    def _warn(self, grading: Grading) -> None:
+        names, pass_on = sorted(self.names), grading.pass_on
+        if pass_on is not None and names and self.largest == -math.inf:
+            warning = f"--pass_on names {pass_on}, but the rewards are {', '.join(names)}. Use their names."
+        elif self.smallest < self.largest and not grading.is_enough(self.largest):
+            value = f"{pass_on or 'reward'} is {self.largest:.4g}, and --pass_reward is {grading.pass_reward:g}"
+            choice = f", or name the reward that decides: --pass_on {' or '.join(names)}" if len(names) > 1 else ""
+            warning = f"no held-out response has passed: the largest {value}. Lower it{choice}."
+        else:
+            return
+        self.has_warned = True
+        if self.comm.rank == 0:
+            logger.warning(warning)
+
+
+def _is_trained(trajectory: Trajectory) -> bool:
+    return trajectory.episode is None or trajectory.episode.ending.is_trained
