@@ -15,7 +15,8 @@ from openppo import logger
 from openppo.media import Media, model_inputs
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.argument_order import check_masks
-from openppo.models.loading import disable_dropout, load_causal_lm, load_options
+from openppo.models.disabling import disable_dropout
+from openppo.models.loading import load_causal_lm, load_options
 from openppo.models.log_probs import linear_log_probs, linear_logits, log_probs_and_entropy, log_probs_from_logits
 from openppo.models.padding import WithMedia, base_of, device_of, on_device, pad_width, with_stand_in
 from openppo.models.prefixes import row_inputs

@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -132,24 +131,3 @@ def freeze_vision(model: nn.Module, tower: bool, connector: bool) -> None:
             frozen += 1
     if frozen > 0:
         logger.info("%d tensors of the model that read images are frozen", frozen)
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Switch off dropout, layerdrop and router noise.
-
-    A policy with it would have ratios other than 1 before its first update. It may be a module or a plain attribute.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if getattr(module, "router_jitter_noise", 0) > 0:
-            # Phi-MoE draws among the experts within that margin, which it has in evaluation mode too: it stays there.
-            vars(module.eval())["train"] = partial(_stay, module)
-        for name, value in vars(module).items():
-            is_random = any(word in name for word in ("dropout", "pdrop", "layerdrop", "jitter"))
-            if isinstance(value, float) and is_random and name != "router_jitter_noise":
-                setattr(module, name, 0.0)
-
-
-def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
-    return module

@@ -27,7 +27,8 @@ from openppo.media import Media, model_inputs
 from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, whole_weights
 from openppo.models.argument_order import check_masks
 from openppo.models.attention import use_fast_attention
-from openppo.models.loading import disable_dropout, load_options, load_weights
+from openppo.models.disabling import disable_dropout
+from openppo.models.loading import load_options, load_weights
 from openppo.models.padding import WithMedia, on_device, pad_width, with_stand_in
 from openppo.models.prefixes import row_inputs
 from openppo.models.pretrained import (
@@ -53,6 +54,7 @@ class ScalarHeadModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, role: Role, lora: LoRAConfig | None = None) -> None:
         super().__init__()
+        disable_dropout(model)
         self.model: Any = model
         self.role: Role = role
         self.packs_rows = self.shares_prompts = False
@@ -187,7 +189,6 @@ def get_llm_for_sequence_regression(
     options = lora_options(name, **lora)
     load = load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code)
     model, headless = load_classifier(name, value_head_prefix, **load)
-    disable_dropout(model)
     if headless:
         if not (role == "critic" if init_value_head is None else init_value_head):
             raise ValueError(

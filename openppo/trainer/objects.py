@@ -20,7 +20,6 @@ from openppo.datasets.examples import fitted_prompt
 from openppo.experience.estimators import ESTIMATORS
 from openppo.models.actor import Actor
 from openppo.models.attention import use_fast_attention
-from openppo.models.loading import disable_dropout
 from openppo.models.pretrained import check_token_ids
 from openppo.models.scalar_head import HEAD, ScalarHeadModel
 from openppo.strategy.comm import check_same, collective
@@ -126,7 +125,6 @@ class OwnObjects:
             _HAS_OPTIMIZER.add(_bare(model))
         if not isinstance(model, PreTrainedModel):
             return model
-        disable_dropout(model)
         return (
             ScalarHeadModel(model, "critic", lora)
             if role == "critic"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
 
-LEVEL_0 = {"config", "types", "endings", "media", "user_code", "lazy"}
+LEVEL_0 = {"config", "types", "endings", "media", "user_code", "lazy", "overrides"}
 STAIRCASE: dict[str, set[str]] = {
     **{name: set() for name in LEVEL_0},
     "types": {"endings", "media"},

@@ -5,7 +5,7 @@ import torch
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig, Phi3Config, PhimoeForCausalLM, XLNetConfig
 
 from openppo.models import pretrained
-from openppo.models.loading import disable_dropout
+from openppo.models.disabling import disable_dropout
 from openppo.models.pretrained import check_model, check_token_ids, context_length, eos_token_ids, load_tokenizer
 from tests.architectures import tiny_config
 

@@ -28,7 +28,6 @@ DECODED = "log-probs of decode steps and the plain forward differ"
 REASONS = {
     DECODED: """bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart camembert data2vec-text
         roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl xmod""",
-    "forwards in training and evaluation mode differ": "big_bird",
     "a tiny forward fails": "cpmant prophetnet trocr whisper",
     "has layers with no key-value cache": "openai-gpt rwkv xlm xlnet xlstm",
     "has layers with indexed_attention": "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4",
@@ -92,7 +91,12 @@ def test_architectures_pass_or_are_refused_with_the_reason(name: str) -> None:
 
 def test_more_than_a_hundred_architectures_pass() -> None:
     assert REFUSED.keys() <= set(NAMES)
-    assert len(NAMES) - len(REFUSED) >= 109
+    assert len(NAMES) - len(REFUSED) >= 110
+
+
+@pytest.mark.parametrize(("name", "changes"), [("persimmon", {"attention_dropout": 0.5})])
+def test_options_that_are_switched_off_refuse_no_model(name: str, changes: dict[str, Any]) -> None:
+    assert said_of(name, **changes) is None
 
 
 @pytest.mark.parametrize("scale", SCALES)
