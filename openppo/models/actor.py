@@ -15,7 +15,7 @@ from openppo import logger
 from openppo.media import Media, model_inputs
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.argument_order import check_masks
-from openppo.models.disabling import disable_dropout
+from openppo.models.disabling import disable_extras
 from openppo.models.loading import load_causal_lm, load_options
 from openppo.models.log_probs import linear_log_probs, linear_logits, log_probs_and_entropy, log_probs_from_logits
 from openppo.models.padding import WithMedia, base_of, device_of, on_device, pad_width, with_stand_in
@@ -49,7 +49,7 @@ class Actor(nn.Module):
         options = lora_options(model, **lora)
         if isinstance(model, str):
             model = load_causal_lm(model, **load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code))
-        disable_dropout(model)
+        disable_extras(model)
         self.model: nn.Module = model
         if options.lora_rank > 0:
             self.model = add_adapters(model, options, "CAUSAL_LM")

@@ -27,7 +27,7 @@ from openppo.media import Media, model_inputs
 from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, whole_weights
 from openppo.models.argument_order import check_masks
 from openppo.models.attention import use_fast_attention
-from openppo.models.disabling import disable_dropout
+from openppo.models.disabling import disable_extras
 from openppo.models.loading import load_options, load_weights
 from openppo.models.padding import WithMedia, on_device, pad_width, with_stand_in
 from openppo.models.prefixes import row_inputs
@@ -54,7 +54,7 @@ class ScalarHeadModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, role: Role, lora: LoRAConfig | None = None) -> None:
         super().__init__()
-        disable_dropout(model)
+        disable_extras(model)
         self.model: Any = model
         self.role: Role = role
         self.packs_rows = self.shares_prompts = False

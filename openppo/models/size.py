@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from openppo.media import vision_part
 from openppo.models.actor import ends_in_head
+from openppo.models.disabling import disable_outputs
 from openppo.models.pretrained import language_model_class, layer_kinds
 from openppo.models.scalar_head import classifier_of
 
@@ -49,6 +50,7 @@ def model_size(
     kind, own = classifier_of(config) if scalar else (language_model_class(config), copy.deepcopy(config))
     with torch.device("meta"):
         module = kind.from_config(own, trust_remote_code=trust) if hasattr(kind, "from_config") else kind(own)
+    disable_outputs(module)  # as models are run; its config is a copy
     text: Any = config.get_text_config()
     heads = [id(module.get_output_embeddings()), id(getattr(module, "score", None))]
     layers = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and id(m) not in heads]

@@ -94,7 +94,9 @@ def test_more_than_a_hundred_architectures_pass() -> None:
     assert len(NAMES) - len(REFUSED) >= 110
 
 
-@pytest.mark.parametrize(("name", "changes"), [("persimmon", {"attention_dropout": 0.5})])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("mixtral", {"output_router_logits": True}), ("persimmon", {"attention_dropout": 0.5})]
+)
 def test_options_that_are_switched_off_refuse_no_model(name: str, changes: dict[str, Any]) -> None:
     assert said_of(name, **changes) is None
 
