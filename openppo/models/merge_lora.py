@@ -10,9 +10,11 @@ from openppo import logger
 from openppo.config import MergeLoRAConfig
 from openppo.media import copy_processor
 from openppo.models.adapters import HEAD_TASK
+from openppo.models.disabling import disable_outputs
 from openppo.models.loading import load_causal_lm, load_options, model_error_context
 from openppo.models.pretrained import adapter_config, base_model_of, check_model, is_peft_folder, load_tokenizer
 from openppo.models.scalar_head import load_classifier
+from openppo.overrides import restore_overridden
 
 
 class LoRAMerge:
@@ -50,7 +52,9 @@ class LoRAMerge:
 
     def fit(self) -> None:
         """Write model and tokenizer."""
+        disable_outputs(self.model)  # transformers writes no config with output_attentions, but of eager attention
         self.model.save_pretrained(self.folder)
+        restore_overridden(self.folder / "config.json")
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(self.folder)
             copy_processor(base_model_of(self.model.name_or_path or ""), self.folder)

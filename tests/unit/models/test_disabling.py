@@ -15,8 +15,10 @@ from transformers import (
     Qwen3VLMoeTextConfig,
 )
 
+from openppo.config import MergeLoRAConfig
 from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.attention import use_fast_attention
+from openppo.models.merge_lora import LoRAMerge
 from openppo.models.prefixes import share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel, classifier_of
 from openppo.models.size import model_size
@@ -102,6 +104,13 @@ def test_adapters_keep_the_config_of_their_model(tmp_path: Path) -> None:
     assert shares_prompts(actor)
     same_after_saving(actor.model, tmp_path / "adapters", "model_config.json", output_router_logits=True)
     assert Actor(str(tmp_path / "adapters")).model.config.output_router_logits is False
+
+
+def test_adapters_on_a_base_with_output_attentions_are_merged(tmp_path: Path) -> None:
+    actor = Actor(saved(tmp_path / "base", "llama", output_attentions=True), lora_rank=2, target_modules="q_proj")
+    same_after_saving(actor.model, tmp_path / "adapters", "model_config.json", output_attentions=True)
+    LoRAMerge(MergeLoRAConfig(lora_path=str(tmp_path / "adapters"), save_path=str(tmp_path / "merged"))).fit()
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["output_attentions"] is True
 
 
 def test_a_mixture_inside_a_model_of_images_is_read_without_router_logits(tmp_path: Path) -> None:
