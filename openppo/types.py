@@ -80,6 +80,8 @@ class Episode:
     n_turns: int
     error: str = ""  # what went wrong
     output: str = ""  # what followed the last turn: a program's last lines, an environment's last words
+    tool_rewards: dict[str, list[float]] = field(default_factory=dict)
+    """By tool: rewards of its calls in their order, then that of its ``calc_reward``."""
 
 
 @dataclass

@@ -109,7 +109,14 @@ def _played(session: Session, error: str, needs_reward: bool) -> Played:
         if mismatch is not None and session.setup.options.check_rendering == "strict":
             ending, error = Ending.AGENT_ERROR, mismatch
     messages = turns[-1].messages if turns else list(session.task.messages)
-    episode = Episode(messages, ending, len(turns), error or mismatch or "", session.output)
+    episode = Episode(
+        messages,
+        ending,
+        len(turns),
+        error=error or mismatch or "",
+        output=session.output,
+        tool_rewards=session.tool_rewards,
+    )
     return Played(episode, session, segments(session, episode))
 
 

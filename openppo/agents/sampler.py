@@ -22,7 +22,7 @@ class AgentSampler:
         self.agent, self.options, self.parts = agent, options, parts
         self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids, parts.vision)
         self.driver = parts.own_driver()
-        self._started = False
+        self._started = self._has_told_of_both = False
 
     def sample(self, asked: SampleRequest) -> list[Trajectory]:
         """Unscored trajectories of this rank's share of prompts, those of one prompt beside each other.
@@ -95,7 +95,21 @@ class AgentSampler:
         return await asyncio.gather(*map(one, tasks))
 
     async def _play(self, task: Task, setup: SessionSetup) -> Played:
-        return await play(self.agent, task, setup, needs_reward=not self.parts.has_rewards)
+        played = await play(self.agent, task, setup, needs_reward=not self.parts.has_rewards)
+        self._tell_of_both(played)
+        return played
+
+    def _tell_of_both(self, played: Played) -> None:
+        """Warn once, on one rank, that rewards of tools are added to those of other sources."""
+        are_added = played.episode.tool_rewards and played.session.counts["rewarded_turns"] > 0
+        if not (are_added and self.parts.has_rewards) or self._has_told_of_both or self.parts.comm.rank > 0:
+            return
+        self._has_told_of_both = True
+        logger.warning(
+            "rewards of tools (%s) are added to those of reward functions and other sources: both count. With "
+            "--tool_rewards none functions only see them, as tool_rewards.",
+            ", ".join(played.episode.tool_rewards),
+        )
 
     def _setup(self, params: SamplingParams) -> SessionSetup:
         limits = self.options, self.options.episode_max_len or self.parts.longest, self.parts.context
@@ -131,3 +145,5 @@ def measure(played: Sequence[Played], metrics: Metrics) -> None:
         counts["tool_calls"] += sum(len(turn.tool_calls) for turn in each.session.turns)
         for name, value in {**counts, **each.session.metrics}.items():
             metrics.add(f"agent/{name}", value)
+        for name, rewards in each.episode.tool_rewards.items():
+            metrics.add(f"agent/tool_rewards/{name}", sum(rewards))

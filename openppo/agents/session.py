@@ -128,6 +128,13 @@ class Limits(TypedDict, total=False):
     stop: str | Sequence[str]
 
 
+def finite_reward(value: Any) -> float:
+    """``value`` as float; ``ValueError`` if it is no finite number."""
+    if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+        raise ValueError(f"the reward {shortened(value)} is no finite number")
+    return float(value)
+
+
 class EpisodeEnded(Exception):  # noqa: N818 (nothing need be wrong)
     """The episode has ended as ``ending`` says: the model answers no more."""
 
@@ -150,6 +157,8 @@ class Session:
     counts: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, float] = field(default_factory=dict)
     """Of the whole episode, by name."""
+    tool_rewards: dict[str, list[float]] = field(default_factory=dict)
+    """As of ``Episode``, whether they are added or not."""
     ending: Ending | None = None
     output: str = ""
     """Last lines of a program, or what an environment said last, for people."""
@@ -187,13 +196,12 @@ class Session:
 
     def reward(self, value: float, turn: Turn | None = None, name: str = "reward") -> None:
         """Give ``turn`` a reward, or the whole episode; the last one counts. ``ValueError`` if it is not finite."""
-        if not isinstance(value, SupportsFloat) or not math.isfinite(value):
-            raise ValueError(f"the reward {shortened(value)} is no finite number")
+        reward = finite_reward(value)
         if turn is None:
-            self.rewards[name] = float(value)
+            self.rewards[name] = reward
         else:
             self.counts["rewarded_turns"] += not turn.rewarded
-            turn.reward, turn.rewarded = float(value), True
+            turn.reward, turn.rewarded = reward, True
 
     def add_turn_reward(self, value: float) -> None:
         """Add to the reward of the last turn, if there is one."""

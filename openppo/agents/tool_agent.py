@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from enum import Enum
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from openppo import logger
 from openppo.agents.episodes import Agent, ToolError
-from openppo.agents.session import EpisodeEnded, Session, Task
+from openppo.agents.session import EpisodeEnded, Session, Task, finite_reward
 from openppo.agents.tools import BaseTool, ToolResponse
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import encode_bare, shortened
@@ -20,6 +20,13 @@ from openppo.user_code import call
 
 Content = str | list[dict[str, Any]]
 """Of a message: a text, or parts."""
+
+
+class Answer(NamedTuple):
+    """Result of a call: the content that the model reads, and the reward, if there is one."""
+
+    content: Content
+    reward: float | None = None
 
 
 class State(Enum):
@@ -37,7 +44,8 @@ class ToolAgent(Agent):
 
     def __init__(self, tools: Sequence[BaseTool], options: AgentConfig) -> None:
         self.tools, self.options = {tool.name: tool for tool in tools}, options
-        self.gives_rewards = any(type(tool).calc_reward is not BaseTool.calc_reward for tool in tools)
+        has_calc_reward = any(type(tool).calc_reward is not BaseTool.calc_reward for tool in tools)
+        self.gives_rewards = has_calc_reward and options.tool_rewards == "add"
         self.failing: set[str] = set()
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -77,7 +85,7 @@ class ToolEpisode:
                         await self._execute()
                 self.state = State.COMPLETED
                 for name, instance in self.instances.items():
-                    self._reward(name, await self._use(name, "calc_reward", instance))
+                    self._keep(name, _number(name, await self._use(name, "calc_reward", instance)))
         except BaseException:
             self.state = State.FAILED
             raise
@@ -103,32 +111,32 @@ class ToolEpisode:
         """Execute all calls of the last turn at the same time. The model reads their results, or what was wrong."""
         self.state, turn = State.TOOL_CALLING, self.session.turns[-1]
         answers = await asyncio.gather(*(self._call(**made["function"]) for made in turn.tool_calls))
-        for made, content in zip(turn.tool_calls, answers, strict=True):
+        for made, answer in zip(turn.tool_calls, answers, strict=True):
             whose = {"tool_call_id": made["id"], "name": made["function"]["name"]}
-            self.messages.append({"role": "tool", **whose, "content": content})
+            self.messages.append({"role": "tool", **whose, "content": answer.content})
+            self._keep(made["function"]["name"], answer.reward)
         if turn.malformed:
             said = self._error(f"a tool call could not be read: {turn.malformed}")
             self.messages.append({"role": "user", "content": said})
 
-    async def _call(self, name: str, arguments: str) -> Content:
-        """What the model reads of a call."""
+    async def _call(self, name: str, arguments: str) -> Answer:
+        """Result of a call, or an error that the model reads."""
         if name not in self.tools:
-            return self._error(f"there is no tool {name!r}; there are: {', '.join(self.tools)}")
+            return Answer(self._error(f"there is no tool {name!r}; there are: {', '.join(self.tools)}"))
         takes_text = [*signature(self.tools[name].execute).parameters.values()][1].annotation in (str, "str")
         given = arguments if takes_text else json.loads(arguments)
         try:
             result = await self._use(name, "execute", self.instances[name], given)
             response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
-            content = await self._seen(name, self._read(name, response))
-            self._reward(name, reward)
+            answer = Answer(await self._seen(name, self._read(name, response)), _number(name, reward))
         except ToolError as error:
             if name not in self.agent.failing:
                 self.agent.failing.add(name)
                 logger.warning("the tool %s; the model reads that, agent/tool_errors counts it", error)
-            return self._cut(self._error(str(error)))
+            return Answer(self._cut(self._error(str(error))))
         measured = metrics.items() if isinstance(metrics, Mapping) else ()
         self.session.metrics |= {f"{name}/{key}": n for key, n in measured if isinstance(n, int | float)}
-        return content
+        return answer
 
     async def _use(self, name: str, method: str, *arguments: Any) -> Any:
         """Result of a tool's method, with the arguments of the row; ``ToolError`` if it raises or takes too long."""
@@ -144,13 +152,13 @@ class ToolEpisode:
             what = f"no result within {seconds:g} s" if late else f"{type(error).__name__}: {error}"
             raise ToolError(f"{name}.{method}: {what}") from error
 
-    def _reward(self, name: str, reward: Any) -> None:
-        """Add a tool's reward to that of the last turn; None is none."""
-        try:
-            if reward is not None:
-                self.session.add_turn_reward(reward)
-        except ValueError as error:
-            raise ToolError(f"{name}: {error}") from error
+    def _keep(self, name: str, reward: float | None) -> None:
+        """Record a tool's reward, and add it to that of the last turn unless ``--tool_rewards`` is none."""
+        if reward is None:
+            return
+        self.session.tool_rewards.setdefault(name, []).append(reward)
+        if self.agent.options.tool_rewards == "add":
+            self.session.add_turn_reward(reward)
 
     def _read(self, name: str, response: Any) -> Content:
         """What a tool returned: its images, and the beginning of its text."""
@@ -188,6 +196,14 @@ class ToolEpisode:
         ids = encode_bare(renderer.tokenizer, text[: most * 64])  # of a huge result only the beginning
         short = len(ids) <= most and len(text) <= most * 64
         return text if short else renderer.decode(ids[:most]).rstrip("\ufffd") + " ... [cut]"
+
+
+def _number(name: str, reward: Any) -> float | None:
+    """The reward of the tool ``name`` as a number, or None for none; ``ToolError`` for anything else."""
+    try:
+        return None if reward is None else finite_reward(reward)
+    except ValueError as error:
+        raise ToolError(f"{name}: {error}") from error
 
 
 def _joined(contents: Sequence[Content | None]) -> Content:

@@ -50,6 +50,8 @@ class AgentConfig(ConversationConfig):
     """Results of tools are cut to this many tokens."""
     tool_timeout: float = option(60.0, positive)
     """Seconds for one call of a tool."""
+    tool_rewards: Literal["add", "none"] = option("add", measures=True)
+    """Rewards of tools: added to those of their turns, or only shown to reward functions and logged (none)."""
     n_envs: int | None = option(None, at_least(1), resume="must match")
     """Seeds of one global step, each played --n_samples_per_prompt times (default: --rollout_batch_size rows)."""
     format_penalty: float = option(0.1, not_negative)
@@ -68,11 +70,27 @@ class AgentConfig(ConversationConfig):
         """The option that says what acts; None without agents."""
         return next((name for name in FORMS if vars(self)[name] is not None), None)
 
+    @property
+    def may_give_rewards(self) -> bool:
+        """Test for an agent whose own rewards count."""
+        return self.form is not None and self.tool_rewards == "add"
+
+    @property
+    def why_no_reward(self) -> str:
+        """Reason why tools give no rewards, as the beginning of an error; empty without tools."""
+        if self.tools is None:
+            return ""
+        if self.tool_rewards == "none":
+            return f"--tool_rewards none: rewards of --tools {self.tools} are not added. "
+        return f"No tool of --tools {self.tools} has a calc_reward. "
+
     def problems(self) -> Iterator[str]:
         given = [f"--{name}" for name in FORMS if vars(self)[name] is not None]
         if len(given) > 1:
             yield f"{' and '.join(given)} each say what acts: leave all but one out."
         if self.environment is None and (self.n_envs is not None or self.eval_n_envs > 0):
             yield "--n_envs and --eval_n_envs need an --environment: give one, or leave them out."
+        if self.tool_rewards == "none" and self.tools is None:
+            yield "--tool_rewards none has no effect without --tools: leave it out."
         if self.agent_env and self.agent_command is None:
             yield "--agent_env has no effect without --agent_command: leave it out."

@@ -160,13 +160,12 @@ class TrainPPOConfig(TrainingConfig):
         if plays and self.rewards.names():
             yield ENVIRONMENT_REWARDS
         if own_rewards is None:
-            own_rewards = self.agents.form is not None
+            own_rewards = self.agents.may_give_rewards
         if not own_rewards:  # an agent names its rewards as it likes
             yield from self.rewards.unknown_weights()
             yield from self.eval_rewards.unknown_names("--pass_on", self.evaluation.pass_on)
         if not (self.rewards.names() or own_rewards):
-            tools = f"No tool of --tools {self.agents.tools} has a calc_reward. " if self.agents.tools else ""
-            yield tools + NO_REWARD
+            yield self.agents.why_no_reward + NO_REWARD
         yield from super().missing_inputs()
 
     def problems_on(self, ranks: int) -> Iterator[str]:

@@ -76,9 +76,9 @@ class EvaluateConfig(PromptsConfig):
             yield "--n_envs counts the seeds of a training step: give --eval_n_envs instead."
         if self.agents.environment is not None and self.rewards.names():
             yield ENVIRONMENT_REWARDS
-        if not (self.rewards.names() or self.agents.form):
-            yield NO_REWARD
-        if self.agents.form is None:
+        if not (self.rewards.names() or self.agents.may_give_rewards):
+            yield self.agents.why_no_reward + NO_REWARD
+        if not self.agents.may_give_rewards:
             yield from self.rewards.unknown_weights()
             yield from self.rewards.unknown_names("--pass_on", self.pass_on)
         yield from self.rewards.pass_problems(self.pass_reward, self.pass_on)

@@ -39,12 +39,12 @@ prompt, response and completion (the response again) are texts, of the response 
 text of all tokens, special ones included, as OpenRLHF gives it; row holds the data columns and source is the data set
 that it is of; messages is None without a chat template; token_ids are those that the policy sampled. Of an episode,
 response is the policy's last message, messages the whole conversation, turns the texts of the policy's messages,
-tool_results those of the tools'.
+tool_results those of the tools', and tool_rewards their rewards (see ``Episode``), an empty dict without any.
 
 verl's names: data_source is the column, or source in a row without it; solution_str is the response, ground_truth the
 label, and extra_info the column, or an empty dict.
 """
-_IN_BOTH_FORMS = {name: name for name in ("messages", "token_ids", "turns", "tool_results")}
+_IN_BOTH_FORMS = {name: name for name in ("messages", "token_ids", "turns", "tool_results", "tool_rewards")}
 _VERL_NAMES = {
     **{"data_sources": "data_source", "solution_strs": "solution_str"},
     **{"ground_truths": "ground_truth", "extra_infos": "extra_info"},
@@ -59,7 +59,7 @@ SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
 _ALIASES = {*_VERL_NAMES, *_VERL_NAMES.values()}
 _SAY_NOTHING = {*_IN_BOTH_FORMS, "data_source", "data_sources", "extra_info", "extra_infos"}
 """Parameters that functions of both forms may have, or that are about rows alone."""
-_BEHIND_COLUMNS = {"source", "sources", *_ALIASES} - {"data_source", "extra_info"}
+_BEHIND_COLUMNS = {"source", "sources", "tool_rewards", *_ALIASES} - {"data_source", "extra_info"}
 """Parameters that get the column of their name where the data has one; the two left out get it row by row."""
 
 
@@ -83,6 +83,7 @@ def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokeni
             "token_ids": t.action_ids,
             "turns": turn_texts(t, tokenizer),
             "tool_results": [text_of(m.get("content")) for m in episode_messages(t) if m["role"] == "tool"],
+            "tool_rewards": {} if t.episode is None else t.episode.tool_rewards,
         }
         for t, response in zip(trajectories, responses, strict=True)
     ]

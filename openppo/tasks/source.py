@@ -199,7 +199,7 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
         if not service.data and made.agents.environment is None:
             raise ValueError("it has no data, and no environment: give it data.")
         if not task.has_rewards and not (maker is not None and maker.gives_rewards):
-            raise ValueError(NO_REWARD)
+            raise ValueError(made.agents.why_no_reward + NO_REWARD)
     return RunTask(name, made, maker, ratio, service.max_concurrent, service.retries)
 
 

@@ -146,6 +146,9 @@ ppo eval_reward_fn=f.py | scores evaluations: give held-out prompts with --eval_
 ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h | eval_pass@1: which reward...--pass_reward
 ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
 ppo reward_fn=None | ...No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name]
+ppo tool_rewards=none tools=t.py reward_fn=None | none: rewards of --tools t.py are not added. No reward is given: pass
+evaluate tool_rewards=none tools=t.py reward_fn=None | none: rewards of --tools t.py are not added. No reward is given
+ppo tool_rewards=none agent=a.py | none has no effect without --tools: leave it out
 ppo "input_template={} {}" | must contain {} once, where the prompt goes; got '{} {}'
 ppo chat_template_kwargs={} | has no effect without --apply_chat_template: add
 sft chat_template=f | has no effect without --apply_chat_template: add

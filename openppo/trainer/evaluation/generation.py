@@ -156,7 +156,7 @@ class EvaluateJob(_Job):
         self.agents = config.agents
         super().__init__(config, config.output_path, source)
         if source is not None and not (config.rewards.names() or source.gives_rewards):
-            raise ValueError(NO_REWARD)
+            raise ValueError(config.agents.why_no_reward + NO_REWARD)
         setup = ScorerSetup(
             config.rewards,
             self.tokenizer,

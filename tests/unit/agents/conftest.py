@@ -119,12 +119,17 @@ MakeSampler = Callable[..., AgentSampler]
 def make_sampler(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeSampler]:
     """``make_sampler(agent, script, **options of AgentConfig)``; its engine is ``sampler.parts.engine``.
 
-    ``engine`` is the class of that.
+    ``engine`` is the class of that, ``has_rewards`` tells of sources of rewards beside the agent.
     """
     made: list[AgentSampler] = []
 
     def make(
-        agent: Any, script: Callable[[str], str], longest: int = 4000, engine: Any = ScriptedEngine, **options: Any
+        agent: Any,
+        script: Callable[[str], str],
+        longest: int = 4000,
+        engine: Any = ScriptedEngine,
+        has_rewards: bool = False,
+        **options: Any,
     ) -> AgentSampler:
         source = AgentSource(agent, AgentConfig(**options))
         source.check(chat_tokenizer)
@@ -135,7 +140,7 @@ def make_sampler(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeSample
             comm=SingleProcess(),
             stop=StopCheck(),
             longest=longest,
-            has_rewards=False,
+            has_rewards=has_rewards,
         )
         made.append(source.make(parts))
         return made[-1]

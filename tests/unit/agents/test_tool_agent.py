@@ -67,9 +67,9 @@ def play(make_sampler) -> Callable[..., tuple[list[Trajectory], dict[str, float]
     def run(
         tools: list[BaseTool], script: Callable[[str], str], **options: Any
     ) -> tuple[list[Trajectory], dict[str, float]]:
-        rows, metrics = options.pop("rows", [{}]), Metrics()
+        rows, has_rewards, metrics = options.pop("rows", [{}]), options.pop("has_rewards", False), Metrics()
         agent = ToolAgent(tools, AgentConfig(tools="tools.py", tool_parser="hermes", **options))
-        sampler = make_sampler(agent, script, tool_parser="hermes", **options)
+        sampler = make_sampler(agent, script, tool_parser="hermes", has_rewards=has_rewards, **options)
         prompts = [Prompt("task", [5, 6], row=row, messages=[{"role": "user", "content": "task"}]) for row in rows]
         agent.check(prompts)
         sampled = sampler.sample(SampleRequest(prompts, SamplingParams(400), 1, 1, 0, metrics))
@@ -121,6 +121,42 @@ def test_rewards_lie_on_the_last_action_of_their_turn(play):
     rewards = {t: reward for t, reward in enumerate(trajectory.token_rewards) if reward}
     assert rewards == {stop - 1: reward for (_, stop), reward in zip(trajectory.spans, [0.5, 0.5], strict=True)}
     assert trajectory.scores == {}
+
+
+class Counting(Paying):
+    """Rewards its calls with the numbers they ask for, the first of them last."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        await asyncio.sleep(0.2 if parameters["pay"] == 1 else 0)
+        return "ok", parameters["pay"], None
+
+
+COUNTED = then(calls(("b", {"pay": 1}), ("a", {"pay": 2}), ("b", {"pay": None})), calls(("b", {"pay": 3})), "end")
+EARNED = {"b": [1.0, 3.0, 0.5], "a": [2.0, 0.5]}
+
+
+@pytest.mark.parametrize(("option", "of_turns"), [("add", [3.0, 3.0, 1.0]), ("none", [])])
+def test_rewards_of_tools_are_kept_and_added_if_asked(play, option, of_turns):
+    tools = [Counting("b"), Counting("a")]
+    [trajectory], metrics = play(tools, COUNTED, tool_rewards=option, has_rewards=True)
+    assert trajectory.episode.tool_rewards == EARNED, "in the order of calls, then calc_reward"
+    assert trajectory.step_rewards == of_turns
+    assert (trajectory.token_rewards is None) == (option == "none")
+    assert metrics["agent/completed"] == 1
+    assert (metrics["agent/tool_rewards/b"], metrics["agent/tool_rewards/a"]) == (4.5, 2.5)
+
+
+def test_a_warning_says_once_that_both_rewards_count(play, caplog):
+    said = "rewards of tools (b, a) are added to those of reward functions and other sources: both count. With "
+    said += "--tool_rewards none functions only see them, as tool_rewards."
+    tools = [Counting("b"), Counting("a")]
+    play(tools, COUNTED, has_rewards=True, rows=[{}, {}])
+    assert [message for message in caplog.messages if "both count" in message] == [said]
+    caplog.clear()
+    play(tools, COUNTED, has_rewards=False)
+    play(tools, COUNTED, has_rewards=True, tool_rewards="none")
+    play([Plain()], then(calls(("plain", {})), "end"), has_rewards=True)
+    assert caplog.messages == []
 
 
 def test_a_reward_of_zero_is_a_reward(play):
@@ -350,6 +386,8 @@ def test_only_a_tool_with_a_reward_of_its_own_gives_rewards():
     options = AgentConfig(tools="tools.py")
     plain, paying = ToolAgent([Plain()], options), ToolAgent([Plain("a"), Paying()], options)
     assert (AgentSource(plain, options).gives_rewards, AgentSource(paying, options).gives_rewards) == (False, True)
+    shown = ToolAgent([Paying()], AgentConfig(tools="tools.py", tool_rewards="none"))
+    assert not AgentSource(shown, shown.options).gives_rewards, "they are not added"
 
 
 def test_an_episode_goes_through_its_states(play, monkeypatch):

@@ -111,7 +111,7 @@ def test_remax_gets_a_scored_greedy_response(plan, sampler):
 
 def test_json_of_a_group_gives_it_back():
     prompt = dataclasses.replace(PROMPTS[3], row={"bytes": b"no JSON"}, messages=[{"role": "user", "content": "x"}])
-    episode = Episode([{"role": "user", "content": "x"}], Ending.MAX_TURNS, 2, output="end")
+    episode = Episode([{"role": "user", "content": "x"}], Ending.MAX_TURNS, 2, output="end", tool_rewards={"a": [0.5]})
     greedy = Trajectory([3, 2], [False, True], [0.0, 0.0], [-1, 4], FinishReason.STOP, prompt, 7, scores={"r": 1.0})
     parts = [
         Trajectory(
@@ -139,3 +139,6 @@ def test_json_of_a_group_gives_it_back():
     assert again[0].episode is again[1].episode
     assert again[0].greedy[0] is again[1].greedy[0]
     assert isinstance(again[0].prompt, Prompt)
+    older = as_json(parts)
+    del older["episodes"][0]["tool_rewards"]
+    assert from_json(older, prompt)[0].episode.tool_rewards == {}, "of a checkpoint from before"

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import functools
 import logging
 import math
@@ -15,7 +16,7 @@ import torch
 
 from openppo.rewards import FunctionScorer, RewardFunction, start_scoring
 from openppo.rewards.function import make_samples
-from openppo.types import Score
+from openppo.types import Prompt, Score
 from openppo.user_code import load_callable
 
 COLUMNS = ("question", "answer")
@@ -63,10 +64,11 @@ BATCH = {
     "turns": [["cd"], [""]],
     "tool_results": [[], []],
     "sources": ["", ""],
+    "tool_rewards": [{}, {}],
 }
 NAMES_OF_ONE = (
     *("prompt", "response", "completion", "label", "query", "row"),
-    *("messages", "token_ids", "turns", "tool_results", "source"),
+    *("messages", "token_ids", "turns", "tool_results", "source", "tool_rewards"),
 )
 SINGLE = {name: values[0] for name, values in zip(NAMES_OF_ONE, BATCH.values(), strict=True)}
 
@@ -83,7 +85,7 @@ def test_a_function_gets_what_its_parameters_name(call):
     assert call(lambda queries, prompts, labels: (prompts, labels, queries)) == (["ab", "a"], BATCH["labels"], queries)
     assert call(lambda rows, *, messages, token_ids: [rows, messages, token_ids]) == [rows, *others[:2]]
     given = call(lambda query, row, messages, token_ids, turns: [query, row, messages, token_ids, turns], 1)
-    assert given == list(SINGLE.values())[4:-2]
+    assert given == list(SINGLE.values())[4:-3]
     assert call(lambda completions, answer: (completions, answer)) == (["cd", ""], ["4", "5"])
     assert call(Judge(), 1) == ("cd", "4")
     assert call(functools.partial(Judge(), answer="6"), 1) == ("cd", "4"), "the data wins over a default"
@@ -124,6 +126,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
     return [list(each) for each in zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)]
+
+
+def test_rewards_of_tools_are_seen_by_tool(episode, two, make_tokenizer):
+    earned = {"grade": [-0.05, 1.0], "look": [0.5]}
+    played = dataclasses.replace(episode, episode=dataclasses.replace(episode.episode, tool_rewards=earned))
+    samples = make_samples([played, two[0]], make_tokenizer())
+    assert RewardFunction(lambda responses, tool_rewards: tool_rewards, "f", ())(samples) == [earned, {}]
+    change = RewardFunction(lambda response, tool_rewards: tool_rewards["grade"].pop(), "f", ())
+    assert [change(samples[:1]), change(samples[:1])] == [1.0, 1.0], "of copies"
+    column = make_samples(
+        [dataclasses.replace(two[0], prompt=Prompt("", [4], row={"tool_rewards": 7}))], make_tokenizer()
+    )
+    assert RewardFunction(lambda response, tool_rewards: tool_rewards, "f", ["tool_rewards"])(column) == 7
 
 
 @pytest.fixture

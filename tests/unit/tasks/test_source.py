@@ -16,6 +16,16 @@ from openppo.tasks.server import TaskServer
 from openppo.tasks.source import TaskService, read_tasks, task_source
 from openppo.types import FinishReason, Prompt, Score, Trajectory
 
+TOOLS = """
+from openppo.agents.tools import BaseTool, OpenAIFunctionToolSchema
+
+class Pay(BaseTool):
+    def get_openai_tool_schema(self):
+        return OpenAIFunctionToolSchema(function={"name": "pay"})
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return 1.0
+"""
 MINIMAL = {"name": "one", "data": "rows.jsonl", "reward": "exact_match"}
 
 
@@ -23,6 +33,7 @@ MINIMAL = {"name": "one", "data": "rows.jsonl", "reward": "exact_match"}
 def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("agent.py").write_text("async def solve(task, session): return 1.0")
+    Path("tools.py").write_text(TOOLS)
     Path("ratios.py").write_text("def mine(shares): return {name: 1.0 for name in shares}")
     return from_options(TrainPPOConfig, pretrain="MODEL", max_steps=3, generate_max_len=64, agent_timeout=9.0)
 
@@ -79,6 +90,10 @@ WRONG = [
     ([{**MINIMAL, "sampling": {"generate_max_len": 99}}], "longer than the run's --generate_max_len 64"),
     ([{**MINIMAL, "options": {"max_turns": 0}}], "task one: --max_turns"),
     ([{"name": "one", "data": "x"}], "task one: No reward is given"),
+    (
+        [{"name": "one", "data": "x", "options": {"tools": "tools.py", "tool_rewards": "none"}}],
+        "task one: --tool_rewards none: rewards of --tools tools.py are not added. No reward is given",
+    ),
     ([{"name": "one", "reward": "exact_match"}], "task one: it has no data"),
     ([{**MINIMAL, "data": 5}], "task one: data is 5: write a text"),
     ([{**MINIMAL, "options": ["x"]}], "task one: options is ['x']: write options by name"),
