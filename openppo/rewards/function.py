@@ -301,6 +301,9 @@ class FunctionScorer:
         self._log_keys(others, numbers=extras)
 
         score = self._score(values[_SCORE], trajectory)
+        if named and score.token_rewards is not None:
+            remedy = f"use --reward_weights {self.name}=NUMBER"
+            raise ValueError(f"{self} returned a list as 'score', and rewards of tokens have no such name: {remedy}.")
         if named and score.rewards.keys() == {self.name}:
             score = replace(score, rewards={_SCORE: score.rewards[self.name]})
         return replace(score, extras=score.extras | extras, notes=score.notes | notes)

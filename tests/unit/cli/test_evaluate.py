@@ -17,6 +17,11 @@ REWARD = """
 def reward_fn(response, label, source):
     return {"letters": len(response), "label": label, "extra": {"in a": "/a/" in source}}
 """
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    acc = ground_truth == 2
+    return {"score": 1.0 if acc else -1.0, "acc": acc, "pred": solution_str, "source": data_source}
+"""
 
 
 def write_rows(file: Path, labels: list[int]) -> Path:
@@ -44,6 +49,21 @@ def test_lines_and_metrics_say_what_the_reward_function_said(models, tmp_path):
         expected |= {"label": label, "reward": label, "passed": label >= 2, "extra": {"in a": float(source == first)}}
         expected["rewards"] = {"letters": len(line["response"]), "label": label}
         assert line == expected | {name: line[name] for name in ("finish_reason", "n_tokens")}
+
+
+def test_a_function_of_verl_evaluates_as_it_is(models, tmp_path):
+    (tmp_path / "dapo.py").write_text(VERL)
+    rows = write_rows(tmp_path / "rows.jsonl", [1, 2])
+    arguments = f"""--pretrain {models}/actor --prompt_data {rows} --label_key answer --generate_max_len 5
+        --reward_fn {tmp_path}/dapo.py --output_path {tmp_path}/out.jsonl"""
+    metrics = EvaluateJob(parse_options(EvaluateConfig, arguments.split())).evaluate()
+    expected = {"eval_reward": 0, "eval_reward_max": 1, "eval_extra/acc": 0.5, "eval_pass@1": 0.5}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert not any(name.endswith(("pred", "source", "reward/score")) for name in metrics)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    pred = {"pred": lines[0]["response"], "source": str(rows)}
+    assert [line["extra"] for line in lines] == [{"acc": 0.0, **pred}, {"acc": 1.0, **pred}]
+    assert [line["rewards"] for line in lines] == [{"reward": -1.0}, {"reward": 1.0}]
 
 
 def test_the_table_has_a_line_for_each_metric_and_a_column_for_each_source():

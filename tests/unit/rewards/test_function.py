@@ -372,6 +372,8 @@ def test_weights_of_other_keys_make_all_numbers_rewards(scorer_of, two):
     assert score.rewards == {"score": -1.0}, "under the name that the weight is for"
     (score,) = scorer_of(lambda response: graded, weighted=["reward_model"]).score(two[:1])
     assert score.rewards == {"reward": -1.0}
+    with pytest.raises(ValueError, match="a list as 'score', .* no such name: use --reward_weights reward=NUMBER"):
+        scorer_of(lambda response: {"score": [1, 0, 3]}, weighted=["score"]).score(two[:1])
 
 
 @pytest.mark.parametrize(("bad", "weighted"), [("1", ()), (math.nan, ()), ("1", ["acc"])])
