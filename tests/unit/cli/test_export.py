@@ -18,7 +18,7 @@ def write_checkpoint(folder: Path, **state: Any) -> Path:
     content = json.dumps(state).encode()
     (folder / "state.json").write_bytes(content)
     described = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps({"format": 3, "step": 1, "files": {"state.json": described}}))
+    (folder / "manifest.json").write_text(json.dumps({"format": 4, "step": 1, "files": {"state.json": described}}))
     return folder
 
 
