@@ -1,0 +1,227 @@
+"""PPO in one process on policies that are tables: real trajectories, experience maker, buffer and optimizer steps.
+
+A game is played by hand; everything after it is what a run uses. Tokens 0 to A-1 are actions, those above are states.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from openppo.agents.episodes import segments
+from openppo.agents.session import Session, Task, Turn
+from openppo.config import TrainPPOConfig
+from openppo.experience import ExperienceMaker, ReplayBuffer
+from openppo.experience.estimators import ESTIMATORS
+from openppo.experience.replay_buffer import mini_batches
+from openppo.rollout.rollout import write_scores
+from openppo.tracking import Metrics
+from openppo.trainer.actor_step import ActorStep
+from openppo.trainer.critic_step import CriticStep
+from openppo.types import Completion, Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
+
+CPU = torch.device("cpu")
+PAD = 0
+Choose = Callable[[int], int]
+"""``choose(state)``: the policy's action after the token ``state``."""
+Rewards = Literal["score", "turns", "both"]
+"""What is paid: the whole episode, its last turn, or a quarter for the whole and the others for the turn."""
+SETUP: Any = SimpleNamespace(renderer=SimpleNamespace(vision=None), options=SimpleNamespace(allow_image_urls=False))
+"""What a session needs in which nobody asks for a turn."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One action, and the token that was read before it."""
+
+    state: int
+    action: int
+
+
+class Game(Protocol):
+    """A decision at each prompt, and what follows from it."""
+
+    n_tokens: int
+    n_actions: int
+    right: dict[int, int]
+    """The action that pays most, by the token of the prompt."""
+
+    def play(self, prompt: int, choose: Choose) -> tuple[list[Move], float]:
+        """Moves of an episode from the token ``prompt``, and what is paid at its end."""
+
+
+class Policy(nn.Module):
+    """Logits of all actions by the token before, called like ``Actor.forward``."""
+
+    def __init__(self, n_tokens: int, n_actions: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(n_tokens, n_actions))
+
+    def forward(
+        self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, return_entropy: bool = False, **_: Any
+    ) -> Any:
+        table = self.logits.log_softmax(-1)  # (S, A)
+        states = tokens_before(sequences)
+        actions = torch.where(action_mask, sequences, 0)
+        log_probs = torch.where(action_mask, table[states, actions], 0.0)
+        if not return_entropy:
+            return log_probs
+
+        entropy = -(table.exp() * table).sum(-1)  # (S,)
+        return log_probs, torch.where(action_mask, entropy[states], 0.0)
+
+    def chances(self) -> list[list[float]]:
+        """Probability of each action by token."""
+        return self.logits.detach().double().softmax(-1).tolist()
+
+
+class Critic(nn.Module):
+    """Values by the token before, called like ``ScalarHeadModel``."""
+
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(n_tokens))
+
+    def forward(self, sequences: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
+        return self.values[tokens_before(sequences)]
+
+
+def tokens_before(sequences: Tensor) -> Tensor:
+    """The token before each, (B, L)."""
+    return F.pad(sequences[:, :-1], (1, 0))
+
+
+class AdamModel:
+    """A ``TrainableModel`` without DeepSpeed."""
+
+    def __init__(self, module: nn.Module, learning_rate: float) -> None:
+        self.module = module
+        self.learning_rate = learning_rate
+        self.optimizer = torch.optim.Adam(module.parameters(), learning_rate, betas=(0.9, 0.95))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+
+    def step(self) -> float:
+        gradients = [p.grad.flatten() for p in self.module.parameters()]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.cat(gradients).norm().item()
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Plays a game in groups, as episodes of an agent or (``single``) as responses that are scored by step."""
+
+    game: Game
+    rewards: Rewards
+    rng: random.Random
+    single: bool = False
+
+    def groups(self, chances: list[list[float]], n_groups: int, n_samples: int, version: int) -> Iterator[Trajectory]:
+        """Trajectories of ``n_groups`` prompts, each with the greedy one beside it."""
+
+        def sampled(state: int) -> int:
+            return self.rng.choices(range(self.game.n_actions), chances[state])[0]
+
+        def greedy(state: int) -> int:
+            return max(range(self.game.n_actions), key=lambda action: chances[state][action])
+
+        prompts = sorted(self.game.right)
+        for group in range(n_groups):
+            prompt = prompts[group % len(prompts)]
+            best = self.trajectory(prompt, greedy, chances, group, version)
+            for _ in range(n_samples):
+                trajectory = self.trajectory(prompt, sampled, chances, group, version)
+                trajectory.greedy = best
+                yield trajectory
+
+    def trajectory(
+        self, prompt: int, choose: Choose, chances: list[list[float]], group: int, version: int
+    ) -> Trajectory:
+        """One episode or response."""
+        moves, paid = self.game.play(prompt, choose)
+        log_probs = [math.log(chances[move.state][move.action]) for move in moves]
+        of_score = {"score": paid, "turns": 0.0, "both": paid / 4}[self.rewards]
+        build = single_response if self.single else episode
+        return build(moves, log_probs, of_score, paid - of_score, group, version)
+
+
+def episode(
+    moves: Sequence[Move], log_probs: Sequence[float], of_score: float, of_turn: float, group: int, version: int
+) -> Trajectory:
+    """The trajectory of an agent's episode with a turn for each move."""
+    session = Session(SETUP, Task(Prompt("", [moves[0].state]), seed=0, group=group))
+    read: list[int] = []
+    parent = None
+    for move, log_prob in zip(moves, log_probs, strict=True):
+        read = [*read, move.state]
+        completion = Completion([move.action], [log_prob], [version], FinishReason.STOP)
+        number = len(session.turns)
+        parent = Turn(number, [{}], [], list(read), completion, text="", said=[], parent=parent)
+        session.turns.append(parent)
+        read = parent.token_ids
+
+    if of_score != 0:
+        session.reward(of_score)
+    if of_turn != 0:
+        session.reward(of_turn, session.turns[-1])
+    [trajectory] = segments(session, Episode([], Ending.COMPLETED, len(moves)))
+    return trajectory
+
+
+def single_response(
+    moves: Sequence[Move], log_probs: Sequence[float], of_score: float, of_step: float, group: int, version: int
+) -> Trajectory:
+    """A response with a step for each move; the tokens between them are the model's own actions."""
+    prompt = [moves[0].state]
+    actions = [move.action for move in moves]
+    trajectory = Trajectory(
+        token_ids=prompt + actions,
+        action_mask=[False] + [True] * len(actions),
+        log_probs=[0.0, *log_probs],
+        versions=[-1] + [version] * len(actions),
+        finish_reason=FinishReason.STOP,
+        prompt=Prompt("", prompt),
+        group=group,
+    )
+    steps = [0.0] * len(actions) + [of_step]
+    write_scores([trajectory], [Score({"reward": of_score}, steps, trajectory.action_mask)])
+    return trajectory
+
+
+def train(config: TrainPPOConfig, rollouts: Rollouts, n_steps: int, learning_rate: float = 0.2) -> float:
+    """Chance of the right action after ``n_steps`` global steps, at the prompt where it is lowest."""
+    game = rollouts.game
+    estimator = ESTIMATORS[config.advantage.advantage_estimator]
+    comm = SingleProcess()
+    policy = Policy(game.n_tokens, game.n_actions)
+    actor = AdamModel(policy, learning_rate)
+    critic = AdamModel(Critic(game.n_tokens), learning_rate) if estimator.uses_critic else None
+
+    maker = ExperienceMaker(actor, critic, None, config, comm, CPU, PAD)
+    buffer = ReplayBuffer(comm, normalizes=estimator.normalizes(config.advantage.normalize_advantages))
+    actor_step = ActorStep(actor, config, comm, CPU)  # type: ignore[arg-type]
+    critic_step = CriticStep(critic, config, comm, CPU) if critic is not None else None  # type: ignore[arg-type]
+
+    n_groups = config.ppo.rollout_batch_size
+    n_samples = config.ppo.n_samples_per_prompt
+    for step in range(n_steps):
+        metrics = Metrics()
+        played = list(rollouts.groups(policy.chances(), n_groups, n_samples, version=step))
+        buffer.fill(maker.make(played, metrics, step))
+        for number, batch in enumerate(mini_batches(buffer, config, step)):
+            actor_step.train(batch, None, metrics, on_policy=number == 0)
+            if critic_step is not None:
+                critic_step.train(batch, metrics)
+
+    return min(policy.chances()[prompt][action] for prompt, action in game.right.items())

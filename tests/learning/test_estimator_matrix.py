@@ -1,0 +1,112 @@
+"""Every estimator learns from every kind of reward under every normalization, on games that are tables."""
+
+import random
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+
+from openppo.config import TrainPPOConfig, from_options
+from openppo.experience.estimators import ESTIMATORS
+from tests.learning.tabular import Choose, Game, Move, Rewards, Rollouts, train
+
+N_STEPS = 14
+"""Global steps, each of 64 samples in two optimizer steps."""
+SIZES = {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "micro_rollout_batch_size": 64}
+SIZES |= {"train_batch_size": 32, "micro_train_batch_size": 32}
+MODELS = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "init_kl_coef": 0.0, "generate_max_len": 4}
+NORMALIZERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "group": {"normalize_reward": True, "reward_normalizer": "group"},
+    "running": {"normalize_reward": True, "reward_normalizer": "running"},
+}
+REFUSED = [("group_norm", "group"), ("remax", "group")]
+"""Estimators that compare by themselves, beside a normalizer that does."""
+
+
+@dataclass(frozen=True)
+class Bandit:
+    """One turn: at each of two prompts another one of three arms pays 1, and the others nothing."""
+
+    n_tokens: int = 5
+    n_actions: int = 3
+    right: dict[int, int] = field(default_factory=lambda: {3: 0, 4: 1})
+
+    def play(self, prompt: int, choose: Choose) -> tuple[list[Move], float]:
+        action = choose(prompt)
+        return [Move(prompt, action)], float(action == self.right[prompt])
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """End now for 0.5 (action 0), or go on for two more turns, whatever they say, for 1 (action 1)."""
+
+    n_tokens: int = 5
+    n_actions: int = 2
+    right: dict[int, int] = field(default_factory=lambda: {2: 1})
+
+    def play(self, prompt: int, choose: Choose) -> tuple[list[Move], float]:
+        first = Move(prompt, choose(prompt))
+        if first.action == 0:
+            return [first], 0.5
+        return [first, *[Move(state, choose(state)) for state in (3, 4)]], 1.0
+
+
+@dataclass(frozen=True)
+class GoOnInOneResponse:
+    """The same in a response of one or three steps, of which each reads the one before."""
+
+    n_tokens: int = 3
+    n_actions: int = 2
+    right: dict[int, int] = field(default_factory=lambda: {2: 1})
+
+    def play(self, prompt: int, choose: Choose) -> tuple[list[Move], float]:
+        first = Move(prompt, choose(prompt))
+        if first.action == 0:
+            return [first], 0.5
+        second = Move(first.action, choose(first.action))
+        third = Move(second.action, choose(second.action))
+        return [first, second, third], 1.0
+
+
+GAMES: dict[str, Game] = {"bandit": Bandit(), "go_on": GoOn()}
+
+
+def config_of(estimator: str, normalizer: str) -> TrainPPOConfig:
+    return from_options(TrainPPOConfig, advantage_estimator=estimator, **MODELS, **SIZES, **NORMALIZERS[normalizer])
+
+
+def chance(estimator: str, normalizer: str, rewards: Rewards, game: Game, single: bool = False) -> float:
+    """Chance of the right action after training."""
+    config = config_of(estimator, normalizer)
+    config.validate()
+    return train(config, Rollouts(game, rewards, random.Random(1), single), N_STEPS)
+
+
+TRAINED = [cell for cell in product(ESTIMATORS, NORMALIZERS) if cell not in REFUSED]
+
+
+@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize("rewards", ["score", "turns", "both"])
+@pytest.mark.parametrize(("estimator", "normalizer"), TRAINED)
+def test_every_cell_learns_the_action_that_pays_most(
+    estimator: str, normalizer: str, rewards: Rewards, game: str
+) -> None:
+    right = chance(estimator, normalizer, rewards, GAMES[game])
+    print(f"p(right) {right:.4f}")
+    assert right >= 0.95
+
+
+@pytest.mark.parametrize("rewards", ["score", "turns", "both"])
+@pytest.mark.parametrize(("estimator", "normalizer"), TRAINED)
+def test_single_responses_scored_by_step_learn_to_go_on(estimator: str, normalizer: str, rewards: Rewards) -> None:
+    right = chance(estimator, normalizer, rewards, GoOnInOneResponse(), single=True)
+    print(f"p(right) {right:.4f}")
+    assert right >= 0.95
+
+
+@pytest.mark.parametrize(("estimator", "normalizer"), REFUSED)
+def test_a_normalizer_beside_its_own_comparison_is_refused(estimator: str, normalizer: str) -> None:
+    with pytest.raises(ValueError, match=f"--advantage_estimator {estimator}"):
+        config_of(estimator, normalizer).validate()
