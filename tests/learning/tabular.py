@@ -32,6 +32,8 @@ Choose = Callable[[int], int]
 """``choose(state)``: the policy's action after the token ``state``."""
 Rewards = Literal["score", "turns", "both"]
 """What is paid: the whole episode, its last turn, or a quarter for the whole and the others for the turn."""
+Form = Literal["episode", "parts", "response"]
+"""An agent's episode, as one trajectory or one for each turn; or a single response that is scored by step."""
 SETUP: Any = SimpleNamespace(renderer=SimpleNamespace(vision=None), options=SimpleNamespace(allow_image_urls=False))
 """What a session needs in which nobody asks for a turn."""
 
@@ -119,16 +121,40 @@ class AdamModel:
 
 
 @dataclass(frozen=True)
+class Paid:
+    """What an episode has earned, of the whole and of its last turn."""
+
+    score: float
+    turn: float
+
+    @classmethod
+    def of(cls, total: float, rewards: Rewards) -> "Paid":
+        """Divide a payment."""
+        score = {"score": total, "turns": 0.0, "both": total / 4}[rewards]
+        return cls(score, total - score)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Moves with their log-probs, the group that they belong to, and the policy's version."""
+
+    moves: Sequence[Move]
+    log_probs: Sequence[float]
+    group: int
+    version: int
+
+
+@dataclass(frozen=True)
 class Rollouts:
-    """Plays a game in groups, as episodes of an agent or (``single``) as responses that are scored by step."""
+    """Plays a game in groups."""
 
     game: Game
     rewards: Rewards
+    form: Form
     rng: random.Random
-    single: bool = False
 
     def groups(self, chances: list[list[float]], n_groups: int, n_samples: int, version: int) -> Iterator[Trajectory]:
-        """Trajectories of ``n_groups`` prompts, each with the greedy one beside it."""
+        """Trajectories of ``n_groups`` prompts, each with the greedy ones beside it."""
 
         def sampled(state: int) -> int:
             return self.rng.choices(range(self.game.n_actions), chances[state])[0]
@@ -136,66 +162,62 @@ class Rollouts:
         def greedy(state: int) -> int:
             return max(range(self.game.n_actions), key=lambda action: chances[state][action])
 
+        def played(prompt: int, choose: Choose) -> list[Trajectory]:
+            moves, total = self.game.play(prompt, choose)
+            log_probs = [math.log(chances[move.state][move.action]) for move in moves]
+            return self.trajectories(Sampled(moves, log_probs, group, version), Paid.of(total, self.rewards))
+
         prompts = sorted(self.game.right)
         for group in range(n_groups):
             prompt = prompts[group % len(prompts)]
-            best = self.trajectory(prompt, greedy, chances, group, version)
+            best = tuple(played(prompt, greedy))
             for _ in range(n_samples):
-                trajectory = self.trajectory(prompt, sampled, chances, group, version)
-                trajectory.greedy = best
-                yield trajectory
+                for trajectory in played(prompt, sampled):
+                    trajectory.greedy = best
+                    yield trajectory
 
-    def trajectory(
-        self, prompt: int, choose: Choose, chances: list[list[float]], group: int, version: int
-    ) -> Trajectory:
+    def trajectories(self, sampled: Sampled, paid: Paid) -> list[Trajectory]:
         """One episode or response."""
-        moves, paid = self.game.play(prompt, choose)
-        log_probs = [math.log(chances[move.state][move.action]) for move in moves]
-        of_score = {"score": paid, "turns": 0.0, "both": paid / 4}[self.rewards]
-        build = single_response if self.single else episode
-        return build(moves, log_probs, of_score, paid - of_score, group, version)
+        if self.form == "response":
+            return [response(sampled, paid)]
+        return episode(sampled, paid, continues=self.form == "episode")
 
 
-def episode(
-    moves: Sequence[Move], log_probs: Sequence[float], of_score: float, of_turn: float, group: int, version: int
-) -> Trajectory:
-    """The trajectory of an agent's episode with a turn for each move."""
-    session = Session(SETUP, Task(Prompt("", [moves[0].state]), seed=0, group=group))
+def episode(sampled: Sampled, paid: Paid, continues: bool) -> list[Trajectory]:
+    """An agent's episode with a turn for each move, which ``continues`` the tokens of the last or is rendered anew."""
+    session = Session(SETUP, Task(Prompt("", [sampled.moves[0].state]), seed=0, group=sampled.group))
     read: list[int] = []
     parent = None
-    for move, log_prob in zip(moves, log_probs, strict=True):
+    for number, move in enumerate(sampled.moves):
         read = [*read, move.state]
-        completion = Completion([move.action], [log_prob], [version], FinishReason.STOP)
-        number = len(session.turns)
-        parent = Turn(number, [{}], [], list(read), completion, text="", said=[], parent=parent)
-        session.turns.append(parent)
-        read = parent.token_ids
+        completion = Completion([move.action], [sampled.log_probs[number]], [sampled.version], FinishReason.STOP)
+        turn = Turn(number, [{}], [], read, completion, text="", said=[], parent=parent)
+        session.turns.append(turn)
+        read = turn.token_ids
+        parent = turn if continues else None
 
-    if of_score != 0:
-        session.reward(of_score)
-    if of_turn != 0:
-        session.reward(of_turn, session.turns[-1])
-    [trajectory] = segments(session, Episode([], Ending.COMPLETED, len(moves)))
-    return trajectory
+    if paid.score != 0:
+        session.reward(paid.score)
+    if paid.turn != 0:
+        session.reward(paid.turn, session.turns[-1])
+    return segments(session, Episode([], Ending.COMPLETED, len(sampled.moves)))
 
 
-def single_response(
-    moves: Sequence[Move], log_probs: Sequence[float], of_score: float, of_step: float, group: int, version: int
-) -> Trajectory:
-    """A response with a step for each move; the tokens between them are the model's own actions."""
-    prompt = [moves[0].state]
-    actions = [move.action for move in moves]
+def response(sampled: Sampled, paid: Paid) -> Trajectory:
+    """A response with a step for each move; the token before each is the policy's own."""
+    prompt = [sampled.moves[0].state]
+    actions = [move.action for move in sampled.moves]
     trajectory = Trajectory(
         token_ids=prompt + actions,
         action_mask=[False] + [True] * len(actions),
-        log_probs=[0.0, *log_probs],
-        versions=[-1] + [version] * len(actions),
+        log_probs=[0.0, *sampled.log_probs],
+        versions=[-1] + [sampled.version] * len(actions),
         finish_reason=FinishReason.STOP,
         prompt=Prompt("", prompt),
-        group=group,
+        group=sampled.group,
     )
-    steps = [0.0] * len(actions) + [of_step]
-    write_scores([trajectory], [Score({"reward": of_score}, steps, trajectory.action_mask)])
+    steps = [0.0] * len(actions) + [paid.turn]
+    write_scores([trajectory], [Score({"reward": paid.score}, steps, trajectory.action_mask)])
     return trajectory
 
 
