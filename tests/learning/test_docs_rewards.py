@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.fork_server import REPO
 
-EPISODES = 12_288
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>", "<tool>"]
 TEMPLATE = """
 {%- for message in messages %}<{{ message.role }}>{{ message.content or '' }}
@@ -32,7 +31,7 @@ TEMPLATE = """
 SFT = {
     "dataset": "scripts.jsonl",
     "apply_chat_template": "",
-    "max_epochs": "4",
+    "max_epochs": "8",
     "train_batch_size": "32",
     "micro_train_batch_size": "32",
     "learning_rate": "3e-3",
@@ -126,12 +125,13 @@ class Case:
     """Messages to imitate before."""
     right: str = "eval_reward"
     """The metric whose largest value is 1."""
-    source: str | None = None
-    """In place of the page's file, one of our own."""
+    more: str = ""
+    """Code behind that of the page."""
+    episodes: int = 12_288
 
 
 # A model with tools: docs/agents/tools.md.
-NUMBERS = range(4)
+NUMBERS = range(2)
 NAMES = list("abcdefgh")
 
 
@@ -171,37 +171,31 @@ GUESS = Case(
         "train_batch_size": "128",
         "generate_max_len": "4",
         "episode_max_len": "128",
+        "eval_n_samples_per_prompt": "8",
     },
+    episodes=4096,
 )
 
 
 # An environment: docs/agents/environments.md.
-def number_game(rng: random.Random) -> list[dict[str, Any]]:
-    """Guesses of which three quarters agree with all that was said."""
-    secret = rng.randrange(10)
-    messages = [says("user", "I think of a number from 0 to 9. Guess it, with one digit, in four guesses.")]
-    possible = range(10)
-    for _ in range(4):
-        guess = rng.choice(possible) if rng.random() < 0.75 else rng.randrange(10)
-        messages.append(says("assistant", str(guess)))
-        if guess == secret:
-            break
-        if guess < secret:
-            possible = range(max(possible.start, guess + 1), possible.stop)
-        else:
-            possible = range(possible.start, min(possible.stop, guess))
-        messages.append(says("user", "higher" if guess < secret else "lower"))
-    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+SMALL = """
 
-
+class Small(NumberGame):
+    def reset(self, *, seed=None, options=None):
+        seen = super().reset(seed=seed)
+        self.number %= 3
+        return seen
+"""
+"""The page's game with three numbers instead of ten."""
 NUMBER_GAME = Case(
     page="docs/agents/environments.md",
     file="number_game.py",
     mention="number_game.py:NumberGame",
     words=["higher", "lower", "right", *map(str, range(10))],
-    script=number_game,
-    options={"environment": "number_game.py:NumberGame", "max_steps": "24", "generate_max_len": "1"},
+    more=SMALL,
+    options={"environment": "number_game.py:Small", "n_envs": "32", "generate_max_len": "1"},
 )
+NUMBER_GAME_BY_GROUP = replace(NUMBER_GAME, options=NUMBER_GAME.options | {"advantage_estimator": "group_norm"})
 
 FIRST_TURN = '''
 class FirstTurn:
@@ -220,10 +214,10 @@ FIRST_TURN_PAYS = Case(
     file="number_game.py",
     mention="number_game.py:NumberGame",
     words=["first", "second", *map(str, range(10))],
-    source=FIRST_TURN,
+    more=FIRST_TURN,
     options={
         "environment": "number_game.py:FirstTurn",
-        "max_steps": "24",
+        "n_envs": "32",
         "generate_max_len": "1",
         "advantage_estimator": "group_norm",
     },
@@ -235,12 +229,12 @@ HIGHER = Case(
     file="higher.py",
     mention="higher.py:Higher",
     words=[str(number) for number in range(100)],
-    options={"max_steps": "48", "generate_max_len": "1", "episode_max_len": "256", "eval_n_envs": "32"},
+    options={"generate_max_len": "1", "episode_max_len": "256", "eval_n_envs": "32"},
 )
 
 
 # A coroutine with named rewards: README.md.
-TERMS = range(5)
+TERMS = range(4)
 
 
 def sum_of(a: int, b: int) -> str:
@@ -248,9 +242,9 @@ def sum_of(a: int, b: int) -> str:
 
 
 def checked_sum(rng: random.Random) -> list[dict[str, Any]]:
-    """Two answers, of which two in five are right."""
+    """Two answers, of which one in two is right, and the others chance."""
     a, b = rng.choices(TERMS, k=2)
-    answers = [str(a + b) if rng.random() < 0.4 else str(rng.randrange(9)) for _ in range(2)]
+    answers = [str(a + b) if rng.random() < 0.5 else str(rng.randrange(7)) for _ in range(2)]
     return [
         says("user", sum_of(a, b)),
         says("assistant", answers[0]),
@@ -263,15 +257,21 @@ SOLVE = Case(
     page="README.md",
     file="agent.py",
     mention="--agent agent.py:solve",
-    words=[str(number) for number in range(9)],
-    rows=[{"input": sum_of(a, b), "label": str(a + b)} for a in TERMS for b in TERMS],
+    words=[str(number) for number in range(7)],
+    rows=[{"input": sum_of(a, b), "label": str(a + b)} for a in TERMS for b in TERMS] * 2,
     script=checked_sum,
-    options={"eval_data": "sums.jsonl", "generate_max_len": "1", "episode_max_len": "64", "max_steps": "48"},
+    options={
+        "eval_data": "sums.jsonl",
+        "generate_max_len": "1",
+        "episode_max_len": "64",
+        "actor_learning_rate": "5e-4",
+    },
     right="eval_reward/right",
 )
 CASES = {
     "guess": GUESS,
     "number_game": NUMBER_GAME,
+    "number_game_by_group": NUMBER_GAME_BY_GROUP,
     "first_turn_pays": FIRST_TURN_PAYS,
     "higher": HIGHER,
     "solve": SOLVE,
@@ -285,7 +285,7 @@ def play(run: Callable[..., str], tmp_path: Path) -> Callable[[Case, int], Itera
     def logged(case: Case, seed: int) -> list[dict[str, float]]:
         pretrain = "model"
         save_model(tmp_path / pretrain, case.words, seed)
-        (tmp_path / case.file).write_text(case.source or file_of(case.page, case.file))
+        (tmp_path / case.file).write_text(file_of(case.page, case.file) + case.more)
         if case.script is not None:
             rng = random.Random(seed)
             write(tmp_path / "scripts.jsonl", [{"messages": case.script(rng)} for _ in range(2048)])
@@ -298,7 +298,7 @@ def play(run: Callable[..., str], tmp_path: Path) -> Callable[[Case, int], Itera
         if case.rows:
             write(tmp_path / flags["prompt_data"], case.rows)
         samples = int(flags["n_samples_per_prompt"]) * int(flags.get("n_envs") or flags["rollout_batch_size"])
-        flags["max_steps"] = flags["eval_steps"] = str(EPISODES // samples)
+        flags["max_steps"] = flags["eval_steps"] = str(case.episodes // samples)
         run([sys.executable, "-m", "openppo.cli.train_ppo", *words_of(flags)], tmp_path)
         lines = (tmp_path / "ppo/logs/metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
@@ -313,7 +313,7 @@ def test_the_files_of_the_pages_teach_what_they_reward(play, name: str, seed: in
     case = CASES[name]
     steps = play(case, seed)
     rewards = [step["reward"] for step in steps]
-    still = [step["step"] for step in steps if step["reward_std"] > 0 and not step["actor_grad_norm"] > 0]
+    still = [step["step"] for step in steps if step["reward_std"] > 1e-6 and not step["actor_grad_norm"] > 0]
     right = steps[-1][case.right]
     print(
         f"{name} {seed}: {rewards[0]:.3f} to {rewards[-1]:.3f}, right {right:.3f}, {len(still)} steps without gradient"
