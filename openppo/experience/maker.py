@@ -227,10 +227,14 @@ class ExperienceMaker:
             scores, steps = parts.outcomes(scores, steps)
         scores, token_rewards = parts.split(*self.estimator.rewards(scores, steps, parts.groups, greedy))
 
-        mask, kl_coef, kl = batch.action_mask, self.kl_controller.value, None
+        mask = batch.action_mask
+        kl = None
         if batch.ref_log_probs is not None and not self.config.kl.use_kl_loss:
             kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask)  # k1: the only right one
-        return batch.with_fields(rewards=compute_reward(scores, kl, mask, kl_coef, token_rewards=token_rewards))
+
+        kl_coef = self.kl_controller.value
+        rewards = compute_reward(scores, kl, mask, kl_coef=kl_coef, token_rewards=token_rewards)
+        return batch.with_fields(rewards=rewards)
 
     def _add_returns(self, batch: Experience, n_done: int) -> Experience:
         """Add advantages and returns: those of a Monte-Carlo rollout while only the critic learns its values."""

@@ -1,7 +1,7 @@
 """From trajectories to scores, and to one reward per token: shaped scores on the last action, less a KL penalty."""
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -106,15 +106,17 @@ class EpisodeParts:
 
     def __init__(self, trajectories: Sequence[Trajectory], device: torch.device) -> None:
         numbers = episode_numbers(trajectories)
-        rows = defaultdict[int, list[int]](list)
+        last_rows: dict[int, int] = {}
+        n_parts = Counter[int]()
         places = []
         for row, number in enumerate(numbers):
-            places.append(len(rows[number]))
-            rows[number].append(row)
+            places.append(n_parts[number])
+            n_parts[number] += 1
+            last_rows[number] = row
 
-        episodes = [[trajectories[row] for row in of_episode] for of_episode in rows.values()]
-        self.most = 1 + max(places)
-        self.last = torch.tensor([of_episode[-1] for of_episode in rows.values()], device=device)
+        episodes = by_episode(trajectories)
+        self.most = max(n_parts.values())
+        self.last = torch.tensor(list(last_rows.values()), device=device)
         """Row of each episode's last part (E,)."""
         self.places = torch.tensor(numbers, device=device), torch.tensor(places, device=device)
         self.groups = torch.tensor([parts[-1].group for parts in episodes], device=device)
