@@ -11,7 +11,7 @@ from openppo.config import TrainPPOConfig, from_options
 from openppo.experience.estimators import ESTIMATORS
 from tests.learning.tabular import Choose, Form, Game, Move, Rewards, Rollouts, train
 
-N_STEPS = 14
+N_STEPS = 12
 """Global steps, each of 64 samples in two optimizer steps."""
 SIZES = {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "micro_rollout_batch_size": 64}
 SIZES |= {"train_batch_size": 32, "micro_train_batch_size": 32}
