@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -161,7 +162,7 @@ class ExperienceMaker:
         # Not sampled by this run's engine; or by an agent, whose requests meet in other batches each time, and so the
         # last bits of log-probs differ; or for a prompt with images, where some ids are not sampled.
         foreign = not isinstance(given, Rollout) or any(t.episode is not None or t.prompt.media for t in unscored)
-        stale = any(bool(staleness(t, n_done).any()) for t in unscored)
+        stale = any({*compress(t.versions, t.loss_mask)} - {n_done} for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
         single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0

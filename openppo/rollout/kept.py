@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 from openppo.rollout.rollout import episode_numbers
@@ -62,8 +63,7 @@ def _row(row: Trajectory) -> dict[str, Any]:
 
 def oldest_version(trajectory: Trajectory) -> int | None:
     """Version of the oldest action that losses read; None if they read none."""
-    versions = zip(trajectory.versions, trajectory.loss_mask, strict=True)
-    return min((version for version, is_trained in versions if is_trained), default=None)
+    return min(compress(trajectory.versions, trajectory.loss_mask), default=None)
 
 
 def without_old(trajectory: Trajectory, oldest: int) -> Trajectory:
