@@ -16,7 +16,7 @@ from openppo.agents.session import Session, Task
 from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import load_tools
 from openppo.config.agents import AgentConfig
-from openppo.datasets.conversation import left_out
+from openppo.datasets.template_checks import left_out
 from openppo.rollout.rollout import SamplerMaker, SamplerParts
 from openppo.types import Prompt
 from openppo.user_code import load_callable

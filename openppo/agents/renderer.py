@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.agents.parsers import PARSERS, Parsed, ToolCall, Tools
-from openppo.datasets.conversation import MARK, read_arguments, render_conversation
+from openppo.datasets.conversation import MARK, read_arguments, render_chat
 from openppo.datasets.templates import Message, encode_bare, text_of
 from openppo.datasets.vision import Vision
 from openppo.media import Media, media_key, media_kind, media_parts
@@ -41,8 +41,7 @@ class Renderer:
         offered = [dict(tool) for tool in tools] or None
 
         def render(content: Callable[[Any], Any]) -> str:
-            how: dict[str, Any] = {"for_generation": for_generation, "tools": offered, "content": content}
-            return render_conversation(messages, self.tokenizer, **how)
+            return render_chat(messages, self.tokenizer, for_generation=for_generation, tools=offered, content=content)
 
         return render(text_of) if self.vision is None else self.vision.write(messages, render, True)
 

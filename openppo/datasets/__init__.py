@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from openppo.datasets.process import ProcessExample as ProcessExample, StepEncoder as StepEncoder
     from openppo.datasets.process import load_process_examples as load_process_examples
     from openppo.datasets.process import single_token_id as single_token_id
+    from openppo.datasets.prompts import render_prompt as render_prompt
     from openppo.datasets.sampler import BatchSampler as BatchSampler, cyclic_batches as cyclic_batches, shard as shard
     from openppo.datasets.sources import ShowRows as ShowRows, load_mixed_rows as load_mixed_rows
     from openppo.datasets.sources import number_rows as number_rows
     from openppo.datasets.templates import TokenExample as TokenExample
-    from openppo.datasets.templates import render_prompt as render_prompt
     from openppo.datasets.turns import render_response as render_response, render_whole as render_whole
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,4 +1,4 @@
-"""Conversations with tool calls -> text: messages as any client has them, in the form that a chat template writes."""
+"""Conversations -> text: messages as any client or data set has them, in the form that a chat template writes."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,15 +8,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.datasets.templates import Message, Tools, render_chat, text_of
+from openppo.datasets.templates import Message, Tools, apply_template, shortened, text_of
 
 MARK = "Zq7markqZ"
 """Stands for what is looked for in a rendering; letters and a digit, which no template changes."""
 _SPOILT = ("&#34;", '\\"', "'mark'")
 """Signs that arguments came out in HTML's escapes, as a text within JSON, or as Python writes a dict."""
+_THINK = "<think>"
+
+Render = Callable[..., str]
+"""``render_chat`` with its tokenizer and tools."""
 
 
-def render_conversation(
+def render_chat(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -24,50 +28,82 @@ def render_conversation(
     tools: Tools | None = None,
     content: Callable[[Any], Any] = text_of,
 ) -> str:
-    """``render_chat`` of messages in any of OpenAI's forms.
+    """The conversation in the tokenizer's chat template, BOS included; ``for_generation`` opens the assistant's turn.
 
-    Contents are strings or lists of texts, or null, of which ``content`` makes what the template gets. A developer is
-    the system; what is null is left out. Arguments of calls are given to the template as objects, or as JSON if that is
-    what it writes well.
+    Messages have any of OpenAI's forms. Contents are strings or lists of texts, or null, of which ``content`` makes
+    what the template gets. A developer is the system; what is null is left out. Arguments of calls are given to the
+    template as objects, or as JSON if that is what it writes well. ``tools`` are offered in OpenAI's form. Raises
+    ``ValueError`` if there is no template or it refuses the messages.
     """
     as_text = any(message.get("tool_calls") for message in messages) and _wants_text(
         tokenizer, str(tokenizer.chat_template)
     )
-    given = [_message(message, as_text, content) for message in messages]
-    return render_chat(given, tokenizer, for_generation=for_generation, tools=tools)
+    written = [_message(message, as_text, content) for message in messages]
+    return apply_template(written, tokenizer, for_generation=for_generation, tools=tools)
 
 
-def left_out(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """What of "tools", "calls" and "results" the chat template does not write; all if it refuses them."""
-    result = {"role": "tool", "content": f"{MARK} result", "tool_call_id": "c00000000"}
-    with suppress(ValueError):
-        text = render_conversation([*_calling(f"{MARK} call"), result], tokenizer, tools=[_tool(f"{MARK} tool")])
-        return {f"{what}s" for what in ("tool", "call", "result") if f"{MARK} {what}" not in text}
-    return {"tools", "calls", "results"}
+def render_open(messages: Sequence[Message], render: Render) -> str:
+    """Text of ``messages`` up to where the model goes on: in a new turn, or in the assistant's that they end in.
+
+    Nothing follows the text of such a turn (a prefill), as with ``continue_final_message`` of transformers; where the
+    template writes a thought of its own before one that the prefill begins, only the latter stays. ``ValueError``
+    names a turn that the template cannot leave open.
+    """
+    *before, last = messages
+    if last["role"] != "assistant":
+        return render(messages, for_generation=True)
+    if last.get("tool_calls"):
+        raise ValueError(
+            f"turn {len(messages)} calls a tool, and no result follows. Add the result or remove the turn."
+        )
+
+    prefill = text_of(last.get("content"))
+    text, mark, _ = render([*before, {**last, "content": prefill + MARK}]).rpartition(MARK)
+    start = text.removesuffix(prefill.lstrip())
+    if not mark or (start == text and prefill.strip()):
+        raise ValueError(
+            f"the chat template cannot leave turn {len(messages)} open, {shortened(prefill)}, for the model to go on. "
+            "Remove the turn, or give another template with --chat_template."
+        )
+
+    opened = render(before, for_generation=True) if before else ""
+    if prefill.lstrip().startswith(_THINK) and start.startswith(opened) and _THINK in start[len(opened) :]:
+        return opened + prefill
+    return text
 
 
-def _calling(argument: str) -> list[Message]:
-    call = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {"mark": argument}}}
-    return [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
-def _tool(description: str) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"mark": {"type": "string"}}}
-    return {"type": "function", "function": {"name": "f", "description": description, "parameters": parameters}}
+def with_answer(messages: Sequence[Message], text: str) -> list[Message]:
+    """``messages`` with the assistant's ``text``, which continues a turn of the assistant that they end in."""
+    if messages and messages[-1]["role"] == "assistant":
+        *before, last = messages
+        return [*before, {**last, "content": text_of(last.get("content")) + text}]
+    return [*messages, {"role": "assistant", "content": text}]
 
 
 @lru_cache(maxsize=8)
 def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the template writes arguments as JSON, or in tags of its own, only if they are texts."""
+    tool = example_tool("-")
     written = []
     for as_text in (False, True):
         with suppress(ValueError):
-            text = render_chat(
-                [_message(message, as_text) for message in _calling(MARK)], tokenizer, tools=[_tool("-")]
-            )
+            messages = [_message(message, as_text) for message in example_call(MARK)]
+            text = apply_template(messages, tokenizer, tools=[tool])
             if MARK in text and not any(sign in text for sign in _SPOILT):
                 written.append(as_text)
     return written == [True]
+
+
+def example_call(argument: str) -> list[Message]:
+    """A question and a call of a tool with ``argument``."""
+    call = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {"mark": argument}}}
+    return [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def example_tool(description: str) -> dict[str, Any]:
+    """Schema of the tool that ``example_call`` calls."""
+    parameters = {"type": "object", "properties": {"mark": {"type": "string"}}}
+    return {"type": "function", "function": {"name": "f", "description": description, "parameters": parameters}}
 
 
 def _message(message: Message, as_text: bool, content: Callable[[Any], Any] = text_of) -> Message:
@@ -83,7 +119,7 @@ def _message(message: Message, as_text: bool, content: Callable[[Any], Any] = te
 
 def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     function = call.get("function", call)
-    arguments = function.get("arguments")
+    arguments = function.get("arguments") or {}  # OpenAI's clients write "" for none, Arrow null
     if not as_text:
         arguments = read_arguments(arguments)
     elif not isinstance(arguments, str):

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+from openppo.datasets.conversation import render_chat
 from openppo.datasets.media_files import UNREADABLE, given_in, values_of
+from openppo.datasets.prompts import prompt_text, render_prompt
 from openppo.datasets.row_formats import RowFields
 from openppo.datasets.templates import (
     Message,
@@ -15,10 +17,8 @@ from openppo.datasets.templates import (
     as_messages,
     check_tools,
     fill_template,
-    render_chat,
-    render_prompt,
 )
-from openppo.datasets.turns import render_response, render_turns
+from openppo.datasets.turns import Chat, join_turns, render_response, render_turns
 from openppo.datasets.vision import Vision
 from openppo.media import KINDS, MediaItem, media_kind, media_part, media_parts
 from openppo.types import Prompt
@@ -49,7 +49,8 @@ class RowVision(Vision):
         else:
             asked = [{"role": "user", "content": fill_template(fields.prompt, options.input_template)}]
         messages, items = self._placed(asked, fields)
-        text = self._rendered(messages, fields, True) if chat else self.as_text(messages[0]["content"])
+        render = partial(self._rendered, fields=fields)
+        text = prompt_text(messages, render) if chat else self.as_text(messages[0]["content"])
         prompt = Prompt(text, self.encode(text, items, not chat), messages=messages if chat else None, media=items)
         return prompt if items else self.without_media(prompt, text)
 
@@ -90,16 +91,16 @@ class RowVision(Vision):
         whole = fields.conversation is not None
         asked = fields.conversation or as_messages(fields.prompt, "user", options.input_template)
         messages, items = self._placed(asked, fields)
-        turns = [] if whole else as_messages(response, "assistant")
+        turns = Chat(messages) if whole else join_turns(messages, as_messages(response, "assistant"))
         render, expand = partial(self._rendered, fields=fields), partial(self.expanded, items=items)
-        first = 0 if whole else len(messages)
-        made = render_turns([*messages, *turns], self.tokenizer, first, fields.tools, render, expand)
-        return replace(made, token_ids=self.counted(made.token_ids, items), media=items)
+        example = render_turns(turns, self.tokenizer, fields.tools, render=render, expand=expand)
+        return replace(example, token_ids=self.counted(example.token_ids, items), media=items)
 
     def _rendered(self, messages: Sequence[Message], fields: RowFields, for_generation: bool = False) -> str:
         def render(content: Callable[[Any], Any]) -> str:
-            written = [{**message, "content": content(message.get("content"))} for message in messages]
-            return render_chat(written, self.tokenizer, for_generation=for_generation, tools=fields.tools)
+            return render_chat(
+                messages, self.tokenizer, for_generation=for_generation, tools=fields.tools, content=content
+            )
 
         return self.write(messages, render)
 

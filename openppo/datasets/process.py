@@ -8,6 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import ProcessConfig, RowsConfig, SupervisedConfig
+from openppo.datasets.conversation import render_chat, with_answer
+from openppo.datasets.prompts import render_prompt
 from openppo.datasets.row_formats import RowFields
 from openppo.datasets.row_reader import RowReader
 from openppo.datasets.sources import ShowRows, SourceRow, naming_row
@@ -17,8 +19,6 @@ from openppo.datasets.templates import (
     encode_bare,
     encode_cut,
     encode_start,
-    render_chat,
-    render_prompt,
     shortened,
 )
 
@@ -77,8 +77,7 @@ class StepEncoder:
         text = asked.text
         whole = text + ("" if chat or template else STEP_SEPARATOR) + first_step
         if asked.messages and first_step:  # some templates refuse an empty turn
-            turns = [*asked.messages, {"role": "assistant", "content": first_step}]
-            whole = render_chat(turns, self.tokenizer, tools=tools)
+            whole = render_chat(with_answer(asked.messages, first_step), self.tokenizer, tools=tools)
         place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
         read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
         ids, _ = encode_cut(self.tokenizer, read, [len(text)], add_special_tokens=not chat)

@@ -1,4 +1,4 @@
-"""Values of data columns -> text and token ids, by template.
+"""Values of data columns -> chat messages, text and token ids.
 
 Training sees what generation sees: the tokens before a response come from ``render_prompt``, and every example ends
 with one EOS, as a sampled response does.
@@ -13,9 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config import RowsConfig
 from openppo.media import Media, media_kind
-from openppo.types import Prompt
 from openppo.user_code import TEMPLATE_ERRORS
 
 Message = dict[str, Any]
@@ -40,26 +38,6 @@ class TokenExample:
     media: Media = field(default=(), repr=False)
 
 
-def render_prompt(
-    value: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig, tools: Tools | None = None
-) -> Prompt:
-    """Text, token ids and chat messages of a prompt, as generation starts from them: no EOS after it, one BOS at most.
-
-    ``value`` is a text (put into ``--input_template`` at ``{}``) or, with ``--apply_chat_template``, also a list of
-    chat messages, with ``tools``. Raises ``ValueError`` for any other value, an empty one, or one without tokens.
-    """
-    if options.apply_chat_template:
-        messages = as_messages(value, "user", options.input_template)
-        check_tools(tools, tokenizer)
-        require_texts(messages)
-        if not any(message["content"] or message.get("tool_calls") for message in messages):
-            raise ValueError("all chat messages are empty. Remove the row or choose another column.")
-        text = render_chat(messages, tokenizer, for_generation=True, tools=tools)
-        return Prompt(text, not_empty(encode_bare(tokenizer, text), value), messages=messages)
-    text = fill_template(value, options.input_template)
-    return Prompt(text, not_empty(encode_start(tokenizer, text), value))
-
-
 def require_texts(messages: Sequence[Message]) -> None:
     """``ValueError`` for messages with images or videos."""
     if any(isinstance(message["content"], list) for message in messages):
@@ -76,32 +54,60 @@ def not_empty(ids: list[int], value: object) -> list[int]:
 def as_messages(value: object, role: str | None = None, input_template: str | None = None) -> list[Message]:
     """``value`` as chat messages; a text becomes one message of ``role``, put into ``input_template`` first.
 
-    Raises ``ValueError`` for anything but a text (where ``role`` is given) or a list of messages.
+    OpenAI's older ``function_call`` and role "function" become tool calls and their results. Raises ``ValueError`` for
+    anything but a text (where ``role`` is given) or a list of messages.
     """
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": fill_template(value, input_template)}]
     if not isinstance(value, list):
-        what = f"neither a text nor a list of chat messages but {type(value).__name__}: {shortened(value)}"
-        raise ValueError(f"{what}. Correct or remove the row, or choose another column.")
+        problem = f"neither a text nor a list of chat messages but {type(value).__name__}: {shortened(value)}"
+        raise ValueError(f"{problem}. Correct or remove the row, or choose another column.")
     if not value:
         raise ValueError("the list of chat messages is empty. Remove the row or choose another column.")
     if input_template is not None:
         raise ValueError("--input_template goes around a text, and this is a list of chat messages. Leave it out.")
-    return [_as_message(message) for message in value]
+    return [_as_message(message) for message in _with_tool_calls(value)]
+
+
+def _with_tool_calls(messages: list[Any]) -> list[Any]:
+    """``messages`` with each ``function_call`` as a tool call, and each "function" as the tool that answers it."""
+    converted, call_id = [], None
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            converted.append(message)
+            continue
+
+        turn = dict(message)
+        if function := turn.get("function_call"):
+            if turn.get("tool_calls"):
+                raise ValueError('a message has both "function_call" and "tool_calls". Keep the latter.')
+            turn["tool_calls"] = [{"id": f"c{number:08d}", "type": "function", "function": function}]
+            turn.setdefault("content", None)
+            del turn["function_call"]
+
+        calls = turn.get("tool_calls")
+        if isinstance(calls, list) and calls and isinstance(calls[-1], dict):
+            call_id = calls[-1].get("id")
+        if turn.get("role") == "function":
+            turn["role"] = "tool"
+            if call_id is not None:
+                turn.setdefault("tool_call_id", call_id)
+        converted.append(turn)
+    return converted
 
 
 def _as_message(message: object) -> Message:
-    given = message if isinstance(message, dict) else {}
-    calls, content, role = given.get("tool_calls") or [], given.get("content"), given.get("role")
-    named = isinstance(calls, list) and all(isinstance(_function(call).get("name"), str) for call in calls)
-    may_lack_text = calls or (role in ("assistant", "tool") and "content" in given)
+    turn = message if isinstance(message, dict) else {}
+    calls, content, role = turn.get("tool_calls") or [], turn.get("content"), turn.get("role")
+    named = isinstance(calls, list) and all(isinstance(function_of(call).get("name"), str) for call in calls)
+    may_lack_text = calls or (role in ("assistant", "tool") and "content" in turn)
     if not named or not isinstance(role, str) or (content is None and not may_lack_text):
-        what = 'texts "role" and "content", and in "tool_calls" functions with a "name"'
-        raise ValueError(f"not a chat message with {what}: {shortened(message)}.")
+        form = 'texts "role" and "content", and in "tool_calls" functions with a "name"'
+        raise ValueError(f"not a chat message with {form}: {shortened(message)}.")
     if isinstance(content, list) and any(map(media_kind, content)):
         parts = [part if media_kind(part) else {"type": "text", "text": text_of([part])} for part in content]
-        return {**given, "content": parts}
-    return {**given, "content": None if content is None and calls else text_of(content)}
+        return {**turn, "content": parts}
+    return {**turn, "content": None if content is None and calls else text_of(content)}
 
 
 def text_of(content: object) -> str:
@@ -123,24 +129,10 @@ def text_of(content: object) -> str:
     return "".join(map(str, texts))
 
 
-def _function(call: object) -> dict[str, Any]:
+def function_of(call: object) -> dict[str, Any]:
     """Name and arguments of a tool call, in OpenAI's form or flat; empty without."""
     function = call.get("function", call) if isinstance(call, dict) else None
     return function if isinstance(function, dict) else {}
-
-
-def require_whole(message: Message, number: int, rendered: str) -> None:
-    """Refuse a rendering that lacks content, reasoning or a called tool of ``message``; blanks do not count."""
-    said = (message.get(name) for name in ("content", "reasoning_content", "reasoning", "thinking"))
-    parts = [part for part in said if isinstance(part, str)]
-    parts += [_function(call)["name"] for call in message.get("tool_calls") or []]
-    squeezed = "".join(rendered.split())
-    for text in parts:
-        if not any("".join(form.split()) in squeezed for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])):
-            raise ValueError(
-                f"the chat template leaves out part of turn {number + 1}, {shortened(text)}, so it would not be "
-                "trained on. Use another template, or leave --apply_chat_template out and use --input_template."
-            )
 
 
 def fill_template(value: object, input_template: str | None) -> str:
@@ -211,17 +203,16 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[i
     return [(start, place) for place, (token, (start, _)) in pairs if token in added]
 
 
-def render_chat(
+def apply_template(
     messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
     *,
     for_generation: bool = False,
     tools: Tools | None = None,
 ) -> str:
-    """The conversation, BOS included, in the tokenizer's chat template; ``for_generation`` opens the assistant's turn.
+    """Messages as they are, in the tokenizer's chat template; ``render_chat`` makes them what templates expect.
 
-    ``tools`` are offered in it, in OpenAI's form. Raises ``ValueError`` if there is no template or it refuses the
-    messages.
+    Raises ``ValueError`` if there is no template or it refuses the messages.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -229,9 +220,9 @@ def render_chat(
             "tokenizer has one."
         )
     try:
-        given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": for_generation}
-        given |= {"tools": tools} if tools else {}  # --chat_template_kwargs may name some
-        text = str(tokenizer.apply_chat_template(messages, **given))
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": for_generation}
+        options |= {"tools": tools} if tools else {}  # --chat_template_kwargs may name some
+        text = str(tokenizer.apply_chat_template(messages, **options))
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
@@ -262,7 +253,7 @@ def read_tools(value: object, key: str) -> Tools | None:
     with suppress(ValueError, RecursionError):
         given = json.loads(value) if isinstance(value, str) else value
     given = given or []
-    if not isinstance(given, list) or not all(_function(tool).get("name") for tool in given):
+    if not isinstance(given, list) or not all(function_of(tool).get("name") for tool in given):
         what = 'a list of objects like {"type": "function", "function": {"name": ...}}, nor one as JSON text'
         raise ValueError(f"the tools in column {key!r} are not {what}: {shortened(value)}. Correct the row.")
     return given or None

@@ -6,12 +6,15 @@ for any chat template that puts the text of a turn in one place.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RowsConfig
+from openppo.datasets.conversation import Render, render_chat, render_open
+from openppo.datasets.template_checks import renamed, require_answer, require_read, require_whole
 from openppo.datasets.templates import (
     Message,
     TokenExample,
@@ -25,13 +28,10 @@ from openppo.datasets.templates import (
     end_with_eos,
     fill_template,
     not_empty,
-    render_chat,
     require_texts,
-    require_whole,
+    text_of,
 )
 
-Render = Callable[..., str]
-"""``render_chat`` with its tokenizer and tools."""
 Expand = Callable[..., tuple[str, list[int]]]
 """``Vision.expanded`` with the images of a row."""
 
@@ -49,13 +49,14 @@ def render_response(
     """Token ids of ``prompt`` and the ``response`` to it, ending with EOS; the response and the EOS are targets.
 
     ``response`` is a text or, with ``--apply_chat_template``, also a list of messages: the turns after the prompt, of
-    which the assistant's are targets. The ids before the first target come from ``render_prompt``, unless the template
-    writes the prompt differently once a response follows. Raises ``ValueError`` for values of other types.
+    which the assistant's are targets, the first of them continuing a turn of the assistant that the prompt ends in. The
+    ids before the first target come from ``render_prompt``, unless the template writes the prompt differently once a
+    response follows. Raises ``ValueError`` for values of other types.
     """
     if options.apply_chat_template:
         asked = as_messages(prompt, "user", options.input_template)
         turns = as_messages(response, "assistant") if response != "" else [{"role": "assistant", "content": ""}]
-        return render_turns([*asked, *turns], tokenizer, len(asked), tools)
+        return render_turns(join_turns(asked, turns), tokenizer, tools)
     before = fill_template(prompt, options.input_template)
     ids, (start,) = encode_cut(tokenizer, before + as_text(response), [len(before)], add_special_tokens=True)
     return _with_targets(ids, [(start, len(ids))], tokenizer)
@@ -72,7 +73,7 @@ def render_whole(
     if options.apply_chat_template:
         if isinstance(value, str):
             raise ValueError("a whole text cannot be split into chat turns. Leave --apply_chat_template out.")
-        return render_turns(as_messages(value, input_template=options.input_template), tokenizer, 0, tools)
+        return render_turns(Chat(as_messages(value, input_template=options.input_template)), tokenizer, tools)
     ids = not_empty(encode_start(tokenizer, fill_template(value, options.input_template)), value)
     return all_targets(ids[:1] + end_with_eos(tokenizer, ids[1:]))  # the first token may be a BOS that equals EOS
 
@@ -82,33 +83,73 @@ def all_targets(ids: list[int]) -> TokenExample:
     return TokenExample(ids, [t > 0 for t in range(len(ids))])
 
 
+@dataclass(frozen=True)
+class Chat:
+    """Messages, of which the assistant's from number ``first`` on are targets.
+
+    ``continued`` is the prompt that ends in a part of turn ``first``, whose other part is the target; None: there is
+    none.
+    """
+
+    messages: list[Message]
+    first: int = 0
+    continued: list[Message] | None = None
+
+    @property
+    def prefill(self) -> str:
+        """The part of turn ``first`` that is in the prompt."""
+        return text_of(self.continued[-1]["content"]) if self.continued else ""
+
+
+def join_turns(asked: list[Message], turns: list[Message]) -> Chat:
+    """A prompt and the turns after it; the first continues a turn of the assistant that the prompt ends in."""
+    *before, last = asked
+    following, *others = turns
+    if last["role"] != "assistant" or following["role"] != "assistant" or last.get("tool_calls"):
+        return Chat([*asked, *turns], first=len(asked))
+    joined = {**last, **following, "content": text_of(last["content"]) + text_of(following["content"])}
+    return Chat([*before, joined, *others], first=len(before), continued=asked)
+
+
 def render_turns(
-    messages: list[Message],
+    chat: Chat,
     tokenizer: PreTrainedTokenizerBase,
-    first: int,
     tools: Tools | None,
     render: Render | None = None,
     expand: Expand | None = None,
 ) -> TokenExample:
-    """The conversation up to its last assistant turn; those from message number ``first`` on are targets.
+    """The conversation up to its last assistant turn, with its targets.
 
     With images ``render`` writes their places, and ``expand`` puts their tokens there.
     """
-    chosen = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    chosen = [i for i in range(chat.first, len(chat.messages)) if chat.messages[i]["role"] == "assistant"]
     if not chosen:
         raise ValueError("no turn of the assistant to train on. Remove the row or choose another column.")
-    messages = messages[: chosen[-1] + 1]
+    messages = chat.messages[: chosen[-1] + 1]
     if expand is None:
         require_texts(messages)
     check_tools(tools, tokenizer)
+    for number, message in enumerate(messages[: chat.first or None]):  # a response after a prompt may be empty
+        require_answer(message, number)
+
     render = render or partial(render_chat, tokenizer=tokenizer, tools=tools)
     text = render(messages)
-    spans = [_span_of_turn(messages, i, text, tokenizer, render) for i in chosen]
-    for i, (start, end) in zip(chosen, spans, strict=True):
+    require_read(messages, text, render)
+    opening = None if chat.continued is None else render_open(chat.continued, render)
+    spans = []
+    for i in chosen:
+        begun = opening if i == chat.first else None
+        start, end = _span_of_turn(messages, i, text, tokenizer=tokenizer, render=render, begun=begun)
+        spans.append((start, end))
+        if begun is not None:
+            answer = text_of(messages[i]["content"])[len(chat.prefill) :]
+            require_whole({**messages[i], "content": answer}, i, text[start:end])
+            continue
         before = messages[:i]
         asked, closed = (render(before, for_generation=g) if before else "" for g in (True, False))
         opened = len(asked) - len(shared_start(asked, closed))  # the generation prompt, which may hold "<think>"
         require_whole(messages[i], i, text[max(0, start - opened) : end])
+
     cuts = [border for span in spans for border in span]
     text, cuts = (text, cuts) if expand is None else expand(text, cuts=cuts)
     ids, places = encode_cut(tokenizer, text, cuts, add_special_tokens=False)
@@ -124,12 +165,28 @@ def _with_targets(ids: list[int], spans: list[tuple[int, int]], tokenizer: PreTr
 
 
 def _span_of_turn(
-    messages: list[Message], number: int, text: str, tokenizer: PreTrainedTokenizerBase, render: Render
+    messages: list[Message],
+    number: int,
+    text: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    render: Render,
+    begun: str | None,
 ) -> tuple[int, int]:
-    """Start and end of turn ``number`` of the assistant in ``text``, the rendering of ``messages``."""
+    """Start and end of turn ``number`` of the assistant in ``text``, the rendering of ``messages``.
+
+    ``begun`` is the text up to where a turn that the prompt begins is continued.
+    """
     is_last = number == len(messages) - 1
-    asked = render(messages[:number], for_generation=True) if number > 0 else ""
+    asked = begun
+    if asked is None:
+        asked = render(messages[:number], for_generation=True) if number > 0 else ""
     continues = asked != "" and text.startswith(asked)
+    if begun is not None and not continues:
+        raise ValueError(
+            f"the chat template writes turn {number + 1} otherwise once it is whole, so the assistant's turn that the "
+            "prompt ends in cannot be continued. Remove it from the prompt, or use another template."
+        )
     if continues and is_last:
         return len(asked), len(text)
 
@@ -162,8 +219,7 @@ def _around(messages: list[Message], number: int, render: Render) -> tuple[str, 
     marked = {**turn, "content": _MARK}
     if _only_calls(turn):
         first, *others = turn["tool_calls"]
-        named = {**first.get("function", first), "name": _MARK}
-        marked = {**turn, "tool_calls": [{**first, "function": named} if "function" in first else named, *others]}
+        marked = {**turn, "tool_calls": [renamed(first, _MARK), *others]}
     return render([*messages[:number], marked, *messages[number + 1 :]]).partition(_MARK)
 
 

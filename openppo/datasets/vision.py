@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import RowsConfig
 from openppo.datasets.media_files import read_frames, read_image, thumbnail, within_pixels
-from openppo.datasets.templates import Message, encode_bare, encode_start, render_chat, text_of
+from openppo.datasets.templates import Message, apply_template, encode_bare, encode_start, text_of
 from openppo.media import MediaItem, check_images, media_kind, media_parts
 from openppo.types import Prompt
 
@@ -91,7 +91,7 @@ class Vision:
     def _tried(self, content: str | list[dict[str, str]]) -> str:
         """A user's message as the template writes it; empty if it refuses that."""
         with suppress(ValueError):
-            return render_chat([{"role": "user", "content": content}], self.tokenizer)
+            return apply_template([{"role": "user", "content": content}], self.tokenizer)
         return ""
 
     def write(

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import RewardConfig
-from openppo.datasets.conversation import render_conversation
+from openppo.datasets.conversation import render_chat, with_answer
 from openppo.datasets.templates import Message, encode_start, end_with_eos, text_of
 from openppo.media import Media
 from openppo.models.batching import MicroBatchSize, equal_batches
@@ -52,7 +52,7 @@ def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) ->
     asked = prompt.messages or ([{"role": "user", "content": prompt.text}] if trajectory.episode else None)
     if asked is not None:
         texts = [{**message, "content": text_of(message.get("content"))} for message in asked]
-        _, _, text = render_conversation([*texts, _answer(_CUT)], tokenizer).partition(_CUT)
+        _, _, text = render_chat(with_answer(texts, _CUT), tokenizer).partition(_CUT)
         end = tokenizer(text, add_special_tokens=False)["input_ids"]
         behind = end[end.index(ids[-1]) + 1 :] if ids[-1] in end else []
     return [*ids, *end_with_eos(tokenizer, behind)]
@@ -95,7 +95,7 @@ class RewardModelText:
 
     def _encode(self, prompt: Prompt, response: str, ended: bool) -> list[int]:
         if prompt.messages is not None:
-            return self._encode_chat([*prompt.messages, _answer(response)], ended)
+            return self._encode_chat(with_answer(prompt.messages, response), ended)
         ids = encode_start(self.own, prompt.text + response)
         return end_with_eos(self.own, ids) if ended else ids
 
@@ -103,7 +103,7 @@ class RewardModelText:
         *before, last = messages
         if not ended:  # the rendering ends where the response was cut off: no closing tag, no EOS
             last = {**last, "content": text_of(last.get("content")) + _CUT}
-        text, cut, _ = render_conversation([*before, last], self.own).partition(_CUT)
+        text, cut, _ = render_chat([*before, last], self.own).partition(_CUT)
         if not ended and not cut:
             raise ValueError("it leaves the assistant's turn out")
         ids: list[int] = self.own(text, add_special_tokens=False)["input_ids"]
@@ -117,10 +117,6 @@ def check_chats(prompts: Iterable[Prompt], source: str, flag: str, encode: Calla
             encode(prompt)
         except ValueError as error:
             raise ValueError(f"{source}: {error} (leave {flag} out)") from error
-
-
-def _answer(text: str) -> Message:
-    return {"role": "assistant", "content": text}
 
 
 def read_tokens(

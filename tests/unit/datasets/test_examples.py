@@ -44,7 +44,7 @@ def test_a_prompt_is_what_generation_starts_from(make_tokenizer, name):
 def test_templates_that_do_not_work_are_errors(make_tokenizer):
     with pytest.raises(ValueError, match=r"--apply_chat_template: the tokenizer has no chat template"):
         load("prompts", [{"input": "a"}], make_tokenizer(chat_template=None), **WITH_CHAT)
-    with pytest.raises(ValueError, match=r"--prompt_data, row 1 of file: the text .*'a'.* has no tokens"):
+    with pytest.raises(ValueError, match=r"--prompt_data, row 1 of file: the chat template leaves out turn 1, .*'a'"):
         load("prompts", [{"input": "a"}], make_tokenizer(chat_template="{{ '' }}"), **WITH_CHAT)
     with pytest.raises(ValueError, match="the tokenizer of --pretrain has no EOS token"):
         load("sft", [{"text": "a"}], make_tokenizer(has_eos=False))

@@ -24,7 +24,7 @@ from tests.unit.datasets.loaders import (
 
 CHAT = [*turns(system="s", user="a", assistant="b"), *turns(user="c", assistant="d")]
 SYSTEM_IN_LAST = (
-    "{% for m in messages %}{% if m.role == 'user' %}<user>{% if loop.index >= loop.length - 1 %}s|{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{% if loop.index >= loop.length - 1 %}{{ messages[0].content }}|{% endif %}"
     "{{ m.content }}!{% elif m.role == 'assistant' %} {{ m.content }}<eos>{% endif %}{% endfor %}"
 )
 ENDS_IN_A_TOKEN_BESIDE_EOS = (
@@ -94,9 +94,9 @@ DROPPED = (
     ("template", "chat", "message"),
     [
         (LENGTHS, CHAT, "around turn 3 depends on its.*Leave --apply_chat_template out"),
-        (LAST_ONLY, CHAT, "leaves out part of turn 3.*leave --apply_chat_template out"),
+        (LAST_ONLY, CHAT, "leaves out turn 1, of the role 'system': 's'.*--chat_template"),
         (ENDS_IN_EOS, CHAT[:2], "no turn of the assistant to train on"),
-        *((ENDS_IN_EOS, [*turns(user="Is it two plus two?"), turn], "leaves out part of turn 2") for turn in DROPPED),
+        *((ENDS_IN_EOS, [*turns(user="Is it two plus two?"), turn], "leaves out .*turn 2") for turn in DROPPED),
     ],
 )
 def test_a_turn_that_a_template_drops_or_that_cannot_be_found_is_an_error(make_tokenizer, template, chat, message):
@@ -190,15 +190,28 @@ def test_a_call_of_a_tool_may_end_a_conversation_and_its_answer_a_prompt(make_to
     (pair,) = load("pairs", [{"chosen": ASKED[:2], "rejected": [*SUM, other]}], tokenizer, **WITH_CHAT)
     assert tokenizer.decode(pair.chosen_ids).endswith('[add{"a": 1, "b": 2}]<eos>')
     assert tokenizer.decode(pair.rejected_ids).endswith("[sub{}]<eos>")
-    with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: .*leaves out part of turn 2, 'add'"):
+    with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: .*leaves out turn 2, .*'add'"):
         sft([*ASKED, *turns(assistant="Three.")], make_tokenizer(chat_template=WITHOUT_TOOLS))
 
 
 @pytest.mark.parametrize("content", ["", None])
-def test_an_answer_without_text_teaches_to_end(make_tokenizer, content):
+def test_a_turn_without_text_and_call_is_refused(make_tokenizer, content):
     tokenizer = make_tokenizer(chat_template=WITHOUT_TOOLS)
-    example = sft([*SUM, {"role": "assistant", "content": content}], tokenizer)
+    empty = {"role": "assistant", "content": content}
+    for chat in ([*SUM, empty], [*SUM, empty, *SUM, *turns(assistant="b")]):
+        with pytest.raises(ValueError, match=r"row 1 of file: turn 2, .* has neither a text nor a call. Remove"):
+            sft(chat, tokenizer)
+    with pytest.raises(ValueError, match=r"row 1 of file: turn 2, .* has neither a text nor a call. Remove"):
+        load("prompts", [{"prompt": [*SUM, empty]}], tokenizer, **WITH_CHAT)
+
+
+def test_a_response_without_text_teaches_to_end(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template=WITHOUT_TOOLS)
+    (example,) = load("sft", [{"prompt": SUM, "response": ""}], tokenizer, **WITH_CHAT)
     assert shown(example, tokenizer) == "<user>One plus two?<eos><assistant>«<eos>»"
+    empty = [{"role": "assistant", "content": ""}]
+    (pair,) = load("pairs", [{"prompt": SUM, "chosen": "a", "rejected": empty}], tokenizer, **WITH_CHAT)
+    assert tokenizer.decode(pair.rejected_ids) == "<user>One plus two?<eos><assistant><eos>"
 
 
 def test_whatever_a_template_raises_is_one_line(make_tokenizer):
