@@ -10,6 +10,7 @@ from openppo import logger
 from openppo.config.data import RowsConfig
 from openppo.datasets.row_formats import ROW_FORMATS, RowFields, RowFormat, Task
 from openppo.datasets.sources import ShowRows, SourceRow, descend, naming_row, value_of
+from openppo.datasets.template_checks import name_rendered
 from openppo.datasets.templates import read_tools
 from openppo.datasets.tokenization import to_json, tokenize, tokenizing_content
 
@@ -90,22 +91,34 @@ class RowReader:
         ``render`` depends on ``tokenizer``, options of templates and ``more``.
         """
         made: list[T] = []
+        prompts = []
         if self.processes == 0:
             for row in show(self.rows):
                 with naming_row(row):
-                    made.append(render(self.read(row)))
+                    fields = self.read(row)
+                    made.append(render(fields))
+                prompts.append(fields.prompt)
+            self._name_rendered(prompts, tokenizer)
             return made
-        fields = []
+
+        contents = []
         for row in self.rows:
             with naming_row(row):
-                fields.append(to_json(self.read(row)))
-        found = tokenize(render, fields, tokenizing_content(tokenizer, *self.content, more), self.processes, show)
+                fields = self.read(row)
+                contents.append(to_json(fields))
+            prompts.append(fields.prompt)
+        self._name_rendered(prompts, tokenizer)
+        found = tokenize(render, contents, tokenizing_content(tokenizer, *self.content, more), self.processes, show)
         for row, attributes in zip(self.rows, found, strict=True):
             with naming_row(row):
                 if isinstance(attributes, str):
                     raise ValueError(attributes)
                 made.append(kind(**attributes))
         return made
+
+    def _name_rendered(self, prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
+        if self.chat:
+            name_rendered(prompts, tokenizer, self.rows[0].flag)
 
     def within(
         self,

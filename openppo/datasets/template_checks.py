@@ -31,18 +31,24 @@ def require_read(messages: Sequence[Message], rendered: str, render: Render) -> 
         texts = _texts(message)
         names = [function_of(call)["name"] for call in message.get("tool_calls") or []]
         if witness is None:
-            parts = [part for part in (*texts, *names) if not _occurs(part, squeezed)]
+            lost_texts = [text for text in texts if not _occurs(text, squeezed)]
+            lost_calls = [name for name in names if not _occurs(name, squeezed)]
         else:
-            marks = {_text_mark(number): texts[0]} if texts else {}
-            marks |= {_call_mark(number, place): name for place, name in enumerate(names)}
-            parts = [part for mark, part in marks.items() if mark not in witness]
+            lost_texts = texts if _text_mark(number) not in witness else []
+            lost_calls = [name for place, name in enumerate(names) if _call_mark(number, place) not in witness]
             if message["role"] != "assistant":
-                parts += [text for text in texts if not _occurs(text, squeezed)]
-        if parts:
+                lost_texts = lost_texts or [text for text in texts if not _occurs(text, squeezed)]
+
+        turn = f"turn {number + 1}, of the role {message['role']!r}"
+        if lost_texts:
             raise ValueError(
-                f"the chat template leaves out turn {number + 1}, of the role {message['role']!r}: "
-                f"{shortened(parts[0])}. Use a role that it writes (most write system, user, assistant and tool), or "
-                "another template with --chat_template."
+                f"the chat template leaves out {turn}: {shortened(lost_texts[0])}. Use a role that it writes (most "
+                "write system, user, assistant and tool), or another template with --chat_template."
+            )
+        if lost_calls:
+            raise ValueError(
+                f"the chat template leaves out what {turn}, calls: {shortened(lost_calls[0])}. Give a template that "
+                "writes calls of tools with --chat_template."
             )
 
 
@@ -77,10 +83,10 @@ def left_out(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {"tools", "calls", "results"}
 
 
-def name_rendered(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Warn, once, if some of ``texts`` of ``source`` begin as the chat template begins: it will be applied again."""
+def name_rendered(prompts: Iterable[object], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Warn, once, if texts among ``prompts`` begin as the chat template begins, which is applied to them again."""
     beginnings = _beginnings(tokenizer)
-    rendered = [text for text in texts if text.lstrip().startswith(beginnings)]
+    rendered = [text for text in prompts if isinstance(text, str) and text.lstrip().startswith(beginnings)]
     if rendered:
         logger.warning(
             "%s: %d prompts are rendered already, such as %s, and the chat template is applied to them again: leave "

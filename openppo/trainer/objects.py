@@ -17,6 +17,7 @@ from openppo.config.data import PromptDataConfig
 from openppo.config.fields import given_options, raise_first, require
 from openppo.datasets import render_prompt
 from openppo.datasets.examples import fitted_prompt
+from openppo.datasets.template_checks import name_rendered
 from openppo.experience.estimators import ESTIMATORS
 from openppo.models.actor import Actor
 from openppo.models.attention import use_fast_attention
@@ -91,6 +92,8 @@ class OwnObjects:
         with leaving_no_trace("prompts"):
             made: Any = self.prompts(tokenizer) if callable(self.prompts) else self.prompts
             given = list(islice(made, options.max_samples))
+        if options.apply_chat_template:
+            name_rendered(given, tokenizer, "prompts")
         kept = []
         for number, value in enumerate(given, start=1):
             try:

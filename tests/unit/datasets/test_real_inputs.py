@@ -6,9 +6,11 @@ from functools import cache
 import pytest
 from transformers import AutoTokenizer
 
+from openppo.agents.renderer import Renderer
 from openppo.config import RowsConfig
 from openppo.datasets import load_mixed_rows, render_prompt, render_whole
-from tests.unit.datasets.loaders import WITH_CHAT, load, turns
+from openppo.datasets.templates import as_messages
+from tests.unit.datasets.loaders import WITH_CHAT, load, shown, turns
 
 CHATS = ["qwen2.5", "mistral-v3", "phi3-mini"]
 
@@ -67,6 +69,58 @@ def test_all_answers_of_a_chat_are_targets_in_the_ids_of_the_whole_rendering(ass
     assert example.token_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
     tokens = tokenizer.convert_ids_to_tokens(example.token_ids)
     assert [t for t, target in zip(tokens, example.loss_mask, strict=True) if target] == TARGETS[name]
+
+
+CALL = {"name": "weather", "arguments": '{"city": "Paris"}'}
+WEATHER = [
+    *turns(user="Weather?"),
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "abcdefghi", "type": "function", "function": CALL}]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"},
+    *turns(assistant="It is sunny."),
+]
+OLDER = [
+    *turns(user="Weather?"),
+    {"role": "assistant", "content": None, "function_call": CALL},
+    {"role": "function", "name": "weather", "content": "sunny"},
+    *turns(assistant="It is sunny."),
+]
+QWEN_DEFAULT = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+WITH_CALLS = {
+    "qwen2.5": QWEN_DEFAULT + "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n«<tool_call>\n"
+    '{{"name": "weather", "arguments": {{"city": "Paris"}}}}\n</tool_call><|im_end|>»\n<|im_start|>user\n'
+    "<tool_response>\nsunny\n</tool_response><|im_end|>\n<|im_start|>assistant\n«It is sunny.<|im_end|>»",
+    "mistral-v3": '<s>[INST] Weather?[/INST]«[TOOL_CALLS] [{{"name": "weather", "arguments": {{"city": "Paris"}}, '
+    '"id": "{0}"}}]</s>»[TOOL_RESULTS] {{"content": "sunny", "call_id": "{0}"}}[/TOOL_RESULTS]«It is sunny.</s>»',
+}
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize(("chat", "call_id"), [(WEATHER, "abcdefghi"), (OLDER, "c00000001")], ids=["tools", "older"])
+def test_calls_of_rows_have_the_tokens_of_an_agents_episode(assets, name, chat, call_id):
+    tokenizer = tokenizer_of(assets, name)
+    (example,) = load("sft", [{"messages": chat}], tokenizer, **WITH_CHAT)
+    assert shown(example, tokenizer) == WITH_CALLS[name].format(call_id)
+    renderer = Renderer(tokenizer, "json", [tokenizer.eos_token_id])
+    episode = renderer.encode(renderer.rendered(as_messages(chat), for_generation=False).rstrip("\n"))
+    assert example.token_ids == episode
+
+
+PREFILLED = {
+    "qwen2.5": QWEN_DEFAULT + "<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n{}",
+    "mistral-v3": "<s>[INST] What is 1+2?[/INST] {}",
+    "phi3-mini": "<|user|>\nWhat is 1+2?<|end|>\n<|assistant|>\n{}",
+}
+
+
+@pytest.mark.parametrize("prefill", ["<think>\n", "The answer is"])
+def test_a_prompt_that_ends_in_the_assistants_turn_is_that_of_transformers(chat_tokenizer, request, prefill):
+    chat = [*turns(user="What is 1+2?"), *turns(assistant=prefill)]
+    (prompt,) = load("prompts", [{"prompt": chat}], chat_tokenizer, **WITH_CHAT)
+    assert prompt.text == PREFILLED[request.node.callspec.params["chat_tokenizer"]].format(prefill)
+    of_transformers = chat_tokenizer.apply_chat_template(chat, continue_final_message=True, return_dict=False)
+    assert prompt.token_ids == of_transformers
+    (example,) = load("sft", [{"prompt": chat, "completion": " three."}], chat_tokenizer, **WITH_CHAT)
+    assert example.token_ids[: example.loss_mask.index(True)] == prompt.token_ids
 
 
 def as_openai(chat):

@@ -24,7 +24,8 @@ from tests.unit.datasets.loaders import (
 
 CHAT = [*turns(system="s", user="a", assistant="b"), *turns(user="c", assistant="d")]
 SYSTEM_IN_LAST = (
-    "{% for m in messages %}{% if m.role == 'user' %}<user>{% if loop.index >= loop.length - 1 %}{{ messages[0].content }}|{% endif %}"
+    "{% set s = messages[0].content %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{% if loop.index >= loop.length - 1 %}{{ s }}|{% endif %}"
     "{{ m.content }}!{% elif m.role == 'assistant' %} {{ m.content }}<eos>{% endif %}{% endfor %}"
 )
 ENDS_IN_A_TOKEN_BESIDE_EOS = (
@@ -190,7 +191,7 @@ def test_a_call_of_a_tool_may_end_a_conversation_and_its_answer_a_prompt(make_to
     (pair,) = load("pairs", [{"chosen": ASKED[:2], "rejected": [*SUM, other]}], tokenizer, **WITH_CHAT)
     assert tokenizer.decode(pair.chosen_ids).endswith('[add{"a": 1, "b": 2}]<eos>')
     assert tokenizer.decode(pair.rejected_ids).endswith("[sub{}]<eos>")
-    with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: .*leaves out turn 2, .*'add'"):
+    with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: .*leaves out what turn 2, .*calls: 'add'"):
         sft([*ASKED, *turns(assistant="Three.")], make_tokenizer(chat_template=WITHOUT_TOOLS))
 
 

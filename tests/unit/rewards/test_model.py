@@ -12,7 +12,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from openppo.config import RowsConfig
-from openppo.datasets.templates import encode_start, render_prompt
+from openppo.datasets.prompts import render_prompt
+from openppo.datasets.templates import encode_start
 from openppo.datasets.turns import render_response
 from openppo.media import MediaItem
 from openppo.models.batching import MicroBatchSize
