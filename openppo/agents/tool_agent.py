@@ -49,9 +49,18 @@ class ToolAgent(Agent):
         self.failing: set[str] = set()
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """``ValueError`` for a row that names an unknown tool; count rows that need arguments and have none."""
+        """Count rows that need arguments and have none.
+
+        ``ValueError`` for a row that names an unknown tool, or whose chat ends in a turn of the assistant.
+        """
         lacking = 0
         for prompt in prompts:
+            if prompt.messages and prompt.messages[-1]["role"] == "assistant":
+                where = f"row {prompt.index + 1} of {prompt.source}"
+                raise ValueError(
+                    f"--tools: the prompt of {where} ends in a turn of the assistant, which only single responses "
+                    "continue. Remove that turn, or leave --tools out."
+                )
             given = arguments_of(prompt.row)
             lacking += not given and bool(present(prompt.row.get("extra_info")).get("need_tools_kwargs"))
             if unknown := sorted(given.keys() - self.tools):

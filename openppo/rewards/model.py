@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import RewardConfig
 from openppo.datasets.conversation import render_chat, with_answer
+from openppo.datasets.template_checks import left_out, require_read
 from openppo.datasets.templates import Message, encode_start, end_with_eos, text_of
 from openppo.media import Media
 from openppo.models.batching import MicroBatchSize, equal_batches
@@ -89,9 +90,20 @@ class RewardModelText:
                 f"{self.source}: its tokenizer has no chat template, which episodes are rendered with. Use a reward "
                 "model with the policy's vocabulary, or one of a chat model."
             )
+        if episodes and (missing := left_out(self.own) - {"tools"}):
+            names = " and ".join(sorted(missing))
+            logger.warning("%s: its chat template leaves out %s of tools, so they are not scored", self.source, names)
         for ended in (True, False):
             encode = partial(self._encode, response="a", ended=ended)
             check_chats(prompts, self.source, "--apply_chat_template", encode)
+        check_chats(prompts, self.source, "--apply_chat_template", self._require_read)
+
+    def _require_read(self, prompt: Prompt) -> None:
+        """``ValueError`` for a chat of which the reward model's template leaves a message out."""
+        if prompt.messages is not None:
+            messages = with_answer(prompt.messages, "a")
+            render = partial(render_chat, tokenizer=self.own)
+            require_read(messages, render(messages), render)
 
     def _encode(self, prompt: Prompt, response: str, ended: bool) -> list[int]:
         if prompt.messages is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import pkgutil
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Sequence
@@ -197,10 +198,24 @@ def test_python_blocks_of_the_readme_run(run: Run, workshop: Path) -> None:
         run([sys.executable, "-c", block], workshop)
 
 
+def test_the_format_check_reads_what_the_prompt_begins(tmp_path: Path) -> None:
+    write_files("rewards", tmp_path)
+    check = runpy.run_path(str(tmp_path / "thinks.py"))["reward_fn"]
+    asked = "<|user|>Think in <think> and </think>.<|end|><|assistant|>"
+    for begun, response, reward in (
+        ("<think>\n", "2+1</think>3", 1.0),
+        ("", "<think>2+1</think>3", 1.0),
+        ("<think>\n", "2+1</think>", 0.0),
+        ("<think>\n", "3", 0.0),
+        ("", "3", 0.0),
+    ):
+        assert check(query=asked + begun + response + "<|end|>", response=response) == reward
+
+
 def test_commands_of_index_data_trl_and_rewards_run_with_each_reward(run: Run, workshop: Path) -> None:
     assert write_files("data", workshop) == ["rows.py"]
     files, lines = write_files("rewards", workshop), commands("rewards")
-    assert (len(files), len(lines)) == (9, 5)
+    assert (len(files), len(lines)) == (10, 5)
     common = "--pretrain policy --prompt_data prompts.jsonl".split()
     functions = [[*common, "--remote_rm_url" if file.startswith("openrlhf") else "--reward_fn", file] for file in files]
     trl = [[*line, "--max_epochs", "1"] for line in commands("trl")]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from openppo.agents.gateway.requests import ROLES, as_text, read_call, read_content
+from openppo.agents.gateway.requests import ROLES, Refused, as_text, read_call, read_content
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import Turn
 from openppo.datasets.templates import Message
@@ -20,6 +20,8 @@ def read(body: dict[str, Any], conversation_of: Callable[[str], list[Message]]) 
 
 
 def _message(given: dict[str, Any]) -> Message:
+    if given.get("function_call"):
+        raise Refused("messages: function_call is obsolete; use tool_calls.")
     made: Message = {"role": ROLES[given["role"]], "content": read_content(given.get("content"))}
     made |= {name: as_text(given[name]) for name in ("name", "tool_call_id", "reasoning_content") if given.get(name)}
     if calls := given.get("tool_calls"):

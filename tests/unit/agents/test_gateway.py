@@ -253,6 +253,10 @@ def calling(function: Any) -> list[Any]:
         ({"messages": [{"role": "user", "content": 5}]}, "5 stands where a text is needed"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]}, "OpenAI's form"),
         ({"messages": calling({"arguments": "{}"})}, "name"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
+            "function_call is obsolete; use tool_calls",
+        ),
         ({"messages": calling({"name": None, "arguments": "{}"})}, "None stands where a text is needed"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}]}, "properties"),
         ({"tools": 5}, "a list is needed"),

@@ -382,6 +382,13 @@ def test_a_row_that_names_an_unknown_tool_is_refused():
         agent.check([Prompt("", [], row=row(a={}, c={}), source="rows.parquet", index=2)])
 
 
+def test_a_prompt_that_ends_in_the_assistants_turn_is_refused():
+    agent = ToolAgent([Plain("a")], AgentConfig(tools="tools.py"))
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>"}]
+    with pytest.raises(ValueError, match=r"^--tools: the prompt of row 3 of rows.jsonl ends in .* Remove that turn"):
+        agent.check([Prompt("", [], messages=chat[:1]), Prompt("", [], messages=chat, source="rows.jsonl", index=2)])
+
+
 def test_only_a_tool_with_a_reward_of_its_own_gives_rewards():
     options = AgentConfig(tools="tools.py")
     plain, paying = ToolAgent([Plain()], options), ToolAgent([Plain("a"), Paying()], options)

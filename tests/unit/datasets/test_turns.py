@@ -169,13 +169,15 @@ def sft(messages, tokenizer):
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}], ids=str)
 def test_calls_of_tools_are_targets_and_their_answers_are_not(assets, name, content):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+    calling = {"role": "assistant", **content, "tool_calls": [CALL]}
+    example = sft([*SUM, calling, ASKED[2], *turns(assistant="Three.")], tokenizer)
+    assert targets(example, tokenizer) == CALLS[name]
+
     arguments = CALL["function"]["arguments"]
     if name == "mistral-v3":  # its template writes &#34; for quotes of a call whose arguments are no text
         arguments = json.dumps(arguments)
-    call = {**CALL, "function": {"name": "add", "arguments": arguments}}
-    chat = [*SUM, {"role": "assistant", **content, "tool_calls": [call]}, ASKED[2], *turns(assistant="Three.")]
-    example = sft(chat, tokenizer)
-    assert targets(example, tokenizer) == CALLS[name]
+    written = {**CALL, "function": {"name": "add", "arguments": arguments}}
+    chat = [*SUM, calling | {"tool_calls": [written]}, ASKED[2], *turns(assistant="Three.")]
     assert tokenizer.decode(example.token_ids) == tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
 
 

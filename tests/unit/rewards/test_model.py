@@ -188,6 +188,40 @@ def test_chats_that_cannot_be_rendered_are_an_error_before_the_run(roles, templa
         text.check([chat_prompt("user", "assistant", "user"), chat_prompt(*roles)])
 
 
+SKIPS = TEMPLATE.replace("{{ raise_exception('no ' + m['role']) }}", "")
+
+
+def test_a_reward_model_that_skips_a_message_is_an_error_before_the_run(own, make_tokenizer):
+    own.chat_template = SKIPS
+    text = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    text.check([chat_prompt("user")])
+    with pytest.raises(ValueError, match=r"^--reward_pretrain m: the chat template leaves out turn 1, .*'system': 'a'"):
+        text.check([chat_prompt("system", "user")])
+
+
+def test_a_reward_model_that_skips_tools_says_so(own, make_tokenizer, caplog):
+    own.chat_template = SKIPS
+    text = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    text.check([chat_prompt("user")])
+    assert not caplog.messages
+    text.check([chat_prompt("user")], episodes=True)
+    assert caplog.messages == [
+        "--reward_pretrain m: its chat template leaves out calls and results of tools, so they are not scored"
+    ]
+
+
+def test_a_response_continues_the_turn_that_its_prompt_ends_in(own, make_tokenizer, make_trajectory):
+    messages = [*CHAT, {"role": "assistant", "content": "c"}]
+    finished = make_trajectory([4, 5], [7, 1], text="ab", messages=messages)
+    cut_off = make_trajectory([4, 5], [7], text="ab", messages=messages, truncated=True)
+    encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    assert encode(finished) == ids_of(*START, "c", "d", "</s>")
+    assert encode(cut_off) == ids_of(*START, "c", "d")
+    own.chat_template = TEMPLATE.replace("</s>", "<u>")
+    sampled = make_trajectory(ids_of(*START, "c"), ids_of("d", "<u>"), messages=messages)
+    assert policy_tokens(own, sampled) == ids_of(*START, "c", "d", "<u>", " ", "</s>")
+
+
 def test_a_tokenizer_without_eos_is_an_error(own, make_tokenizer):
     own.eos_token = None
     with pytest.raises(ValueError, match="^--reward_pretrain m: its tokenizer has no EOS token"):
