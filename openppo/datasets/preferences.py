@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import PreferenceConfig, SupervisedConfig
 from openppo.datasets.media import RowVision, has_media
-from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_formats import ASKED, RowFields
 from openppo.datasets.row_reader import Keys, RowReader
 from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import TokenExample, as_messages, shortened
@@ -80,7 +80,8 @@ def load_preferences(
         keys |= {} if data.scores_key is None else {"label": (data.scores_key, "--scores_key")}
     if data.prompt_key is not None:
         named, keys = True, {"prompt": (data.prompt_key, "--prompt_key"), **keys}
-    reader = RowReader(rows, "pairs", supervised, keys if named else None)  # a default does not count
+    keys = keys if named else {}  # a default does not count
+    reader = RowReader(rows, "pairs", supervised, keys, also=data.margin_key)
 
     def render(fields: RowFields) -> PreferenceExample | RankingExample:
         if fields.ranked is not None:
@@ -102,7 +103,7 @@ def load_preferences(
 
 def _refuse_null_prompt(fields: RowFields, row: Row, key: str | None) -> None:
     """Refuse texts beside a prompt that is null: they are no whole texts."""
-    column = next((name for name in (key or "prompt", "prompt", "question") if descend(row, name)), "")
+    column = next((name for name in (key or "prompt", *ASKED) if descend(row, name)), "")
     are_texts = isinstance(fields.chosen, str) or fields.ranked is not None
     if fields.prompt is None and are_texts and descend(row, column) == [None]:
         raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
