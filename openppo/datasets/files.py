@@ -219,11 +219,32 @@ def _read_parquet(file: IO[bytes], where: str) -> Iterator[Row]:
         with pq.ParquetFile(file, page_checksum_verification=True) as table:
             for batch in table.iter_batches():
                 batch.validate(full=True)  # offsets and UTF-8: reading on through damage could crash the process
-                yield from batch.to_pylist()
+                yield from map(without_added_keys, batch.to_pylist())
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # the last for dates after the year 9999
         what = " ".join(str(error).split())
         remedy = "Write it again, dates and times that are out of range as text."
         raise ValueError(f"{where}: cannot be read as Parquet ({what}). {remedy}") from error
+
+
+_OPEN_OBJECTS = ("function", "arguments", "parameters", "properties")
+"""Objects of tool calls and schemas whose keys differ from one to the next."""
+
+
+def without_added_keys(row: Row) -> Row:
+    """A row of Arrow without the null keys that it adds to objects of tools in the columns: those of other rows.
+
+    ``{"x": 0, "city": None}`` among arguments, beside a row with a city, is ``{"x": 0}``.
+    """
+    return {name: _without_nulls(value, is_open=False) for name, value in row.items()}
+
+
+def _without_nulls(value: Any, is_open: bool) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item, is_open) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: item for name, item in value.items() if not (is_open and item is None)}
+    return {name: _without_nulls(item, is_open or name in _OPEN_OBJECTS) for name, item in kept.items()}
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
