@@ -14,7 +14,7 @@ from openppo.datasets.row_formats import ASKED, RowFields
 from openppo.datasets.row_reader import Keys, RowReader
 from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import TokenExample, as_messages, shortened
-from openppo.datasets.turns import render_response, render_whole
+from openppo.datasets.turns import TRAINING_MARKS, render_response, render_whole
 from openppo.media import Media
 
 
@@ -141,6 +141,7 @@ def _render_side(
     options: SupervisedConfig,
     vision: RowVision | None,
 ) -> TokenExample:
+    side = _without_marks(side)
     prompt, shown = fields.prompt, vision is not None and has_media(fields)
     if prompt is None and shown:
         raise ValueError("images belong to a prompt: name its column with --prompt_key, or remove the row.")
@@ -156,6 +157,15 @@ def _render_side(
 
     fields = replace(fields, response=side, conversation=None)
     return render(fields) if vision is None else vision.example(fields, render)
+
+
+def _without_marks(side: Any) -> Any:
+    """A side of which every turn is read: a score has no targets."""
+    if isinstance(side, list):
+        return [_without_marks(turn) for turn in side]
+    if isinstance(side, dict):
+        return {name: value for name, value in side.items() if name not in TRAINING_MARKS}
+    return side
 
 
 def _number(value: Any, what: str, otherwise: str) -> float:

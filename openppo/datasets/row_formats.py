@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from openppo.datasets.sources import Row
 from openppo.datasets.templates import Message, Tools, as_messages, as_text, shortened
-from openppo.datasets.turns import shared_start
+from openppo.datasets.turns import TRAINING_MARKS, shared_start
 
 Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
 """Purpose of the rows."""
@@ -186,7 +186,8 @@ def _sharegpt_turn(turn: Any) -> Message:
     if role is None or not isinstance(turn.get("value"), str):
         names = ", ".join(SHAREGPT_ROLES)
         raise ValueError(f'not a turn with "from" (one of {names}) and a text "value": {shortened(turn)}.')
-    return {"role": role, "content": turn["value"]}
+    marks = {name: turn[name] for name in TRAINING_MARKS if name in turn}
+    return {"role": role, "content": turn["value"], **marks}
 
 
 def _preference(row: Row, chat: bool) -> RowFields:

@@ -28,6 +28,7 @@ from openppo.datasets.templates import (
     render_chat,
     require_texts,
     require_whole,
+    shortened,
 )
 
 Render = Callable[..., str]
@@ -35,6 +36,8 @@ Render = Callable[..., str]
 Expand = Callable[..., tuple[str, list[int]]]
 """``Vision.expanded`` with the images of a row."""
 
+TRAINING_MARKS = ("weight", "train", "trainable", "loss_mask")
+"""Names of what a message has beside its text, 0 or false where it is not trained."""
 _MARK = "\ue000\ue001\ue000"
 """Replaces a turn's text to find its place: private characters, which no template changes or writes."""
 
@@ -94,7 +97,8 @@ def render_turns(
 
     With images ``render`` writes their places, and ``expand`` puts their tokens there.
     """
-    chosen = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    answers = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    chosen = [i for i in answers if _is_trained(messages[i], i)]
     if not chosen:
         raise ValueError("no turn of the assistant to train on. Remove the row or choose another column.")
     messages = messages[: chosen[-1] + 1]
@@ -113,6 +117,15 @@ def render_turns(
     text, cuts = (text, cuts) if expand is None else expand(text, cuts=cuts)
     ids, places = encode_cut(tokenizer, text, cuts, add_special_tokens=False)
     return _with_targets(ids, list(zip(places[::2], places[1::2], strict=True)), tokenizer)
+
+
+def _is_trained(message: Message, number: int) -> bool:
+    """Whether no mark of turn ``number`` is 0 or false."""
+    values = {name: message[name] for name in TRAINING_MARKS if message.get(name) is not None}
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or value not in (0, 1):
+            raise ValueError(f"{name!r} of turn {number + 1} is neither 0 nor 1: {shortened(value)}. Correct the row.")
+    return all(values.values())
 
 
 def _with_targets(ids: list[int], spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> TokenExample:
