@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import PreferenceConfig, SupervisedConfig
 from openppo.datasets.media import RowVision, has_media
 from openppo.datasets.row_formats import ASKED, RowFields
@@ -98,7 +99,21 @@ def load_preferences(
         with naming_row(row):
             _refuse_null_prompt(reader.read(row), row.row, data.prompt_key)
             examples.append(example if data.margin_key is None else _with_margin(example, row.row, data.margin_key))
+    _log_equal(rows, examples)
     return reader.within(("--max_len", supervised.max_len), examples, lambda example: max(map(len, example.texts)))
+
+
+def _log_equal(rows: Sequence[SourceRow], examples: Sequence[PreferenceExample | RankingExample]) -> None:
+    """Count the rows in which a better response is the worse one too."""
+    alike = [
+        row
+        for row, example in zip(rows, examples, strict=True)
+        if any(example.texts[better] == example.texts[worse] for better, worse in example.pairs)
+    ]
+    if alike:
+        place = f"row {alike[0].number} of {alike[0].source}"
+        message = "%s: in %d of %d rows a better and a worse response are equal, which teaches nothing; first in %s"
+        logger.warning(message, alike[0].flag, len(alike), len(rows), place)
 
 
 def _refuse_null_prompt(fields: RowFields, row: Row, key: str | None) -> None:

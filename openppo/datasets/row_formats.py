@@ -259,11 +259,13 @@ def _math_shepherd(row: Row, chat: bool) -> RowFields:
 
 
 def _is_verl(row: Row) -> bool:
-    return isinstance(row["prompt"], list) and isinstance(row.get("reward_model") or {}, dict)
+    prompt, judge = parsed(row["prompt"]), parsed(row.get("reward_model"))
+    return isinstance(prompt, list) and isinstance(judge or {}, dict)
 
 
 def _verl(row: Row, chat: bool) -> RowFields:
-    return RowFields(prompt=row["prompt"], label=(row.get("reward_model") or {}).get("ground_truth"))
+    judge = parsed(row.get("reward_model")) or {}
+    return RowFields(prompt=parsed(row["prompt"]), label=judge.get("ground_truth"))
 
 
 def _ranking(row: Row, chat: bool) -> RowFields:
