@@ -121,7 +121,7 @@ class RowReader:
 
     def _require_prompt(self, fields: RowFields, unread: Row) -> None:
         """Refuse a row without prompt beside a text that is not read and may be it."""
-        texts = [name for name, value in unread.items() if _is_text(value)]
+        texts = [name for name, value in unread.items() if _has_text(value)]
         remedy = ""
         if self.task == "pairs" and self.guessed and not _has_prompt(fields):
             name = "plain" if self.keys else "preference"
@@ -220,8 +220,10 @@ def _has_prompt(fields: RowFields) -> bool:
     return fields.prompt is not None or (isinstance(side, str) and side.startswith("\n\nHuman:"))
 
 
-def _is_text(value: Any) -> bool:
-    """Whether ``value`` is a text that is neither blank nor a number, which in CSV files are texts too."""
+def _has_text(value: Any) -> bool:
+    """Whether ``value`` holds a text or messages; blanks and numbers, which are texts in CSV files, do not count."""
+    if isinstance(value, list):
+        return any(isinstance(item, dict) or _has_text(item) for item in value)
     return isinstance(value, str) and value.strip() != "" and re.fullmatch(NUMBER, value.strip()) is None
 
 

@@ -34,6 +34,9 @@ def test_the_prompt_of_a_preference_is_in_what_is_scored(tokenizer, name):
     for sides in (SIDES, {"chosen": GOOD, "rejected": BAD}):
         assert texts_of({**columns, **sides}, tokenizer, **WITH_CHAT) == [f"{asked}{side}<eos>" for side in "bc"]
     assert texts_of({**columns, "responses": ["b", "c"]}, tokenizer) == [f"<bos>{prompt}{side}<eos>" for side in "bc"]
+    (asked,) = load("prompts", [{**columns, **SIDES}], tokenizer)
+    (answer,) = load("sft", [{**columns, **SIDES}], tokenizer)
+    assert (asked.text, shown(answer, tokenizer)) == (prompt, f"<bos>{prompt}«b<eos>»")
 
 
 @pytest.mark.parametrize("name", ["system", "system_prompt"])
@@ -125,6 +128,8 @@ def test_preferences_without_prompt_beside_an_unread_text_are_refused(tokenizer,
         load("pairs", [{"ask": "a", **sides}], tokenizer, **options)
     with pytest.raises(ValueError, match=message):
         load("pairs", [{"ask": "a", **sides, "c": sides["chosen"]}], tokenizer, {"chosen_key": "c"}, **options)
+    with pytest.raises(ValueError, match=message):
+        load("pairs", [{"n": "1.5", "ask": turns(user="a"), **sides}], tokenizer, **options)
 
 
 def test_whole_texts_beside_other_texts_are_read_where_the_format_is_named(tokenizer, caplog):
