@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import PreferenceConfig, SupervisedConfig
 from openppo.datasets.media import RowVision, has_media
-from openppo.datasets.row_formats import ASKED, RowFields
+from openppo.datasets.row_formats import PROMPT_COLUMNS, RowFields
 from openppo.datasets.row_reader import Keys, RowReader
 from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import TokenExample, as_messages, shortened
@@ -118,7 +118,7 @@ def _log_equal(rows: Sequence[SourceRow], examples: Sequence[PreferenceExample |
 
 def _refuse_null_prompt(fields: RowFields, row: Row, key: str | None) -> None:
     """Refuse texts beside a prompt that is null: they are no whole texts."""
-    column = next((name for name in (key or "prompt", *ASKED) if descend(row, name)), "")
+    column = next((name for name in (key or "prompt", *PROMPT_COLUMNS) if descend(row, name)), "")
     are_texts = isinstance(fields.chosen, str) or fields.ranked is not None
     if fields.prompt is None and are_texts and descend(row, column) == [None]:
         raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")

@@ -69,7 +69,7 @@ PLAIN_PROMPT = ("input", "prompt")
 PLAIN_RESPONSE = ("output", "response", "completion")
 WHOLE = ("text", "content", "input")
 QUESTION = ("question", "problem")
-ASKED = ("prompt", *QUESTION, "instruction", "query", "input", "context")
+PROMPT_COLUMNS = ("prompt", *QUESTION, "instruction", "query", "input", "context")
 """Columns with the prompt of a preference or ranking; the first of them is read."""
 SYSTEM = ("system", "system_prompt")
 STEPS = ("steps", "completions", "model_output_steps")
@@ -144,8 +144,8 @@ def with_system(fields: RowFields, row: Row, chat: bool) -> RowFields:
     """``fields`` with the text of the system column, if any, in front of the prompt."""
     if not fields.prompt or fields.whole is not None:
         return fields
-    text = _first(row, *SYSTEM)
-    if not isinstance(text, str) or not text.strip():
+    text = as_text(_first(row, *SYSTEM) or "")
+    if not text.strip():
         return fields
     if not chat and isinstance(fields.prompt, str):
         return replace(fields, prompt=f"{text}\n{fields.prompt}")
@@ -195,12 +195,12 @@ def _preference(row: Row, chat: bool) -> RowFields:
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
         return _divided(as_messages(chosen), as_messages(rejected))
-    return RowFields(_asked(row, chat), chosen, chosen, rejected)
+    return RowFields(_prompt_of(row, chat), chosen, chosen, rejected)
 
 
-def _asked(row: Row, chat: bool) -> Any:
+def _prompt_of(row: Row, chat: bool) -> Any:
     """The prompt beside responses; None without."""
-    name = next((name for name in ASKED if name in row), None)
+    name = next((name for name in PROMPT_COLUMNS if name in row), None)
     if name == "instruction" and row[name] is not None:
         return _instruction(row, chat)
     return None if name is None else row[name]
@@ -269,7 +269,7 @@ def _verl(row: Row, chat: bool) -> RowFields:
 
 
 def _ranking(row: Row, chat: bool) -> RowFields:
-    return RowFields(_asked(row, chat), ranked=row["responses"], label=row.get("scores"))
+    return RowFields(_prompt_of(row, chat), ranked=row["responses"], label=row.get("scores"))
 
 
 _CHAT, _TURNS = (("messages",),), (("conversations",),)
@@ -283,7 +283,7 @@ ROW_FORMATS = (
     RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
     RowFormat("hh", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _hh, fits=_is_transcript),
     RowFormat("preference", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _preference),
-    RowFormat("ranking", {"pairs": (ASKED, ("responses",))}, _ranking),
+    RowFormat("ranking", {"pairs": (PROMPT_COLUMNS, ("responses",))}, _ranking),
     RowFormat("verl", {"prompts": _VERL}, _verl, fits=_is_verl),
     RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
     RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),

@@ -11,7 +11,15 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config.data import RowsConfig
 from openppo.config.fields import NUMBER
-from openppo.datasets.row_formats import ASKED, ROW_FORMATS, RowFields, RowFormat, Task, kto_column, with_system
+from openppo.datasets.row_formats import (
+    PROMPT_COLUMNS,
+    ROW_FORMATS,
+    RowFields,
+    RowFormat,
+    Task,
+    kto_column,
+    with_system,
+)
 from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import read_tools
 from openppo.datasets.tokenization import to_json, tokenize, tokenizing_content
@@ -127,7 +135,7 @@ class RowReader:
             name = "plain" if self.keys else "preference"
             remedy = f"Name the prompt with --prompt_key, or add --data_format {name} if the responses hold it"
         elif self.task == "sft" and not self.keys and fields.whole is not None:
-            texts = [name for name in texts if name in ASKED]
+            texts = [name for name in texts if name in PROMPT_COLUMNS]
             remedy = "Name the columns with --input_key and --output_key"
         if texts and remedy:
             raise ValueError(f"no prompt, and column {texts[0]!r} is not read. {remedy}.")

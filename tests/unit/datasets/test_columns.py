@@ -47,6 +47,8 @@ def test_the_system_text_of_a_preference_is_scored(tokenizer, name):
         assert texts_of(row, tokenizer, **WITH_CHAT) == chats
     assert texts_of({name: "P", "question": "a", **SIDES}, tokenizer) == ["<bos>P\nab<eos>", "<bos>P\nac<eos>"]
     assert texts_of({name: "", "question": "a", **SIDES}, tokenizer) == ["<bos>ab<eos>", "<bos>ac<eos>"]
+    with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: not a text but dict: {'a': 1}"):
+        load("pairs", [{name: {"a": 1}, "question": "a", **SIDES}], tokenizer)
     whole = {"chosen": turns(system="P", user="a") + GOOD, "rejected": turns(system="P", user="a") + BAD}
     assert texts_of({name: "P", **whole}, tokenizer, **WITH_CHAT) == chats  # written once
 
