@@ -33,7 +33,7 @@ def load_prompts(
     column or an empty or malformed prompt, and ``--prompt_max_len`` if no prompt is left.
     """
     keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
-    reader = RowReader(rows, "prompts", options, keys)
+    reader = RowReader(rows, "prompts", options, keys, also=options.label_key)
 
     def render(fields: RowFields) -> Prompt:
         return (vision or RowVision(None, (), tokenizer, options)).render(fields)

@@ -10,6 +10,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
+from openppo import logger
 from openppo.config.fields import mask_credentials
 
 Row = dict[str, Any]
@@ -175,20 +177,45 @@ def _read_jsonl(file: IO[bytes], where: str) -> Iterator[Row]:
 
 
 def _rows_of(texts: Iterable[str], where: str, array: bool = False) -> Iterator[Row]:
-    for line, text in enumerate(texts, start=1):
-        if text.strip():
-            value = _parse(text.rstrip(), where, line)
-            for number, row in enumerate(value if array else [value], start=1):
-                if not isinstance(row, dict):
-                    place, kind = f"row {number}" if array else f"line {line}", type(row).__name__
-                    raise ValueError(f"{where}, {place}: not an object but {kind}. {JSON_HINT}")
-                yield row
+    objects = _Objects()
+    try:
+        for line, text in enumerate(texts, start=1):
+            if text.strip():
+                value = _parse(text.rstrip(), where, line, objects)
+                for number, row in enumerate(value if array else [value], start=1):
+                    if not isinstance(row, dict):
+                        place, kind = f"row {number}" if array else f"line {line}", type(row).__name__
+                        raise ValueError(f"{where}, {place}: not an object but {kind}. {JSON_HINT}")
+                    yield row
+    finally:  # also where the first rows are enough
+        objects.log_repeated(where)
 
 
-def _parse(text: str, where: str, line: int) -> Any:
+@dataclass
+class _Objects:
+    """Makes the objects of a JSON file; counts those in which a key is twice, of which the last value is read."""
+
+    n_repeated: int = 0
+    first: str = ""
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            keys = Counter(key for key, _ in pairs)
+            self.first = self.first or keys.most_common(1)[0][0]
+            self.n_repeated += 1
+        return values
+
+    def log_repeated(self, where: str) -> None:
+        if self.n_repeated:
+            n, first = self.n_repeated, self.first
+            logger.warning("%s: %d objects have a key twice, the first %r; the last value is read", where, n, first)
+
+
+def _parse(text: str, where: str, line: int, objects: _Objects) -> Any:
     """Value of JSON ``text``, which begins in ``line`` of its file."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=objects)
     except (ValueError, RecursionError) as error:  # the value of a number may be too long, the nesting too deep
         what = str(error)
         if isinstance(error, json.JSONDecodeError):
@@ -219,11 +246,32 @@ def _read_parquet(file: IO[bytes], where: str) -> Iterator[Row]:
         with pq.ParquetFile(file, page_checksum_verification=True) as table:
             for batch in table.iter_batches():
                 batch.validate(full=True)  # offsets and UTF-8: reading on through damage could crash the process
-                yield from batch.to_pylist()
+                yield from map(without_added_keys, batch.to_pylist())
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # the last for dates after the year 9999
         what = " ".join(str(error).split())
         remedy = "Write it again, dates and times that are out of range as text."
         raise ValueError(f"{where}: cannot be read as Parquet ({what}). {remedy}") from error
+
+
+_OPEN_OBJECTS = ("function", "arguments", "parameters", "properties")
+"""Objects of tool calls and schemas whose keys differ from one to the next."""
+
+
+def without_added_keys(row: Row) -> Row:
+    """A row of Arrow without the null keys that it adds to objects of tools in the columns: those of other rows.
+
+    ``{"x": 0, "city": None}`` among arguments, beside a row with a city, is ``{"x": 0}``.
+    """
+    return {name: _without_nulls(value, is_open=False) for name, value in row.items()}
+
+
+def _without_nulls(value: Any, is_open: bool) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item, is_open) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: item for name, item in value.items() if not (is_open and item is None)}
+    return {name: _without_nulls(item, is_open or name in _OPEN_OBJECTS) for name, item in kept.items()}
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}

@@ -8,13 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import PreferenceConfig, SupervisedConfig
 from openppo.datasets.media import RowVision, has_media
-from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_formats import PROMPT_COLUMNS, RowFields
 from openppo.datasets.row_reader import Keys, RowReader
 from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import TokenExample, as_messages, shortened
-from openppo.datasets.turns import render_response, render_whole
+from openppo.datasets.turns import TRAINING_MARKS, render_response, render_whole
 from openppo.media import Media
 
 
@@ -80,7 +81,8 @@ def load_preferences(
         keys |= {} if data.scores_key is None else {"label": (data.scores_key, "--scores_key")}
     if data.prompt_key is not None:
         named, keys = True, {"prompt": (data.prompt_key, "--prompt_key"), **keys}
-    reader = RowReader(rows, "pairs", supervised, keys if named else None)  # a default does not count
+    keys = keys if named else {}  # a default does not count
+    reader = RowReader(rows, "pairs", supervised, keys, also=data.margin_key)
 
     def render(fields: RowFields) -> PreferenceExample | RankingExample:
         if fields.ranked is not None:
@@ -97,12 +99,26 @@ def load_preferences(
         with naming_row(row):
             _refuse_null_prompt(reader.read(row), row.row, data.prompt_key)
             examples.append(example if data.margin_key is None else _with_margin(example, row.row, data.margin_key))
+    _log_equal(rows, examples)
     return reader.within(("--max_len", supervised.max_len), examples, lambda example: max(map(len, example.texts)))
+
+
+def _log_equal(rows: Sequence[SourceRow], examples: Sequence[PreferenceExample | RankingExample]) -> None:
+    """Count the rows in which a better response is the worse one too."""
+    alike = [
+        row
+        for row, example in zip(rows, examples, strict=True)
+        if any(example.texts[better] == example.texts[worse] for better, worse in example.pairs)
+    ]
+    if alike:
+        place = f"row {alike[0].number} of {alike[0].source}"
+        message = "%s: in %d of %d rows a better and a worse response are equal, which teaches nothing; first in %s"
+        logger.warning(message, alike[0].flag, len(alike), len(rows), place)
 
 
 def _refuse_null_prompt(fields: RowFields, row: Row, key: str | None) -> None:
     """Refuse texts beside a prompt that is null: they are no whole texts."""
-    column = next((name for name in (key or "prompt", "prompt", "question") if descend(row, name)), "")
+    column = next((name for name in (key or "prompt", *PROMPT_COLUMNS) if descend(row, name)), "")
     are_texts = isinstance(fields.chosen, str) or fields.ranked is not None
     if fields.prompt is None and are_texts and descend(row, column) == [None]:
         raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
@@ -140,6 +156,7 @@ def _render_side(
     options: SupervisedConfig,
     vision: RowVision | None,
 ) -> TokenExample:
+    side = _without_marks(side)
     prompt, shown = fields.prompt, vision is not None and has_media(fields)
     if prompt is None and shown:
         raise ValueError("images belong to a prompt: name its column with --prompt_key, or remove the row.")
@@ -155,6 +172,15 @@ def _render_side(
 
     fields = replace(fields, response=side, conversation=None)
     return render(fields) if vision is None else vision.example(fields, render)
+
+
+def _without_marks(side: Any) -> Any:
+    """A side of which every turn is read: a score has no targets."""
+    if isinstance(side, list):
+        return [_without_marks(turn) for turn in side]
+    if isinstance(side, dict):
+        return {name: value for name, value in side.items() if name not in TRAINING_MARKS}
+    return side
 
 
 def _number(value: Any, what: str, otherwise: str) -> float:

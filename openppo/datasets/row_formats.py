@@ -1,13 +1,15 @@
 """The common formats of data rows, recognized by their columns: of ``ROW_FORMATS`` the first that fits."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from openppo.datasets.sources import Row
 from openppo.datasets.templates import Message, Tools, as_messages, as_text, shortened
-from openppo.datasets.turns import shared_start
+from openppo.datasets.turns import TRAINING_MARKS, shared_start
 
 Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
 """Purpose of the rows."""
@@ -67,6 +69,9 @@ PLAIN_PROMPT = ("input", "prompt")
 PLAIN_RESPONSE = ("output", "response", "completion")
 WHOLE = ("text", "content", "input")
 QUESTION = ("question", "problem")
+PROMPT_COLUMNS = ("prompt", *QUESTION, "instruction", "query", "input", "context")
+"""Columns with the prompt of a preference or ranking; the first of them is read."""
+SYSTEM = ("system", "system_prompt")
 STEPS = ("steps", "completions", "model_output_steps")
 FIRST_WRONG = ("first_wrong_step", "model_output_solution_first_error_step")
 
@@ -88,9 +93,67 @@ def _question_answer(row: Row, chat: bool) -> RowFields:
 
 
 def _alpaca(row: Row, chat: bool) -> RowFields:
-    """The input, if there is one, follows the instruction on the next line."""
-    prompt = as_text(row["instruction"]) + (f"\n{as_text(row['input'])}" if row.get("input") else "")
-    return RowFields(prompt=prompt, response=row.get("output"), label=row.get("output"))
+    """All answers of a history are the assistant's, as the last one is."""
+    prompt, output = _instruction(row, chat), row.get("output")
+    conversation = None
+    if isinstance(prompt, list) and output is not None:
+        conversation = [*prompt, {"role": "assistant", "content": as_text(output)}]
+    return RowFields(prompt=prompt, response=output, label=output, conversation=conversation)
+
+
+def _instruction(row: Row, chat: bool) -> str | list[Message]:
+    """The history, the instruction, and the input, if there are any: one below the other, or as turns of a chat."""
+    text = as_text(row["instruction"]) + (f"\n{as_text(row['input'])}" if row.get("input") else "")
+    turns = _turns_of_history(row.get("history"))
+    if turns and chat:
+        return [*turns, {"role": "user", "content": text}]
+    return "\n".join([*(turn["content"] for turn in turns), text])
+
+
+def _turns_of_history(value: Any) -> list[Message]:
+    pairs = parsed(value) or []
+    is_list = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+    texts = [text for pair in pairs for text in pair] if is_list else [None]
+    if not all(isinstance(text, str) for text in texts):
+        what = "not a list of pairs, each an instruction and its answer"
+        raise ValueError(f"column 'history' is {what}: {shortened(value)}. Correct or remove the row.")
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def parsed(value: Any) -> Any:
+    """The value of a JSON text, as CSV files and some Parquet files have it; any other ``value`` as it is."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
+def kto_column(row: Row) -> str:
+    """The column that says whether the answer of a KTO row is good; empty for any other row.
+
+    Texts "true" and "false", as of CSV files, count where they are no answers: in ``kto_tag``, or beside a completion.
+    """
+    for name in ("label", "kto_tag"):
+        value = row.get(name)
+        may_be_text = name == "kto_tag" or "completion" in row
+        if isinstance(value, bool) or (may_be_text and str(value).lower() in ("true", "false")):
+            return name
+    return ""
+
+
+def with_system(fields: RowFields, row: Row, chat: bool) -> RowFields:
+    """``fields`` with the text of the system column, if any, in front of the prompt."""
+    if not fields.prompt or fields.whole is not None:
+        return fields
+    text = as_text(_first(row, *SYSTEM) or "")
+    if not text.strip():
+        return fields
+    if not chat and isinstance(fields.prompt, str):
+        return replace(fields, prompt=f"{text}\n{fields.prompt}")
+    first, prompt = {"role": "system", "content": text}, as_messages(fields.prompt, "user")
+    if prompt[0] == first:
+        return fields
+    conversation = [first, *fields.conversation] if fields.conversation else None
+    return replace(fields, prompt=[first, *prompt], conversation=conversation)
 
 
 def _parts_of_chat(conversation: Any) -> RowFields:
@@ -123,15 +186,24 @@ def _sharegpt_turn(turn: Any) -> Message:
     if role is None or not isinstance(turn.get("value"), str):
         names = ", ".join(SHAREGPT_ROLES)
         raise ValueError(f'not a turn with "from" (one of {names}) and a text "value": {shortened(turn)}.')
-    return {"role": role, "content": turn["value"]}
+    marks = {name: turn[name] for name in TRAINING_MARKS if name in turn}
+    return {"role": role, "content": turn["value"], **marks}
 
 
 def _preference(row: Row, chat: bool) -> RowFields:
     """Whole conversations are divided after their shared turns, regardless of the prompt column."""
-    prompt, chosen, rejected = _first(row, "prompt", "question"), row["chosen"], row["rejected"]
+    chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
         return _divided(as_messages(chosen), as_messages(rejected))
-    return RowFields(prompt, chosen, chosen, rejected)
+    return RowFields(_prompt_of(row, chat), chosen, chosen, rejected)
+
+
+def _prompt_of(row: Row, chat: bool) -> Any:
+    """The prompt beside responses; None without."""
+    name = next((name for name in PROMPT_COLUMNS if name in row), None)
+    if name == "instruction" and row[name] is not None:
+        return _instruction(row, chat)
+    return None if name is None else row[name]
 
 
 def _divided(chosen: list[Message], rejected: list[Message]) -> RowFields:
@@ -187,15 +259,17 @@ def _math_shepherd(row: Row, chat: bool) -> RowFields:
 
 
 def _is_verl(row: Row) -> bool:
-    return isinstance(row["prompt"], list) and isinstance(row.get("reward_model") or {}, dict)
+    prompt, judge = parsed(row["prompt"]), parsed(row.get("reward_model"))
+    return isinstance(prompt, list) and isinstance(judge or {}, dict)
 
 
 def _verl(row: Row, chat: bool) -> RowFields:
-    return RowFields(prompt=row["prompt"], label=(row.get("reward_model") or {}).get("ground_truth"))
+    judge = parsed(row.get("reward_model")) or {}
+    return RowFields(prompt=parsed(row["prompt"]), label=judge.get("ground_truth"))
 
 
 def _ranking(row: Row, chat: bool) -> RowFields:
-    return RowFields(_first(row, "prompt", "question"), ranked=row["responses"], label=row.get("scores"))
+    return RowFields(_prompt_of(row, chat), ranked=row["responses"], label=row.get("scores"))
 
 
 _CHAT, _TURNS = (("messages",),), (("conversations",),)
@@ -209,7 +283,7 @@ ROW_FORMATS = (
     RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
     RowFormat("hh", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _hh, fits=_is_transcript),
     RowFormat("preference", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _preference),
-    RowFormat("ranking", {"pairs": (("prompt", "question"), ("responses",))}, _ranking),
+    RowFormat("ranking", {"pairs": (PROMPT_COLUMNS, ("responses",))}, _ranking),
     RowFormat("verl", {"prompts": _VERL}, _verl, fits=_is_verl),
     RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
     RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),

@@ -1,5 +1,7 @@
 """Rows of one data flag -> their fields and examples: by columns that options name, or in a recognized format."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -8,8 +10,17 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config.data import RowsConfig
-from openppo.datasets.row_formats import ROW_FORMATS, RowFields, RowFormat, Task
-from openppo.datasets.sources import ShowRows, SourceRow, descend, naming_row, value_of
+from openppo.config.fields import NUMBER
+from openppo.datasets.row_formats import (
+    PROMPT_COLUMNS,
+    ROW_FORMATS,
+    RowFields,
+    RowFormat,
+    Task,
+    kto_column,
+    with_system,
+)
+from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.template_checks import name_rendered
 from openppo.datasets.templates import read_tools
 from openppo.datasets.tokenization import to_json, tokenize, tokenizing_content
@@ -27,21 +38,55 @@ KEY_FLAGS: Mapping[Task, str] = {
 }
 
 
+class ColumnsRead(dict[str, Any]):
+    """A row that remembers which of its columns were read."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    @property
+    def unread(self) -> dict[str, Any]:
+        """Columns that hold something and were not read."""
+        return {name: value for name, value in self.items() if name not in self.read and not _is_empty(value)}
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
 class RowReader:
     """Reads the rows of one data flag: from columns ``keys``, or in the format of the first row of their source.
 
-    ``options`` name the format, or 'auto' recognizes it; it is logged once for each source, with its columns. Raises
-    ``ValueError`` naming the flag and the columns if none fits.
+    ``options`` name the format, or 'auto' recognizes it; it is logged once for each source, with its columns. Column
+    ``also`` is read by the caller. Raises ``ValueError`` naming the flag and the columns if no format fits.
     """
 
-    def __init__(self, rows: Sequence[SourceRow], task: Task, options: RowsConfig, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[SourceRow],
+        task: Task,
+        options: RowsConfig,
+        keys: Keys | None = None,
+        also: str | None = None,
+    ) -> None:
         self.rows, self.task, self.chat, self.keys = rows, task, options.apply_chat_template, keys or {}
+        self.also, self.guessed = also or "", options.data_format == "auto"
         self.tools_key, self.processes = options.tools_key, options.dataset_num_proc
         keys_of = {"image": options.image_key, "video": options.video_key}
         self.media_keys = {kind: key for kind, key in keys_of.items() if key is not None}
         self.found = {kind for kind, key in self.media_keys.items() if any(descend(row.row, key) for row in rows)}
         self.content = task, self.chat, options.input_template, options.chat_template_kwargs
         self.formats: dict[str, RowFormat] = {}
+        self.unread: dict[str, Row] = {}  # by source: columns so far that hold something and are not read
         named = options.data_format
         if self.keys and named not in ("auto", "plain"):
             flags = " and ".join(flag for _, flag in self.keys.values())
@@ -55,27 +100,46 @@ class RowReader:
             for row in rows:
                 if row.source not in self.formats:
                     self.formats[row.source] = self._recognize(row, candidates)
+        if task == "sft":
+            self.rows = _without_bad_answers(rows)
 
     def read(self, row: SourceRow) -> RowFields:
         """The fields of ``row``. Raises ``ValueError`` for malformed values and missing columns."""
-        key = self.tools_key
-        tools = None if key is None else read_tools(value_of(row.row, key, "--tools_key"), key)
-        fields = replace(self._fields(row), tools=tools)
+        columns, key = ColumnsRead(row.row), self.tools_key
+        tools = None if key is None else read_tools(value_of(columns, key, "--tools_key"), key)
+        fields = replace(self._fields(row, columns), tools=tools)
         media = {}
         for kind, key in self.media_keys.items():
-            if descend(row.row, key) or not (kind in self.found or row.flag.startswith("--eval")):
-                media[kind] = value_of(row.row, key, f"--{kind}_key")
+            if descend(columns, key) or not (kind in self.found or row.flag.startswith("--eval")):
+                media[kind] = value_of(columns, key, f"--{kind}_key")
+        for name in (self.also, kto_column(row.row) if self.task == "sft" else ""):
+            descend(columns, name)
+        self._require_prompt(fields, columns.unread)
+        self.unread.setdefault(_place(row), {}).update(columns.unread)
         return replace(fields, media=media, source=row.source)
 
-    def _fields(self, row: SourceRow) -> RowFields:
+    def _fields(self, row: SourceRow, columns: ColumnsRead) -> RowFields:
         if self.keys:
-            return RowFields(**{part: value_of(row.row, key, flag) for part, (key, flag) in self.keys.items()})
+            return RowFields(**{part: value_of(columns, key, flag) for part, (key, flag) in self.keys.items()})
         row_format = self.formats[row.source]
         if not row_format.columns_of(row.row, self.task):
             raise ValueError(
                 f"not of format {row_format.describe(self.task)}, with which its source starts. {self._remedy(row)}."
             )
-        return row_format.read(row.row, self.chat)
+        return with_system(row_format.read(columns, self.chat), columns, self.chat)
+
+    def _require_prompt(self, fields: RowFields, unread: Row) -> None:
+        """Refuse a row without prompt beside a text that is not read and may be it."""
+        texts = [name for name, value in unread.items() if _has_text(value)]
+        remedy = ""
+        if self.task == "pairs" and self.guessed and not _has_prompt(fields):
+            name = "plain" if self.keys else "preference"
+            remedy = f"Name the prompt with --prompt_key, or add --data_format {name} if the responses hold it"
+        elif self.task == "sft" and not self.keys and fields.whole is not None:
+            texts = [name for name in texts if name in PROMPT_COLUMNS]
+            remedy = "Name the columns with --input_key and --output_key"
+        if texts and remedy:
+            raise ValueError(f"no prompt, and column {texts[0]!r} is not read. {remedy}.")
 
     def make(
         self,
@@ -98,7 +162,7 @@ class RowReader:
                     fields = self.read(row)
                     made.append(render(fields))
                 prompts.append(fields.prompt)
-            self._name_rendered(prompts, tokenizer)
+            self._log_rows(prompts, tokenizer)
             return made
 
         contents = []
@@ -107,7 +171,7 @@ class RowReader:
                 fields = self.read(row)
                 contents.append(to_json(fields))
             prompts.append(fields.prompt)
-        self._name_rendered(prompts, tokenizer)
+        self._log_rows(prompts, tokenizer)
         found = tokenize(render, contents, tokenizing_content(tokenizer, *self.content, more), self.processes, show)
         for row, attributes in zip(self.rows, found, strict=True):
             with naming_row(row):
@@ -115,10 +179,6 @@ class RowReader:
                     raise ValueError(attributes)
                 made.append(kind(**attributes))
         return made
-
-    def _name_rendered(self, prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
-        if self.chat:
-            name_rendered(prompts, tokenizer, self.rows[0].flag)
 
     def within(
         self,
@@ -139,8 +199,17 @@ class RowReader:
             logger.info("%s: %d rows longer than %s were dropped, %d are kept", flag, n_dropped, flag_of_limit, n_kept)
         return kept
 
+    def _log_rows(self, prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Log the columns that are not read, and prompts that a chat template has written already."""
+        others = " (rewards and agents may read them)" if self.task == "prompts" else ""
+        for place, columns in self.unread.items():
+            if columns:
+                logger.info("%s: columns not read: %s%s", place, ", ".join(map(str, columns)), others)
+        if self.chat:
+            name_rendered(prompts, tokenizer, self.rows[0].flag)
+
     def _recognize(self, row: SourceRow, candidates: Sequence[RowFormat]) -> RowFormat:
-        where = f"{row.flag} {row.source}".strip()
+        where = _place(row)
         for candidate in candidates:
             if columns := candidate.columns_of(row.row, self.task):
                 logger.info("%s: rows are read as %s, by their columns %s", where, candidate.name, ", ".join(columns))
@@ -152,3 +221,42 @@ class RowReader:
     def _remedy(self, row: SourceRow) -> str:
         others = "" if self.task == "documents" else ", or the format with --data_format"
         return f"Its columns are {', '.join(map(str, row.row))}: name them with {KEY_FLAGS[self.task]}{others}"
+
+
+def _place(row: SourceRow) -> str:
+    """Flag and name of the source of a row."""
+    return f"{row.flag} {row.source}".strip()
+
+
+def _has_prompt(fields: RowFields) -> bool:
+    """Whether a pair or ranking has a prompt: its own, or one in the responses, chats or transcripts."""
+    side = fields.chosen
+    if isinstance(fields.ranked, list) and fields.ranked:
+        side = fields.ranked[0]
+    if isinstance(side, list) and side and isinstance(side[0], dict) and side[0].get("role") != "assistant":
+        return True
+    return fields.prompt is not None or (isinstance(side, str) and side.startswith("\n\nHuman:"))
+
+
+def _has_text(value: Any) -> bool:
+    """Whether ``value`` holds a text or messages; blanks and numbers, which are texts in CSV files, do not count."""
+    if isinstance(value, list):
+        return any(isinstance(item, dict) or _has_text(item) for item in value)
+    return isinstance(value, str) and value.strip() != "" and re.fullmatch(NUMBER, value.strip()) is None
+
+
+def _without_bad_answers(rows: Sequence[SourceRow]) -> list[SourceRow]:
+    """``rows`` without those of KTO whose answer is a bad one; they are counted in the log."""
+    kept, bad = [], Counter[tuple[str, str]]()
+    for row in rows:
+        column = kto_column(row.row)
+        if column and str(row.row[column]).lower() == "false":
+            bad[_place(row), column] += 1
+        else:
+            kept.append(row)
+    for (place, column), n_bad in bad.items():
+        n_rows = sum(_place(row) == place for row in rows)
+        logger.warning("%s: %d of %d rows are not trained: their %r is false", place, n_bad, n_rows, column)
+    if not kept:
+        raise ValueError(f"{rows[0].flag}: no row is left: {column!r} is false in all of them. Use other data.")
+    return kept

@@ -8,11 +8,20 @@ from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, interleave_datasets, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from openppo.config import RowsConfig, parse_probs
-from openppo.datasets.files import Place, Row, files_of_split, find_place, is_data_file, read_file, require_split
+from openppo.datasets.files import (
+    Place,
+    Row,
+    files_of_split,
+    find_place,
+    is_data_file,
+    read_file,
+    require_split,
+    without_added_keys,
+)
 from openppo.user_code import leaving_no_trace, load_callable
 
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, OverflowError, DatasetsError, pa.ArrowException)
@@ -79,9 +88,12 @@ def load_mixed_rows(
         for source, _ in pairs:
             where = f"--dataset_class {options.dataset_class}, called for {flag} {source},"
             with leaving_no_trace(where):
-                made = list(islice(make(source), limit))
+                table = make(source)
+                made = list(islice(table, limit))
             if not made or not all(isinstance(row, dict) for row in made):
                 raise ValueError(f"{where} must give one row or more, each a dict of its columns.")
+            if isinstance(table, Dataset | IterableDataset):
+                made = list(map(without_added_keys, made))
             loaded.append(number_rows(made, source, flag))
     shares = [share for _, share in pairs if share is not None]
     return _interleave(loaded, shares, seed) if shares else list(chain.from_iterable(loaded))
@@ -136,6 +148,7 @@ def _load_by_datasets(place: Place, flag: str, split: str, max_samples: int | No
             splits = {split: load_dataset(name[1], name[2], split=split)}
         n_rows = len(splits.get(split, ()))
         rows: list[Row] = splits[split].take(min(max_samples or n_rows, n_rows)).to_list() if n_rows else []
+        rows = list(map(without_added_keys, rows))
     except _UNREADABLE as error:
         what = f"no such file or folder, and split {split!r} of a data set of that name cannot be loaded from the hub"
         remedy = "Check the path, the name, the split and the network."

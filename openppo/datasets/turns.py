@@ -29,12 +29,15 @@ from openppo.datasets.templates import (
     fill_template,
     not_empty,
     require_texts,
+    shortened,
     text_of,
 )
 
 Expand = Callable[..., tuple[str, list[int]]]
 """``Vision.expanded`` with the images of a row."""
 
+TRAINING_MARKS = ("weight", "train", "trainable", "loss_mask")
+"""Names of what a message has beside its text, 0 or false where it is not trained."""
 _MARK = "\ue000\ue001\ue000"
 """Replaces a turn's text to find its place: private characters, which no template changes or writes."""
 
@@ -107,7 +110,8 @@ def join_turns(asked: list[Message], turns: list[Message]) -> Chat:
     following, *others = turns
     if last["role"] != "assistant" or following["role"] != "assistant" or last.get("tool_calls"):
         return Chat([*asked, *turns], first=len(asked))
-    joined = {**last, **following, "content": text_of(last["content"]) + text_of(following["content"])}
+    begun = {name: value for name, value in last.items() if name not in TRAINING_MARKS}
+    joined = {**begun, **following, "content": text_of(last["content"]) + text_of(following["content"])}
     return Chat([*before, joined, *others], first=len(before), continued=asked)
 
 
@@ -122,7 +126,8 @@ def render_turns(
 
     With images ``render`` writes their places, and ``expand`` puts their tokens there.
     """
-    chosen = [i for i in range(chat.first, len(chat.messages)) if chat.messages[i]["role"] == "assistant"]
+    answers = [i for i in range(chat.first, len(chat.messages)) if chat.messages[i]["role"] == "assistant"]
+    chosen = [i for i in answers if _is_trained(chat.messages[i], i)]
     if not chosen:
         raise ValueError("no turn of the assistant to train on. Remove the row or choose another column.")
     messages = chat.messages[: chosen[-1] + 1]
@@ -154,6 +159,15 @@ def render_turns(
     text, cuts = (text, cuts) if expand is None else expand(text, cuts=cuts)
     ids, places = encode_cut(tokenizer, text, cuts, add_special_tokens=False)
     return _with_targets(ids, list(zip(places[::2], places[1::2], strict=True)), tokenizer)
+
+
+def _is_trained(message: Message, number: int) -> bool:
+    """Whether no mark of turn ``number`` is 0 or false."""
+    values = {name: message[name] for name in TRAINING_MARKS if message.get(name) is not None}
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or value not in (0, 1):
+            raise ValueError(f"{name!r} of turn {number + 1} is neither 0 nor 1: {shortened(value)}. Correct the row.")
+    return all(values.values())
 
 
 def _with_targets(ids: list[int], spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> TokenExample:

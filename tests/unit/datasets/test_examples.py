@@ -138,7 +138,7 @@ def texts_of(row, tokenizer, columns, **options):
     ("row", "columns", "template", "start", "ends"),
     [
         ({"chosen": "abc", "rejected": "abd<eos>"}, {}, None, "<bos>", ("abc", "abd")),
-        ({"prompt": "x", "c": "abc", "rejected": "abd"}, {"chosen_key": "c"}, None, "<bos>", ("abc", "abd")),
+        ({"c": "abc", "rejected": "abd"}, {"chosen_key": "c"}, None, "<bos>", ("abc", "abd")),
         (ABC, WITH_PROMPT, "Q{}", "<bos>Qa", "bc"),
         (ABC, {}, "Q{}", "<bos>Qa", "bc"),  # a prompt column is recognized
         ({**ABC, "rejected": ""}, WITH_PROMPT, None, "<bos>a", ("b", "")),
@@ -169,7 +169,7 @@ def test_conversations_turns_and_texts_give_the_same_pair(tokenizer, make_tokeni
     [(2, 2.0), ("1.5", 1.5), (-1, -1.0), *((value, None) for value in (None, "much", True, float("inf"), [1]))],
 )
 def test_a_margin_is_a_number_or_an_error(tokenizer, value, margin):
-    row, column = {"chosen": "a", "rejected": "b", "m": value}, {"margin_key": "m"}
+    row, column = {"prompt": "q", "chosen": "a", "rejected": "b", "m": value}, {"margin_key": "m"}
     assert load("pairs", [row], tokenizer)[0].margin == 0.0
     if margin is None:
         with pytest.raises(ValueError, match=r"row 2 of file: the margin in column 'm' is not a number.*--margin_key"):
