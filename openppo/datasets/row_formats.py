@@ -115,8 +115,8 @@ def _turns_of_history(value: Any) -> list[Message]:
     is_list = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
     texts = [text for pair in pairs for text in pair] if is_list else [None]
     if not all(isinstance(text, str) for text in texts):
-        what = "not a list of pairs, each an instruction and its answer"
-        raise ValueError(f"column 'history' is {what}: {shortened(value)}. Correct or remove the row.")
+        form = "a list of pairs, each an instruction and its answer"
+        raise ValueError(f"column 'history' is not {form}: {shortened(value)}. Correct or remove the row.")
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 

@@ -229,7 +229,7 @@ def _place(row: SourceRow) -> str:
 
 
 def _has_prompt(fields: RowFields) -> bool:
-    """Whether a pair or ranking has a prompt: its own, or one in the responses, chats or transcripts."""
+    """Test for a prompt of a pair or ranking: its own, or one in the responses, chats or transcripts."""
     side = fields.chosen
     if isinstance(fields.ranked, list) and fields.ranked:
         side = fields.ranked[0]
@@ -239,7 +239,7 @@ def _has_prompt(fields: RowFields) -> bool:
 
 
 def _has_text(value: Any) -> bool:
-    """Whether ``value`` holds a text or messages; blanks and numbers, which are texts in CSV files, do not count."""
+    """Test for a text or messages in ``value``; blanks and numbers, which are texts in CSV files, do not count."""
     if isinstance(value, list):
         return any(isinstance(item, dict) or _has_text(item) for item in value)
     return isinstance(value, str) and value.strip() != "" and re.fullmatch(NUMBER, value.strip()) is None

@@ -37,7 +37,7 @@ Expand = Callable[..., tuple[str, list[int]]]
 """``Vision.expanded`` with the images of a row."""
 
 TRAINING_MARKS = ("weight", "train", "trainable", "loss_mask")
-"""Names of what a message has beside its text, 0 or false where it is not trained."""
+"""Keys of a message that are 0 or false where it is not trained."""
 _MARK = "\ue000\ue001\ue000"
 """Replaces a turn's text to find its place: private characters, which no template changes or writes."""
 
@@ -162,7 +162,7 @@ def render_turns(
 
 
 def _is_trained(message: Message, number: int) -> bool:
-    """Whether no mark of turn ``number`` is 0 or false."""
+    """Test for a turn, at place ``number``, that no mark excludes from training."""
     values = {name: message[name] for name in TRAINING_MARKS if message.get(name) is not None}
     for name, value in values.items():
         if not isinstance(value, (int, float)) or value not in (0, 1):
