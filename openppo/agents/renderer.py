@@ -5,13 +5,14 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.agents.parsers import PARSERS, Parsed, ToolCall, Tools
 from openppo.datasets.conversation import MARK, read_arguments, render_chat
+from openppo.datasets.template_checks import require_shown
 from openppo.datasets.templates import Message, encode_bare, text_of
 from openppo.datasets.vision import Vision
 from openppo.media import Media, media_key, media_kind, media_parts
@@ -33,7 +34,11 @@ class Renderer:
     vision: Vision | None = None
 
     def render(self, messages: Sequence[Message], tools: Tools = (), media: Media = ()) -> list[int]:
-        """Token ids of a conversation up to where the model answers; ``ValueError`` if the template refuses it."""
+        """Token ids of a conversation up to where the model answers.
+
+        ``ValueError`` if the template refuses it, or leaves out what the model should read.
+        """
+        require_shown(messages, partial(self.rendered, tools=tools))
         return self.encode(self.rendered(messages, tools), media)
 
     def rendered(self, messages: Sequence[Message], tools: Tools = (), for_generation: bool = True) -> str:

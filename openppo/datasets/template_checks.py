@@ -23,10 +23,7 @@ def require_read(messages: Sequence[Message], rendered: str, render: Render) -> 
     turns, do not count.
     """
     squeezed = _squeezed(rendered)
-    try:
-        witness = render([_marked(message, number) for number, message in enumerate(messages)])
-    except ValueError:  # the template reads contents, and refuses marks: then the texts themselves must do
-        witness = None
+    witness = _with_marks(messages, render)
     for number, message in enumerate(messages):
         texts = _texts(message)
         names = [function_of(call)["name"] for call in message.get("tool_calls") or []]
@@ -39,17 +36,41 @@ def require_read(messages: Sequence[Message], rendered: str, render: Render) -> 
             if message["role"] != "assistant":
                 lost_texts = lost_texts or [text for text in texts if not _occurs(text, squeezed)]
 
-        turn = f"turn {number + 1}, of the role {message['role']!r}"
         if lost_texts:
-            raise ValueError(
-                f"the chat template leaves out {turn}: {shortened(lost_texts[0])}. Use a role that it writes (most "
-                "write system, user, assistant and tool), or another template with --chat_template."
-            )
+            raise _left_out(message, number, lost_texts[0])
         if lost_calls:
             raise ValueError(
-                f"the chat template leaves out what {turn}, calls: {shortened(lost_calls[0])}. Give a template that "
-                "writes calls of tools with --chat_template."
+                f"the chat template leaves out what {_turn(message, number)}, calls: {shortened(lost_calls[0])}. Give "
+                "a template that writes calls of tools with --chat_template."
             )
+
+
+def require_shown(messages: Sequence[Message], render: Render) -> None:
+    """Refuse a request of which the template skips a message that is not the assistant's."""
+    witness = _with_marks(messages, render)
+    for number, message in enumerate(messages):
+        texts = _texts(message)
+        if message["role"] != "assistant" and texts and witness is not None and _text_mark(number) not in witness:
+            raise _left_out(message, number, texts[0])
+
+
+def _left_out(message: Message, number: int, text: str) -> ValueError:
+    return ValueError(
+        f"the chat template leaves out {_turn(message, number)}: {shortened(text)}. Use a role that it writes (most "
+        "write system, user, assistant and tool), or another template with --chat_template."
+    )
+
+
+def _turn(message: Message, number: int) -> str:
+    return f"turn {number + 1}, of the role {message['role']!r}"
+
+
+def _with_marks(messages: Sequence[Message], render: Render) -> str | None:
+    """The chat with a mark for each text and each called tool; None if the template reads them, and refuses marks."""
+    try:
+        return render([_marked(message, number) for number, message in enumerate(messages)])
+    except ValueError:
+        return None
 
 
 def require_answer(message: Message, number: int) -> None:

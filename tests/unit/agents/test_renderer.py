@@ -31,6 +31,15 @@ def parsed(renderer: Renderer, text: str, prompt: str = "", tools: Any = TOOLS) 
     return renderer.parse(text, renderer.encode(prompt), tools, 3)[0]
 
 
+def test_a_message_that_the_template_skips_is_refused(chat_tokenizer):
+    skips = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    renderer = Renderer(with_template(chat_tokenizer, skips), "hermes", [chat_tokenizer.eos_token_id])
+    assert renderer.decode(renderer.render([USER])) == "user: What?\n"
+    for role in ("observation", "tool"):
+        with pytest.raises(ValueError, match=f"^the chat template leaves out turn 2, of the role '{role}': 'seen'"):
+            renderer.render([USER, {"role": role, "content": "seen"}])
+
+
 def test_reasoning_is_kept_apart(renderer):
     assert parsed(renderer, "<think>\nhm\n</think>\n\nyes") == {
         "role": "assistant",
