@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.datasets.templates import Message, Tools, apply_template, shortened, text_of
+from openppo.datasets.templates import Message, Tools, apply_template, shared_start, shortened, text_of
 
 MARK = "Zq7markqZ"
 """Stands for what is looked for in a rendering; letters and a digit, which no template changes."""
@@ -66,9 +66,10 @@ def render_open(messages: Sequence[Message], render: Render) -> str:
             "Remove the turn, or give another template with --chat_template."
         )
 
-    opened = render(before, for_generation=True) if before else ""
-    if prefill.lstrip().startswith(_THINK) and start.startswith(opened) and _THINK in start[len(opened) :]:
-        return opened + prefill
+    closed = render(before) if before else ""
+    thought = start.find(_THINK, len(shared_start(closed, start)))
+    if thought >= 0 and prefill.lstrip().startswith(_THINK):
+        return start[:thought] + prefill
     return text
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from openppo.datasets.sources import Row
-from openppo.datasets.templates import Message, Tools, as_messages, as_text, shortened
-from openppo.datasets.turns import TRAINING_MARKS, shared_start
+from openppo.datasets.templates import Message, Tools, as_messages, as_text, shared_start, shortened
+from openppo.datasets.turns import TRAINING_MARKS
 
 Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
 """Purpose of the rows."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -263,3 +264,8 @@ def check_tools(tools: Tools | None, tokenizer: PreTrainedTokenizerBase) -> None
     """Refuse ``tools`` for a chat template that does not write them."""
     if tools and not re.search(r"\btools\b", str(tokenizer.chat_template or "tools")):
         raise ValueError("the chat template writes no tools. Give one that does with --chat_template.")
+
+
+def shared_start(a: str, b: str) -> str:
+    """The common beginning."""
+    return "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -8,7 +8,6 @@ for any chat template that puts the text of a turn in one place.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +28,7 @@ from openppo.datasets.templates import (
     fill_template,
     not_empty,
     require_texts,
+    shared_start,
     shortened,
     text_of,
 )
@@ -254,8 +254,3 @@ def _length_of_end(
     while (head := encode_bare(tokenizer, after[:length])) != ids[: len(head)]:
         length -= 1  # "<|end|><|" may be in common, of "<|end|><|user|>" and "<|end|><|endoftext|>"
     return len(after[:length].rstrip()) or length
-
-
-def shared_start(a: str, b: str) -> str:
-    """The common beginning."""
-    return "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -31,9 +31,10 @@ def parsed(renderer: Renderer, text: str, prompt: str = "", tools: Any = TOOLS) 
     return renderer.parse(text, renderer.encode(prompt), tools, 3)[0]
 
 
-def test_a_message_that_the_template_skips_is_refused(chat_tokenizer):
+def test_a_message_that_the_template_skips_is_refused():
     skips = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    renderer = Renderer(with_template(chat_tokenizer, skips), "hermes", [chat_tokenizer.eos_token_id])
+    tokenizer = with_template(byte_tokenizer(), skips)
+    renderer = Renderer(tokenizer, "hermes", [tokenizer.eos_token_id])
     assert renderer.decode(renderer.render([USER])) == "user: What?\n"
     for role in ("observation", "tool"):
         with pytest.raises(ValueError, match=f"^the chat template leaves out turn 2, of the role '{role}': 'seen'"):

@@ -235,8 +235,9 @@ def test_a_response_continues_the_turn_that_its_prompt_ends_in(family, tokenizer
 def test_a_thought_that_the_prompt_begins_is_continued(make_tokenizer):
     chat = [*ASK, *turns(assistant="<think>\n")]
     row = {"prompt": chat, "completion": "2+1\n</think>\n\n3"}
-    for name in ("qwen", "qwen3"):
-        tokenizer = make_tokenizer(chat_template=TEMPLATES[name])
+    opens_thought = TEMPLATES["qwen3"].replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}")
+    for name, template in (("qwen", TEMPLATES["qwen"]), ("qwen3", TEMPLATES["qwen3"]), ("qwen3", opens_thought)):
+        tokenizer = make_tokenizer(chat_template=template)
         (example,) = load("sft", [row], tokenizer, **WITH_CHAT)
         assert shown(example, tokenizer) == OPENED[name].format("<think>\n«2+1\n</think>\n\n3<eos>»")
     with pytest.raises(ValueError, match=r"row 1 of file: .*turn 2"):

@@ -10,6 +10,7 @@ from openppo.agents.renderer import Renderer
 from openppo.config import RowsConfig
 from openppo.datasets import load_mixed_rows, render_prompt, render_whole
 from openppo.datasets.templates import as_messages
+from tests.unit.agents.real_templates import trl_templates
 from tests.unit.datasets.loaders import WITH_CHAT, load, shown, turns
 
 CHATS = ["qwen2.5", "mistral-v3", "phi3-mini"]
@@ -121,6 +122,28 @@ def test_a_prompt_that_ends_in_the_assistants_turn_is_that_of_transformers(chat_
     assert prompt.token_ids == of_transformers
     (example,) = load("sft", [{"prompt": chat, "completion": " three."}], chat_tokenizer, **WITH_CHAT)
     assert example.token_ids[: example.loss_mask.index(True)] == prompt.token_ids
+
+
+@pytest.mark.parametrize("prefill", ["<think>\n", "The answer is"])
+def test_every_real_template_continues_a_prompt_as_it_was_trained(assets, prefill):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers/qwen2.5")
+    tokenizer.bos_token = "<|endoftext|>"
+    chat = [*turns(user="What is 1+2?"), *turns(assistant=prefill)]
+    row = {"prompt": chat, "completion": "\n3\n</think>\n\nThree." if "think" in prefill else " three."}
+    refused = set()
+    for name, template in trl_templates().items():
+        tokenizer.chat_template = template
+        try:
+            (example,) = load("sft", [row], tokenizer, **WITH_CHAT)
+        except ValueError:
+            refused.add(name.removesuffix("_training"))
+            continue
+        (prompt,) = load("prompts", [{"prompt": chat}], tokenizer, **WITH_CHAT)
+        assert prompt.text.endswith(prefill)
+        assert prompt.text.count("<think>") == prefill.count("<think>") or "</think>" in prompt.text
+        assert example.token_ids[: example.loss_mask.index(True)] == prompt.token_ids, name
+    of_parts, rewrite_thoughts = {"idefics3", "llava_next"}, {"deepseek_r1_distill", "deepseekv3", "glm4moe"}
+    assert refused == of_parts | (rewrite_thoughts if "think" in prefill else set())
 
 
 def as_openai(chat):
