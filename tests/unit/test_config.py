@@ -232,6 +232,7 @@ ppo vllm_tensor_parallel_size=2 rollout_engine=vllm ranks=3 train_batch_size=6 r
 ppo vllm_tensor_parallel_size=2 rollout_engine=vllm rollout_ranks=2 running_requests=drain ranks=2 | 2: --rollout_ranks
 ppo offload_idle=true adam_offload=true | ...leave one of them out
 ppo old_log_probs=rollout top_k=5 | rollout: with --top_p, --top_k or --min_new_tokens
+ppo top_k=-2 | must be at least -1, got -2
 ppo min_new_tokens=9 generate_max_len=8 | 9 exceeds --generate_max_len 8
 ppo rollout_correction=tis old_log_probs=rollout | tis compares the engine
 sft zero_stage=3 compile=true | ...--compile does not see how --zero_stage 3 gathers...leave it out
@@ -251,6 +252,16 @@ def test_options_that_cannot_work_are_an_error_with_flag_and_remedy(row):
     said = str(error.value)
     assert said.startswith(f"--{line.split()[1].strip(chr(34)).partition('=')[0]} {first.strip()}" if first else "")
     assert [part for part in others if part.strip() not in said] == []
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("command", ["ppo", "generate", "evaluate", "serve_agent"])
+def test_top_k_0_and_minus_1_mean_all_tokens(command, value):
+    config = config_of(command, top_k=value)
+    config.validate()
+    assert flat_dict(config)["top_k"] is None
+    if command == "ppo":
+        assert old_log_probs_from(config, single_update=True) == "rollout", "nothing is cut off"
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
