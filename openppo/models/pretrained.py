@@ -122,9 +122,9 @@ def load_config(name: str, base: str | None = None, *, trust_remote_code: bool =
 def _quantized_with(config: PreTrainedConfig) -> str | None:
     """Method that a checkpoint was quantized with, by its config; None for plain weights."""
     for part in (config, config.get_text_config()):
-        if (options := getattr(part, "quantization_config", None)) is not None:
-            described: dict[str, Any] = options if isinstance(options, dict) else vars(options)
-            return str(described.get("quant_method", "bitsandbytes"))  # whose first configs do not name it
+        if options := getattr(part, "quantization_config", None):
+            method = options.get("quant_method") if isinstance(options, dict) else type(options).__name__
+            return str(method or "bitsandbytes")  # whose first configs do not name it
     return None
 
 
