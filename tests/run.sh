@@ -6,9 +6,7 @@ cd "$repo"
 install requirements.txt requirements-dev.txt
 unset PYTHONDONTWRITEBYTECODE # or each process would compile the package anew
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start processes of their own on few cores
-# A run that was killed while DeepSpeed compiled leaves a lock on which all later ones would wait for ever.
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$(python -c 'import sys; print(sys.prefix)')/torch_extensions}"
-rm -f "$TORCH_EXTENSIONS_DIR"/*/lock
 ruff check .
 ruff format --check .
 mypy

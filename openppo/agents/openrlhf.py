@@ -9,6 +9,7 @@ from typing import Any
 from openppo import logger
 from openppo.agents.episodes import Agent
 from openppo.agents.session import Session, Task
+from openppo.config.rollout import ALL_TOKENS
 from openppo.types import SamplingParams
 from openppo.user_code import load_module
 
@@ -72,10 +73,15 @@ class OpenRLHFAgent(Agent):
                 return
             text += turn.text + feedback
             sampling = made.get("sampling_params") or sampling
-            ours, distribution = _of_vllm(session.setup.params), ("temperature", "top_p", "top_k")
-            session.counts["sampling_overridden"] += any(getattr(sampling, n) != getattr(ours, n) for n in distribution)
+            session.counts["sampling_overridden"] += _is_other(sampling, _of_vllm(session.setup.params))
             said, most, stop = {"role": "user", "content": feedback}, sampling.max_tokens, sampling.stop or ()
             turn = await session.extend(turn, encode(feedback), said, max_tokens=most, stop=stop)
+
+
+def _is_other(sampling: Any, ours: Any) -> bool:
+    """Whether two parameters in vLLM's names sample from different distributions."""
+    same_top_k = sampling.top_k == ours.top_k or {sampling.top_k, ours.top_k} == {*ALL_TOKENS}
+    return not same_top_k or (sampling.temperature, sampling.top_p) != (ours.temperature, ours.top_p)
 
 
 def _of_vllm(params: SamplingParams) -> SimpleNamespace:

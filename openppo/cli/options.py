@@ -32,6 +32,7 @@ _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
 _HOW_TO_RESUME = "the same command with --load_checkpoint resumes from the newest checkpoint"
+_OF_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 _ALONE = {"__use_wandb": KEY_FROM_ELSEWHERE, "__overlap_comm": "on"}
 """Values of options that may stand without one."""
@@ -67,6 +68,7 @@ def read_command(config_type: type[Config], *markers: Any) -> Config:
         sys.exit()
     try:
         config = parse_options(config_type, arguments, *markers)
+        _check_launch()
         config.validate(config.training_ranks(_world_size()) if isinstance(config, TrainingConfig) else _world_size())
     except ValueError as error:
         leave(str(error))
@@ -204,6 +206,17 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}={value}"]  # in one piece, because a text may start with dashes
+
+
+def _check_launch() -> None:
+    """Raise ``ValueError`` where the environment has a part of what a launcher sets."""
+    present = [name for name in _OF_LAUNCH if name in os.environ]
+    missing = [name for name in _OF_LAUNCH if name not in os.environ]
+    is_alone = "RANK" not in present and _world_size() == 1
+    if missing and not is_alone:
+        are_set = f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set"
+        are_not = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not"
+        raise ValueError(f"{are_set}, and {are_not}: start with torchrun, which sets all three, or unset them.")
 
 
 def _world_size() -> int:

@@ -11,7 +11,7 @@ from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, 
 from openppo.config.fields import Options, Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
 from openppo.config.orchestrator import OrchestratorConfig
-from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PolicyLossType, PPOConfig
+from openppo.config.ppo import GROUP_ESTIMATORS, AdvantageConfig, KLConfig, LossConfig, PolicyLossType, PPOConfig
 from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import (
@@ -206,8 +206,8 @@ class TrainPPOConfig(TrainingConfig):
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         if buffer is not None and buffer > longest:
             yield f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter."
-        if self.ppo.dynamic_sampling and n == 1:
-            yield "--dynamic_sampling compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
+        if self.orchestrator.tasks is None:  # else each task has a size of its own
+            yield from self.group_problems()
         best = self.checkpoint.keep_best or ""
         pass_reward, pass_on = self.evaluation.pass_reward, self.evaluation.pass_on
         yield from self.eval_rewards.pass_problems(pass_reward, pass_on)
@@ -218,14 +218,26 @@ class TrainPPOConfig(TrainingConfig):
             yield "--normalize_reward: no --reward_pretrain has mean and std: use --reward_normalizer running."
         if self.shaping.reward_normalizer == "group":
             estimator, by_group = self.advantage.advantage_estimator, "--reward_normalizer group"
-            if n == 1:
-                yield f"{by_group} compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
             if estimator in ("group_norm", "remax"):
                 why = {"group_norm": "does the same", "remax": "compares with a greedy response"}[estimator]
                 yield f"{by_group}: --advantage_estimator {estimator} {why}: use another, or leave out normalization."
         verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiable_reward)))
         if verified and self.data.label_key is None and self.data.input_key is not None:
             yield f"--verifiable_reward {verified} compares with a label: name its column with --label_key."
+
+    def group_problems(self) -> Iterator[str]:
+        """Messages about options that compare the responses to one prompt, where there is a single one."""
+        if self.ppo.n_samples_per_prompt > 1:
+            return
+        estimator, normalizer = self.advantage.advantage_estimator, self.shaping.reward_normalizer
+        comparing = {
+            f"--advantage_estimator {estimator}": estimator in GROUP_ESTIMATORS,
+            "--dynamic_sampling": self.ppo.dynamic_sampling,
+            "--reward_normalizer group": normalizer == "group",
+        }
+        for flag, compares in comparing.items():
+            if compares:
+                yield f"{flag} compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
 
     def _async_problems(self) -> Iterator[str]:
         asynchronous, rewards = self.orchestrator, self.rewards

@@ -9,6 +9,8 @@ from typing import Literal
 from openppo.config.fields import Bound, Options, at_least, inside, not_negative, option, positive
 
 AdvantageEstimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "remax"]
+GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+"""Those that compare the responses to one prompt: with a single one, all advantages would be 0 or undefined."""
 PolicyLossType = Literal["ppo", "gspo", "cispo", "double_sided", "decoupled"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 RolloutCorrection = Literal["none", "tis", "mis", "icepop"]

@@ -8,6 +8,9 @@ from typing import Literal
 
 from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive
 
+ALL_TOKENS = (0, -1)
+"""Values of top_k that leave it out, in transformers and in vLLM; here it is None."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseConfig(Options):
@@ -19,14 +22,18 @@ class ResponseConfig(Options):
     """Sampling temperature, applied wherever log-probs are taken."""
     top_p: float = option(1.0, inside("(0, 1]"))
     """Sample from the smallest set of tokens with this total probability."""
-    top_k: int | None = option(None, at_least(1))
-    """Sample from the this many likeliest tokens."""
+    top_k: int | None = option(None, at_least(-1))
+    """Sample from the this many likeliest tokens (0 or -1: all)."""
     stop: tuple[str, ...] = option((), not_empty, measures=True)
     """End a response when its text has one of these; their tokens belong to it."""
     stop_token_ids: tuple[int, ...] = option((), not_negative, measures=True)
     """End a response at these token ids too, besides EOS."""
     min_new_tokens: int = option(0, not_negative, measures=True)
     """Sample neither EOS nor --stop_token_ids before this many tokens, and end at no --stop."""
+
+    def __post_init__(self) -> None:
+        if self.top_k in ALL_TOKENS:
+            object.__setattr__(self, "top_k", None)
 
     def problems(self) -> Iterator[str]:
         if (least := self.min_new_tokens) > (most := self.generate_max_len):

@@ -74,7 +74,6 @@ class Estimator:
     rewards: Rewards = plain_rewards  # before the KL penalty, which is neither centred nor divided
     advantages: Advantages = rewards_to_go
     uses_critic: bool = False  # needs the values of a critic
-    needs_groups: bool = False  # compares the responses to one prompt, so there must be several
     needs_greedy: bool = False  # needs the reward of the greedy response to each prompt
     compares_steps: bool = False  # responses of equal whole reward differ where rewards of their steps do
     normalize: bool = True  # advantages over the action tokens of the whole buffer, unless an option says otherwise
@@ -175,25 +174,13 @@ def _require_several(count: Tensor, name: str) -> None:
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(advantages=generalized_advantages, uses_critic=True),
     "reinforce": Estimator(),
-    "reinforce_baseline": Estimator(centred(group_mean), needs_groups=True),
-    "rloo": Estimator(centred(leave_one_out_mean), needs_groups=True),
-    "group_norm": Estimator(normalized_by_group, needs_groups=True, compares_steps=True, normalize=False),
-    "dr_grpo": Estimator(centred(group_mean), needs_groups=True, normalize=False, loss_agg="constant"),
+    "reinforce_baseline": Estimator(centred(group_mean)),
+    "rloo": Estimator(centred(leave_one_out_mean)),
+    "group_norm": Estimator(normalized_by_group, compares_steps=True, normalize=False),
+    "dr_grpo": Estimator(centred(group_mean), normalize=False, loss_agg="constant"),
     "remax": Estimator(centred(greedy_reward), needs_greedy=True, normalize=False),
 }
 """By the names of ``--advantage_estimator``."""
-
-
-def check_estimator(name: str, n_samples_per_prompt: int) -> None:
-    """``ValueError`` if there is no estimator ``name``, or if it compares responses and there is one per prompt."""
-    if name not in ESTIMATORS:
-        raise ValueError(f"--advantage_estimator {name} does not exist; use one of {', '.join(ESTIMATORS)}.")
-    if ESTIMATORS[name].needs_groups and n_samples_per_prompt < 2:
-        others = " or ".join(other for other, entry in ESTIMATORS.items() if not entry.needs_groups)
-        raise ValueError(
-            f"--advantage_estimator {name} compares the responses to one prompt: use --n_samples_per_prompt of at "
-            f"least 2 instead of {n_samples_per_prompt}, or --advantage_estimator {others}."
-        )
 
 
 def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:

@@ -1,13 +1,13 @@
 """LoRA adapters: trained on a frozen model, switched off for the reference, merged wherever a model is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -131,10 +131,14 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         raise ValueError(f"{folder}: its adapters name code of Megatron, which is not run here.")
     config.task_type, config.inference_mode = None, True
     try:
-        adapted = PeftModel(model, config)
-        refuse_tied(adapted)
         with forbid_remote_code(folder):
             weights = load_peft_weights(folder, device="cpu")
+        _refuse_resized(model, weights)
+        # Of modules that are trained whole peft writes copies by inner names too, where embeddings were resized.
+        copies = (".modules_to_save.", ".original_module.")
+        weights = {name: tensor for name, tensor in weights.items() if not any(copy in name for copy in copies)}
+        adapted = PeftModel(model, config)
+        refuse_tied(adapted)
         result: Any = set_peft_model_state_dict(adapted, weights)
         wrong = [key for key in result.missing_keys if ".lora_" in key]
         wrong += [key for key in result.unexpected_keys if not (is_classifier and ".lm_head." in key)]
@@ -152,3 +156,18 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         raise ValueError(f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}") from error
     logger.info("%s: adapters merged into %s", folder, model.name_or_path)
     return merged.requires_grad_(True)  # peft had frozen it
+
+
+def _refuse_resized(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """``ValueError`` for adapters that were saved with more or fewer embeddings than ``model`` has."""
+    layers = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    places = tuple(f"base_model.model.{name}." for name, layer in model.named_modules() if id(layer) in layers)
+    n_embeddings = model.get_input_embeddings().num_embeddings
+    for name, tensor in weights.items():
+        is_whole = name.startswith(places) and ".lora_" not in name
+        if is_whole and (n := len(tensor)) != n_embeddings:
+            raise ValueError(
+                f"they are for {n} embeddings, and it has {n_embeddings}. Resize it with resize_token_embeddings({n}), "
+                "save it, and name that folder: base_model_name_or_path in adapter_config.json, or merge_lora "
+                "--pretrain."
+            )

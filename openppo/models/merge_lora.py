@@ -15,6 +15,7 @@ from openppo.models.loading import load_causal_lm, load_options, model_error_con
 from openppo.models.pretrained import adapter_config, base_model_of, check_model, is_peft_folder, load_tokenizer
 from openppo.models.scalar_head import load_classifier
 from openppo.overrides import restore_overridden
+from openppo.weight_files import holds_model, set_usual_mode
 
 
 class LoRAMerge:
@@ -31,8 +32,8 @@ class LoRAMerge:
             check_model(base, "--pretrain", trust)
             if is_peft_folder(base):
                 raise ValueError(f"--pretrain {base} is a PEFT folder; give a base model with full weights.")
-        if is_peft_folder(config.save_path):
-            raise ValueError(f"--save_path {self.folder} holds adapters, which would hide it: choose another.")
+        if holds_model(self.folder):
+            raise ValueError(f"--save_path {self.folder} holds a model already: choose another.")
         make_folder("--save_path", self.folder)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         try:
@@ -54,6 +55,7 @@ class LoRAMerge:
         """Write model and tokenizer."""
         disable_outputs(self.model)  # transformers writes no config with output_attentions, but of eager attention
         self.model.save_pretrained(self.folder)
+        set_usual_mode(self.folder.glob("model*.safetensors"))
         restore_overridden(self.folder / "config.json")
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(self.folder)

@@ -103,12 +103,29 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
 
 
 def load_config(name: str, base: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Config of a model; of a PEFT folder its model_config.json, else that of its ``base``."""
+    """Config of a model; of a PEFT folder its model_config.json, else that of its ``base``.
+
+    ``ValueError`` for quantized weights, which are neither trained nor sampled from here.
+    """
     own = Path(name) / "model_config.json"
     source = own if is_peft_folder(name) and own.is_file() else base or base_model_of(name)
     with forbid_remote_code(name):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if (method := _quantized_with(config)) is not None:
+        raise ValueError(
+            f"{name}: its weights are quantized ({method}), and are read here in float32 or bfloat16 only. Name the "
+            "checkpoint that it was made from."
+        )
     return config
+
+
+def _quantized_with(config: PreTrainedConfig) -> str | None:
+    """Method that a checkpoint was quantized with, by its config; None for plain weights."""
+    for part in (config, config.get_text_config()):
+        if options := getattr(part, "quantization_config", None):
+            method = options.get("quant_method") if isinstance(options, dict) else type(options).__name__
+            return str(method or "bitsandbytes")  # whose first configs do not name it
+    return None
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:

@@ -73,6 +73,8 @@ class ScorerSetup:
         """
         source, names = self.source, iter(self.source.names())
         self._refuse_images()
+        if source.prm_pretrain is not None:
+            self._config(source.prm_pretrain, "--prm_pretrain")  # before the weights of a reward model
         scorers: list[Scorer] = []
         if source.reward_fn is not None:
             scorers.append(self._function(source.reward_fn, next(names), self.function_flag, _FUNCTION_NAMES))

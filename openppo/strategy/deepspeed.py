@@ -32,6 +32,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from openppo import logger
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import InferenceStrategy, collective
+from openppo.strategy.cpu_adam import load_cpu_adam
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import TrainableModel, adapted_layers
@@ -211,8 +212,7 @@ class DeepspeedStrategy(InferenceStrategy):
         if not self.config.adam_offload:
             return torch.optim.AdamW(parameters, fused=True, **options)
         _require_compiler("--adam_offload", "CXX", "c++")
-        if self.is_main and not self._prepared:
-            logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
+        load_cpu_adam()
         return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
 
 

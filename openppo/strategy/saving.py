@@ -11,6 +11,7 @@ from torch import Tensor
 
 from openppo.media import copy_processor
 from openppo.overrides import restore_overridden
+from openppo.weight_files import set_usual_mode
 
 _CONFIG_BESIDE_ADAPTERS = "model_config.json"
 """Not config.json, next to which transformers would look for full weights."""
@@ -31,9 +32,7 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
     else:
         model.save_pretrained(folder, state_dict=weights)
     restore_overridden(folder / (_CONFIG_BESIDE_ADAPTERS if is_peft else "config.json"))
-    for file in folder.glob("adapter_model.safetensors" if is_peft else "model*.safetensors"):
-        # safetensors 0.8 writes files for their owner only, whatever the umask.
-        shutil.copymode(folder / ("adapter_config.json" if is_peft else "config.json"), file)
+    set_usual_mode(folder.glob("adapter_model.safetensors" if is_peft else "model*.safetensors"))
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

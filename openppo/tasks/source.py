@@ -15,10 +15,9 @@ from openppo.agents.episodes import Agent
 from openppo.config import TrainPPOConfig, from_options
 from openppo.config.agents import AgentConfig
 from openppo.config.data import PPODataConfig
-from openppo.config.fields import declared_options, given_options
+from openppo.config.fields import declared_options, given_options, raise_first
 from openppo.config.rewards import NO_REWARD, RewardConfig
 from openppo.datasets import load_mixed_rows, load_tasks
-from openppo.experience.estimators import check_estimator
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskControl, TaskMaker
 from openppo.tasks.server import TaskServer
@@ -114,7 +113,6 @@ class ServedTasks(TaskMaker):
             assert task.maker is not None
             if task.has_rewards:
                 raise ValueError("it gives its rewards itself: leave reward out.")
-            check_estimator(task.config.advantage.advantage_estimator, task.config.ppo.n_samples_per_prompt)
             task.maker.check(self.tokenizer)
             data, seed = task.config.data, self.config.deepspeed.seed
             rows = load_mixed_rows(data, data.prompt_data, flag="data", split=data.prompt_split, seed=seed)
@@ -193,6 +191,7 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
     with task.named():
         for group in (made.agents, made.data, made.rewards, made.generation):
             group.validate()
+        raise_first(text.replace("--n_samples_per_prompt", "group_size") for text in made.group_problems())
         if made.generation.generate_max_len > (most := config.generation.generate_max_len):
             raise ValueError(f"generate_max_len is longer than the run's --generate_max_len {most}: raise that.")
         maker = _maker(service, made)

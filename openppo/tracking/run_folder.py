@@ -17,9 +17,9 @@ import yaml
 
 from openppo import __version__, logger
 from openppo.types import Comm
+from openppo.weight_files import WEIGHTS, holds_model
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "numpy", "vllm", "flash-attn", "bitsandbytes")
-_WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors")
 _BESIDE = (
     *("*.safetensors.index.json", "generation_config.json", "model_config.json", "tokenizer*", "*.jinja", "*.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "modeling_*.py", "configuration_*.py"),
@@ -78,18 +78,13 @@ def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
             )
 
 
-def holds_model(folder: Path) -> bool:
-    """Whether ``folder`` has weights of a model or of adapters."""
-    return any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
-
-
 def set_aside_model(folder: Path) -> None:
     """Move the model of an earlier run to ``<folder>/model.1``, ``.2``, ..."""
     if not holds_model(folder):
         return
     aside = numbered(folder / "model")
     aside.mkdir()
-    for file in sorted({file for pattern in (*_WEIGHTS, *_BESIDE) for file in folder.glob(pattern) if file.is_file()}):
+    for file in sorted({file for pattern in (*WEIGHTS, *_BESIDE) for file in folder.glob(pattern) if file.is_file()}):
         file.rename(aside / file.name)
     logger.warning("the model of an earlier run is kept in %s", aside)
 

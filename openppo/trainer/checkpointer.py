@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from openppo import logger
 from openppo.config import TrainPPOConfig, flat_dict
@@ -34,6 +34,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
 from openppo.tracking.phase import phase
 from openppo.trainer.resume.compatible import check_compatible, measured_otherwise, model_fingerprint
+from openppo.weight_files import save_tensors
 
 WriteModel = Callable[[Path], None]
 _STATE, _RANDOM = "state.json", "random.safetensors"
@@ -170,7 +171,7 @@ class Checkpointer:
                 write_fragments(folder / f"ema-{self.comm.rank:05d}.safetensors", self.ema.fragments())
             if self.strategy.is_main:
                 randoms = {f"{rank}/{name}": t for rank, each in enumerate(everyones) for name, t in each.items()}
-                save_file(randoms, folder / _RANDOM)
+                save_tensors(randoms, folder / _RANDOM)
                 (folder / _STATE).write_text(json.dumps(whole, default=_as_text), encoding="utf-8")
 
         path = self.folder.save(step, write)

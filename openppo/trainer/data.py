@@ -12,7 +12,7 @@ from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.datasets.sources import ShowRows, value_of
-from openppo.experience.estimators import ESTIMATORS, check_estimator
+from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.maker import forward_size
 from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
@@ -145,7 +145,6 @@ def load_tasks_data(
         if number > 0:  # documents are the run's
             config = replace(config, data=replace(config.data, pretrain_data=None))
         with task.named():
-            check_estimator(config.advantage.advantage_estimator, config.ppo.n_samples_per_prompt)
             loaded.append(load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker, own=own))
     if not tasks.are_named:
         return loaded[0]
@@ -232,7 +231,6 @@ def check_models(
     Only a run that ``samples`` needs an engine.
     """
     model, estimator, trust = config.model, config.advantage.advantage_estimator, config.model.trust_remote_code
-    check_estimator(estimator, config.ppo.n_samples_per_prompt)
     given, without = given_options(config), f"--advantage_estimator {estimator} has none"
     for name, declared in declared_options(TrainPPOConfig).items() if critic_start(config) is None else ():
         if rules_of(declared).of_critic and given[name] != declared.default:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from openppo import logger
 from openppo.config import RunConfig, TrainPPOConfig
@@ -21,6 +20,7 @@ from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.supervised.batches import StepBatch, token_batch
 from openppo.types import Comm
+from openppo.weight_files import save_tensors
 
 
 class SkippedSteps:
@@ -179,6 +179,6 @@ def _write(batch: Mapping[str, list[dict[str, Any]]], file: Path) -> None:
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: torch.as_tensor(value).detach().cpu().contiguous() for name, value in tensors.items()}, file)
+        save_tensors({n: torch.as_tensor(value).detach().cpu().contiguous() for n, value in tensors.items()}, file)
     except (OSError, SafetensorError) as error:
         logger.warning("%s cannot be written (%s)", file, error)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
 
-LEVEL_0 = {"config", "types", "endings", "media", "user_code", "lazy", "overrides"}
+LEVEL_0 = {"config", "types", "endings", "media", "user_code", "lazy", "overrides", "weight_files"}
 STAIRCASE: dict[str, set[str]] = {
     **{name: set() for name in LEVEL_0},
     "types": {"endings", "media"},
@@ -71,3 +71,8 @@ def test_config_needs_only_the_standard_library():
 
 def test_only_the_vllm_engine_and_its_requests_import_vllm():
     assert {path for path, name in IMPORTS if name.split(".")[0] == "vllm"} == VLLM_HOME
+
+
+def test_safetensors_are_written_with_the_usual_mode():
+    writers = [path for path, name in IMPORTS if name.startswith("safetensors") and name.endswith("save_file")]
+    assert writers == [Path("weight_files.py")]

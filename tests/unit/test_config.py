@@ -161,6 +161,10 @@ sft apply_chat_template=true chat_template_kwargs=a=1 | ...--chat_template_kwarg
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=2 ranks=4 | 6 does not divide among 4...multiple of 4
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=3 ranks=2 | 6 x ...= 18 samples...a divisor of
 ppo buffer_limit=63 ranks=2 | 63 on 2 ranks holds less...128: raise it
+ppo advantage_estimator=reinforce_baseline | reinforce_baseline compares ... use --n_samples_per_prompt of at least 2
+ppo advantage_estimator=rloo | rloo compares ... use --n_samples_per_prompt of at least 2
+ppo advantage_estimator=group_norm | group_norm compares ... use --n_samples_per_prompt of at least 2
+ppo advantage_estimator=dr_grpo | dr_grpo compares ... use --n_samples_per_prompt of at least 2
 ppo dynamic_sampling=true | ...use --n_samples_per_prompt of at least 2
 ppo kl_target=1.0 kl_horizon=102 | ...--kl_horizon 102 is too short for a step of 512 samples
 ppo kl_target=6.0 init_kl_coef=0.0 | ...--init_kl_coef 0 ...: use a positive one
@@ -232,6 +236,7 @@ ppo vllm_tensor_parallel_size=2 rollout_engine=vllm ranks=3 train_batch_size=6 r
 ppo vllm_tensor_parallel_size=2 rollout_engine=vllm rollout_ranks=2 running_requests=drain ranks=2 | 2: --rollout_ranks
 ppo offload_idle=true adam_offload=true | ...leave one of them out
 ppo old_log_probs=rollout top_k=5 | rollout: with --top_p, --top_k or --min_new_tokens
+ppo top_k=-2 | must be at least -1, got -2
 ppo min_new_tokens=9 generate_max_len=8 | 9 exceeds --generate_max_len 8
 ppo rollout_correction=tis old_log_probs=rollout | tis compares the engine
 sft zero_stage=3 compile=true | ...--compile does not see how --zero_stage 3 gathers...leave it out
@@ -251,6 +256,16 @@ def test_options_that_cannot_work_are_an_error_with_flag_and_remedy(row):
     said = str(error.value)
     assert said.startswith(f"--{line.split()[1].strip(chr(34)).partition('=')[0]} {first.strip()}" if first else "")
     assert [part for part in others if part.strip() not in said] == []
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("command", ["ppo", "generate", "evaluate", "serve_agent"])
+def test_top_k_0_and_minus_1_mean_all_tokens(command, value):
+    config = config_of(command, top_k=value)
+    config.validate()
+    assert flat_dict(config)["top_k"] is None
+    if command == "ppo":
+        assert old_log_probs_from(config, single_update=True) == "rollout", "nothing is cut off"
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -277,6 +292,7 @@ ppo actor_learning_rate=0.0 critic_learning_rate=0 top_p=1.0e-9 top_k=1 max_samp
 ppo buffer_limit=64 ranks=2
 ppo rollout_batch_size=6 n_samples_per_prompt=4 train_batch_size=12 ranks=3
 ppo reward_fn=None reward_pretrain=r normalize_reward=true
+ppo advantage_estimator=rloo reward_fn=None prompt_data="" tasks=t.yaml max_steps=1
 ppo reward_pretrain=r verifiable_reward=[length] verify_length=5
 ppo normalize_reward=true reward_normalizer=running
 ppo normalize_reward=true reward_normalizer=group n_samples_per_prompt=2

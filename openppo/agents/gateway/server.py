@@ -20,6 +20,7 @@ from openppo.agents.gateway import chat, responses
 from openppo.agents.gateway.requests import Refused, read_body, read_options
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import EpisodeEnded, Session, Turn
+from openppo.config.rollout import ALL_TOKENS
 from openppo.datasets.templates import Message, shortened
 from openppo.rewards.server import listen
 from openppo.types import Ending
@@ -167,6 +168,8 @@ class Gateway:
         """Count a request with other sampling than the run's, and log each such option once."""
         ours = {name: getattr(session.setup.params, name) for name in ("temperature", "top_p", "top_k")}
         other = {name for name, value in ours.items() if body.get(name) not in (None, value)}
+        if ours["top_k"] is None and body.get("top_k") in ALL_TOKENS:
+            other.discard("top_k")
         session.counts["sampling_overridden"] += bool(other)
         for name in sorted(other - self._said):
             logger.warning("an agent's requests have %s, which has no effect here: the run's options decide", name)

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from openppo.strategy.trainable_model import MOMENTS, TrainableModel
 from openppo.strategy.weights import buckets
+from openppo.weight_files import save_tensors
 
 PIECE_BYTES = 4 * 2**30
 """Of one file, and of what is copied to the host at a time."""
@@ -40,7 +40,7 @@ def write_fragments(file: Path, fragments: Mapping[str, Fragment]) -> None:
     """Safetensors ``file``, and numbered ones beside it, of ``PIECE_BYTES``; a key is a tensor's name and a start."""
     for number, piece in enumerate(buckets(_cut(fragments), PIECE_BYTES)):
         place = file if number == 0 else file.with_stem(f"{file.stem}-{number:05d}")
-        save_file({key: values.detach().cpu() for key, values in piece}, place)
+        save_tensors({key: values.detach().cpu() for key, values in piece}, place)
 
 
 def _cut(fragments: Mapping[str, Fragment]) -> Iterator[tuple[str, Tensor]]:

@@ -26,12 +26,12 @@ from openppo.models.pretrained import check_model
 from openppo.strategy.checkpoint.folder import MANIFEST, damage_of, of_steps
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader
 from openppo.strategy.saving import save_model, save_tokenizer
-from openppo.tracking.run_folder import holds_model
 from openppo.trainer.components import load_actor, load_critic
 from openppo.trainer.data import critic_lora, critic_start
 from openppo.trainer.resume.compatible import model_fingerprint
 from openppo.trainer.startup import load_policy_tokenizer
 from openppo.trainer.supervised.build import load_model
+from openppo.weight_files import holds_model
 
 _KINDS: dict[str, type] = {"ppo": TrainPPOConfig, "sft": TrainSFTConfig, "rm": TrainRMConfig, "prm": TrainPRMConfig}
 _OF_FOLDER = re.compile("[0-9a-f]{64}")  # a fingerprint; that of a name on the hub names a commit

@@ -299,11 +299,13 @@ def test_what_clients_send_by_themselves_is_accepted(world, caplog):
     async def play(client: Client) -> Any:
         for _ in range(2):
             await client.chat(**advisory, **neutral, tools=[TOOL], temperature=0, top_p=1.0, top_k=None)
+        for off in (0, -1):  # as transformers and vLLM write it
+            await client.chat(top_k=off)
         await client.chat(temperature=0.7)
         return client.session
 
     session = world().run(play)
-    assert session.counts["sampling_overridden"] == 2 and len(session.turns) == 3
+    assert session.counts["sampling_overridden"] == 2 and len(session.turns) == 5
     assert "strict" not in json.dumps(session.turns[0].tools)
     assert [record.message.split(" have ")[1].split(",")[0] for record in caplog.records] == ["temperature"]
 

@@ -143,3 +143,12 @@ def test_an_agent_file_needs_prompts(agent_file):
 def test_another_file_is_refused(agent_file, text, message):
     with pytest.raises(ValueError, match=message):
         OpenRLHFAgent(agent_file(text))
+
+
+def test_top_k_0_of_an_agent_is_the_runs_own(make_sampler, agent_file):
+    change = """
+        states["sampling_params"].top_k = 0
+        return {"rewards": 1"""
+    agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE.replace('return {\n            "rewards": reward', change, 1)))
+    _, metrics = play(make_sampler(agent, lambda prompt: "yes"))
+    assert metrics["agent/sampling_overridden"] == 0

@@ -34,6 +34,13 @@ FILES = {
     "strange.jsonl": '{"foo": "abc", "bar": "d"}\n',
     "bad.yaml": "gama: 0.9\n",
 }
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4},
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},  # without quant_method, as early ones are
+}
+"""Models by what quantized them, and what their config says."""
 GOOD = {
     "ppo": "--pretrain M/actor --prompt_data D/prompts.jsonl --reward_fn D/reward.py --generate_max_len 8 "
     "--rollout_batch_size 4 --train_batch_size 4",
@@ -105,8 +112,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "model.safetensors").unlink()
         torch.save({"a": CallsWhenUnpickled()}, root / name / "pytorch_model.bin")
 
-    (root / "own_adapters").mkdir()
-    adapters = {"peft_type": "LORA", "base_model_name_or_path": str(root / "own_code")}
+    for name, method in QUANTIZED.items():
+        save(name, causal)
+        quantized = json.loads((root / name / "config.json").read_text()) | {"quantization_config": method}
+        (root / name / "config.json").write_text(json.dumps(quantized))
+    for name in ("own_code", "awq"):
+        (root / f"{name}_adapters").mkdir()
+        adapters = {"peft_type": "LORA", "base_model_name_or_path": str(root / name)}
+        (root / f"{name}_adapters/adapter_config.json").write_text(json.dumps(adapters))
     files = {
         "broken_weights/model.safetensors": "\0" * 100,
         "own_code/config.json": '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}',
@@ -114,7 +127,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "own_tokenizer/tokenizer_config.json": '{"auto_map": {"AutoTokenizer": [null, "own.Own"]}}',
         "own_tokenizer/own.py": 'raise ValueError("its own code ran")',
         "rescaled/config.json": json.dumps(config),
-        "own_adapters/adapter_config.json": json.dumps(adapters),
     }
     for name, text in files.items():
         (root / name).write_text(text)

@@ -13,6 +13,7 @@ import pytest
 
 from openppo.rewards.server import RewardServer
 from tests.fork_server import REPO
+from tests.unit.cli.conftest import QUANTIZED
 
 DATA = [
     *(("ppo", flag, "D/prompts.jsonl") for flag in ("prompt_data", "eval_data")),
@@ -102,12 +103,13 @@ serve_agent --chat_template_kwargs [] | = ... not a JSON object
 
 "=" is the last option as it stands in the command.
 """
-OWN_CODE = [
-    *(("ppo", flag) for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "prm_pretrain")),
+MODELS = [
+    *(("ppo", flag) for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "prm_pretrain", "ref_pretrain")),
     *((command, "pretrain") for command in ("sft", "rm", "prm", "generate", "serve_agent")),
     *(("evaluate", flag) for flag in ("pretrain", "reward_pretrain", "prm_pretrain")),
     *(("serve_rm", "reward_pretrain"), ("merge_lora", "lora_path")),
 ]
+"""Each flag of each command that names a model."""
 
 
 def check(line: str, says: str, code: int, stderr: str, status: int = 2) -> None:
@@ -142,13 +144,37 @@ def test_a_file_or_row_that_cannot_be_read_is_named_with_the_flag(command, flag,
         check(f"{command} {flag}", says, ended.code, ended.stderr)
 
 
-@pytest.mark.parametrize(("command", "flag"), OWN_CODE)
+@pytest.mark.parametrize(("command", "flag"), MODELS)
 def test_code_of_a_model_runs_only_where_it_is_trusted(command, flag, run_line, put):
-    model = f"M/{'own_adapters' if command == 'merge_lora' else 'own_code'}"
+    model = f"M/{'own_code_adapters' if command == 'merge_lora' else 'own_code'}"
     refused = "it brings Python code of its own (auto_map in its config)"
     for trust, says in (("", refused), (" --trust_remote_code", "its own code ran")):
         ended = run_line(f"{command} --{flag} {model}{trust}")
         check(command, put(f"--{flag} {model}: ... {says}"), ended.code, ended.stderr)
+
+
+@pytest.mark.parametrize("lora", ["", " --lora_rank 2 --load_in_4bit"])
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_quantized_weights_are_refused_by_their_config(method, lora, run_line, put):
+    ended = run_line(f"sft --pretrain M/{method}{lora}")
+    says = f"--pretrain M/{method}: its weights are quantized ({method}) ... Name the checkpoint that it was made from"
+    check(method, put(says), ended.code, ended.stderr)
+
+
+@pytest.mark.parametrize(("command", "flag"), MODELS)
+def test_each_flag_refuses_a_quantized_model_before_any_is_loaded(command, flag, run_line, put, monkeypatch):
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(9))
+    folder = "awq_adapters" if command == "merge_lora" else "awq"
+    ended = run_line(f"{command} --{flag} M/{folder}")
+    check(command, put(f"--{flag} M/{folder}: ... its weights are quantized (awq)"), ended.code, ended.stderr)
+
+
+def test_no_model_is_loaded_beside_a_quantized_one(run_line, put, monkeypatch):
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(9))
+    for command in ("ppo", "evaluate"):
+        prm = "--prm_pretrain M/awq --prm_placeholder_token x --prm_reward_tokens y z"
+        ended = run_line(f"{command} -reward_fn --reward_pretrain M/reward {prm}")
+        check(command, put("--prm_pretrain M/awq: its weights are quantized (awq)"), ended.code, ended.stderr)
 
 
 def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(run_line, monkeypatch, tmp_path):

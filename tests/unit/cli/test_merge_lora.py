@@ -1,6 +1,7 @@
 """Merged weights give plain transformers what peft gives with adapters."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -44,10 +45,10 @@ def folders(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def merge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_in_process: RunCommand) -> Callable[..., Path]:
     """Runs the command until it has ended well; the folder that it wrote."""
 
-    def run(*arguments: str) -> Path:
-        monkeypatch.setattr(sys, "argv", ["merge_lora.py", "--save_path", str(tmp_path / "out"), *arguments])
+    def run(*arguments: str, out: str = "out") -> Path:
+        monkeypatch.setattr(sys, "argv", ["merge_lora.py", "--save_path", str(tmp_path / out), *arguments])
         merge_lora.main()
-        return tmp_path / "out"
+        return tmp_path / out
 
     return run
 
@@ -71,10 +72,22 @@ def test_a_merged_language_model_equals_base_and_adapters_wherever_the_base_is(m
     ours, theirs = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (out, folders / "actor"))
     assert ours == theirs
     assert not list(out.glob("adapter_*"))
-    rounded = AutoModelForCausalLM.from_pretrained(merge("--lora_path", str(lora_path), *given, "--bf16"))
+    rounded = AutoModelForCausalLM.from_pretrained(merge("--lora_path", str(lora_path), *given, "--bf16", out="bf16"))
     for name, weight in rounded.state_dict().items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, found.state_dict()[name].bfloat16()), "the sum is rounded once"
+
+
+def test_merged_files_are_as_open_as_the_umask_says(merge, folders):
+    before = os.umask(0o027)
+    try:
+        out = merge("--lora_path", str(folders / "actor"))
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in out.iterdir()} == dict.fromkeys(
+        ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        "0o640",
+    )
 
 
 def test_a_merged_reward_model_has_its_head_and_its_own_config(merge, folders, tmp_path, models):
@@ -101,7 +114,8 @@ def test_what_cannot_be_merged_is_said_in_one_line(run_in_process, folders, mode
         (("--lora_path", empty), "--lora_path .*empty: its adapters cannot be merged into"),
         (("--lora_path", folders / "actor", "--pretrain", "/gone"), "--pretrain /gone: no such local folder"),
         (("--lora_path", folders / "actor", "--save_path", models / "actor"), "--save_path .*is the base model"),
-        (("--lora_path", folders / "actor", "--save_path", folders / "reward"), "--save_path .*holds adapters"),
+        (("--lora_path", folders / "actor", "--save_path", folders / "reward"), "--save_path .*holds a model already"),
+        (("--lora_path", folders / "actor", "--save_path", models / "chat"), "--save_path .*holds a model already"),
         (("--lora_path", folders / "actor", "--save_path", tmp_path / "file" / "x"), "--save_path .*cannot be written"),
     ):
         given = arguments if "--save_path" in arguments else (*arguments, "--save_path", tmp_path / "out")

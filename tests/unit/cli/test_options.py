@@ -253,6 +253,27 @@ def raises(error: Exception) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, and RANK and LOCAL_RANK are not"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_RANK and WORLD_SIZE are set, and RANK is not"),
+        ({"RANK": "0"}, "RANK is set, and LOCAL_RANK and WORLD_SIZE are not"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK and WORLD_SIZE are set, and LOCAL_RANK is not"),
+    ],
+)
+def test_half_of_a_launch_is_one_line(variables, says, command_line, monkeypatch, capfd):
+    command_line("--train_batch_size 1", raises(AssertionError("it is refused before anything is built")))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        run_command(TrainPPOConfig, "the:job")
+    error = f"error: {says}: start with torchrun, which sets all three, or unset them.\n"
+    assert (ended.value.code, capfd.readouterr().err) == (2, error)
+
+
+@pytest.mark.parametrize(
     ("world_size", "says"), [("1", "--pretrain m: no such folder."), ("3", "--train_batch_size 128 does not divide")]
 )
 def test_an_error_of_options_or_of_the_start_is_one_line(world_size, says, command_line, capfd):

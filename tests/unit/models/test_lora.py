@@ -8,7 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PromptTuningConfig, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    LoraConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM
 
 from openppo.models import Actor, get_llm_for_sequence_regression
@@ -166,6 +172,24 @@ def test_adapters_that_cannot_be_merged_are_an_error(actor_folder, reward_folder
         get_llm_for_sequence_regression(headless, "critic")
     with pytest.raises(ValueError, match=rf"edited: its adapters cannot be merged into {llama_folder}: .*{says}"):
         Actor(edited(actor_folder, change))
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}])
+def test_adapters_of_a_resized_model_name_a_remedy_that_works(options, llama, tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    resized = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    resized.resize_token_embeddings(42)
+    adapted = get_peft_model(resized, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
+    folder = tmp_path / "adapters"
+    adapted.save_pretrained(folder)
+    says = "they are for 42 embeddings, and it has 40. Resize it with .*, save it, and name that folder"
+    with pytest.raises(ValueError, match=f"adapters: its adapters cannot be merged into .*base: {says}: .*--pretrain"):
+        Actor(str(folder))
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    other.resize_token_embeddings(42)
+    other.save_pretrained(tmp_path / "base")
+    ids = torch.tensor([[3, 41, 5]])
+    same(Actor(str(folder)).model.eval()(ids).logits, adapted.eval()(ids).logits)
 
 
 def test_adapters_of_another_kind_are_an_error(tmp_path, llama_folder):

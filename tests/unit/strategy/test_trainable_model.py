@@ -251,15 +251,8 @@ def test_averages_are_equal_wherever_they_lie():
         assert fragment.values.equal(on_device.fragments()[name].values)
 
 
-def test_compiling_is_announced_and_needs_a_compiler(monkeypatch, caplog):
-    def compile_adam(*parameters: Any, **options: Any) -> None:
-        assert "--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds" in caplog.text
-
-    monkeypatch.setattr(deepspeed, "DeepSpeedCPUAdam", compile_adam)
+def test_compiling_needs_a_compiler(monkeypatch):
     strategy, module = DeepspeedStrategy(DeepSpeedConfig(adam_offload=True)), nn.Linear(1, 1)
-    with caplog.at_level(logging.INFO, "openppo"):
-        strategy._adam(list(module.parameters()), AdamConfig(), 1e-3)
-    assert caplog.text
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ValueError, match=r"--adam_offload needs a C\+\+ compiler"):

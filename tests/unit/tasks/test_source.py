@@ -205,3 +205,16 @@ def test_tasks_are_shown_and_changed_with_the_token_only(tmp_path):
     assert len(control.changes) == 2
     server.close()
     assert not file.exists()
+
+
+COMPARES = [{"advantage_estimator": "rloo"}, {"dynamic_sampling": True}]
+COMPARES += [{"normalize_reward": True, "reward_normalizer": "group"}]
+
+
+@pytest.mark.parametrize("options", COMPARES, ids=lambda options: [*options][-1])
+def test_each_task_needs_several_samples_where_they_are_compared(config, options):
+    several = MINIMAL | {"group_size": 2}
+    source(config, several, several | {"name": "two"}, **options)
+    flag = [*options][-1]
+    with pytest.raises(ValueError, match=f"task two: --{flag} .* use group_size of at least 2"):
+        source(config, several, MINIMAL | {"name": "two"}, **options)

@@ -1,5 +1,6 @@
 """Fragments that some ranks wrote are read by any other split of the same tensors."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,13 @@ def test_missing_elements_are_counted_in_the_error(tmp_path):
     files = written(tmp_path, split(TENSORS, 2))[:1]
     with FragmentReader(files) as reader, pytest.raises(ValueError, match="8 of 17 elements of a.weight are not in"):
         reader.read_into("a.weight", Fragment(0, torch.zeros(17)))
+
+
+def test_fragments_are_as_open_as_the_umask_says(tmp_path):
+    before = os.umask(0o027)
+    try:
+        (file,) = written(tmp_path, split(TENSORS, 1))
+    finally:
+        os.umask(before)
+    assert oct(file.stat().st_mode & 0o777) == "0o640"
+    assert list(tmp_path.iterdir()) == [file]

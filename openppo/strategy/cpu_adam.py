@@ -1,0 +1,94 @@
+"""DeepSpeed's CPU Adam, compiled once on a machine for each version of DeepSpeed and torch.
+
+torch guards a build by a file, for which later processes wait forever if a killed one has left it. Here processes take
+turns by a lock of the system, which ends with its owner: a file that its next owner sees is left over.
+"""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import deepspeed
+import torch
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from torch.utils import cpp_extension
+
+from openppo import logger
+
+_PROGRAM = Path(__file__).with_name("compile_cpu_adam.py")
+_VERSIONS = f"deepspeed {deepspeed.__version__}, torch {torch.__version__}"
+"""Text of the lock while what is compiled is whole and of these versions."""
+
+
+def load_cpu_adam() -> None:
+    """Load the operators of ``DeepSpeedCPUAdam``, compiled before if need be; ``ValueError`` where that fails."""
+    if installed_ops.get(CPUAdamBuilder.NAME):  # compiled when DeepSpeed was installed
+        return
+    try:
+        folder = Path(cpp_extension._get_build_directory(CPUAdamBuilder.NAME, verbose=False))
+        with open(folder / "openppo.lock", "a+", encoding="utf-8") as lock:
+            _acquire(lock)
+            _compile(folder, lock)
+            CPUAdamBuilder().load()
+    except OSError as error:
+        raise ValueError(
+            f"--adam_offload: what it compiles cannot be stored ({error}). Name another folder with "
+            "TORCH_EXTENSIONS_DIR, or omit the flag."
+        ) from error
+
+
+def _acquire(lock: IO[str]) -> None:
+    """Wait until no other process has the lock."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("--adam_offload: waiting for another process that compiles DeepSpeed's CPU Adam")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _compile(folder: Path, lock: IO[str]) -> None:
+    """Make the library in ``folder``, whose lock is held, unless it is there."""
+    left_over = folder / "lock"
+    if left_over.exists():
+        logger.warning("--adam_offload: removed %s, which an interrupted compilation has left", left_over)
+        left_over.unlink()
+    lock.seek(0)
+    if lock.read() == _VERSIONS and (folder / f"{CPUAdamBuilder.NAME}.so").is_file():
+        return
+    lock.truncate(0)
+    logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
+    status, output = _run_program(lock)
+    if status != 0:
+        logger.warning("%s", output)
+        raise ValueError(
+            f"--adam_offload: DeepSpeed's CPU Adam was not compiled (exit status {status}, see above). Correct the "
+            "compiler, or omit the flag."
+        )
+    lock.write(_VERSIONS)
+    lock.flush()
+
+
+def _run_program(lock: IO[str]) -> tuple[int, str]:
+    """Exit status and output of ``_PROGRAM``, which shares the lock while it runs, and ends with this process."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", _PROGRAM, str(os.getpid())],  # -P: deepspeed.py beside it is not the library
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        pass_fds=[lock.fileno()],
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    return process.returncode, output
