@@ -83,6 +83,11 @@ class Episode:
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
     """By tool: rewards of its calls in their order, then that of its ``calc_reward``."""
 
+    @property
+    def failure(self) -> str:
+        """How it ended and why, of one that failed."""
+        return f"{self.ending.value}: {self.error or self.output or 'no message'}"
+
 
 @dataclass
 class Trajectory:

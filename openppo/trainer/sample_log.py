@@ -17,7 +17,7 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.media import Media, distinct_ids, media_url
 from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
-from openppo.rollout.rollout import by_episode, episode_numbers, episode_reward, whole_rewards
+from openppo.rollout.rollout import Rollout, by_episode, episode_numbers, episode_reward, whole_rewards
 from openppo.tracking import json_form
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.self_check import check_samples, token_columns, token_texts
@@ -73,11 +73,12 @@ class StepDiagnostics:
         chosen = choose(kept) if self.comm.rank == 0 else []
         earned = whole_rewards(kept, self.weights)
         samples = [sample_row(kept[i], self.tokenizer, earned[i], buffer.items[i]) for i in chosen]
-        tokens = []
+        failed = self.trained_on.failed if isinstance(self.trained_on, Rollout) else []
+        tokens: list[Row] = []
         if self._shows_tokens(step):
             observed = self._of_all_ranks([kept[i] for i in chosen])
             tokens = [token_row(kept[i], self.tokenizer, buffer.items[i], observed[n]) for n, i in enumerate(chosen)]
-        self._log(step, samples, tokens)
+        self._log(step, [*samples, *self._failed_rows(failed)], tokens)
         self._dump(step, "train", self.trained_on, self.weights)
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
             of_episodes = [episode_reward(parts, self.weights) for parts in by_episode(kept)]
@@ -85,6 +86,11 @@ class StepDiagnostics:
             self.components.trackers.log_histograms(step, histograms)
         buffer.clear()
         self.trained_on, self.observed = None, {}
+
+    def show_failed(self, step: int, failed: Sequence[Trajectory]) -> None:
+        """Log episodes of a ``step`` that is not trained, for which their failures end the run."""
+        tokens = [token_row(each, self.tokenizer) for each in failed]
+        self._log(step, self._failed_rows(failed), tokens if self.comm.rank == 0 else [])
 
     def show_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log samples of an evaluation: what the engine, which sampled them, reported."""
@@ -95,6 +101,10 @@ class StepDiagnostics:
         tokens = [token_row(trajectories[i], self.tokenizer) for i in chosen]
         self._log(step, samples, tokens, evaluation=True)
         self._dump(step, "eval", trajectories, weights)
+
+    def _failed_rows(self, failed: Sequence[Trajectory]) -> list[Row]:
+        """Lines of samples.jsonl on rank 0, which follow those of episodes that are trained on."""
+        return [sample_row(each, self.tokenizer, reward=0.0) for each in failed] if self.comm.rank == 0 else []
 
     def _shows_tokens(self, step: int) -> bool:
         return step % -(-self.total_steps // N_TOKEN_STEPS) == 0 or step in (1, self.total_steps)

@@ -1,0 +1,74 @@
+"""Runs whose episodes fail end with a report that quotes the error, and with a checkpoint to resume from."""
+
+import json
+import shlex
+import sys
+
+import pytest
+
+from tests.distributed.runs import logged
+from tests.distributed.test_agent_programs import chat_model  # noqa: F401 (a fixture)
+
+OPTIONS = """--pretrain {model} --prompt_data tasks.jsonl --input_key question --save_path trained
+    --advantage_estimator group_norm --n_samples_per_prompt 2 --rollout_batch_size 4 --train_batch_size 8
+    --generate_max_len 8 --episode_max_len 160 --init_kl_coef 0 --num_episodes 4"""
+
+AGENT = """
+import asyncio
+
+async def raises(task, session):
+    await session.chat(task.messages)
+    raise LookupError(f"no door in {task['question']}")
+
+async def cancels(task, session):
+    await session.chat(task.messages)
+    for each in asyncio.all_tasks():
+        each.cancel()
+    await asyncio.sleep(1)
+
+async def works(task, session):
+    return float(len((await session.chat(task.messages)).text))
+"""
+BROKEN = "import sys; sys.stderr.write('reading the settings\\n'); import no_such_module"
+ASYNC = "--max_staleness 1 --policy_loss_type decoupled"
+
+
+@pytest.fixture
+def folder(tmp_path, chat_model):  # noqa: F811
+    """A folder with tasks, agents, and the flags that all runs share."""
+    rows = [{"question": f"room {i}"} for i in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    return tmp_path, OPTIONS.format(model=chat_model).split()
+
+
+def program(file):
+    return ["--agent_command", f"{shlex.quote(sys.executable)} {file}"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "agent", "flags", "error"),
+    [
+        (1, ["--agent_command", "false"], "", "ProgramError: exit status 1: no output"),
+        (2, program("broken.py"), "", "ModuleNotFoundError: No module named 'no_such_module'"),
+        (2, ["--agent", "agent.py:raises"], "", "LookupError: no door in room "),
+        (1, ["--agent", "agent.py:cancels"], "", "cancelled: its own code, or a library that it uses, cancelled it"),
+        (2, ["--agent", "agent.py:raises"], ASYNC, "LookupError: no door in room "),
+        (1, ["--agent", "agent.py:cancels"], ASYNC, "cancelled: its own code, or a library that it uses, cancelled it"),
+        (2, ["--agent", "agent.py:raises"], f"--rollout_ranks 1 {ASYNC}", "LookupError: no door in room "),
+    ],
+    ids=["false", "import", "coroutine", "cancels", "overlap", "overlap cancels", "rollout_ranks"],
+)
+def test_a_run_whose_episodes_all_fail_ends_with_their_error(folder, launch, ranks, agent, flags, error):
+    place, options = folder
+    printed = launch(ranks, "-m", "openppo.cli.train_ppo", *options, *agent, *flags.split(), cwd=place, status=1)
+    report = printed[printed.index("OpenPPO: the run has failed") :]
+    assert error in report
+    assert "saved the trained model" not in printed and "stopped by" not in printed
+    assert (place / "trained" / "checkpoints_ppo" / "latest" / "state.json").exists()
+    assert "--load_checkpoint" in report
+    failed = logged(place / "trained", "samples")
+    assert failed and all(error in f"{row['ending']}: {row['error']}" for row in failed)
+    assert "no_such_module" in failed[-1]["output"] or "broken.py" not in str(agent)
+    assert error.split(": ")[-1] in (place / "trained" / "logs" / "report.html").read_text()
