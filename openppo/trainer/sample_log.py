@@ -181,7 +181,9 @@ def sample_row(
         row |= {"error": episode.error, "output": episode.output}
         asked = takewhile(lambda message: message["role"] != "assistant", episode.messages)
         row["prompt"] = trajectory.prompt.text or "\n".join(text_of(message.get("content")) for message in asked)
-    if (episode is None or episode.n_turns > 0) and (read := rendered(trajectory.prompt, tokenizer)) != row["prompt"]:
+    read = rendered(trajectory.prompt, tokenizer)
+    is_shown = read != row["prompt"] if episode is None else episode.n_turns > 0
+    if is_shown:
         row["rendered_prompt"] = read
     kl = None if experience is None else token_columns(experience).get("kl")
     return row if kl is None else row | {"kl": float(kl.sum())}

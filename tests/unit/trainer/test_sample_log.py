@@ -117,8 +117,9 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none() -> None:
         returns=[0.0, 0.0, 1.99, 0.0, 2.0],
     )
     row = token_row(t, BYTES, experience)
-    assert {name: value for name, value in row.items() if name != "texts"} == {
+    assert {name: value for name, value in row.items() if not name.endswith("texts")} == {
         "first": 2,
+        "prompt_ids": [1, 2],
         "n_tokens": 3,
         "ids": [7, 8, 9],
         "trained": [1, 0, 1],
