@@ -51,7 +51,7 @@ def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
 
 def ended_by_failures(failure: NothingTrainedError, checkpoint: Path) -> NothingTrainedError:
     """The same ``failure`` with what to do about it."""
-    remedy = f"Mend the cause; the same command with --load_checkpoint continues from {checkpoint}."
+    remedy = f"Mend the cause; --load_checkpoint resumes from {checkpoint}."
     return NothingTrainedError(f"{str(failure).rstrip('.')}. {remedy}", failure.failed)
 
 
