@@ -23,7 +23,7 @@ class NothingTrainedError(RuntimeError):
 
 @dataclass(eq=False)
 class FailureCount:
-    """Groups that failed in a row, and steps in a row of which every group failed."""
+    """Groups that failed in a row, and steps in a row without a group to train on."""
 
     groups: int = 0
     steps: int = 0
@@ -36,6 +36,11 @@ class FailureCount:
             self.groups, self._has_good_group = 0, True
         else:
             self.groups, self.error = self.groups + 1, error
+
+    def drop_groups(self, reason: str) -> None:
+        """Note that no group of this step is trained on, though not all have failed."""
+        if self._has_good_group:
+            self._has_good_group, self.error = False, reason
 
     def end_step(self) -> None:
         """Count the step that the groups since the last one make up."""
@@ -53,4 +58,4 @@ class FailureCount:
         """Report that a run of ``n_steps`` has had enough steps without a trained episode; None if it has not."""
         if self.steps == 0 or self.steps < min(STEPS_IN_A_ROW, n_steps):
             return None
-        return f"no episode of the last {self.steps} steps could be trained on; the last error: {self.error}"
+        return f"no episode of the last {self.steps} steps could be trained on; the last: {self.error}"

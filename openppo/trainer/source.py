@@ -31,6 +31,8 @@ from openppo.tracking.phase import timed
 from openppo.trainer.components import PPOComponents
 from openppo.types import Prompt, Trajectory
 
+_ALL_EQUAL = "--dynamic_sampling: the rewards of each group are equal. Use other prompts, or a finer reward"
+
 
 class PromptSource:
     """Samples trajectories for batches of prompts and scores them in the background. Collective in every method."""
@@ -201,6 +203,8 @@ class PromptSource:
             kept += useful_groups(sampled, self.estimator.compares_steps, self.reward_weights)
             n_groups = int(self.comm.all_reduce(torch.tensor(len({t.group for t in kept}))))
             batch = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
+        if n_groups == 0:
+            self.failures.drop_groups(_ALL_EQUAL)
         metrics.add("sampled_batches", n_batches, reduce="max")
         metrics.add("useful_groups", n_groups, reduce="max")
         return Rollout(self._first_groups(kept), metrics, failed=failed[:N_SHOWN])

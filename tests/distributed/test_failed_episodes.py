@@ -28,7 +28,7 @@ async def cancels(task, session):
     await asyncio.sleep(1)
 
 async def works(task, session):
-    return float(len((await session.chat(task.messages)).text))
+    await session.chat(task.messages)
 """
 BROKEN = "import sys; sys.stderr.write('reading the settings\\n'); import no_such_module"
 ASYNC = "--max_staleness 1 --policy_loss_type decoupled"
@@ -76,6 +76,18 @@ def test_a_run_whose_episodes_all_fail_ends_with_their_error(folder, launch, ran
     assert failed and all(error in f"{row['ending']}: {row['error']}" for row in failed)
     assert "no_such_module" in failed[-1]["output"] or "broken.py" not in str(agent)
     assert error.split(": ")[-1] in (place / "trained" / "logs" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("flags", ["", ASYNC])
+def test_a_run_whose_groups_teach_nothing_ends_after_a_checkpoint(folder, launch, flags):
+    place, options = folder
+    (place / "agent.py").write_text(AGENT + "    return 1.0\n")
+    flags = f"{flags} --dynamic_sampling --dynamic_sampling_max_batches 2".split()
+    command = ["-m", "openppo.cli.train_ppo", *options, "--agent", "agent.py:works", *flags]
+    printed = launch(1, *command, cwd=place, status=1)
+    report = printed[printed.index("OpenPPO: the run has failed") :]
+    assert "--dynamic_sampling: " in report and "Mend the cause; --load_checkpoint resumes from" in report
+    assert "saved the trained model" not in printed
 
 
 SOMETIMES = """

@@ -40,7 +40,21 @@ def test_ten_failed_groups_in_a_row_are_reported_across_steps() -> None:
 def test_two_steps_without_a_trained_episode_are_reported(steps: list[str], n_steps: int, ends: bool) -> None:
     message = counted(*steps).steps_message(n_steps)
     assert (message is not None) == ends
-    assert message is None or message.endswith("steps could be trained on; the last error: error 1")
+    assert message is None or message.endswith("steps could be trained on; the last: error 1")
+
+
+def test_steps_whose_groups_are_all_dropped_are_reported_with_the_reason() -> None:
+    count = FailureCount()
+    for _ in range(2):
+        count.add_group(None)
+        count.drop_groups("equal rewards")
+        count.end_step()
+    assert count.steps_message(8) == "no episode of the last 2 steps could be trained on; the last: equal rewards"
+    count = counted("xx")
+    count.add_group("why")
+    count.drop_groups("equal rewards")
+    count.end_step()
+    assert count.error == "why", "all failed: nothing was dropped"
 
 
 def test_the_error_reaches_other_ranks_whole() -> None:
