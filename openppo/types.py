@@ -120,6 +120,7 @@ class Trajectory:
     extras: dict[str, float] = field(default_factory=dict)  # numbers of a reward function that are only logged
     notes: dict[str, str] = field(default_factory=dict)  # texts of a reward function, for dumps and samples
     trained_mask: list[bool] | None = None
+    stop: tuple[str, ...] = ()  # texts that end a response, and belong to it
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}

@@ -35,8 +35,8 @@ _LONGEST_NOTE = 500
 Sample = dict[str, Any]
 """What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.
 
-prompt, response and completion (the response again) are texts, of the response without special tokens; query is the
-text of all tokens, special ones included, as OpenRLHF gives it; row holds the data columns and source is the data set
+prompt, response and completion (the response again) are texts, of the response without what ends or pads it; query is
+the text of all tokens, those included, as OpenRLHF gives it; row holds the data columns and source is the data set
 that it is of; messages is None without a chat template; token_ids are those that the policy sampled. Of an episode,
 response is the policy's last message, messages the whole conversation, turns the texts of the policy's messages,
 tool_results those of the tools', and tool_rewards their rewards (see ``Episode``), an empty dict without any.

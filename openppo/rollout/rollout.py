@@ -172,11 +172,14 @@ def sample_trajectories(
     more = {"media": media} if any(media) else {}
     completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds, **more)
     sampled = zip(repeated, completions, strict=True)
-    return [make_trajectory(prompt, made, group) for (prompt, group), made in sampled]
+    return [make_trajectory(prompt, made, group, params.stop) for (prompt, group), made in sampled]
 
 
-def make_trajectory(prompt: Prompt, completion: Completion, group: int) -> Trajectory:
-    """A trajectory of one turn: prompt, then a completion whose every token is an action."""
+def make_trajectory(prompt: Prompt, completion: Completion, group: int, stop: tuple[str, ...] = ()) -> Trajectory:
+    """A trajectory of one turn: prompt, then a completion whose every token is an action.
+
+    ``stop`` are texts that end a response.
+    """
     n_prompt, n_response = len(prompt.token_ids), len(completion.token_ids)
     return Trajectory(
         token_ids=prompt.token_ids + completion.token_ids,
@@ -186,6 +189,7 @@ def make_trajectory(prompt: Prompt, completion: Completion, group: int) -> Traje
         finish_reason=completion.finish_reason,
         prompt=prompt,
         group=group,
+        stop=stop,
     )
 
 

@@ -23,6 +23,7 @@ from openppo.media import check_images, placeholders
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
+from openppo.rewards.response_text import response_text
 from openppo.rewards.scoring import answer_text
 from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.policy import FrozenPolicy
@@ -107,7 +108,7 @@ class _Job:
         """What is written of the response of that number on this rank; its text ends before a stop string."""
         _, params, n_samples, _ = self.sampling
         ids = response.response_ids
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        text = response_text(response, self.tokenizer)
         return {
             "source": response.prompt.source,
             "row": response.prompt.index,

@@ -131,6 +131,7 @@ def test_json_of_a_group_gives_it_back():
             greedy=(greedy,),
             episode=episode,
             trained_mask=[False, False, True],
+            stop=("c",),
         )
         for share in (0.25, 0.75)
     ]
