@@ -101,6 +101,14 @@ def test_a_process_loads_the_file_once_and_its_prints_are_no_answers(file, score
     assert capfd.readouterr().err.count("printed no input") == 6
 
 
+def test_a_process_imports_modules_beside_the_file(file, scorer_of, labelled, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file.with_name("doubles_in_a_process.py").write_text("def double(x):\n    return 2 * x\n")
+    file.write_text("from doubles_in_a_process import double\ndef late(label):\n    return double(label)\n")
+    scores = scorer_of("late", n=2).score(labelled)
+    assert [score.rewards["reward"] for score in scores] == [0, 2, 4, 6]
+
+
 def test_as_many_samples_as_processes_are_scored_at_a_time(file, scorer_of, labelled):
     assert scorer_of("together", n=2).score(labelled[:2]) == [Score({"reward": 0.0}), Score({"reward": 1.0})]
     assert len(file.with_name("loaded").read_text().split()) == 1 + 2
