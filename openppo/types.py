@@ -121,6 +121,7 @@ class Trajectory:
     notes: dict[str, str] = field(default_factory=dict)  # texts of a reward function, for dumps and samples
     trained_mask: list[bool] | None = None
     stop: tuple[str, ...] = ()  # texts that end a response, and belong to it
+    reward_error: str | None = None  # why the reward function failed; None: it did not
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
@@ -184,6 +185,7 @@ class Score:
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
     failed: bool = False  # a reward chosen beforehand stands in
+    error: str = ""  # why it failed
     extras: dict[str, float] = field(default_factory=dict)  # logged, and no rewards
     notes: dict[str, str] = field(default_factory=dict)  # texts, which are no metrics either
 

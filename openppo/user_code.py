@@ -1,6 +1,5 @@
 """Code of users: loaded without side effects on the run, and called on threads of its own."""
 
-import ast
 import asyncio
 import inspect
 import random
@@ -9,13 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dis import get_instructions
 from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,12 +122,14 @@ def _names_beside(file: Path) -> list[str]:
 
 def _imported(file: Path) -> list[str]:
     """First parts of the names of all modules that a file imports, inside functions too."""
-    names: list[str] = []
-    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
-        if isinstance(node, ast.Import):
-            names += [alias.name.partition(".")[0] for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.append(str(node.module).partition(".")[0])
+    names, codes = list[str](), [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        steps = [step for step in get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for place, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME" and steps[place - 2].argval == 0:  # the level: no relative import
+                names.append(str(step.argval).partition(".")[0])
     return names
 
 

@@ -123,6 +123,9 @@ class GroupPlayer:
                 trajectory.greedy = tuple(greedy)
         await self._score(trajectories, metrics)
         if plan.most_in_vain > 0:
+            errors = [each.reward_error for each in trajectories if each.reward_error is not None]
+            if len(errors) == len(trajectories):
+                return Outcome(number, None, metrics, errors[0])
             trajectories = useful_groups(trajectories, plan.estimator.compares_steps, plan.weights)
         return Outcome(number, trajectories, metrics)
 

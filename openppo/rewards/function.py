@@ -31,6 +31,9 @@ from openppo.types import Score, Trajectory
 _EXTRA = "extra"
 _SCORE = "score"  # of verl's dicts
 _LONGEST_NOTE = 500
+_OF_OTHER_THREADS = ("main thread", "same thread", "no current event loop in thread")
+"""In errors of ``signal``, ``sqlite3`` and ``asyncio``."""
+_MAIN_THREAD = ". It needs the main thread: use --reward_workers 1, which calls a plain function of a file on one."
 
 Sample = dict[str, Any]
 """What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.
@@ -208,9 +211,8 @@ class FunctionScorer:
         failed = [i for i, score in enumerate(scores) if score.failed]
         if failed:
             logger.warning(
-                "%s raised on %d of %d samples, whose reward is --reward_error_value %g; the first: %r for %s",
-                *(self, len(failed), len(scores), self.error_value, results[failed[0]]),
-                name_sample(trajectories[failed[0]]),
+                "%s raised on %d of %d samples, whose reward is --reward_error_value %g; the first: %s",
+                *(self, len(failed), len(scores), self.error_value, scores[failed[0]].error),
             )
         return scores
 
@@ -265,12 +267,12 @@ class FunctionScorer:
 
     def _score(self, result: Any, trajectory: Trajectory) -> Score:
         if isinstance(result, BaseException):
+            remedy = _MAIN_THREAD if self.function.processes is None and _needs_main_thread(result) else ""
+            error = f"{result!r} for {name_sample(trajectory)}"
             if self.error_value is None or not isinstance(result, Exception):
-                raise RuntimeError(
-                    f"{self} raised {result!r} for {name_sample(trajectory)}. With --reward_error_value such samples "
-                    "get a reward instead."
-                ) from result
-            return Score({self.name: self.error_value}, failed=True)
+                remedy = remedy or ". With --reward_error_value such samples get a reward instead."
+                raise RuntimeError(f"{self} raised {error}{remedy}") from result
+            return Score({self.name: self.error_value}, failed=True, error=f"{error}{remedy}")
         if isinstance(result, Mapping) and isinstance(extra := result.get(_EXTRA), Mapping):
             others = {name: value for name, value in result.items() if name != _EXTRA}
             score = self._score(others["reward"] if others.keys() == {"reward"} else others, trajectory)
@@ -339,6 +341,16 @@ class FunctionScorer:
                 "each token or one for each step."
             )
         return score_of_steps(trajectory, ends, rewards)
+
+
+def _needs_main_thread(error: BaseException) -> bool:
+    """Whether something raised, now or at first, because it runs on another thread than the main one."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(text in str(each) for each in causes for text in _OF_OTHER_THREADS)
 
 
 def _note(value: Any) -> str:

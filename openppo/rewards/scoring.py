@@ -88,6 +88,7 @@ class CombinedScorer:
             token_rewards=[math.fsum(of_token) for of_token in zip(*per_token, strict=True)] if per_token else None,
             step_ends=[any(of_token) for of_token in zip(*ends, strict=True)] if ends else None,
             failed=any(score.failed for score in scores),
+            error=next((score.error for score in scores if score.failed), ""),
             extras=extras,
             notes=notes,
         )

@@ -9,7 +9,7 @@ from openppo.rollout.rollout import episode_numbers
 from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
 
 _PLAIN = ["token_ids", "action_mask", "log_probs", "versions", "group", "weight", "share", "token_rewards", "step_ends"]
-_PLAIN += ["extras", "notes", "trained_mask"]
+_PLAIN += ["extras", "notes", "trained_mask", "reward_error"]
 
 
 def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:

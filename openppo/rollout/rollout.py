@@ -199,6 +199,7 @@ def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) ->
         trajectory.scores.update(score.rewards)
         trajectory.extras.update(score.extras)
         trajectory.notes.update(score.notes)
+        trajectory.reward_error = score.error if score.failed else None
         if score.token_rewards is not None:
             rewards = zip(score.token_rewards, trajectory.action_mask, strict=True)
             given = [reward if is_action else 0.0 for reward, is_action in rewards]

@@ -13,7 +13,7 @@ from openppo.config import PPODataConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.token_rewards import begin_scoring, useful_groups
+from openppo.experience.token_rewards import begin_scoring, check_rewarded, useful_groups
 from openppo.rollout.failures import N_SHOWN, FailureCount, NothingTrainedError
 from openppo.rollout.rollout import (
     EngineSampler,
@@ -107,6 +107,7 @@ class PromptSource:
             response.scores, response.token_rewards, response.step_ends = {}, None, None
         rollout = begin_scoring(grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_")
         wait_for_scores(rollout, self.components.stop)
+        check_rewarded(rollout, self.comm)
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,12 +191,14 @@ class PromptSource:
         """Groups with different rewards, sampled until they fill a rollout batch or a bound is reached."""
         wanted, bound = self.config.prompts_per_step, self.config.ppo.dynamic_sampling_max_batches
         metrics, kept, n_groups, n_batches, failed = Metrics(), [], 0, 0, list[Trajectory]()
+        everything: list[Trajectory] = []
         batch: Sequence[str | Prompt] | None = prompts
         while batch is not None:
             sampled = self._sampled(batch)
             n_batches += 1
             with self.timer.phase("scoring"):
                 wait_for_scores(sampled, self.components.stop)
+            everything += sampled
             metrics.merge(sampled.metrics)
             failed += sampled.failed
             for parts in by_episode(sampled):
@@ -203,6 +206,7 @@ class PromptSource:
             kept += useful_groups(sampled, self.estimator.compares_steps, self.reward_weights)
             n_groups = int(self.comm.all_reduce(torch.tensor(len({t.group for t in kept}))))
             batch = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
+        check_rewarded(everything, self.comm)
         if n_groups == 0:
             self.failures.drop_groups(_ALL_EQUAL)
         metrics.add("sampled_batches", n_batches, reduce="max")

@@ -18,7 +18,7 @@ from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_pro
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
 from openppo.experience.reward_names import RewardNames
-from openppo.experience.token_rewards import begin_scoring
+from openppo.experience.token_rewards import begin_scoring, check_rewarded
 from openppo.media import check_images, placeholders
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
@@ -192,6 +192,7 @@ class EvaluateJob(_Job):
         if self.output is not None:
             episodes = by_episode(list(responses))
             write_rows(self.output, [self._episode_row(parts, i) for i, parts in enumerate(episodes)], self.comm)
+        check_rewarded(responses, self.comm)
         RewardNames(self.grading.reward_weights, self.comm, self.grading.pass_on).check(responses)
         PassWatch(self.comm).look(self.grading, responses, is_last=True)
         return self.grading.measure(responses)

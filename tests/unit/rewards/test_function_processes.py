@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -130,7 +131,9 @@ def test_a_sample_without_result_ends_the_run_or_costs_a_chosen_value(name, file
     caplog.set_level(logging.WARNING, "openppo")
     scores = scorer_of(name, n=2, seconds=2.0, error_value=-1.5).score(labelled)
     expected = [Score({"reward": float(i)}) for i in range(4)]
-    assert scores == [expected[0], Score({"reward": -1.5}, failed=True), *expected[2:]], "others are scored"
+    assert re.fullmatch(rf"{ENDS[name]} for prompt 'ask 1'", scores[1].error)
+    lost = Score({"reward": -1.5}, failed=True, error=scores[1].error)
+    assert scores == [expected[0], lost, *expected[2:]], "others are scored"
     assert "raised on 1 of 4 samples" in caplog.text
 
 
