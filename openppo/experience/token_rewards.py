@@ -61,8 +61,9 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
         return
 
     first = next(error for of_rank in comm.all_gather_object(failed[:1]) for error in of_rank)
-    of_all = f"the reward function raised on all {n_samples} samples, --reward_error_value or not"
-    raise NothingTrainedError(f"{of_all}; the first: {first}")
+    raise NothingTrainedError(
+        f"the reward function raised on all {n_samples} samples, --reward_error_value or not; the first: {first}"
+    )
 
 
 def needs_score(trajectory: Trajectory) -> bool:

@@ -33,7 +33,7 @@ _SCORE = "score"  # of verl's dicts
 _LONGEST_NOTE = 500
 _OF_OTHER_THREADS = ("main thread", "same thread", "no current event loop in thread")
 """In errors of ``signal``, ``sqlite3`` and ``asyncio``."""
-_MAIN_THREAD = ". It needs the main thread: use --reward_workers 1, which calls a plain function of a file on one."
+_MAIN_THREAD = "It needs the main thread: use --reward_workers 1, which calls a plain function of a file on one."
 
 Sample = dict[str, Any]
 """What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.
@@ -267,12 +267,18 @@ class FunctionScorer:
 
     def _score(self, result: Any, trajectory: Trajectory) -> Score:
         if isinstance(result, BaseException):
-            remedy = _MAIN_THREAD if self.function.processes is None and _needs_main_thread(result) else ""
-            error = f"{result!r} for {name_sample(trajectory)}"
-            if self.error_value is None or not isinstance(result, Exception):
-                remedy = remedy or ". With --reward_error_value such samples get a reward instead."
-                raise RuntimeError(f"{self} raised {error}{remedy}") from result
-            return Score({self.name: self.error_value}, failed=True, error=f"{error}{remedy}")
+            sample = name_sample(trajectory)
+            error = f"{result!r} for {sample}"
+            has_remedy = self.function.processes is None and _needs_main_thread(result)
+            if has_remedy:
+                error = f"{error}. {_MAIN_THREAD}"
+            if self.error_value is not None and isinstance(result, Exception):
+                return Score({self.name: self.error_value}, failed=True, error=error)
+            if has_remedy:
+                raise RuntimeError(f"{self} raised {error}") from result
+            raise RuntimeError(
+                f"{self} raised {result!r} for {sample}. With --reward_error_value such samples get a reward instead."
+            ) from result
         if isinstance(result, Mapping) and isinstance(extra := result.get(_EXTRA), Mapping):
             others = {name: value for name, value in result.items() if name != _EXTRA}
             score = self._score(others["reward"] if others.keys() == {"reward"} else others, trajectory)
