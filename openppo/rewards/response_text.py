@@ -54,7 +54,12 @@ def text_of_ids(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     if special and not _MENTIONED:
         _MENTIONED.add(str(tokenizer.convert_ids_to_tokens(min(special))))
         logger.info("responses have special tokens, such as %r: rewards read them as text", *_MENTIONED)
-    return str(tokenizer.decode(list(ids)))
+    return decoded(ids, tokenizer)
+
+
+def decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Text of token ids; special tokens stand in it without blanks around them."""
+    return str(tokenizer.decode(list(ids), spaces_between_special_tokens=False))
 
 
 @lru_cache(maxsize=8)
@@ -68,5 +73,5 @@ def _completes(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, stop: Seq
     """Whether the last token completes one of the texts, as engines test it."""
     if not stop:
         return False
-    before, after = (str(tokenizer.decode(list(part))) for part in (ids[:-1], ids))
+    before, after = decoded(ids[:-1], tokenizer), decoded(ids, tokenizer)
     return any(after.count(text) > before.count(text) for text in stop)

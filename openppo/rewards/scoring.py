@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.templates import Message, shortened, text_of
-from openppo.rewards.response_text import text_of_ids, written_ids, written_spans
+from openppo.rewards.response_text import decoded, text_of_ids, written_ids, written_spans
 from openppo.types import Interrupted, Score, StopCheck, Trajectory
 
 T = TypeVar("T")
@@ -211,7 +211,7 @@ def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, s
     ids = written_ids(response_ids, tokenizer, is_complete=False)
 
     def decode(start: int, stop: int) -> str:
-        return str(tokenizer.decode(ids[start:stop]))
+        return decoded(ids[start:stop], tokenizer)
 
     first, text = 0, decode(0, len(ids))  # the text of ids[first:], and where in it the next piece begins
     place, ends = 0, []

@@ -5,13 +5,14 @@ import logging
 import string
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from openppo.rewards import response_text
 from openppo.rewards.function import make_samples
 from openppo.rewards.model import RewardModelText
-from openppo.rewards.scoring import answer_text, step_tokens, turn_texts
-from openppo.types import FinishReason, Trajectory
+from openppo.rewards.scoring import answer_text, step_ends, step_tokens, turn_texts
+from openppo.rollout.rollout import make_trajectory as make_one
+from openppo.types import Completion, FinishReason, Prompt, Trajectory
 from tests.conftest import save_tokenizer
 
 TAGS = ["<|end|>", "<reason>", "</reason>", "</answer>"]
@@ -86,6 +87,21 @@ def test_tags_added_to_real_tokenizers_are_kept(name, end, assets, make_trajecto
     tokenizer.add_special_tokens({"additional_special_tokens": ["<reason>", "</reason>"]}, False)
     ids = tokenizer(f"<reason>one two</reason>three{end}", add_special_tokens=False)["input_ids"]
     assert answer_text(make_trajectory([4], ids), tokenizer) == "<reason>one two</reason>three"
+
+
+def test_a_tokenizer_in_python_puts_no_blanks_around_tags(make_trajectory):
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<reason>", "</reason>"]}, False)
+    text = "<reason>one two</reason>three"
+    ids = tokenizer(text)["input_ids"]
+    assert answer_text(make_trajectory([4], ids), tokenizer) == text
+    assert step_ends(ids, tokenizer, " ") == [ids.index(35) - 1, len(ids) - 2]
+
+
+def test_an_engine_tells_what_stop_texts_a_response_had(tokenizer):
+    completion = Completion(tokenizer.convert_tokens_to_ids(["a", "</answer>"]), [0.0] * 2, [0] * 2, FinishReason.STOP)
+    made = make_one(Prompt("q", [4]), completion, 0, ("</answer>",))
+    assert response_text.response_text(made, tokenizer) == "a</answer>"
 
 
 def test_the_log_tells_once_that_responses_have_special_tokens(tokenizer, response, caplog, monkeypatch):
