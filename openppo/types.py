@@ -83,6 +83,11 @@ class Episode:
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
     """By tool: rewards of its calls in their order, then that of its ``calc_reward``."""
 
+    @property
+    def failure(self) -> str:
+        """How it ended and why, of one that failed."""
+        return f"{self.ending.value}: {self.error or self.output or 'no message'}"
+
 
 @dataclass
 class Trajectory:
@@ -115,6 +120,8 @@ class Trajectory:
     extras: dict[str, float] = field(default_factory=dict)  # numbers of a reward function that are only logged
     notes: dict[str, str] = field(default_factory=dict)  # texts of a reward function, for dumps and samples
     trained_mask: list[bool] | None = None
+    stop: tuple[str, ...] = ()  # texts that end a response, and belong to it
+    reward_error: str | None = None  # why the reward function failed; None: it did not
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
@@ -178,6 +185,7 @@ class Score:
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
     failed: bool = False  # a reward chosen beforehand stands in
+    error: str = ""  # why it failed
     extras: dict[str, float] = field(default_factory=dict)  # logged, and no rewards
     notes: dict[str, str] = field(default_factory=dict)  # texts, which are no metrics either
 

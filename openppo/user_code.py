@@ -8,20 +8,25 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dis import get_instructions
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
 
+from openppo import logger
+
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions that a chat template may raise: it is a program too (``OverflowError``: a loop that is too long)."""
+_FOLDERS = set[Path]()  # of files that were loaded
 
 
 def load_callable(location: str, flag: str, default_name: str | None = None) -> Callable[..., Any]:
@@ -66,7 +71,10 @@ def split_location(location: str, flag: str, default_name: str | None = None) ->
 
 
 def load_module(file: Path, source: str) -> ModuleType:
-    """Load a Python file; ``ValueError`` naming ``source``, a flag and its value, if it cannot be imported."""
+    """Load a Python file, which may import modules beside it.
+
+    ``ValueError`` naming ``source``, a flag and its value, if it cannot be imported.
+    """
     if not file.is_file():
         raise ValueError(f"{source}: no such file {file}. Check the path.")
     flag = source.partition(" ")[0].removeprefix("--")
@@ -75,10 +83,63 @@ def load_module(file: Path, source: str) -> ModuleType:
     module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses and pickle look it up there
     with leaving_no_trace(source):
         try:
+            _import_beside(file.resolve(), source)
             spec.loader.exec_module(module)
         except (ImportError, SyntaxError) as error:
             raise ValueError(f"{source}: cannot be imported ({error}). Install what it needs.") from error
     return module
+
+
+def _import_beside(file: Path, source: str) -> None:
+    """Let ``file`` import modules of its folder, at any time, where nothing else has their names.
+
+    Of two folders with a module of one name the second is a ``ValueError``; an installed one goes before, with a
+    warning.
+    """
+    folder = file.parent
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    _FOLDERS.add(folder)
+    for name in _names_beside(file):
+        homes = _homes(find_spec(name))
+        if other := sorted(homes & _FOLDERS - {folder}):
+            raise ValueError(f"{source}: it imports {name}, which is in {folder} and in {other[0]}. Rename one.")
+        if folder not in homes:
+            logger.warning("%s: it imports %s, which is an installed module and not the file beside it", source, name)
+
+
+def _names_beside(file: Path) -> list[str]:
+    """Names of the modules and packages in its folder that ``file`` imports, itself or through others of them."""
+    names, files = dict[str, None](), [file]
+    while files:
+        for name in _imported(files.pop()):
+            module, package = file.with_name(f"{name}.py"), file.with_name(name)
+            if name not in names and module != file and (module.is_file() or any(package.glob("*.py"))):
+                names[name] = None
+                files += [each for each in (module, package / "__init__.py") if each.is_file()]
+    return list(names)
+
+
+def _imported(file: Path) -> list[str]:
+    """First parts of the names of all modules that a file imports, inside functions too."""
+    names, codes = list[str](), [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        steps = [step for step in get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for place, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME" and steps[place - 2].argval == 0:  # the level: no relative import
+                names.append(str(step.argval).partition(".")[0])
+    return names
+
+
+def _homes(spec: ModuleSpec | None) -> set[Path]:
+    """Folders that a module comes from; several for a package without ``__init__.py``, none for a built-in one."""
+    if spec is None:
+        return set()
+    if spec.submodule_search_locations is not None:
+        return {Path(place).resolve().parent for place in spec.submodule_search_locations}
+    return {Path(spec.origin).resolve().parent} if spec.has_location and spec.origin else set()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config import PPODataConfig
 from openppo.datasets import load_mixed_rows, load_tasks
-from openppo.rollout.driver import end_tasks
+from openppo.rollout.driver import agent_loop, end_tasks
 from openppo.rollout.rollout import make_trajectory, sample_seed
 from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, Trajectory
 
@@ -115,7 +115,7 @@ class TaskPool:
         self.notify, self.begin_group = notify_score_fn, begin_group_fn
         self.renderer = Renderer(tokenizer, source.parser, [tokenizer.eos_token_id])
         self.prompt_queue: Queue[PromptRequest] = Queue()
-        self._groups, self._episodes, self._loop = count(), count(), asyncio.new_event_loop()
+        self._groups, self._episodes, self._loop = count(), count(), agent_loop()
         self.thread = threading.Thread(target=self._loop.run_forever, name="task pool", daemon=True)
         self.thread.start()
         self._finish(source.agent.start())

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task, Turn
+from openppo.rollout.driver import episode_context
 from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
 
 _SECONDS_TO_END = 5.0
@@ -53,7 +54,7 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool
     """Play ``task`` to one of its ends. With ``needs_reward`` an episode that nothing rewards is an error."""
     session = Session(setup, task)
     async with agent.slot():
-        work = asyncio.ensure_future(_run(agent, task, session))
+        work = asyncio.get_running_loop().create_task(_run(agent, task, session), context=episode_context())
         end = time.monotonic() - setup.stood() + setup.options.agent_timeout
         try:
             while not work.done() and (left := end + setup.stood() - time.monotonic()) > 0:
@@ -69,6 +70,7 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool
         error = f"no end within {setup.options.agent_timeout:g} s"
     elif work.cancelled():  # by a library that it uses: tasks of their own have nobody else to cancel them
         session.close(Ending.CANCELLED)
+        error = "its own code, or a library that it uses, cancelled it"
     elif (raised := work.exception()) is None:
         session.close(Ending.COMPLETED)
     elif isinstance(raised, EpisodeEnded):
@@ -165,11 +167,21 @@ def _trajectory(session: Session, episode: Episode, leaf: Turn, fresh: Sequence[
 
 
 def failed(played: Played) -> Trajectory:
-    """A trajectory without actions, of reward 0, that stands for an episode that failed in an evaluation."""
-    task = played.session.task
-    ids = list(task.prompt.token_ids) or [0]
-    what = ids, [False] * len(ids), [0.0] * len(ids), [-1] * len(ids), FinishReason.ABORT, task.prompt, task.group
-    return Trajectory(*what, scores={"reward": 0.0}, episode=played.episode)
+    """A trajectory without actions, of reward 0, that stands for an episode that failed."""
+    task, turns = played.session.task, played.session.turns
+    prompt = replace(task.prompt, token_ids=turns[0].prompt_ids, media=turns[0].media) if turns else task.prompt
+    ids = list(prompt.token_ids) or [0]
+    return Trajectory(
+        token_ids=ids,
+        action_mask=[False] * len(ids),
+        log_probs=[0.0] * len(ids),
+        versions=[-1] * len(ids),
+        finish_reason=FinishReason.ABORT,
+        prompt=prompt,
+        group=task.group,
+        scores={"reward": 0.0},
+        episode=played.episode,
+    )
 
 
 def first_difference(session: Session) -> str | None:

@@ -102,7 +102,7 @@ class Renderer:
         opened = self.decode(prompt_ids[-16:]).rstrip().endswith(_THINK)
         thoughts, said = split_reasoning(text, opened)
         parsed = PARSERS[self.parser](said, tools) if tools else Parsed(said, [])
-        plain = self._special.sub("", parsed.content).strip()
+        plain = self._structure.sub("", parsed.content).strip()
         message: Message = {"role": "assistant", "content": plain}
         if thoughts is not None:
             message["reasoning_content"] = thoughts
@@ -133,10 +133,25 @@ class Renderer:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Matches special tokens, of several the longest."""
+        """Matches special tokens."""
+        return _any_of(self._special_texts)
+
+    @cached_property
+    def _structure(self) -> re.Pattern[str]:
+        """Matches special tokens that give a chat its form: a message with one would be read as several."""
+        tokenizer, template = self.tokenizer, str(self.tokenizer.chat_template)
+        named = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token, *self._ends}
+        return _any_of({text for text in self._special_texts if text in named or text in template})
+
+    @cached_property
+    def _special_texts(self) -> set[str]:
         added = self.tokenizer.added_tokens_decoder.values()
-        texts = {token.content for token in added if token.special} | {*self.tokenizer.all_special_tokens} | self._ends
-        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+        return {token.content for token in added if token.special} | {*self.tokenizer.all_special_tokens} | self._ends
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """Matches the longest of the texts that are at a place, and nothing without any."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:

@@ -12,7 +12,7 @@ from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
 from openppo.rollout.rollout import SampleFailed, SampleRequest, SamplerParts, rank_share, sample_seed
 from openppo.tracking import Metrics, progress_bar
-from openppo.types import Ending, Episode, Prompt, SamplingParams, Trajectory
+from openppo.types import Ending, Prompt, SamplingParams, Trajectory
 
 
 class AgentSampler:
@@ -27,8 +27,8 @@ class AgentSampler:
     def sample(self, asked: SampleRequest) -> list[Trajectory]:
         """Unscored trajectories of this rank's share of prompts, those of one prompt beside each other.
 
-        Episodes that failed are left out, and with them groups of which fewer than two are left; an evaluation
-        keeps them, at reward 0. ``Interrupted`` on all ranks upon a signal.
+        Episodes that failed are noted and left out, and with them groups of which fewer than two are left; an
+        evaluation keeps them, at reward 0. ``Interrupted`` on all ranks upon a signal.
         """
         mine, first_group = rank_share(asked.prompts, asked.first_group, self.parts.comm)
         tasks, metrics = list[Task](), asked.metrics
@@ -54,6 +54,9 @@ class AgentSampler:
             good = [each for each in played if each.episode.ending.is_trained]
             sizes = Counter(each.session.task.group for each in good)
             kept = [each.trajectories for each in good if sizes[each.session.task.group] >= min(2, asked.n_samples)]
+            for each in played:
+                if not each.episode.ending.is_trained:
+                    asked.note_failed(failed(each))
         return list(chain.from_iterable(kept))
 
     def close(self) -> None:
@@ -79,7 +82,7 @@ class AgentSampler:
         played = await self._play(Task(prompt, seed, env_seed, group), self._setup(params))
         measure([played], metrics)
         if not played.episode.ending.is_trained:
-            raise SampleFailed(_how(played.episode))
+            raise SampleFailed(played.episode.failure, failed(played))
         return played.trajectories
 
     async def _play_all(self, tasks: Sequence[Task], params: SamplingParams, ended: list[Task]) -> list[Played]:
@@ -122,11 +125,7 @@ class AgentSampler:
         lost = [each.episode for each in played if not each.episode.ending.is_trained]
         if lost:
             what = "%d of %d episodes failed and are not trained on; the first: %s"
-            logger.warning(what, len(lost), len(played), _how(lost[0]))
-
-
-def _how(failed: Episode) -> str:
-    return f"{failed.ending.value}: {failed.error or failed.output or 'no message'}"
+            logger.warning(what, len(lost), len(played), lost[0].failure)
 
 
 _ALWAYS = ("tool_calls", "tool_errors", "malformed_calls", "bridged_turns", "rerendered_turns")

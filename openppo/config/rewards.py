@@ -34,7 +34,7 @@ class RewardConfig(Options):
     reward_weights: tuple[str, ...] = option((), measures=True)
     """Weights of named rewards, NAME=NUMBER ... (default: 1 each)."""
     reward_error_value: float | None = None
-    """Reward of a sample on which the reward function raises (default: end the run, naming the sample)."""
+    """Reward of a sample on which the reward function raises, unless on all of a step (default: end the run)."""
     reward_workers: int = option(0, at_least(0))
     """Processes on each rank that run plain functions of --reward_fn (0: one thread of the run)."""
     reward_timeout: float | None = option(None, positive)

@@ -29,6 +29,7 @@ from openppo.experience.token_rewards import (
     FixedKLController,
     RunningMoments,
     StepRewards,
+    check_rewarded,
     collect_step_rewards,
     compute_reward,
     overlong_mask,
@@ -124,6 +125,7 @@ class ExperienceMaker:
                 batch = batch.with_fields(staleness=behind.to(self.device))
         with timer.phase("scoring"):
             wait_for_scores(trajectories, self.hooks.stop)
+            check_rewarded(unscored, self.comm)
         self.reward_names.check(unscored)
         if isinstance(trajectories, Rollout):
             metrics.merge(trajectories.metrics)

@@ -11,6 +11,7 @@ from torch import Tensor
 from openppo.config import RewardShapingConfig
 from openppo.models.argument_order import check_tensor
 from openppo.rewards import Scorer, start_scoring
+from openppo.rollout.failures import NothingTrainedError
 from openppo.rollout.rollout import Rollout, by_episode, episode_numbers, episode_reward, write_scores
 from openppo.tracking import Metrics
 from openppo.tracking.metrics import Moments
@@ -46,6 +47,23 @@ def begin_scoring(
             metrics.add(f"{prefix}reward_errors", n_failed, reduce="sum")
 
     return Rollout(trajectories, metrics, write)
+
+
+def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
+    """``NothingTrainedError`` on all ranks if a reward function failed on every sample of all of them. Collective.
+
+    ``--reward_error_value`` stands in for single samples; a function that works on none says nothing about any.
+    """
+    errors = [parts[-1].reward_error for parts in by_episode(trajectories)]
+    failed = [error for error in errors if error is not None]
+    n_samples, n_failed = comm.all_reduce(torch.tensor([len(errors), len(failed)])).tolist()
+    if n_failed == 0 or n_failed < n_samples:
+        return
+
+    first = next(error for of_rank in comm.all_gather_object(failed[:1]) for error in of_rank)
+    raise NothingTrainedError(
+        f"the reward function raised on all {n_samples} samples, --reward_error_value or not; the first: {first}"
+    )
 
 
 def needs_score(trajectory: Trajectory) -> bool:

@@ -11,12 +11,13 @@ from openppo.orchestrator.groups import GroupPlan, Outcome
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.orchestrator.workers import Pause, Workers
+from openppo.rollout.failures import N_SHOWN, NothingTrainedError
 from openppo.rollout.kept import as_json, from_json, is_kept_whole
 from openppo.rollout.rollout import by_episode, episode_reward
 from openppo.rollout.tasks import RunTask
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
-from openppo.types import Prompt, StopCheck
+from openppo.types import Prompt, StopCheck, Trajectory
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _IN_VAIN = "--dynamic_sampling: {} groups in a row had equal rewards: use other prompts, or a finer reward."
@@ -44,6 +45,7 @@ class Coordinator:
         self._next = 0
         self._starts: dict[int, Start] = {}  # of groups under way and complete
         self._metrics: dict[int, Metrics] = {}  # of complete groups
+        self._failed: list[Trajectory] = []  # stand for the last episodes that failed
         self._begun = self._wanted = False
         self._batch: list[Group] | None = None
         self._fault: Exception | None = None
@@ -75,7 +77,7 @@ class Coordinator:
     def wait_for_batch(self, stop: StopCheck) -> tuple[list[Group], Metrics] | None:
         """The batch that was wanted, its groups in order, and their metrics; None if a signal comes first.
 
-        ``RuntimeError`` if only failures come back, ``DistNetworkError`` if a worker is gone.
+        ``NothingTrainedError`` if only failures come back, ``DistNetworkError`` if a worker is gone.
         """
         with self._changed:
             while self._batch is None and not self._fault and not stop.requested():
@@ -92,6 +94,12 @@ class Coordinator:
             self.schedule.measure(metrics)
             self._hand_out()
             return batch, metrics
+
+    def take_failed(self) -> list[Trajectory]:
+        """Stand-ins for the last episodes that have failed since the last call."""
+        with self._changed:
+            failed, self._failed = self._failed, []
+            return failed
 
     def state_dict(self) -> dict[str, Any]:
         """What the buffer holds, as JSON, and the groups to be played anew."""
@@ -173,6 +181,7 @@ class Coordinator:
 
     def _take(self, outcome: Outcome) -> None:
         number, trajectories = outcome.number, outcome.trajectories
+        self._failed = [*self._failed, *outcome.failed][-N_SHOWN:]
         if number not in self.buffer.running:  # of an attempt given up
             return
         start = self._starts[number] if trajectories else self._starts.pop(number)
@@ -181,7 +190,7 @@ class Coordinator:
             logger.warning("group %d failed and is not trained on: %s", number, outcome.error)
             try:
                 self.schedule.fail(start, outcome.error)
-            except RuntimeError as error:
+            except NothingTrainedError as error:
                 self._end(error)
             return
         weights = self.plans[start.task].weights
@@ -193,7 +202,7 @@ class Coordinator:
         else:
             self.buffer.drop(number, "filtered")
             if self.buffer.in_vain >= self.plans[start.task].most_in_vain:
-                self._end(RuntimeError(_IN_VAIN.format(self.buffer.in_vain)))
+                self._end(NothingTrainedError(_IN_VAIN.format(self.buffer.in_vain)))
 
     def _cut(self) -> None:
         if not self._wanted or self._batch is not None:

@@ -12,6 +12,7 @@ from openppo.experience.estimators import ESTIMATORS, Estimator
 from openppo.experience.token_rewards import begin_scoring, useful_groups
 from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
+from openppo.rollout.failures import N_SHOWN
 from openppo.rollout.rollout import SampleFailed, sample_seed
 from openppo.rollout.sampling import sampling_params
 from openppo.rollout.tasks import RunTask, TaskSampler
@@ -63,12 +64,16 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended, after ``seconds``: with scored trajectories, without any that teach, or failed (None)."""
+    """How a group ended, after ``seconds``: with scored trajectories, without any that teach, or failed (None).
+
+    ``failed`` stand for some of its attempts that failed.
+    """
 
     number: int
     trajectories: list[Trajectory] | None
     metrics: Metrics
     error: str = ""
+    failed: Sequence[Trajectory] = ()
     seconds: float = 0.0
 
 
@@ -88,34 +93,50 @@ class GroupPlayer:
     async def play(self, start: Start) -> Outcome:
         """Sample a group, replace what fails, score it."""
         begun = time.monotonic()
-        return replace(await self._play(start), seconds=time.monotonic() - begun)
+        failures: list[SampleFailed] = []
+        outcome = await self._play(start, failures)
+        failed = [each.trajectory for each in failures if each.trajectory is not None]
+        return replace(outcome, failed=failed[:N_SHOWN], seconds=time.monotonic() - begun)
 
     async def join(self, task: RunTask, prompts: Sequence[Prompt]) -> None:
         """Another task, from now on."""
         self.plans[task.name] = GroupPlan.of(task, prompts)
         await self.sampler.join(task)
 
-    async def _play(self, start: Start) -> Outcome:
-        plan, number, metrics, errors = self.plans[start.task], start.number, Metrics(), list[str]()
-        numbers = range(plan.n_samples)
-        members = await asyncio.gather(*(self._member(plan, start, i, plan.params, metrics, errors) for i in numbers))
+    async def _play(self, start: Start, failures: list[SampleFailed]) -> Outcome:
+        plan, number, metrics = self.plans[start.task], start.number, Metrics()
+        work = [
+            self._member(plan, start, sample, params=plan.params, metrics=metrics, failures=failures)
+            for sample in range(plan.n_samples)
+        ]
+        members = await asyncio.gather(*work)
         good = [parts for parts in members if parts is not None]
         if len(good) < min(2, plan.n_samples):
-            return Outcome(number, None, metrics, errors[-1])
+            return Outcome(number, None, metrics, str(failures[-1]))
         trajectories = list(chain.from_iterable(good))
         if plan.estimator.needs_greedy:
-            greedy = await self._member(plan, start, 0, replace(plan.params, temperature=0.0), Metrics(), errors)
+            params = replace(plan.params, temperature=0.0)
+            greedy = await self._member(plan, start, 0, params=params, metrics=Metrics(), failures=failures)
             if greedy is None:
-                return Outcome(number, None, metrics, errors[-1])
+                return Outcome(number, None, metrics, str(failures[-1]))
             for trajectory in trajectories:
                 trajectory.greedy = tuple(greedy)
         await self._score(trajectories, metrics)
         if plan.most_in_vain > 0:
+            errors = [each.reward_error for each in trajectories if each.reward_error is not None]
+            if len(errors) == len(trajectories):
+                return Outcome(number, None, metrics, errors[0])
             trajectories = useful_groups(trajectories, plan.estimator.compares_steps, plan.weights)
         return Outcome(number, trajectories, metrics)
 
     async def _member(
-        self, plan: GroupPlan, start: Start, sample: int, params: SamplingParams, metrics: Metrics, errors: list[str]
+        self,
+        plan: GroupPlan,
+        start: Start,
+        sample: int,
+        params: SamplingParams,
+        metrics: Metrics,
+        failures: list[SampleFailed],
     ) -> list[Trajectory] | None:
         """The parts of one sample; None if all attempts failed."""
         prompt, env_seed = plan.prompt(start.index), sample_seed(plan.seed, start.index) % 2**31
@@ -124,7 +145,7 @@ class GroupPlayer:
             try:
                 return await self.sampler.sample_one(prompt, params, seed, env_seed, start.number, metrics)
             except SampleFailed as error:
-                errors.append(str(error))
+                failures.append(error)
         return None
 
     async def _score(self, trajectories: list[Trajectory], metrics: Metrics) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openppo import logger
-from openppo.rollout.tasks import FAILURES_IN_A_ROW, Newcomer, Ratios, RunTask, TaskShare, no_newcomer
+from openppo.rollout.failures import GROUPS_IN_A_ROW, FailureCount, NothingTrainedError
+from openppo.rollout.tasks import Newcomer, Ratios, RunTask, TaskShare, no_newcomer
 from openppo.tracking import Metrics
 
 
@@ -53,27 +54,28 @@ class TaskSchedule:
     def accept(self, start: Start, rewards: Sequence[float], seconds: float) -> None:
         """A group has ended, with the rewards of its episodes; with none it teaches nothing."""
         share = self.shares[start.task]
-        share.running, share.in_a_row = share.running - 1, 0
+        share.running -= 1
+        share.failures.add_group(None)
         share.accepted += len(rewards)
         share.counted += len(rewards) or share.group_size  # else what teaches nothing would be played over and over
         share.ended, share.rewards = share.ended + len(rewards), share.rewards + sum(rewards)
         share.seconds += seconds * len(rewards)
 
     def fail(self, start: Start, error: str) -> None:
-        """A group has failed; ``RuntimeError`` if that leaves no task."""
+        """A group has failed; ``NothingTrainedError`` if that leaves no task."""
         share = self.shares[start.task]
-        share.running, share.failed, share.in_a_row = share.running - 1, share.failed + 1, share.in_a_row + 1
-        if share.in_a_row != FAILURES_IN_A_ROW:
+        share.running, share.failed = share.running - 1, share.failed + 1
+        share.failures.add_group(error)
+        message = share.failures.groups_message(start.task)
+        if message is None or share.failures.groups > GROUPS_IN_A_ROW:  # the latter were under way
             return
         share.is_left_out = True
         left = {name: each.ratio for name, each in self.shares.items() if each.ratio > 0 and not each.is_left_out}
-        of = f" of task {start.task}" if start.task else ""
-        what = f"{FAILURES_IN_A_ROW} groups{of} in a row failed; the last: {error}"
         if not left:
-            raise RuntimeError(what)
+            raise NothingTrainedError(message)
         self.set_ratios(left)
         ratios = ", ".join(f"{name} {self.shares[name].ratio:.3g}" for name in left)
-        logger.warning("%s. It is played no more; the ratios are now: %s", what, ratios)
+        logger.warning("%s. It is played no more; the ratios are now: %s", message, ratios)
 
     def take_back(self, start: Start, n_episodes: int) -> None:
         """Accepted episodes of a group turned out to be too old."""
@@ -103,7 +105,7 @@ class TaskSchedule:
         share = self.shares[name]
         share.max_concurrent = max_concurrent or share.max_concurrent
         if ratio is not None:
-            share.in_a_row, share.is_left_out = 0, False
+            share.failures, share.is_left_out = FailureCount(), False
             self.set_ratio(name, ratio)
 
     def join(self, task: RunTask) -> None:
@@ -139,7 +141,8 @@ class TaskSchedule:
             raise ValueError(f"--tasks: the checkpoint has task {min(missing)}, which the file lacks: put it back.")
         for name, share in self.shares.items():  # one that has joined meanwhile begins anew
             saved = state["shares"].get(name, dict.fromkeys(_SAVED, 0))
-            self.shares[name] = replace(share, **saved, running=0, in_a_row=0, counted=0, is_left_out=False)
+            share = replace(share, **saved, running=0, counted=0, is_left_out=False)
+            self.shares[name] = replace(share, failures=FailureCount())
         self._again = [Start(**start) for start in state["again"]]
 
     def _usually_running(self) -> dict[str, float]:

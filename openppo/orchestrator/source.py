@@ -13,6 +13,7 @@ from openppo.experience.token_rewards import begin_scoring
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.worker import Worker
 from openppo.rewards import Scorer
+from openppo.rollout.failures import NothingTrainedError
 from openppo.rollout.rollout import Rollout
 from openppo.rollout.tasks import TaskSampler
 from openppo.strategy.trainable_model import TrainableModel
@@ -110,24 +111,32 @@ class AsyncSource:
                 self._measured = None
             own = metrics if self.comm.rank == 0 else Metrics()  # they are summed over ranks
             if self.scorer is None:
-                return Rollout(mine, own)
-            with self.hooks.timer.phase("scoring"):
-                rollout = begin_scoring(self.scorer, mine, self.hooks.stop)
-            rollout.metrics.merge(own)
+                rollout = Rollout(mine, own)
+            else:
+                with self.hooks.timer.phase("scoring"):
+                    rollout = begin_scoring(self.scorer, mine, self.hooks.stop)
+                rollout.metrics.merge(own)
+            if self.coordinator is not None:
+                rollout.failed.extend(self.coordinator.take_failed())
             return rollout
 
     def _batch(self) -> tuple[list[list[Trajectory]], Metrics]:
-        """The groups of all ranks; ``Interrupted`` on all of them upon a signal."""
+        """The groups of all ranks; ``Interrupted`` upon a signal and ``NothingTrainedError`` on all of them."""
         if self.coordinator is not None:
             self.coordinator.want_batch()
         if self.worker is not None:
             with self.engines.with_weights():
                 self.worker.drive()
-        batch, start = None, time.monotonic()
+        batch, failure, start = None, None, time.monotonic()
         if self.coordinator is not None:
-            batch = self.coordinator.wait_for_batch(self.hooks.stop)
-        batch = self.comm.all_gather_object(batch)[0]
+            try:
+                batch = self.coordinator.wait_for_batch(self.hooks.stop)
+            except NothingTrainedError as error:
+                failure = NothingTrainedError(str(error), self.coordinator.take_failed())
+        batch, failure = self.comm.all_gather_object((batch, failure))[0]
         self.hooks.stop()
+        if failure is not None:
+            raise failure
         assert batch is not None, "no signal, and no batch"
         groups, metrics = batch
         if self.worker is None:

@@ -31,12 +31,15 @@ from openppo.types import Score, Trajectory
 _EXTRA = "extra"
 _SCORE = "score"  # of verl's dicts
 _LONGEST_NOTE = 500
+_OF_OTHER_THREADS = ("main thread", "same thread", "no current event loop in thread")
+"""In errors of ``signal``, ``sqlite3`` and ``asyncio``."""
+_MAIN_THREAD = "It needs the main thread: use --reward_workers 1, which calls a plain function of a file on one."
 
 Sample = dict[str, Any]
 """What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.
 
-prompt, response and completion (the response again) are texts, of the response without special tokens; query is the
-text of all tokens, special ones included, as OpenRLHF gives it; row holds the data columns and source is the data set
+prompt, response and completion (the response again) are texts, of the response without what ends or pads it; query is
+the text of all tokens, those included, as OpenRLHF gives it; row holds the data columns and source is the data set
 that it is of; messages is None without a chat template; token_ids are those that the policy sampled. Of an episode,
 response is the policy's last message, messages the whole conversation, turns the texts of the policy's messages,
 tool_results those of the tools', and tool_rewards their rewards (see ``Episode``), an empty dict without any.
@@ -208,9 +211,8 @@ class FunctionScorer:
         failed = [i for i, score in enumerate(scores) if score.failed]
         if failed:
             logger.warning(
-                "%s raised on %d of %d samples, whose reward is --reward_error_value %g; the first: %r for %s",
-                *(self, len(failed), len(scores), self.error_value, results[failed[0]]),
-                name_sample(trajectories[failed[0]]),
+                "%s raised on %d of %d samples, whose reward is --reward_error_value %g; the first: %s",
+                *(self, len(failed), len(scores), self.error_value, scores[failed[0]].error),
             )
         return scores
 
@@ -265,12 +267,18 @@ class FunctionScorer:
 
     def _score(self, result: Any, trajectory: Trajectory) -> Score:
         if isinstance(result, BaseException):
-            if self.error_value is None or not isinstance(result, Exception):
-                raise RuntimeError(
-                    f"{self} raised {result!r} for {name_sample(trajectory)}. With --reward_error_value such samples "
-                    "get a reward instead."
-                ) from result
-            return Score({self.name: self.error_value}, failed=True)
+            sample = name_sample(trajectory)
+            error = f"{result!r} for {sample}"
+            has_remedy = self.function.processes is None and _needs_main_thread(result)
+            if has_remedy:
+                error = f"{error}. {_MAIN_THREAD}"
+            if self.error_value is not None and isinstance(result, Exception):
+                return Score({self.name: self.error_value}, failed=True, error=error)
+            if has_remedy:
+                raise RuntimeError(f"{self} raised {error}") from result
+            raise RuntimeError(
+                f"{self} raised {result!r} for {sample}. With --reward_error_value such samples get a reward instead."
+            ) from result
         if isinstance(result, Mapping) and isinstance(extra := result.get(_EXTRA), Mapping):
             others = {name: value for name, value in result.items() if name != _EXTRA}
             score = self._score(others["reward"] if others.keys() == {"reward"} else others, trajectory)
@@ -339,6 +347,16 @@ class FunctionScorer:
                 "each token or one for each step."
             )
         return score_of_steps(trajectory, ends, rewards)
+
+
+def _needs_main_thread(error: BaseException) -> bool:
+    """Whether something raised, now or at first, because it runs on another thread than the main one."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(text in str(each) for each in causes for text in _OF_OTHER_THREADS)
 
 
 def _note(value: Any) -> str:

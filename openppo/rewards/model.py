@@ -21,6 +21,7 @@ from openppo.media import Media
 from openppo.models.batching import MicroBatchSize, equal_batches
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import check_token_ids, context_length
+from openppo.rewards.response_text import response_text
 from openppo.rewards.scoring import (
     check_number,
     check_scores,
@@ -79,8 +80,7 @@ class RewardModelText:
             messages = trajectory.episode.messages
             ended = trajectory.finish_reason.is_complete or bool(messages[-1].get("tool_calls"))
             return self._encode_chat(messages, ended)
-        start = trajectory.spans[0][0] if trajectory.spans else len(trajectory.token_ids)
-        response = str(self.policy.decode(trajectory.token_ids[start:], skip_special_tokens=True))
+        response = response_text(trajectory, self.policy)
         return self._encode(trajectory.prompt, response, trajectory.finish_reason.is_complete)
 
     def check(self, prompts: Iterable[Prompt], episodes: bool = False) -> None:

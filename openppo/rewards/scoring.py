@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.templates import Message, shortened, text_of
+from openppo.rewards.response_text import decoded, text_of_ids, written_ids, written_spans
 from openppo.types import Interrupted, Score, StopCheck, Trajectory
 
 T = TypeVar("T")
@@ -87,6 +88,7 @@ class CombinedScorer:
             token_rewards=[math.fsum(of_token) for of_token in zip(*per_token, strict=True)] if per_token else None,
             step_ends=[any(of_token) for of_token in zip(*ends, strict=True)] if ends else None,
             failed=any(score.failed for score in scores),
+            error=next((score.error for score in scores if score.failed), ""),
             extras=extras,
             notes=notes,
         )
@@ -170,9 +172,8 @@ def answer_length(trajectory: Trajectory) -> int:
 
 
 def span_texts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Text of each span of actions, without special tokens."""
-    ids = trajectory.token_ids
-    return [str(tokenizer.decode(ids[start:stop], skip_special_tokens=True)) for start, stop in trajectory.spans]
+    """Text of each span of actions, without what ended it."""
+    return [text_of_ids(ids, tokenizer) for ids in written_spans(trajectory, tokenizer)]
 
 
 def name_sample(trajectory: Trajectory) -> str:
@@ -186,8 +187,8 @@ def step_tokens(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, sepa
     """Index in ``token_ids`` of the last token of each step, in order; a step lies within one span of actions."""
     return [
         start + end
-        for start, stop in trajectory.spans
-        for end in step_ends(trajectory.token_ids[start:stop], tokenizer, separator)
+        for (start, _), ids in zip(trajectory.spans, written_spans(trajectory, tokenizer), strict=True)
+        for end in step_ends(ids, tokenizer, separator)
     ]
 
 
@@ -203,14 +204,14 @@ def score_of_steps(trajectory: Trajectory, ends: Sequence[int], rewards: Sequenc
 def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
     """Index, within ``response_ids``, of the last token of each step, in order.
 
-    Steps are the parts of the response's text (special tokens left out) between ``separator``, blank ones left out. A
-    step's last token is the one that completes its text, separator and blanks at the end not counted. Places are found
-    by decoding: a token may hold the end of a step and the separator, or two steps; a character may take several.
+    Steps are the parts of the response's text (EOS and PAD at its end left out) between ``separator``, blank ones left
+    out. A step's last token is the one that completes its text, separator and blanks at the end not counted. Places are
+    found by decoding: a token may hold the end of a step and the separator, or two steps; a character may take several.
     """
-    ids = list(response_ids)
+    ids = written_ids(response_ids, tokenizer, is_complete=False)
 
     def decode(start: int, stop: int) -> str:
-        return str(tokenizer.decode(ids[start:stop], skip_special_tokens=True))
+        return decoded(ids[start:stop], tokenizer)
 
     first, text = 0, decode(0, len(ids))  # the text of ids[first:], and where in it the next piece begins
     place, ends = 0, []

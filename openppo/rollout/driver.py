@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from openppo.media import Media
 from openppo.rollout.engine import Engine
 from openppo.tracking.phase import current
-from openppo.types import Completion, Interrupted, SamplingParams, StopCheck
+from openppo.types import Completion, SamplingParams, StopCheck
 
 T = TypeVar("T")
 Leave = Literal["abandon", "drain", "continue", "abort"]
@@ -23,6 +24,34 @@ LONGEST_WAIT = 0.02
 """Seconds that the engine waits for requests before ranks agree again on whether anything runs anywhere."""
 _SECONDS_TO_END = 5.0
 """For coroutines that are cancelled when the loop ends."""
+
+
+_EPISODE: ContextVar[object] = ContextVar("episode", default=None)
+
+
+def episode_context() -> Context:
+    """A context for the code of one episode, in which it can cancel no tasks but its own."""
+    context = copy_context()
+    context.run(_EPISODE.set, object())
+    return context
+
+
+class _Task(asyncio.Task[Any]):
+    """A task of a loop of agents: ``asyncio.all_tasks``, which some cancel, has those of others and ours, too."""
+
+    def __init__(self, coroutine: Any, *, context: Context | None = None, **options: Any) -> None:
+        super().__init__(coroutine, context=context, **options)
+        self._episode = _EPISODE.get() if context is None else context.get(_EPISODE)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        return _EPISODE.get() in (None, self._episode) and super().cancel(msg)
+
+
+def agent_loop() -> asyncio.AbstractEventLoop:
+    """An event loop for agents and what samples for them."""
+    loop = asyncio.new_event_loop()
+    loop.set_task_factory(lambda loop, work, **options: _Task(work, loop=loop, **options))
+    return loop
 
 
 @dataclass(eq=False)
@@ -50,7 +79,7 @@ class EngineDriver:
         self.engine = engine
         self.any_rank = engine.any_rank or (lambda flag: flag)
         self.stop = stop or StopCheck()
-        self.loop = asyncio.new_event_loop()
+        self.loop = agent_loop()
         self.steps, self.waited = 0, 0.0
         self._stood, self._left_at = 0.0, time.monotonic()  # math.inf while it is driven
         self._loop_runs = True
@@ -135,7 +164,7 @@ class EngineDriver:
                 self.loop.call_soon_threadsafe(task.cancel)
         self.stop()
         if task.cancelled():
-            raise Interrupted("a signal")
+            raise RuntimeError("what samples was cancelled, by no signal: look for what cancels tasks of its loop.")
         return task.result()
 
     @property

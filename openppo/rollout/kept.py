@@ -9,7 +9,7 @@ from openppo.rollout.rollout import episode_numbers
 from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
 
 _PLAIN = ["token_ids", "action_mask", "log_probs", "versions", "group", "weight", "share", "token_rewards", "step_ends"]
-_PLAIN += ["extras", "notes", "trained_mask"]
+_PLAIN += ["extras", "notes", "trained_mask", "reward_error"]
 
 
 def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
@@ -45,6 +45,7 @@ def from_json(saved: dict[str, Any], prompt: Prompt) -> list[Trajectory]:
             finish_reason=FinishReason(row["finish_reason"]),
             prompt=own,
             scores=dict(row["scores"]),
+            stop=tuple(row.get("stop", ())),
             episode=episodes[row["episode"]],
         )
         rows.append(made)
@@ -57,7 +58,12 @@ def from_json(saved: dict[str, Any], prompt: Prompt) -> list[Trajectory]:
 
 def _row(row: Trajectory) -> dict[str, Any]:
     plain = {name: vars(row)[name] for name in _PLAIN}
-    own = {"scores": dict(row.scores), "finish_reason": row.finish_reason.value, "prompt_ids": row.prompt.token_ids}
+    own = {
+        "scores": dict(row.scores),
+        "stop": row.stop,
+        "finish_reason": row.finish_reason.value,
+        "prompt_ids": row.prompt.token_ids,
+    }
     return plain | own
 
 

@@ -46,7 +46,7 @@ class ResponseSampler:
             completion = await self.driver.generate(prompt.token_ids, params, seed, park=False, media=prompt.media)
         except ValueError as error:
             raise SampleFailed(str(error)) from error
-        return [make_trajectory(prompt, completion, group)]
+        return [make_trajectory(prompt, completion, group, params.stop)]
 
     def close(self) -> None:
         """End the driver's thread."""

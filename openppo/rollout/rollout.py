@@ -15,6 +15,10 @@ from openppo.tracking import Metrics
 from openppo.types import Comm, Completion, Interrupted, Prompt, SamplingParams, Score, StopCheck, Trajectory
 
 
+def _ignore(failed: Trajectory) -> None:
+    """Take no note."""
+
+
 def sample_seed(seed: int, number: int) -> int:
     """A seed for the ``number``-th sample of a run: the same whatever the ranks and batches it falls into."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
@@ -50,7 +54,8 @@ class SampleRequest(NamedTuple):
     """``n_samples`` of each prompt, asked alike on all ranks.
 
     ``first_group`` is the number in the whole run of the first prompt; groups and seeds follow from it and ``seed``, so
-    that a sample does not depend on the number of ranks. An ``evaluation`` keeps samples that failed.
+    that a sample does not depend on the number of ranks. An ``evaluation`` keeps samples that failed; else
+    ``note_failed`` gets a stand-in for each.
     """
 
     prompts: Sequence[Prompt]
@@ -60,6 +65,7 @@ class SampleRequest(NamedTuple):
     first_group: int
     metrics: Metrics
     evaluation: bool = False
+    note_failed: Callable[[Trajectory], None] = _ignore
 
 
 class Sampler(Protocol):
@@ -73,7 +79,11 @@ class Sampler(Protocol):
 
 
 class SampleFailed(Exception):  # noqa: N818 (it says nothing about the policy)
-    """A sample that cannot be trained on; the message says why."""
+    """A sample that cannot be trained on; the message says why, and ``trajectory`` stands for it in logs."""
+
+    def __init__(self, message: str, trajectory: Trajectory | None = None) -> None:
+        super().__init__(message)
+        self.trajectory = trajectory
 
 
 class SingleSampler(Sampler, Protocol):
@@ -162,11 +172,14 @@ def sample_trajectories(
     more = {"media": media} if any(media) else {}
     completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds, **more)
     sampled = zip(repeated, completions, strict=True)
-    return [make_trajectory(prompt, made, group) for (prompt, group), made in sampled]
+    return [make_trajectory(prompt, made, group, params.stop) for (prompt, group), made in sampled]
 
 
-def make_trajectory(prompt: Prompt, completion: Completion, group: int) -> Trajectory:
-    """A trajectory of one turn: prompt, then a completion whose every token is an action."""
+def make_trajectory(prompt: Prompt, completion: Completion, group: int, stop: tuple[str, ...] = ()) -> Trajectory:
+    """A trajectory of one turn: prompt, then a completion whose every token is an action.
+
+    ``stop`` are texts that end a response.
+    """
     n_prompt, n_response = len(prompt.token_ids), len(completion.token_ids)
     return Trajectory(
         token_ids=prompt.token_ids + completion.token_ids,
@@ -176,6 +189,7 @@ def make_trajectory(prompt: Prompt, completion: Completion, group: int) -> Traje
         finish_reason=completion.finish_reason,
         prompt=prompt,
         group=group,
+        stop=stop,
     )
 
 
@@ -185,6 +199,7 @@ def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) ->
         trajectory.scores.update(score.rewards)
         trajectory.extras.update(score.extras)
         trajectory.notes.update(score.notes)
+        trajectory.reward_error = score.error if score.failed else None
         if score.token_rewards is not None:
             rewards = zip(score.token_rewards, trajectory.action_mask, strict=True)
             given = [reward if is_action else 0.0 for reward, is_action in rewards]
@@ -228,14 +243,19 @@ class Rollout(list[Trajectory]):
 
     Code that runs on several ranks calls ``wait_for_scores`` before it reads.
     ``metrics`` are what their source measured. ``write_scores`` blocks until scores are there and puts them into the
-    trajectories.
+    trajectories. ``failed`` stand for a few episodes that are not trained on, for logs.
     """
 
     def __init__(
-        self, unscored: Sequence[Trajectory], metrics: Metrics, write_scores: Callable[[], None] | None = None
+        self,
+        unscored: Sequence[Trajectory],
+        metrics: Metrics,
+        write_scores: Callable[[], None] | None = None,
+        failed: Sequence[Trajectory] = (),
     ) -> None:
         super().__init__(unscored)
         self.metrics = metrics
+        self.failed = list(failed)
         self._write_scores = write_scores
 
     @property

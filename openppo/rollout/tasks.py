@@ -3,20 +3,18 @@
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
+from openppo.rollout.failures import FailureCount
 from openppo.rollout.responses import ResponseSampler
 from openppo.rollout.rollout import SampleRequest, SamplerMaker, SamplerParts, SingleSampler
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
-
-FAILURES_IN_A_ROW = 10
-"""Groups of a task; then no more of it are played."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ class RunTask:
 class TaskShare:
     """A task's part of a run. ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1.
 
-    ``max_concurrent`` bounds its episodes under way. Groups ``begun``, ``running``, ``failed`` and failed ``in_a_row``;
-    ``accepted`` episodes; ``counted`` are the same, less what its ratios so far would have given it. ``rewards`` and
-    ``seconds`` are sums over those that have ``ended``, also if they were too old.
+    ``max_concurrent`` bounds its episodes under way. Groups ``begun``, ``running`` and ``failed``, with
+    ``failures`` in a row; ``accepted`` episodes; ``counted`` are the same, less what its ratios so far would have given
+    it. ``rewards`` and ``seconds`` are sums over those that have ``ended``, also if they were too old.
     """
 
     ratio: float
@@ -76,7 +74,7 @@ class TaskShare:
     begun: int = 0
     running: int = 0
     failed: int = 0
-    in_a_row: int = 0
+    failures: FailureCount = field(default_factory=FailureCount)
     accepted: int = 0
     counted: float = 0
     ended: int = 0

@@ -18,6 +18,7 @@ from openppo.config import TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
 from openppo.models.size import n_elements
+from openppo.rollout.failures import NothingTrainedError
 from openppo.strategy.checkpoint.folder import MODEL, CheckpointFolder
 from openppo.strategy.checkpoint.model_state import (
     FragmentReader,
@@ -47,6 +48,12 @@ def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
         f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint continues from "
         f"{checkpoint}; 'openppo export {shlex.quote(str(checkpoint))} FOLDER' makes a model of it"
     )
+
+
+def ended_by_failures(failure: NothingTrainedError, checkpoint: Path) -> NothingTrainedError:
+    """The same ``failure`` with what to do about it."""
+    remedy = f"Mend the cause; --load_checkpoint resumes from {checkpoint}."
+    return NothingTrainedError(f"{str(failure).rstrip('.')}. {remedy}", failure.failed)
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from pathlib import Path
 from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import ReplayBuffer
+from openppo.rollout.failures import NothingTrainedError
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import evaluation, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, Callback, notify, restore_callbacks
-from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
+from openppo.trainer.checkpointer import ended_by_failures, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import evaluate_alone
 from openppo.trainer.evaluation.passing import PassWatch
@@ -216,14 +217,21 @@ class PPOTrainer:
                 self.state.has_begun = True
                 yield
             except Interrupted as signal:
-                source_state, random_state = self._before
-                self.source.load_state_dict(source_state)
-                path = self.save_checkpoint(random_state)
+                path = self._save_before_step()
                 logger.info(stopped(str(signal), self.global_step, self.total_steps, path))
+            except NothingTrainedError as failure:
+                self.view.show_failed(self.global_step + 1, failure.failed)
+                raise ended_by_failures(failure, self._save_before_step()) from None
             else:
                 self.save()
                 notify(self.callbacks, "on_fit_end", self)
 
+    def _save_before_step(self) -> Path:
+        """Drop the step under way and write a checkpoint of what precedes it."""
+        source_state, random_state = self._before
+        self.source.load_state_dict(source_state)
+        return self.save_checkpoint(random_state)
+
     def _mark(self) -> None:
-        """Remember what a signal goes back to: a resumed run repeats the work that follows, draw by draw."""
+        """Remember what a signal or failures go back to: a resumed run repeats the work that follows, draw by draw."""
         self._before = self.source.state_dict(), get_random_state()

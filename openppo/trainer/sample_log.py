@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.media import Media, distinct_ids, media_url
 from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
-from openppo.rollout.rollout import by_episode, episode_numbers, episode_reward, whole_rewards
+from openppo.rollout.rollout import Rollout, by_episode, episode_numbers, episode_reward, whole_rewards
 from openppo.tracking import json_form
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.self_check import check_samples, token_columns, token_texts
-from openppo.types import Experience, FinishReason, Trajectory
+from openppo.types import Experience, FinishReason, Prompt, Trajectory
 
 N_SAMPLES = 4  # are logged of a step or of an evaluation
 N_TOKEN_STEPS = 100  # steps of a run, about, whose samples are logged token by token
@@ -73,11 +73,13 @@ class StepDiagnostics:
         chosen = choose(kept) if self.comm.rank == 0 else []
         earned = whole_rewards(kept, self.weights)
         samples = [sample_row(kept[i], self.tokenizer, earned[i], buffer.items[i]) for i in chosen]
-        tokens = []
+        failed = self.trained_on.failed if isinstance(self.trained_on, Rollout) else []
+        tokens: list[Row] = []
         if self._shows_tokens(step):
             observed = self._of_all_ranks([kept[i] for i in chosen])
             tokens = [token_row(kept[i], self.tokenizer, buffer.items[i], observed[n]) for n, i in enumerate(chosen)]
-        self._log(step, samples, tokens)
+            tokens += self._failed_tokens(failed)
+        self._log(step, [*samples, *self._failed_rows(failed)], tokens)
         self._dump(step, "train", self.trained_on, self.weights)
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
             of_episodes = [episode_reward(parts, self.weights) for parts in by_episode(kept)]
@@ -85,6 +87,10 @@ class StepDiagnostics:
             self.components.trackers.log_histograms(step, histograms)
         buffer.clear()
         self.trained_on, self.observed = None, {}
+
+    def show_failed(self, step: int, failed: Sequence[Trajectory]) -> None:
+        """Log episodes of a ``step`` that is not trained, for which their failures end the run."""
+        self._log(step, self._failed_rows(failed), self._failed_tokens(failed))
 
     def show_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log samples of an evaluation: what the engine, which sampled them, reported."""
@@ -95,6 +101,14 @@ class StepDiagnostics:
         tokens = [token_row(trajectories[i], self.tokenizer) for i in chosen]
         self._log(step, samples, tokens, evaluation=True)
         self._dump(step, "eval", trajectories, weights)
+
+    def _failed_rows(self, failed: Sequence[Trajectory]) -> list[Row]:
+        """Lines of samples.jsonl on rank 0, which follow those of episodes that are trained on."""
+        return [sample_row(each, self.tokenizer, reward=0.0) for each in failed] if self.comm.rank == 0 else []
+
+    def _failed_tokens(self, failed: Sequence[Trajectory]) -> list[Row]:
+        """Their lines of tokens.jsonl: what the model read."""
+        return [token_row(each, self.tokenizer) for each in failed] if self.comm.rank == 0 else []
 
     def _shows_tokens(self, step: int) -> bool:
         return step % -(-self.total_steps // N_TOKEN_STEPS) == 0 or step in (1, self.total_steps)
@@ -167,8 +181,23 @@ def sample_row(
         row |= {"error": episode.error, "output": episode.output}
         asked = takewhile(lambda message: message["role"] != "assistant", episode.messages)
         row["prompt"] = trajectory.prompt.text or "\n".join(text_of(message.get("content")) for message in asked)
+    read = rendered(trajectory.prompt, tokenizer)
+    is_shown = read != row["prompt"] if episode is None else episode.n_turns > 0
+    if is_shown:
+        row["rendered_prompt"] = read
     kl = None if experience is None else token_columns(experience).get("kl")
     return row if kl is None else row | {"kl": float(kl.sum())}
+
+
+def rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that a model reads of a prompt, with special tokens and tools; of an image's equal tokens the first."""
+    images = {item.token_id for item in prompt.media}
+    parts = []
+    for is_image, run in groupby(prompt.token_ids, images.__contains__):
+        ids = list(run)
+        text = str(tokenizer.decode(ids[:1] if is_image else ids, clean_up_tokenization_spaces=False))
+        parts.append(f"{text} x {len(ids)}" if is_image else text)
+    return "".join(parts)
 
 
 def rollout_row(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, reward: float, tokens: bool) -> Row:
@@ -183,6 +212,7 @@ def rollout_row(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, rewa
     row |= {"reward": float(row["reward"]), "rewards": json.dumps(json_form(row["rewards"]))}
     row["extra"] = json.dumps(trajectory.logged, ensure_ascii=False)
     row |= {"ending": "", "turns": 1, "error": "", "output": ""} if episode is None else {}
+    row["rendered_prompt"] = row.get("rendered_prompt", "")
     row["messages"] = json.dumps(None if episode is None else row["messages"], ensure_ascii=False)
     row |= {"source": prompt.source, "task": prompt.task, "row": prompt.index, "group": trajectory.group}
     if tokens:
@@ -211,6 +241,7 @@ def token_row(
     kept = list(range(first, n)) if n - first <= MAX_TOKENS else [*range(first, first + half), *range(n - half, n)]
     texts = token_texts(trajectory.token_ids, tokenizer, first)
     row: Row = {"first": first, "n_tokens": n - first, "texts": [texts[t - first] for t in kept]}
+    row |= _prompt_columns(trajectory.token_ids[:first], tokenizer)
     row |= {"ids": [trajectory.token_ids[t] for t in kept], "trained": [int(mask[t]) for t in kept]}
     if media := trajectory.prompt.media:
         row["images"] = {media_url(item.key): item.thumbnail for item in media}
@@ -220,3 +251,12 @@ def token_row(
         values = column.tolist()
         row[name] = [float(f"{values[t]:.6g}") if mask[t] else None for t in kept]
     return row
+
+
+def _prompt_columns(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Row:
+    """Tokens of a prompt, of one above ``MAX_TOKENS`` the first and the last."""
+    if len(ids) <= MAX_TOKENS:
+        return {"prompt_ids": ids, "prompt_texts": token_texts(ids, tokenizer)}
+    half = MAX_TOKENS // 2
+    first, last = token_texts(ids[:half], tokenizer), token_texts(ids, tokenizer, len(ids) - half)
+    return {"prompt_ids": ids[:half] + ids[-half:], "prompt_texts": first + last}

@@ -13,7 +13,8 @@ from openppo.config import PPODataConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.token_rewards import begin_scoring, useful_groups
+from openppo.experience.token_rewards import begin_scoring, check_rewarded, useful_groups
+from openppo.rollout.failures import N_SHOWN, FailureCount, NothingTrainedError
 from openppo.rollout.rollout import (
     EngineSampler,
     Rollout,
@@ -21,6 +22,7 @@ from openppo.rollout.rollout import (
     SampleRequest,
     by_episode,
     episode_reward,
+    rank_share,
     wait_for_scores,
 )
 from openppo.rollout.sampling import sampling_params
@@ -28,6 +30,8 @@ from openppo.tracking import Metrics
 from openppo.tracking.phase import timed
 from openppo.trainer.components import PPOComponents
 from openppo.types import Prompt, Trajectory
+
+_ALL_EQUAL = "--dynamic_sampling: the rewards of each group are equal. Use other prompts, or a finer reward"
 
 
 class PromptSource:
@@ -49,6 +53,7 @@ class PromptSource:
         self.has_no_end = config.agents.environment is not None and not config.data.prompt_data  # seeds of a game
         self.consumed_batches = 0  # of all episodes
         self.consumed_prompts = 0  # sampled so far; groups and seeds follow from it
+        self.failures = FailureCount()
 
     @property
     def steps(self) -> int:
@@ -56,6 +61,14 @@ class PromptSource:
         if self.has_no_end:
             return self.config.ppo.max_steps or 0
         return self.components.state.global_step + self.n_batches - self.consumed_batches
+
+    @property
+    def _planned_steps(self) -> int:
+        """Global steps of a run that never stopped; without bound those of its options."""
+        most = self.config.ppo.max_steps
+        if self.has_no_end:
+            return most or 0
+        return self.n_batches if most is None else min(most, self.n_batches)
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         return map(self.rollout, self.prompt_batches())
@@ -68,10 +81,14 @@ class PromptSource:
         """Sample and score responses to this rank's share of ``prompts``; scores may still be under way.
 
         With ``--dynamic_sampling`` groups of equal rewards are dropped, and further prompts come from
-        ``--prompt_data``. ``Interrupted`` on all ranks upon a signal.
+        ``--prompt_data``. On all ranks ``Interrupted`` upon a signal, ``NothingTrainedError`` after many failures.
         """
         with self.timer.step(self.components.state.global_step + 1):
-            return self._filtered(prompts) if self.config.ppo.dynamic_sampling else self._sampled(prompts)
+            rollout = self._filtered(prompts) if self.config.ppo.dynamic_sampling else self._sampled(prompts)
+        self.failures.end_step()
+        if message := self.failures.steps_message(self._planned_steps):
+            raise NothingTrainedError(message, rollout.failed)
+        return rollout
 
     def publish(self, version: int) -> None:
         """Nothing to do: the engine reads the actor's weights in place when it samples."""
@@ -90,6 +107,7 @@ class PromptSource:
             response.scores, response.token_rewards, response.step_ends = {}, None, None
         rollout = begin_scoring(grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_")
         wait_for_scores(rollout, self.components.stop)
+        check_rewarded(rollout, self.comm)
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,9 +142,9 @@ class PromptSource:
         """Responses to this rank's share of ``prompts``, those of one prompt in a row, on which scoring has begun."""
         ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
         seed, n_samples, first = self.config.deepspeed.seed, self.config.ppo.n_samples_per_prompt, self.consumed_prompts
-        params, metrics = sampling_params(self.config.generation), Metrics()
+        params, metrics, failed = sampling_params(self.config.generation), Metrics(), list[Trajectory]()
         with self.timer.phase("generation"), self.with_weights():
-            asked = SampleRequest(ready, params, n_samples, seed, first, metrics)
+            asked = SampleRequest(ready, params, n_samples, seed, first, metrics, note_failed=failed.append)
             sampled = self.sampled_by.sample(asked)
             if self.estimator.needs_greedy:
                 params = dataclasses.replace(params, temperature=0.0)
@@ -137,31 +155,63 @@ class PromptSource:
                     trajectory.greedy = of_group[trajectory.group]
         self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))
         self.consumed_prompts += len(ready)
+        shown = self._count_groups(rank_share(ready, first, self.comm), sampled, failed)
         with self.timer.phase("scoring"):
             rollout = begin_scoring(self.scorer, sampled, self.components.stop)
         rollout.metrics.merge(metrics)
+        rollout.failed.extend(shown)
         self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in sampled))
         return rollout
+
+    def _count_groups(
+        self, share: tuple[Sequence[Prompt], int], sampled: Sequence[Trajectory], failed: Sequence[Trajectory]
+    ) -> list[Trajectory]:
+        """Count groups of all ranks that failed, in their order; returns a few of the ``failed`` episodes of all.
+
+        ``share`` are this rank's prompts and the group of the first.
+        """
+        prompts, first = share
+        good = {trajectory.group for trajectory in sampled}
+        errors = {each.group: each.episode.failure for each in failed if each.episode is not None}
+        outcomes: dict[int, str | None] = dict.fromkeys(good)
+        for group in range(first, first + len(prompts)):
+            if group not in good:
+                outcomes[group] = errors.get(group, "its sampler returned no sample")
+
+        of_ranks = self.comm.all_gather_object((outcomes, failed[:N_SHOWN]))
+        shown = [each for _, of_rank in of_ranks for each in of_rank][:N_SHOWN]
+        for outcomes, _ in of_ranks:
+            for group in sorted(outcomes):
+                self.failures.add_group(outcomes[group])
+                if message := self.failures.groups_message():
+                    raise NothingTrainedError(message, shown)
+        return shown
 
     def _filtered(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Groups with different rewards, sampled until they fill a rollout batch or a bound is reached."""
         wanted, bound = self.config.prompts_per_step, self.config.ppo.dynamic_sampling_max_batches
-        metrics, kept, n_groups, n_batches = Metrics(), [], 0, 0
+        metrics, kept, n_groups, n_batches, failed = Metrics(), [], 0, 0, list[Trajectory]()
+        everything: list[Trajectory] = []
         batch: Sequence[str | Prompt] | None = prompts
         while batch is not None:
             sampled = self._sampled(batch)
             n_batches += 1
             with self.timer.phase("scoring"):
                 wait_for_scores(sampled, self.components.stop)
+            everything += sampled
             metrics.merge(sampled.metrics)
+            failed += sampled.failed
             for parts in by_episode(sampled):
                 metrics.add("sampled_reward", episode_reward(parts, self.reward_weights))
             kept += useful_groups(sampled, self.estimator.compares_steps, self.reward_weights)
             n_groups = int(self.comm.all_reduce(torch.tensor(len({t.group for t in kept}))))
             batch = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
+        check_rewarded(everything, self.comm)
+        if n_groups == 0:
+            self.failures.drop_groups(_ALL_EQUAL)
         metrics.add("sampled_batches", n_batches, reduce="max")
         metrics.add("useful_groups", n_groups, reduce="max")
-        return Rollout(self._first_groups(kept), metrics)
+        return Rollout(self._first_groups(kept), metrics, failed=failed[:N_SHOWN])
 
     def _first_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The first groups of all ranks' groups, dealt out as a rollout deals prompts."""

@@ -79,7 +79,10 @@ def make_agent_run(folder, metrics):
     trained, spans = [1, 1, 1, 0, 0, 1, 1], [[0, 3], [5, 7]]
     tokens = {"step": 1, "time": 0.0, "sample": 0, "first": 4, "n_tokens": 7, "texts": texts, "ids": list(range(7))}
     tokens |= {"trained": trained, "turns": spans, "log_prob": [-0.5 if is_action else None for is_action in trained]}
+    read = f"<system>Tools: add(a){HOSTILE}<user>3 + 4?"
+    tokens |= {"prompt_texts": ["<system>", f"Tools: add(a){HOSTILE}", "<user>", "3 + 4?"], "prompt_ids": [7, 8, 9, 6]}
     played = {"sample": 0, "prompt": "3 + 4?", "reward": 1.0, "response_length": 5, "messages": messages}
+    played["rendered_prompt"] = read
     failed = {"sample": 1, "prompt": "3 + 4?", "reward": 0.0, "response_length": 0, "messages": messages[:1]}
     samples = [
         {**common, **played, "ending": "completed", "turns": 2, "error": "", "output": ""},
@@ -405,6 +408,36 @@ def test_an_episode_is_a_conversation_whose_tools_are_not_trained(page):
     all_of(driver, "#sample-list button")[1].click()
     said = one(driver, "#sample-detail").text
     assert "ended by agent_error" in said and "error RuntimeError: broken" in said and "output bye" in said
+
+
+def test_what_the_model_read_is_shown_as_text_or_as_tokens(page):
+    driver = page("agent")
+    one(driver, "#sort").send_keys("reward")
+    assert all_of(driver, ".text.prompt") == [], "behind a switch"
+    as_text, _ = all_of(driver, "#read button")
+    assert "The model read 4 tokens before its first turn" in one(driver, "#read").text
+    as_text.click()
+    read = one(driver, ".text.prompt")
+    assert read.text.startswith("<system>Tools: add(a)</script>") and read.text.endswith("<user>3 + 4?")
+    assert all_of(read, ".token") == []
+    all_of(driver, "#read button")[1].click()
+    tokens = all_of(one(driver, ".text.prompt"), ".token")
+    assert [token.get_attribute("title") for token in tokens] == [
+        f"token {i + 1} · id {n}" for i, n in enumerate((7, 8, 9, 6))
+    ]
+    assert tokens[3].text == "3 + 4?"
+    all_of(driver, "#read button")[1].click()
+    assert all_of(driver, ".text.prompt") == []
+    all_of(driver, "#sample-list button")[1].click()
+    assert all_of(driver, "#read") == [], "of an episode without turns nothing was read"
+
+
+def test_a_prompt_is_shown_as_text_unless_its_tokens_are_chosen(page):
+    driver = page("one")
+    shown = one(driver, ".text.prompt").text
+    as_text, as_tokens = all_of(driver, "#read button")
+    assert as_text.get_attribute("aria-pressed") == "true" and not as_tokens.is_enabled(), "logs of an older version"
+    assert shown in ("first", "second") or "</script>" in shown
 
 
 def test_images_are_pictures_and_their_tokens_one(page):

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,3 +94,60 @@ def test_what_a_coroutine_cannot_raise_is_an_error_of_its_call(error):
 
     with pytest.raises(RuntimeError, match=type(error).__name__):
         asyncio.run(call(work))
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    """Modules and folders that a test imports from are forgotten after it."""
+    modules, path = {*sys.modules}, list(sys.path)
+    yield
+    sys.path[:] = path
+    for name in {*sys.modules} - modules:
+        del sys.modules[name]
+
+
+LOADS = {
+    "at the top": "from beside_it import double\ndef make(x): return double(x)\n",
+    "in the function": "def make(x):\n    from beside_it import double\n    return double(x)\n",
+    "a package": "from packed.part import double\ndef make(x): return double(x)\n",
+    "through another": "import relay\ndef make(x): return relay.double(x)\n",
+}
+
+
+def write_helpers(folder: Path) -> Path:
+    """Files of a project beside one that a flag names."""
+    (folder / "packed").mkdir(parents=True)
+    (folder / "packed" / "__init__.py").touch()
+    for name in ("beside_it.py", "packed/part.py"):
+        (folder / name).write_text("def double(x): return 2 * x\n")
+    (folder / "relay.py").write_text("from beside_it import double\n")
+    return folder / "user.py"
+
+
+@pytest.mark.parametrize("kind", LOADS)
+@pytest.mark.parametrize("flag", ["--reward_fn", "--agent", "--environment", "--dataset_class"])
+def test_a_file_imports_modules_beside_it(flag, kind, tmp_path, forget):
+    file = write_helpers(tmp_path / "project")
+    file.write_text(LOADS[kind])
+    assert load_callable(f"{file}:make", flag)(4) == 8
+    assert load_callable(f"{file}:make", flag)(4) == 8, "and again"
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_two_modules_of_one_name_beside_two_files_are_an_error(kind, tmp_path, forget):
+    files = [write_helpers(tmp_path / name) for name in ("first", "second")]
+    for file in files:
+        file.write_text(LOADS[kind])
+    load_callable(f"{files[0]}:make", "--reward_fn")
+    name = "packed" if kind == "a package" else "beside_it" if kind != "through another" else "relay"
+    says = rf"^--eval_reward_fn .*second/user.py.*imports {name}, .*second and in .*first. Rename one"
+    with pytest.raises(ValueError, match=says):
+        load_callable(f"{files[1]}:make", "--eval_reward_fn")
+
+
+def test_a_module_beside_a_file_hides_no_installed_one(tmp_path, forget, caplog):
+    (tmp_path / "colorsys.py").write_text("rgb_to_hsv = None\n")
+    (tmp_path / "user.py").write_text("from colorsys import rgb_to_hsv as make\n")
+    assert load_callable(f"{tmp_path}/user.py:make", "--reward_fn")(0, 0, 0) == (0, 0, 0)
+    (line,) = caplog.messages
+    assert line.startswith("--reward_fn") and "imports colorsys" in line and "not the file beside it" in line

@@ -5,6 +5,7 @@ import resource
 import secrets
 import time
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -122,7 +123,7 @@ class Gateway:
     def close(self, key: str) -> None:
         """Take a key back; what is under way for it is cancelled."""
         for answer in self._clients.pop(key).answers.values():
-            answer.work.cancel()
+            Context().run(answer.work.cancel)  # not as the episode, which cancels no tasks but its own
 
     def _client(self, request: web.Request) -> _Client:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()

@@ -18,11 +18,12 @@ from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_pro
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
 from openppo.experience.reward_names import RewardNames
-from openppo.experience.token_rewards import begin_scoring
+from openppo.experience.token_rewards import begin_scoring, check_rewarded
 from openppo.media import check_images, placeholders
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
+from openppo.rewards.response_text import response_text
 from openppo.rewards.scoring import answer_text
 from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.policy import FrozenPolicy
@@ -107,7 +108,7 @@ class _Job:
         """What is written of the response of that number on this rank; its text ends before a stop string."""
         _, params, n_samples, _ = self.sampling
         ids = response.response_ids
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        text = response_text(response, self.tokenizer)
         return {
             "source": response.prompt.source,
             "row": response.prompt.index,
@@ -191,6 +192,7 @@ class EvaluateJob(_Job):
         if self.output is not None:
             episodes = by_episode(list(responses))
             write_rows(self.output, [self._episode_row(parts, i) for i, parts in enumerate(episodes)], self.comm)
+        check_rewarded(responses, self.comm)
         RewardNames(self.grading.reward_weights, self.comm, self.grading.pass_on).check(responses)
         PassWatch(self.comm).look(self.grading, responses, is_last=True)
         return self.grading.measure(responses)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from openppo.rollout.driver import EngineDriver
+from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import FinishReason, Interrupted, Prompt, SamplingParams, StopCheck
 from tests.unit.agents.conftest import ScriptedEngine
@@ -333,3 +334,31 @@ def test_a_rank_without_work_takes_the_steps_of_others(make_driver):
     thread.join(timeout=60)
     assert sorted(results) == [4, 20]
     assert quick.steps == slow.steps >= 20
+
+
+async def cancel_all(task, session):
+    """Cancel the tasks of the loop once, as a program does that ends."""
+    if task.prompt.text == "hostile":
+        for each in asyncio.all_tasks():
+            each.cancel()
+    return float(len((await session.chat(task.messages)).text))
+
+
+def test_an_agent_that_cancels_its_loop_fails_alone(make_sampler):
+    sampler, failed = make_sampler(cancel_all, lambda text: "yes"), []
+    prompts = [Prompt("x", [5]), Prompt("hostile", [5]), Prompt("y", [5])]
+    sampled = sampler.sample(SampleRequest(prompts, PARAMS, 1, 1, 0, Metrics(), note_failed=failed.append))
+    assert [trajectory.prompt.text for trajectory in sampled] == ["x", "y"]
+    assert [each.prompt.text for each in failed] == ["hostile"]
+    assert failed[0].episode.failure == "cancelled: its own code, or a library that it uses, cancelled it"
+
+
+def test_cancelled_work_is_no_signal(make_driver):
+    async def work() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="was cancelled, by no signal"):
+        make_driver().drive(work())

@@ -1,5 +1,6 @@
 """From sampled tokens to messages, and from any client's messages to the text that a model reads."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ def test_unclosed_reasoning_is_all_reasoning(renderer):
 def test_empty_answers_and_stray_special_tokens_are_no_text(renderer, text):
     assert parsed(renderer, text) == {"role": "assistant", "content": ""}
     assert parsed(renderer, f"ye{text}s") == {"role": "assistant", "content": f"ye{text}s" if text.isspace() else "yes"}
+
+
+def test_declared_tags_are_text_of_an_answer_and_structure_is_not(chat_tokenizer):
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<reason>", "</reason>"]}, False)
+    renderer = Renderer(tokenizer, "hermes", [tokenizer.eos_token_id])
+    text = "<reason>hm</reason>yes"
+    assert parsed(renderer, f"{text}<|im_start|>") == {"role": "assistant", "content": text}
+    assert renderer.text(Completion(renderer.encode(f"{text}<|im_end|>"), [], [], FinishReason.STOP)) == text
 
 
 def test_calls_are_in_the_form_of_clients(renderer):

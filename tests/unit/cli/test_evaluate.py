@@ -10,6 +10,7 @@ import pytest
 from openppo.cli.evaluate import build
 from openppo.cli.options import parse_options
 from openppo.config import EvaluateConfig
+from openppo.rollout.failures import NothingTrainedError
 from openppo.trainer.evaluation.evaluator import evaluation_table
 from openppo.trainer.evaluation.generation import EvaluateJob
 
@@ -64,6 +65,16 @@ def test_a_function_of_verl_evaluates_as_it_is(models, tmp_path):
     pred = {"pred": lines[0]["response"], "source": str(rows)}
     assert [line["extra"] for line in lines] == [{"acc": 0.0, **pred}, {"acc": 1.0, **pred}]
     assert [line["rewards"] for line in lines] == [{"reward": -1.0}, {"reward": 1.0}]
+
+
+def test_a_function_that_fails_on_all_samples_ends_the_command(models, tmp_path):
+    (tmp_path / "fails.py").write_text("def reward_fn(response):\n    raise KeyError('lost')\n")
+    rows = write_rows(tmp_path / "rows.jsonl", [1, 2])
+    arguments = f"""--pretrain {models}/actor --prompt_data {rows} --generate_max_len 5 --reward_error_value 0
+        --reward_fn {tmp_path}/fails.py --output_path {tmp_path}/out.jsonl"""
+    with pytest.raises(NothingTrainedError, match=r"raised on all 2 samples.*KeyError\('lost'\) for prompt 'abc'"):
+        EvaluateJob(parse_options(EvaluateConfig, arguments.split())).evaluate()
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2, "what was sampled is kept"
 
 
 def test_the_table_has_a_line_for_each_metric_and_a_column_for_each_source():

@@ -1,6 +1,7 @@
 """Generation against plain transformers, and files that are whole or absent."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 from openppo.cli.options import parse_options
 from openppo.config import GenerateConfig
@@ -89,6 +90,16 @@ def test_a_peft_folder_answers_as_peft_itself(generate, policy, tmp_path):
         whole = adapted.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         assert line["response"] == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
     assert [line["response"] for line in lines] != [line["response"] for line in generate()]
+
+
+def test_special_tokens_that_the_model_wrote_are_in_its_text(generate, policy, tmp_path):
+    plain = [line["response"] for line in generate()]
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens([AddedToken(letter, special=True) for letter in sorted({*"".join(plain)})])
+    declares = shutil.copytree(policy, tmp_path / "declares")
+    tokenizer.save_pretrained(declares)
+    assert [line["response"] for line in generate("--pretrain", str(declares))] == plain
+    assert any(plain)
 
 
 def test_recorded_steps_give_the_same_lines(generate, monkeypatch):

@@ -21,7 +21,8 @@ from openppo.orchestrator.groups import GroupPlayer, Outcome
 from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import Worker
-from openppo.rollout.tasks import FAILURES_IN_A_ROW, RunTask, TaskShare
+from openppo.rollout.failures import GROUPS_IN_A_ROW
+from openppo.rollout.tasks import RunTask, TaskShare
 from openppo.strategy.links import connect
 from openppo.tracking import Metrics
 from openppo.types import SingleProcess, StopCheck
@@ -153,7 +154,7 @@ def test_failures_in_a_row_end_the_wait(plan):
     with working(plan) as (coordinator, (sampler,), _):
         sampler.failing = lambda group, seed: True
         coordinator.want_batch()
-        with pytest.raises(RuntimeError, match=f"{FAILURES_IN_A_ROW} groups in a row failed; the last: no answer"):
+        with pytest.raises(RuntimeError, match=f"{GROUPS_IN_A_ROW} groups in a row failed; the last: no answer"):
             coordinator.wait_for_batch(GO)
 
 

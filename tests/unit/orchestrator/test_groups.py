@@ -101,6 +101,17 @@ def test_groups_of_one_reward_are_filtered_if_asked_for(plan, sampler):
     assert outcome.trajectories == []
 
 
+def test_a_group_on_which_the_reward_function_fails_is_not_only_filtered(plan, sampler):
+    class Failing(Scorer):
+        def score(self, trajectories):
+            return [Score({"reward": 0.0}, failed=True, error="KeyError('x')")] * len(trajectories)
+
+    (outcome,) = played(GroupPlayer({"": plan}, sampler, Failing()), 0)
+    assert len(outcome.trajectories) == 3, "the step tells whether all samples fail"
+    (outcome,) = played(GroupPlayer({"": dataclasses.replace(plan, most_in_vain=8)}, sampler, Failing()), 0)
+    assert (outcome.trajectories, outcome.error) == (None, "KeyError('x')")
+
+
 def test_remax_gets_a_scored_greedy_response(plan, sampler):
     plan = dataclasses.replace(plan, n_samples=1, estimator=ESTIMATORS["remax"])
     (outcome,) = played(GroupPlayer({"": plan}, sampler, Scorer()), 4)
@@ -131,6 +142,8 @@ def test_json_of_a_group_gives_it_back():
             greedy=(greedy,),
             episode=episode,
             trained_mask=[False, False, True],
+            stop=("c",),
+            reward_error="lost",
         )
         for share in (0.25, 0.75)
     ]

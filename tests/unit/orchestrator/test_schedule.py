@@ -7,7 +7,8 @@ import pytest
 
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
-from openppo.rollout.tasks import FAILURES_IN_A_ROW, TaskShare, by_speed, by_success
+from openppo.rollout.failures import GROUPS_IN_A_ROW
+from openppo.rollout.tasks import TaskShare, by_speed, by_success
 from openppo.types import FinishReason, Prompt, Trajectory
 
 DURATIONS = {"short": 1, "middle": 5, "long": 20}
@@ -89,7 +90,7 @@ def test_a_task_that_teaches_nothing_is_not_played_over_and_over():
 
 def test_a_task_left_out_comes_back_with_a_ratio_only():
     schedule = schedule_of()
-    for number in range(FAILURES_IN_A_ROW):
+    for number in range(GROUPS_IN_A_ROW):
         schedule.shares["short"].running += 1
         schedule.fail(Start(number, number, "short"), "no answer")
     schedule.shares["short"].running += 1
@@ -137,7 +138,7 @@ def test_ten_failures_in_a_row_leave_a_task_out(caplog):
             schedule.fail(start, "no answer")
         else:
             schedule.accept(start, [1.0], 1.0)
-    assert schedule.shares["middle"].failed == FAILURES_IN_A_ROW
+    assert schedule.shares["middle"].failed == GROUPS_IN_A_ROW
     assert {name: share.ratio for name, share in schedule.shares.items()} == pytest.approx(
         {"short": 5 / 7, "middle": 0.0, "long": 2 / 7}
     )
@@ -148,7 +149,7 @@ def test_ten_failures_in_a_row_leave_a_task_out(caplog):
 
 def test_without_any_task_left_the_run_ends():
     schedule = TaskSchedule({"only": TaskShare(1.0, 1)})
-    for number in range(FAILURES_IN_A_ROW - 1):
+    for number in range(GROUPS_IN_A_ROW - 1):
         schedule.fail(schedule.next(number), "no answer")
     with pytest.raises(RuntimeError, match="10 groups of task only in a row failed; the last: no answer"):
         schedule.fail(schedule.next(99), "no answer")
@@ -156,9 +157,9 @@ def test_without_any_task_left_the_run_ends():
 
 def test_one_success_ends_a_row_of_failures():
     schedule = TaskSchedule({"only": TaskShare(1.0, 1)})
-    for number in range(5 * FAILURES_IN_A_ROW):
+    for number in range(5 * GROUPS_IN_A_ROW):
         start = schedule.next(number)
-        schedule.fail(start, "no answer") if number % FAILURES_IN_A_ROW else schedule.accept(start, [1.0], 1.0)
+        schedule.fail(start, "no answer") if number % GROUPS_IN_A_ROW else schedule.accept(start, [1.0], 1.0)
     assert not schedule.shares["only"].is_left_out
 
 

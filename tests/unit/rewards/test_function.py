@@ -497,7 +497,10 @@ def test_an_exception_ends_the_run_naming_the_sample_or_costs_a_chosen_value(for
     assert error.value.__cause__.__traceback__ is not None
     caplog.set_level(logging.WARNING, "openppo")
     scores = scorer_of(RAISING[form], error_value=-1.5).score(two)
-    assert scores == [Score({"reward": 7.0}), Score({"reward": -1.5}, failed=True)]
+    assert scores == [
+        Score({"reward": 7.0}),
+        Score({"reward": -1.5}, failed=True, error="KeyError('a') for prompt 'a'"),
+    ]
     (line,) = caplog.messages
     assert "raised on 1 of 2 samples, whose reward is --reward_error_value -1.5" in line
     assert "KeyError('a') for prompt 'a'" in line

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -101,6 +102,14 @@ def test_a_process_loads_the_file_once_and_its_prints_are_no_answers(file, score
     assert capfd.readouterr().err.count("printed no input") == 6
 
 
+def test_a_process_imports_modules_beside_the_file(file, scorer_of, labelled, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file.with_name("doubles_in_a_process.py").write_text("def double(x):\n    return 2 * x\n")
+    file.write_text("from doubles_in_a_process import double\ndef late(label):\n    return double(label)\n")
+    scores = scorer_of("late", n=2).score(labelled)
+    assert [score.rewards["reward"] for score in scores] == [0, 2, 4, 6]
+
+
 def test_as_many_samples_as_processes_are_scored_at_a_time(file, scorer_of, labelled):
     assert scorer_of("together", n=2).score(labelled[:2]) == [Score({"reward": 0.0}), Score({"reward": 1.0})]
     assert len(file.with_name("loaded").read_text().split()) == 1 + 2
@@ -122,7 +131,9 @@ def test_a_sample_without_result_ends_the_run_or_costs_a_chosen_value(name, file
     caplog.set_level(logging.WARNING, "openppo")
     scores = scorer_of(name, n=2, seconds=2.0, error_value=-1.5).score(labelled)
     expected = [Score({"reward": float(i)}) for i in range(4)]
-    assert scores == [expected[0], Score({"reward": -1.5}, failed=True), *expected[2:]], "others are scored"
+    assert re.fullmatch(rf"{ENDS[name]} for prompt 'ask 1'", scores[1].error)
+    lost = Score({"reward": -1.5}, failed=True, error=scores[1].error)
+    assert scores == [expected[0], lost, *expected[2:]], "others are scored"
     assert "raised on 1 of 4 samples" in caplog.text
 
 

@@ -127,12 +127,12 @@ def test_places_are_those_of_a_search_from_the_left_for_any_tokens(name, assets)
     for separator in ("\n\n", "\n", "a") * 20:
         text = "".join(rng.choices(pieces, k=rng.randint(1, 30)))
         for ids in (tokenizer(text)["input_ids"], rng.choices(range(len(tokenizer)), k=20)):
-            whole = tokenizer.decode(ids, skip_special_tokens=True)
+            whole = tokenizer.decode(ids)
             expected, start = [], 0
             for step in whole.split(separator):
                 until_here = whole[: start + len(step.rstrip())]
                 if step.strip():
-                    prefixes = (tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(len(ids) + 1))
+                    prefixes = (tokenizer.decode(ids[:n]) for n in range(len(ids) + 1))
                     expected.append(next(n for n, p in enumerate(prefixes) if p.startswith(until_here)) - 1)
                 start += len(step) + len(separator)
             assert step_ends(ids, tokenizer, separator) == expected

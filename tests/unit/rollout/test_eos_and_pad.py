@@ -72,7 +72,7 @@ CASES = {
     ),
     "neither PAD nor EOS token": (
         *(NEITHER, [], [1, 2], [[A, PAD, EOS, PAD, END, A], [B, C, C, C, C, C, A]]),
-        *([LENGTH, LENGTH], ["", "cccc"], [UP, DOWN]),
+        *([LENGTH, LENGTH], ["<pad><eos><pad><end>", "cccc"], [UP, DOWN]),
     ),
     "cut by length, with EOS one token later and at the last place": (
         *(USUAL, [EOS], [1, 2], [[A, B, C, B, C, EOS], [B, A, B, C, A, EOS]]),
@@ -84,7 +84,7 @@ CASES = {
     ),
     "PAD sampled as an ordinary token": (
         *(USUAL, [EOS], [1, 1], [[A, PAD, B, PAD, EOS], [B, PAD, PAD, PAD, PAD, A]]),
-        *([STOP, LENGTH], ["b", ""], [UP, DOWN]),
+        *([STOP, LENGTH], ["<pad>b", ""], [UP, DOWN]),
     ),
 }
 
@@ -105,7 +105,7 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
     seen: list[str] = []
     function = RewardFunction(lambda responses: seen.extend(responses) or [0.0, 0.0], "f.py", columns=())
     FunctionScorer(function, tokenizer).score(trajectories)
-    assert seen == texts, "without special tokens"
+    assert seen == texts, "without what ends or pads them"
 
     def place_and_token(sequences, attention_mask):
         last = attention_mask.sum(-1) - 1

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from openppo.config import RunConfig
 from openppo.experience.token_rewards import useful_groups
+from openppo.rollout.failures import NothingTrainedError
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation.evaluator import Grading
@@ -69,10 +70,34 @@ def test_errors_are_those_of_all_responses_of_a_step_and_no_others():
 
     plain, _ = ppo(3, score=fails_on_bad)
     dynamic, _ = ppo(2, score=fails_on_bad, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
-    batches = [prompts("bad", "good"), prompts("good", "good"), prompts("bad", "bad")]
-    assert [plain.step(batch)["reward_errors"] for batch in batches] == [1, 0, 2]
+    batches = [prompts("bad", "good"), prompts("good", "good")]
+    assert [plain.step(batch)["reward_errors"] for batch in batches] == [1, 0]
     metrics = dynamic.step(prompts("bad", "bad"))
     assert [metrics[name] for name in ("sampled_batches", "useful_groups", "reward_errors")] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic_sampling": True, "n_samples_per_prompt": 2}], ids=["all", "dynamic"])
+def test_a_step_whose_samples_all_fail_ends_the_run_after_a_checkpoint(options):
+    def fails_after_a_step(trajectory):
+        failed, prompt = trainer.global_step > 0, trajectory.prompt.text
+        return Score(
+            {"a": float(trajectory.token_ids[-1])}, failed=failed, error=f"KeyError('x') for prompt {prompt!r}"
+        )
+
+    trainer, record = ppo(3, score=fails_after_a_step, train_batch_size=2, **options)
+    with pytest.raises(NothingTrainedError, match=r"raised on all \d+ samples.*KeyError\('x'\) for prompt '\d'"):
+        trainer.fit()
+    assert [step for step, *_ in record.saved] == [1]
+
+
+def test_an_evaluation_whose_samples_all_fail_ends_the_run():
+    def fails_held_out(trajectory):
+        return Score({"a": 1.0}, failed=trajectory.prompt.text == "held out", error="KeyError('x')")
+
+    trainer, record = ppo(3, evaluates=True, score=fails_held_out, eval_steps=2)
+    with pytest.raises(NothingTrainedError, match=r"raised on all 1 samples.*KeyError\('x'\)"):
+        trainer.fit()
+    assert [step for step, *_ in record.saved] == [2]
 
 
 def note_places(monkeypatch, part, call, seen):

@@ -18,8 +18,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.tracking import JSONLTracker
-from openppo.trainer.sample_log import MAX_TOKENS, StepDiagnostics, choose, sample_row, token_row
+from openppo.media import MediaItem
+from openppo.rollout.rollout import Rollout
+from openppo.tracking import JSONLTracker, Metrics
+from openppo.trainer.sample_log import MAX_TOKENS, StepDiagnostics, choose, rollout_row, sample_row, token_row
 from openppo.trainer.self_check import token_texts
 from openppo.types import Ending, Episode, Experience, FinishReason, Prompt, SingleProcess, Trajectory
 
@@ -115,8 +117,9 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none() -> None:
         returns=[0.0, 0.0, 1.99, 0.0, 2.0],
     )
     row = token_row(t, BYTES, experience)
-    assert {name: value for name, value in row.items() if name != "texts"} == {
+    assert {name: value for name, value in row.items() if not name.endswith("texts")} == {
         "first": 2,
+        "prompt_ids": [1, 2],
         "n_tokens": 3,
         "ids": [7, 8, 9],
         "trained": [1, 0, 1],
@@ -269,6 +272,53 @@ def test_an_episode_is_logged_as_a_conversation_with_the_places_of_its_turns() -
     assert "turns" not in token_row(ONE, BYTES)
     first = dataclasses.replace(t, action_mask=[False] * 9)
     assert choose([first, t]) == [1], "of an episode in parts the last"
+
+
+def test_what_the_model_reads_before_its_first_turn_is_logged_once() -> None:
+    """An agent's messages are not all of it: its template writes tools, marks of roles, and perhaps a system text."""
+    read = '<|system|>Tools: {"name": "see"}<|user|>look<|assistant|>'
+    ids = BYTES(read)["input_ids"]
+    messages = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "a wall"}]
+    played = Episode(messages, Ending.COMPLETED, n_turns=1)
+    t = dataclasses.replace(response_to(ids, 0), episode=played, prompt=Prompt("look", ids))
+    row, tokens = sample_row(t, BYTES, reward=2.0), token_row(t, BYTES)
+    assert (row["prompt"], row["rendered_prompt"]) == ("look", read)
+    assert row["rendered_prompt"] + row["response"] == BYTES.decode(t.token_ids), "all that it read and wrote"
+    assert (tokens["first"], tokens["prompt_ids"], "".join(tokens["prompt_texts"])) == (len(ids), ids, read)
+    plain = dataclasses.replace(t, episode=None, prompt=Prompt(read, ids))
+    assert "rendered_prompt" not in sample_row(plain, BYTES, reward=2.0), "its prompt is what it read"
+    unread = dataclasses.replace(t, episode=dataclasses.replace(played, n_turns=0))
+    assert "rendered_prompt" not in sample_row(unread, BYTES, reward=0.0)
+    dumped = [rollout_row(each, BYTES, 2.0, tokens=False) for each in (t, plain)]
+    assert [each["rendered_prompt"] for each in dumped] == [read, ""]
+
+
+def test_of_a_long_prompt_both_ends_are_kept() -> None:
+    row = token_row(response_to([i % 200 for i in range(MAX_TOKENS + 9)], group=0), BYTES)
+    assert row["first"] == MAX_TOKENS + 9 and len(row["prompt_ids"]) == len(row["prompt_texts"]) == MAX_TOKENS
+    assert row["prompt_ids"][MAX_TOKENS // 2 - 1 :][:2] == [(MAX_TOKENS // 2 - 1) % 200, (MAX_TOKENS // 2 + 9) % 200]
+
+
+def test_the_places_of_an_image_in_the_prompt_are_counted() -> None:
+    ids, (pad,) = BYTES("<vision>~~~~~~ look")["input_ids"], BYTES("~")["input_ids"]
+    item = MediaItem({}, token_id=pad, n_tokens=6, key=1)
+    t = dataclasses.replace(response_to(ids, 0), prompt=Prompt("look", ids, media=(item,)))
+    assert sample_row(t, BYTES, reward=2.0)["rendered_prompt"] == "<vision>~ x 6 look"
+
+
+def test_failed_episodes_of_a_step_follow_those_trained_on() -> None:
+    error = Episode([{"role": "user", "content": "look"}], Ending.AGENT_ERROR, 0, "exit status 3: broken", "broken")
+    failed = dataclasses.replace(ONE, action_mask=[False] * 3, episode=error)
+    view, rollout = View(), Rollout([ONE], Metrics(), failed=[failed])
+    view.show(2, rollout, filled([ONE]))
+    view.show_failed(3, [failed])
+    assert [(row["step"], row["sample"], row.get("error")) for row in view.samples] == [
+        (2, 0, None),
+        (2, 1, "exit status 3: broken"),
+        (3, 0, "exit status 3: broken"),
+    ]
+    assert [(row["step"], row["sample"]) for row in view.tokens] == [(2, 0), (2, 1), (3, 0)]
+    assert (view.samples[1]["output"], view.samples[1]["turns"], view.samples[1]["reward"]) == ("broken", 0, 0.0)
 
 
 def test_logs_and_dumps_have_the_reward_of_the_whole_episode() -> None:

@@ -46,6 +46,6 @@ function conversationNode(sample, measure) {
   return el("div", { class: "conversation" }, read, tokenBox(sample, measure, (nodes) => stretches(sample, asked).map(([title, trained, start, end, messages]) => {
     const mine = nodes.filter((_, i) => placeOf(tokens, i) >= start && placeOf(tokens, i) < end), lacking = end - start - mine.length;
     return part(trained ? "model" : "other", [title, el("span", { class: "note" }, trained ? ` · ${end - start} token${end - start === 1 ? "" : "s"}` : " · not trained")],
-      el("div", { class: "said" }, mine, lacking > 0 ? el("span", { class: "gap" }, `… ${lacking} tokens are not logged …`) : null), shown(sample, messages));
+      el("div", { class: "said" }, mine, lacking > 0 ? gap(lacking) : null), shown(sample, messages));
   })));
 }

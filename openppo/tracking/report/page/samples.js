@@ -9,7 +9,7 @@ const FIELDS = {
 };
 const available = Object.keys(MEASURES).filter((measure) => measure in limits);
 const browse = { measure: available[0], run: "all", kind: "all", step: "all", finish: "all", text: "", sort: "step", down: true,
-  field: "reward", from: "", to: "", current: null, sides: false };
+  field: "reward", from: "", to: "", current: null, sides: false, read: null };
 if (SAMPLES.some((sample) => !sample.evaluation)) browse.kind = "training";
 
 function chosenSamples() {
@@ -49,7 +49,7 @@ const measureOf = (sample) => (sample.tokens?.[browse.measure] ? browse.measure 
 
 function missing(sample) {
   const measure = measureOf(sample);
-  if (measure === browse.measure) return null;
+  if (measure === browse.measure || sample.tokens?.n_tokens === 0) return null;
   const kind = sample.evaluation ? "a held-out sample" : "this sample", lacks = browse.measure ? MEASURES[browse.measure].name : "numbers";
   return el("p", { class: "note missing" }, measure ? `There is no ${lacks} of ${kind}: coloured by ${MEASURES[measure].name}.` : `Nothing was logged of the tokens of ${kind}.`);
 }
@@ -60,6 +60,23 @@ const sameImages = (one, other) => [imagesOf(one), imagesOf(other)].includes(nul
 const samePrompt = (sample) => SAMPLES.filter((other) => other.prompt === sample.prompt && sameImages(other, sample) && Boolean(other.evaluation) === Boolean(sample.evaluation))
   .sort((a, b) => a.step - b.step || a.run - b.run || (a.sample ?? 0) - (b.sample ?? 0));
 
+// What the model read before it wrote: of an agent's episode on demand, beside the messages that people wrote.
+function readNode(sample) {
+  const { tokens, messages } = sample, hasTokens = Boolean(tokens?.prompt_texts);
+  const text = sample.rendered_prompt ?? (messages ? null : sample.prompt);
+  if (text == null) return [];
+  const wanted = browse.read ?? (messages ? "" : "text"), form = wanted === "tokens" && !hasTokens ? "text" : wanted;
+  const button = (name) => el("button", { type: "button", "aria-pressed": form === name, disabled: name === "tokens" && !hasTokens,
+    onclick: () => { browse.read = form === name ? null : name; drawDetail(); } }, `as ${name}`);
+  const count = tokens == null ? "" : `${tokens.first} token${tokens.first === 1 ? "" : "s"}`;
+  const title = messages ? `The model read ${count} before its first turn` : `Prompt${count && ` of ${count}`}`;
+  return [
+    el("div", { class: "tools", id: "read" }, el("span", { class: "note" }, title), button("text"), button("tokens")),
+    form ? el("div", { class: "text prompt", tabindex: 0 }, form === "text" ? visible(text) : promptTokens(tokens)) : null,
+    ...(messages ? [] : pictures(Object.values(tokens?.images || {}))),
+  ].filter(Boolean);
+}
+
 function drawDetail() {
   const detail = byId("sample-detail"), sample = browse.current;
   if (!sample) return detail.replaceChildren(el("p", { class: "note" }, "No sample passes these filters."));
@@ -67,7 +84,7 @@ function drawDetail() {
   const button = el("button", { type: "button", id: "same-prompt", "aria-pressed": browse.sides, disabled: others.length < 2,
     onclick: () => { browse.sides = !browse.sides; drawDetail(); } },
   others.length < 2 ? "This prompt was logged once" : `This prompt, ${others.length} times side by side`);
-  const prompt = sample.messages ? [] : [el("span", { class: "note" }, "Prompt"), el("div", { class: "text prompt", tabindex: 0 }, visible(sample.prompt)), ...pictures(Object.values(sample.tokens?.images || {}))];
+  const prompt = readNode(sample);
   if (browse.sides && others.length > 1) {
     detail.replaceChildren(el("div", { class: "tools" }, button, missing(sample) ?? ""), ...prompt,
       el("div", { class: "sides" }, others.map((other) => el("div", {}, facts(other), responseNode(other, measureOf(other))))));

@@ -52,12 +52,14 @@ function tokenNode(tokens, i, measure) {
   return node;
 }
 
+const gap = (n) => el("span", { class: "gap" }, `… ${n} tokens are not logged …`);
+
 // The response of a sample, of an agent's its whole conversation.
 function responseNode(sample, measure) {
   if (sample.messages) return conversationNode(sample, measure);
   if (!sample.tokens) return el("div", { class: "text response", tabindex: 0 }, visible(sample.response));
-  const skipped = sample.tokens.n_tokens - sample.tokens.texts.length, gap = el("span", { class: "gap" }, `… ${skipped} tokens are not logged …`);
-  return tokenBox(sample, measure, (nodes) => (skipped > 0 ? [nodes.slice(0, nodes.length / 2), gap, nodes.slice(nodes.length / 2)] : nodes));
+  const skipped = sample.tokens.n_tokens - sample.tokens.texts.length;
+  return tokenBox(sample, measure, (nodes) => (skipped > 0 ? [nodes.slice(0, nodes.length / 2), gap(skipped), nodes.slice(nodes.length / 2)] : nodes));
 }
 
 const FOLDED = 4;
@@ -71,6 +73,14 @@ function fold(tokens, nodes) {
     nodes[start].append(el("span", { class: "mark" }, ` × ${stop - start}`));
     for (const node of nodes.slice(start + 1, stop)) node.hidden = true;
   }
+}
+
+// The tokens of a prompt, each with its place and id in a tooltip.
+function promptTokens({ first, prompt_ids: ids, prompt_texts: texts, images }) {
+  const nodes = texts.map((_, i) => tokenNode({ texts }, i, null)), skipped = first - ids.length, half = ids.length / 2;
+  for (const [i, node] of nodes.entries()) node.title = `token ${i + 1 + (i >= half ? skipped : 0)} · id ${ids[i]}`;
+  if (images) fold({ ids, trained: ids.map(() => 0) }, nodes);
+  return skipped > 0 ? [nodes.slice(0, half), gap(skipped), nodes.slice(half)] : nodes;
 }
 
 // A box of all logged tokens, as ``arrange`` lays them out; arrows move from token to token where it has the focus.
