@@ -8,6 +8,7 @@ from typing import Literal
 
 from openppo.agents.compat import MultiRoundBufferDataset
 from openppo.orchestrator.work_buffer import WorkBuffer
+from openppo.rollout.failures import FailureCount, NothingTrainedError
 from openppo.types import Trajectory
 
 
@@ -15,12 +16,13 @@ class OverlappingDataset(MultiRoundBufferDataset):
     """Turns of whole groups, the samples of one row, for training while agents play others; any thread may call it.
 
     ``work`` decides how many groups may be under way and which are too old, as for ``--max_staleness`` and ``--stale``
-    of the trainer. A group of several samples is dropped if fewer than two succeed.
+    of the trainer. A group of several samples is dropped if fewer than two succeed; ten in a row end the waiting.
     """
 
     def __init__(self, batch_groups: int, max_staleness: int, stale: Literal["drop", "mask"] = "drop") -> None:
         super().__init__()
         self.work = WorkBuffer(batch_groups, max_staleness, stale)
+        self.failures = FailureCount()
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, Sequence[str], Future[None]]] = deque()
         self._group_of: dict[str, int] = {}
@@ -47,15 +49,20 @@ class OverlappingDataset(MultiRoundBufferDataset):
             del self._under_way[group]
             if len(members) < min(2, n_samples):
                 self.work.drop(group, "failed")
+                self.failures.add_group(f"too few episodes of group {group} have a score; the log says why")
             else:
+                self.failures.add_group(None)
                 self.work.complete(group, [turn for member in members for turn in member])
             self._admit()
             self._changed.notify_all()
 
     def take_groups(self, timeout: float | None = None) -> list[Trajectory]:
-        """The turns of the next ``batch_groups`` groups; waits for them, and returns none after ``timeout`` seconds."""
+        """The turns of the next ``batch_groups`` groups; waits for them, and returns none after ``timeout`` seconds.
+
+        ``NothingTrainedError`` if too many groups in a row have failed.
+        """
         with self._changed:
-            groups = self._changed.wait_for(self._cut, timeout) or []
+            groups = self._changed.wait_for(self._cut_or_raise, timeout) or []
         return [turn for group in groups for turn in group]
 
     def advance(self, version: int) -> None:
@@ -64,6 +71,12 @@ class OverlappingDataset(MultiRoundBufferDataset):
             self.work.advance(version)
             self.work.sync(version)
             self._admit()
+
+    def _cut_or_raise(self) -> list[list[Trajectory]] | None:
+        groups = self._cut()
+        if groups is None and (message := self.failures.groups_message()):
+            raise NothingTrainedError(message)
+        return groups
 
     def _cut(self) -> list[list[Trajectory]] | None:
         groups = self.work.cut()

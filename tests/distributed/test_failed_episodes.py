@@ -103,14 +103,17 @@ async def solve(task, session):
 """
 
 
-def test_a_step_logs_failed_episodes_of_any_rank(folder, launch):
+@pytest.mark.parametrize("flags", ["", f"--rollout_ranks 1 {ASYNC}"])
+def test_a_step_logs_failed_episodes_of_any_rank(folder, launch, flags):
     place, options = folder
     (place / "agent.py").write_text(SOMETIMES)
-    printed = launch(2, "-m", "openppo.cli.train_ppo", *options, "--agent", "agent.py:solve", cwd=place)
+    command = ["-m", "openppo.cli.train_ppo", *options, "--agent", "agent.py:solve", *flags.split()]
+    printed = launch(2, *command, cwd=place)
     assert "saved the trained model" in printed
     rows = logged(place / "trained", "samples")
     failed = [row for row in rows if row["ending"] == "agent_error"]
-    assert {row["error"] for row in failed} == {f"LookupError: no door in room {i}" for i in (1, 6)}
+    errors = {row["error"] for row in failed}
+    assert errors == {f"LookupError: no door in room {i}" for i in (1, 6)}
     assert {(row["turns"], len(row["messages"]), row["reward"]) for row in failed} == {(1, 2, 0.0)}
     assert all(row["ending"] == "completed" for row in rows if row["sample"] == 0), "failed ones come last"
 

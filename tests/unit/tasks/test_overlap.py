@@ -9,6 +9,7 @@ import pytest
 
 from openppo.agents import AgentSource
 from openppo.agents.compat import PromptRequest
+from openppo.rollout.failures import NothingTrainedError
 from openppo.rollout.kept import oldest_version
 from openppo.tasks.overlap import OverlappingDataset
 from openppo.types import Completion, FinishReason, Prompt, SamplingParams
@@ -78,6 +79,16 @@ def test_no_more_groups_begin_than_the_bound_allows():
     assert not groups[4].done(), "the engine has the old weights"
     dataset.advance(1)
     assert all(group.done() for group in groups)
+
+
+def test_ten_failed_groups_in_a_row_end_the_waiting():
+    dataset = OverlappingDataset(batch_groups=2, max_staleness=9)
+    begin(dataset, *range(11))
+    play(dataset, 0, 1.0, 1.0)
+    for group in range(1, 11):
+        play(dataset, group, 1.0, None)
+    with pytest.raises(NothingTrainedError, match="10 groups in a row failed; the last: too few episodes of group 10"):
+        dataset.take_groups()
 
 
 def test_groups_older_than_the_bound_are_dropped_and_replaced():
