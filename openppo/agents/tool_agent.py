@@ -14,6 +14,7 @@ from openppo.agents.episodes import Agent, ToolError
 from openppo.agents.session import EpisodeEnded, Session, Task, finite_reward
 from openppo.agents.tools import BaseTool, ToolResponse
 from openppo.config.agents import AgentConfig
+from openppo.datasets.row_formats import extra_info
 from openppo.datasets.templates import encode_bare, shortened
 from openppo.types import Prompt
 from openppo.user_code import call
@@ -62,7 +63,7 @@ class ToolAgent(Agent):
                     "continue. Remove that turn, or leave --tools out."
                 )
             given = arguments_of(prompt.row)
-            lacking += not given and bool(present(prompt.row.get("extra_info")).get("need_tools_kwargs"))
+            lacking += not given and bool(present(extra_info(prompt.row)).get("need_tools_kwargs"))
             if unknown := sorted(given.keys() - self.tools):
                 what = f"--tools has no tool {unknown[0]!r}, which row {prompt.index + 1} of {prompt.source} names"
                 raise ValueError(f"{what} in tools_kwargs. It has: {', '.join(self.tools)}. Correct the name.")
@@ -235,7 +236,7 @@ def present(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def arguments_of(row: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Arguments of a row by tool and by "create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs"."""
-    tools = present(present(row.get("extra_info")).get("tools_kwargs"))
+    tools = present(present(extra_info(row)).get("tools_kwargs"))
     return {tool: {part: present(given) for part, given in parts.items()} for tool, parts in tools.items()}
 
 

@@ -127,6 +127,15 @@ def parsed(value: Any) -> Any:
     return value
 
 
+def extra_info(row: Mapping[str, Any]) -> Any:
+    """verl's column of that name, as an object also where it is one as JSON text; empty without."""
+    value = row.get("extra_info")
+    content = parsed(value)
+    if isinstance(content, dict):
+        return content
+    return {} if value is None else value
+
+
 def kto_column(row: Row) -> str:
     """The column that says whether the answer of a KTO row is good; empty for any other row.
 

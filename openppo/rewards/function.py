@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
+from openppo.datasets.row_formats import extra_info
 from openppo.datasets.templates import text_of
 from openppo.rewards.answer_process import FunctionProcesses
 from openppo.rewards.scoring import (
@@ -81,7 +82,7 @@ def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokeni
             "data_source": _present(t.prompt.row.get("data_source"), t.prompt.source),
             "solution_str": response,
             "ground_truth": t.prompt.label,
-            "extra_info": _present(t.prompt.row.get("extra_info"), {}),
+            "extra_info": extra_info(t.prompt.row),
             "messages": t.prompt.messages if t.episode is None else t.episode.messages,
             "token_ids": t.action_ids,
             "turns": turn_texts(t, tokenizer),

@@ -215,7 +215,7 @@ def test_the_format_check_reads_what_the_prompt_begins(tmp_path: Path) -> None:
 def test_commands_of_index_data_trl_and_rewards_run_with_each_reward(run: Run, workshop: Path) -> None:
     assert write_files("data", workshop) == ["rows.py"]
     files, lines = write_files("rewards", workshop), commands("rewards")
-    assert (len(files), len(lines)) == (10, 5)
+    assert (len(files), len(lines)) == (11, 5)
     common = "--pretrain policy --prompt_data prompts.jsonl".split()
     functions = [[*common, "--remote_rm_url" if file.startswith("openrlhf") else "--reward_fn", file] for file in files]
     trl = [[*line, "--max_epochs", "1"] for line in commands("trl")]

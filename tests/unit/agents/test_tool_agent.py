@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from openppo.agents import AgentSource
-from openppo.agents.tool_agent import State, ToolAgent, ToolEpisode
+from openppo.agents.tool_agent import State, ToolAgent, ToolEpisode, arguments_of
 from openppo.agents.tools import BaseTool, FunctionTool, OpenAIFunctionToolSchema, ToolResponse
 from openppo.config.agents import AgentConfig
 from openppo.rollout.rollout import SampleRequest
@@ -374,6 +374,11 @@ def test_rows_that_lack_arguments_are_counted_once(caplog):
     assert [m for m in caplog.messages if "tools_kwargs" in m] == [
         "2 of 5 rows need tools_kwargs and have none: they play without"
     ]
+
+
+def test_arguments_of_tools_may_be_json_text():
+    arguments = {"a": {"create_kwargs": {"x": 1}}}
+    assert arguments_of({"extra_info": json.dumps({"tools_kwargs": arguments})}) == arguments
 
 
 def test_a_row_that_names_an_unknown_tool_is_refused():

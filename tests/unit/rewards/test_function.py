@@ -150,6 +150,12 @@ def of_verl(make_trajectory, make_tokenizer):
     return make_samples([first, second], make_tokenizer())
 
 
+@pytest.mark.parametrize(("column", "value"), [('{"index": 3}', {"index": 3}), ("7", "7"), ("{", "{")])
+def test_extra_info_is_an_object_also_as_json_text(column, value, make_trajectory, make_tokenizer):
+    (sample,) = make_samples([make_trajectory([4], [5, 1], row={"extra_info": column})], make_tokenizer())
+    assert sample["extra_info"] == value
+
+
 @pytest.mark.parametrize("columns", [(), ("data_source", "extra_info")])
 def test_functions_of_verl_get_their_parameters_by_name(columns, of_verl):
     expected = [["openai/gsm8k", "bc", "7", {"index": 3}], ["own.jsonl", "d", 8, {}]]
