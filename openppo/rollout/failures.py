@@ -55,7 +55,10 @@ class FailureCount:
         return f"{GROUPS_IN_A_ROW} groups{of_task} in a row failed; the last: {self.error}"
 
     def steps_message(self, n_steps: int) -> str | None:
-        """Report that a run of ``n_steps`` has had enough steps without a trained episode; None if it has not."""
-        if self.steps == 0 or self.steps < min(STEPS_IN_A_ROW, n_steps):
+        """Report that a run has had enough steps without a trained episode; None if it has not.
+
+        Of a run of a single step, by its ``n_steps``, one is enough.
+        """
+        if self.steps < (1 if n_steps == 1 else STEPS_IN_A_ROW):
             return None
         return f"no episode of the last {self.steps} steps could be trained on; the last: {self.error}"

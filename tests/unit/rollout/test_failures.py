@@ -35,6 +35,8 @@ def test_ten_failed_groups_in_a_row_are_reported_across_steps() -> None:
         (["xx"], 1, True),
         (["ox"], 1, False),
         (["ox"], 0, False),
+        (["xx"], 0, False),
+        (["xx", "xx"], 0, True),
     ],
 )
 def test_two_steps_without_a_trained_episode_are_reported(steps: list[str], n_steps: int, ends: bool) -> None:
