@@ -32,6 +32,10 @@ async def works(task, session):
 """
 BROKEN = "import sys; sys.stderr.write('reading the settings\\n'); import no_such_module"
 ASYNC = "--max_staleness 1 --policy_loss_type decoupled"
+SLOW_ASYNC = pytest.param(ASYNC, marks=pytest.mark.slow)
+NO_DOOR = "LookupError: no door in room "
+NO_MODULE = "ModuleNotFoundError: No module named 'no_such_module'"
+CANCELLED = "cancelled: its own code, or a library that it uses, cancelled it"
 
 
 def write_rooms(place, number):
@@ -54,15 +58,16 @@ def program(file):
 @pytest.mark.parametrize(
     ("ranks", "agent", "flags", "error"),
     [
-        (1, ["--agent_command", "false"], "", "ProgramError: exit status 1: no output"),
-        (2, program("broken.py"), "", "ModuleNotFoundError: No module named 'no_such_module'"),
-        (2, ["--agent", "agent.py:raises"], "", "LookupError: no door in room "),
-        (1, ["--agent", "agent.py:cancels"], "", "cancelled: its own code, or a library that it uses, cancelled it"),
-        (2, ["--agent", "agent.py:raises"], ASYNC, "LookupError: no door in room "),
-        (1, ["--agent", "agent.py:cancels"], ASYNC, "cancelled: its own code, or a library that it uses, cancelled it"),
-        (2, ["--agent", "agent.py:raises"], f"--rollout_ranks 1 {ASYNC}", "LookupError: no door in room "),
+        pytest.param(1, ["--agent_command", "false"], "", "ProgramError: exit status 1: no output", id="false"),
+        pytest.param(1, ["--agent", "agent.py:cancels"], "", CANCELLED, id="cancels"),
+        pytest.param(2, ["--agent", "agent.py:raises"], f"--rollout_ranks 1 {ASYNC}", NO_DOOR, id="rollout_ranks"),
+        pytest.param(2, program("broken.py"), "", NO_MODULE, id="import", marks=pytest.mark.slow),
+        pytest.param(2, ["--agent", "agent.py:raises"], "", NO_DOOR, id="coroutine", marks=pytest.mark.slow),
+        pytest.param(2, ["--agent", "agent.py:raises"], ASYNC, NO_DOOR, id="overlap", marks=pytest.mark.slow),
+        pytest.param(
+            1, ["--agent", "agent.py:cancels"], ASYNC, CANCELLED, id="overlap cancels", marks=pytest.mark.slow
+        ),
     ],
-    ids=["false", "import", "coroutine", "cancels", "overlap", "overlap cancels", "rollout_ranks"],
 )
 def test_a_run_whose_episodes_all_fail_ends_with_their_error(folder, launch, ranks, agent, flags, error):
     place, options = folder
@@ -78,7 +83,7 @@ def test_a_run_whose_episodes_all_fail_ends_with_their_error(folder, launch, ran
     assert error.split(": ")[-1] in (place / "trained" / "logs" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("flags", ["", ASYNC])
+@pytest.mark.parametrize("flags", ["", SLOW_ASYNC])
 def test_a_run_whose_groups_teach_nothing_ends_after_a_checkpoint(folder, launch, flags):
     place, options = folder
     (place / "agent.py").write_text(AGENT + "    return 1.0\n")
@@ -103,7 +108,7 @@ async def solve(task, session):
 """
 
 
-@pytest.mark.parametrize("flags", ["", f"--rollout_ranks 1 {ASYNC}"])
+@pytest.mark.parametrize("flags", [pytest.param("", marks=pytest.mark.slow), f"--rollout_ranks 1 {ASYNC}"])
 def test_a_step_logs_failed_episodes_of_any_rank(folder, launch, flags):
     place, options = folder
     (place / "agent.py").write_text(SOMETIMES)
@@ -118,7 +123,7 @@ def test_a_step_logs_failed_episodes_of_any_rank(folder, launch, flags):
     assert all(row["ending"] == "completed" for row in rows if row["sample"] == 0), "failed ones come last"
 
 
-@pytest.mark.parametrize("flags", ["", ASYNC])
+@pytest.mark.parametrize("flags", ["", SLOW_ASYNC])
 def test_a_run_that_failures_end_resumes_before_that_step(folder, launch, flags):
     """The agent works again: what follows is as in a run that never failed, where nothing is asynchronous."""
     place, options = folder

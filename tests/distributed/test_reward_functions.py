@@ -40,8 +40,12 @@ def folder(tmp_path, chat_model):  # noqa: F811
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--dynamic_sampling --dynamic_sampling_max_batches 1", ASYNC, f"{ASYNC} --rollout_ranks 1"],
-    ids=["synchronous", "dynamic", "overlap", "rollout_ranks"],
+    [
+        pytest.param("", id="synchronous"),
+        pytest.param(f"{ASYNC} --rollout_ranks 1", id="rollout_ranks"),
+        pytest.param(ASYNC, id="overlap", marks=pytest.mark.slow),
+        pytest.param("--dynamic_sampling --dynamic_sampling_max_batches 1", id="dynamic", marks=pytest.mark.slow),
+    ],
 )
 def test_a_function_that_fails_on_all_samples_ends_the_run(folder, launch, flags):
     place, options = folder
