@@ -61,4 +61,5 @@ class FailureCount:
         """
         if self.steps < (1 if n_steps == 1 else STEPS_IN_A_ROW):
             return None
-        return f"no episode of the last {self.steps} steps could be trained on; the last: {self.error}"
+        steps = "step" if self.steps == 1 else "steps"
+        return f"no episode of the last {self.steps} {steps} could be trained on; the last error: {self.error}"

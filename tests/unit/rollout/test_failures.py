@@ -42,7 +42,7 @@ def test_ten_failed_groups_in_a_row_are_reported_across_steps() -> None:
 def test_two_steps_without_a_trained_episode_are_reported(steps: list[str], n_steps: int, ends: bool) -> None:
     message = counted(*steps).steps_message(n_steps)
     assert (message is not None) == ends
-    assert message is None or message.endswith("steps could be trained on; the last: error 1")
+    assert message is None or message.endswith("could be trained on; the last error: error 1")
 
 
 def test_steps_whose_groups_are_all_dropped_are_reported_with_the_reason() -> None:
@@ -51,7 +51,7 @@ def test_steps_whose_groups_are_all_dropped_are_reported_with_the_reason() -> No
         count.add_group(None)
         count.drop_groups("equal rewards")
         count.end_step()
-    assert count.steps_message(8) == "no episode of the last 2 steps could be trained on; the last: equal rewards"
+    assert count.steps_message(8) == "no episode of the last 2 steps could be trained on; the last error: equal rewards"
     count = counted("xx")
     count.add_group("why")
     count.drop_groups("equal rewards")
