@@ -135,7 +135,7 @@ def test_train_ppo_works_without_torchrun_and_with_a_python_reward(tiny, tmp_pat
     calls, prompts = rows(tmp_path / "calls.jsonl"), rows(tiny / "prompts.jsonl")
     assert sorted(label for _, _, label in calls) == sorted(2 * list(range(24)))
     assert all(prompt == f"x{prompts[label]['input']}y" for prompt, _, label in calls)
-    assert not any("<" in response for _, response, _ in calls)
+    assert not any(response.endswith(("<eos>", "<pad>")) for _, response, _ in calls)
     assert lines[0]["reward"] == pytest.approx(sum(response.count("a") for _, response, _ in calls[:24]) / 24)
 
 
@@ -162,7 +162,7 @@ def test_ppo_is_rewarded_for_each_step_by_a_process_reward_model(tiny, tmp_path,
     good, bad = tokenizer.convert_tokens_to_ids(["a", "b"])
     for sample in samples:
         read, expected = sample["prompt"], 0.0
-        steps = [step for step in re.sub("<eos>|<pad>|<unk>", "", sample["response"]).split("d") if step]
+        steps = [step for step in re.sub("(<eos>|<pad>)+$", "", sample["response"]).split("d") if step]
         for number, step in enumerate(steps):
             read += ("d" if number else "") + step + "h"
             logits = model(**tokenizer(read, return_tensors="pt")).logits[0, -1]
