@@ -11,18 +11,17 @@ from openppo.config import ReportConfig
 def main() -> None:
     """Entry point of ``python -m openppo.cli.report``."""
     config = read_command(ReportConfig, tyro.conf.PositionalRequiredArgs)
-    from openppo.tracking.report.page import write_report  # heavy: after parsing
+    from openppo.tracking.output_files import check_output_file  # heavy: after parsing
+    from openppo.tracking.report.page import is_report, write_report
     from openppo.tracking.report.run_data import find_logs
 
     folders = [Path(folder).expanduser() for folder in config.run_dirs]
     try:
         one = find_logs(folders[0]) / "report.html" if len(folders) == 1 else Path("report.html")
-        output = one if config.output is None else Path(config.output).expanduser()
+        output = check_output_file(config.output or str(one), "--output", is_ours=is_report)
         print(write_report(folders, output))
     except ValueError as error:
         leave(str(error))
-    except OSError as error:
-        leave(f"--output {output} cannot be written ({error}): choose another file.")
 
 
 if __name__ == "__main__":

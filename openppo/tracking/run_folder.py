@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from openppo import __version__, logger
+from openppo.tracking.output_files import replacing
 from openppo.types import Comm
 from openppo.weight_files import WEIGHTS, holds_model
 
@@ -119,6 +120,5 @@ def cut_logs(folder: Path, step: int) -> None:
     for file in sorted(folder.glob("*.jsonl")):
         *lines, _ = file.read_bytes().split(b"\n")  # not splitlines: a logged text may hold U+2028
         kept = [line for line in lines if not (found := LOG_STEP.match(line)) or int(found[1]) <= step]
-        new = file.with_name(f".{file.name}.new")
-        new.write_bytes(b"".join(line + b"\n" for line in kept))
-        new.replace(file)
+        with replacing(file) as new:
+            new.write_bytes(b"".join(line + b"\n" for line in kept))

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from openppo import __version__
+from openppo.tracking.output_files import replacing
 from openppo.tracking.report.catalog import charts_of
 from openppo.tracking.report.health import Health
 from openppo.tracking.report.rules import RULES
@@ -34,10 +35,14 @@ def write_report(folders: Sequence[str | Path], output: Path, running: bool = Fa
     """
     page = render([read_run(folder) for folder in folders], running)
     output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".{output.name}.new")
-    unfinished.write_text(page, encoding="utf-8")
-    unfinished.replace(output)
+    with replacing(output) as new:
+        new.write_text(page, encoding="utf-8")
     return output
+
+
+def is_report(beginning: bytes) -> bool:
+    """Test for the beginning of a page that ``write_report`` has written."""
+    return b"<title>OpenPPO report</title>" in beginning
 
 
 def render(runs: Sequence[RunData], running: bool = False) -> str:

@@ -1,13 +1,11 @@
 """The generate and evaluate commands: models at prompts, without training."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -42,6 +40,7 @@ from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.weights import WholeWeights
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.console import write_line
+from openppo.tracking.output_files import check_output_file, replacing
 from openppo.trainer.engines import check_like, check_sampling
 from openppo.trainer.evaluation.evaluator import Grading, evaluation_table
 from openppo.trainer.evaluation.passing import PassWatch
@@ -54,7 +53,7 @@ class _Job:
 
     def __init__(self, options: PromptsConfig, output_path: str | None, maker: SamplerMaker | None = None) -> None:
         self.options, model = options, f"--pretrain {options.pretrain}"
-        self.output = None if output_path is None else check_output(output_path)
+        self.output = None if output_path is None else check_output(options, output_path)
         self.strategy = InferenceStrategy(options.bf16)
         self.comm, self.policy = self.strategy.comm, FrozenPolicy(options)
         self.tokenizer = tokenizer = self.policy.tokenizer
@@ -238,17 +237,16 @@ class EvaluateJob(_Job):
         return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(parts)}
 
 
-def check_output(path: str) -> Path:
-    """The file of ``--output_path``, with its folder made; ``ValueError`` if nothing can be written there."""
-    output = Path(path).expanduser()
-    if output.is_dir():
-        raise ValueError(f"--output_path {path} is a folder: name a file in it.")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=output.parent).close()
-    except OSError as error:
-        raise ValueError(f"--output_path {path}: cannot be written ({error}); choose another folder.") from error
-    return output
+def check_output(options: PromptsConfig, path: str) -> Path:
+    """The file of ``--output_path``; ``ValueError`` if nothing can be written there, or something would be lost."""
+    sources = [name for name in (options.prompt_data or "").split(",") if name]
+    inputs = [("--prompt_data", name) for name in sources] + [("--pretrain", options.pretrain)]
+    return check_output_file(path, "--output_path", is_ours=_is_row, inputs=inputs)
+
+
+def _is_row(beginning: bytes) -> bool:
+    """Test for the beginning of a file that ``write_rows`` has written."""
+    return beginning.startswith(b'{"source": ') and b', "prompt": ' in beginning
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], comm: Comm) -> None:
@@ -256,8 +254,6 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], comm: Comm) -> Non
     rows_of_ranks = comm.all_gather_object(rows)
     if comm.rank != 0:
         return
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as file:
+    with replacing(path) as new, new.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in chain.from_iterable(rows_of_ranks):
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-    os.replace(unfinished, path)

@@ -124,6 +124,26 @@ def test_several_samples_of_a_prompt_are_numbered_and_differ(generate):
     assert [line["row"] for line in generate("--prompt_max_len", "10")] == [0, 1, 4, 5], "longer ones are dropped"
 
 
+def test_no_input_and_no_file_of_others_is_replaced(policy, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"source": "a", "row": 0, "prompt": "a", "input": "a"}\n')
+    (tmp_path / "reward.py").write_text("def reward_fn(response): return 0.0\n")
+    options = f"--pretrain {policy} --prompt_data {tmp_path}/prompts.jsonl --input_key input --output_path"
+    refused = {
+        f"{tmp_path}/prompts.jsonl": "is read by --prompt_data",
+        f"{policy}/config.json": "is read by --pretrain",
+        f"{tmp_path}/reward.py": "holds what this command has not written",
+    }
+    before = {path: Path(path).read_text() for path in refused}
+    for path, message in refused.items():
+        with pytest.raises(ValueError, match=f"^--output_path {path} {message}"):
+            GenerateJob(parse_options(GenerateConfig, [*options.split(), path]))
+    assert {path: Path(path).read_text() for path in refused} == before
+
+
+def test_an_earlier_output_is_replaced(generate):
+    assert generate() == generate()
+
+
 def test_a_file_that_cannot_be_finished_leaves_the_earlier_one_alone(tmp_path):
     class Unwritable:
         def __str__(self) -> str:

@@ -43,7 +43,7 @@ def test_the_page_lies_beside_the_logs_of_one_run_or_where_it_is_told_to(run_rep
     [
         ([], "name the folder of a run: python -m openppo.cli.report RUN_DIR"),
         (["none"], "none has no logs/metrics.jsonl: name the --save_path of a run"),
-        (["a", "--output", "a/logs/metrics.jsonl/x.html"], "--output a/logs/metrics.jsonl/x.html cannot be written"),
+        (["a", "--output", "a/logs/metrics.jsonl/x.html"], "--output a/logs/metrics.jsonl/x.html: cannot be written"),
         (["a", "--ouput", "x"], "unknown flag --ouput; did you mean --output?"),
     ],
 )
