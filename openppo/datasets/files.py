@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -166,10 +167,48 @@ def _lines(file: IO[bytes], where: str) -> Iterator[str]:
 
 
 def _read_json(file: IO[bytes], where: str) -> Iterator[Row]:
-    """Rows of an array, or one on each line."""
+    """Rows of an array, of an object of columns or with an array "data", or one on each line."""
     whole = "".join(_lines(file, where))
     array = whole.lstrip().startswith("[")
-    yield from _rows_of([whole] if array else whole.split("\n"), where, array)
+    rows = None if array else _rows_of_object(whole, where)
+    yield from _rows_of([whole] if array else whole.split("\n"), where, array) if rows is None else rows
+
+
+def _rows_of_object(text: str, where: str) -> list[Row] | None:
+    """Rows of a file that is one object: of its array "data", or of its columns as pandas writes them; else None."""
+    objects = _Objects()
+    try:
+        value = json.loads(text, object_pairs_hook=objects)
+    except (ValueError, RecursionError):  # an object on each line
+        return None
+
+    rows = _rows_of_columns(value) if isinstance(value, dict) else None
+    data = value.get("data") if isinstance(value, dict) else None
+    if isinstance(data, list) and data and all(isinstance(row, dict) for row in data):
+        rows = data
+        logger.info("%s: its rows are those of 'data'", where)
+    elif rows is not None:
+        logger.info("%s: each of its values is a column, of %d rows", where, len(rows))
+    if rows is not None:
+        objects.log_repeated(where)
+    return rows
+
+
+def _rows_of_columns(columns: Row) -> list[Row] | None:
+    """Rows of columns that are lists of texts and numbers, or objects by row number; None for anything else."""
+    values = [_column(value) for value in columns.values()]
+    if not values or not all(values) or len({len(value or ()) for value in values}) > 1:
+        return None
+    return [dict(zip(columns, row, strict=True)) for row in zip(*(value or () for value in values), strict=True)]
+
+
+def _column(value: Any) -> list[Any] | None:
+    """Values of a column; None for a value of one row, such as a chat."""
+    if isinstance(value, dict) and list(value) == [str(number) for number in range(len(value))]:
+        return list(value.values())
+    if isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
+        return value
+    return None
 
 
 def _read_jsonl(file: IO[bytes], where: str) -> Iterator[Row]:
@@ -225,7 +264,12 @@ def _parse(text: str, where: str, line: int, objects: _Objects) -> Any:
 
 def _read_csv(file: IO[bytes], where: str) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is shorter than many documents
-    reader = csv.reader(_lines(file, where), strict=True)
+    lines = _lines(file, where)
+    first = next(lines, "")
+    separator = next((each for each in ",;\t" if each in first), ",")
+    if separator != ",":
+        logger.info("%s: columns are separated by %r, as in the first line", where, separator)
+    reader = csv.reader(chain([first], lines), delimiter=separator, strict=True)
     try:
         header = next(reader, [])
         if len(set(header)) < len(header):
@@ -234,7 +278,7 @@ def _read_csv(file: IO[bytes], where: str) -> Iterator[Row]:
             if len(fields) != len(header):
                 raise ValueError(
                     f"{where}, line {reader.line_num}: {len(fields)} fields, but the first line names {len(header)} "
-                    "columns. Put quotes around texts with commas."
+                    f"columns. Put quotes around texts with {separator!r}."
                 )
             yield dict(zip(header, fields, strict=True))
     except csv.Error as error:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import logging
 from pathlib import Path
 
 import datasets
@@ -69,6 +70,47 @@ def test_json_values_are_kept_as_written(tmp_path):
     for name, text in (("rows.jsonl", b'{"a": 1}\r\n\r\n{"a": 2}'), ("rows.json", b'\n[{"a": 1},\n{"a": 2}]')):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text)  # byte order mark and blank lines do not matter
         assert load(tmp_path / name) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_csv_with_another_separator_is_read_and_said(tmp_path, caplog, separator):
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "rows.csv"
+    path.write_text(f'question{separator}answer\n"one, two{separator}"{separator}3\n')
+    assert load(path) == [{"question": f"one, two{separator}", "answer": "3"}]
+    assert f"columns are separated by {separator!r}" in caplog.text
+
+
+COLUMNS = {"question": ["a", "b"], "answer": [1, None]}
+OBJECTS = [{"question": "a", "answer": 1}, {"question": "b", "answer": None}]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (COLUMNS, "each of its values is a column, of 2 rows"),
+        ({name: dict(zip("01", values, strict=True)) for name, values in COLUMNS.items()}, "is a column, of 2 rows"),
+        ({"version": "1.1", "data": OBJECTS}, "its rows are those of 'data'"),
+    ],
+    ids=["lists", "objects", "data"],
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_of_columns_or_data_has_their_rows(tmp_path, caplog, content, said, indent):
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(content, indent=indent))
+    assert load(path) == OBJECTS
+    assert said in caplog.text
+
+
+def test_an_object_of_one_row_stays_a_row(tmp_path):
+    for content in (
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"prompt": "a", "data": [1]},
+        {"a": ["b"], "c": "d"},
+    ):
+        (tmp_path / "row.json").write_text(json.dumps(content))
+        assert load(tmp_path / "row.json") == [content]
 
 
 def test_csv_values_are_strings_with_commas_quotes_and_newlines(tmp_path):
