@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
+from huggingface_hub import constants
 
 from openppo.config import RowsConfig, parse_probs
 from openppo.datasets.files import (
@@ -152,6 +153,8 @@ def _load_by_datasets(place: Place, flag: str, split: str, max_samples: int | No
     except _UNREADABLE as error:
         what = f"no such file or folder, and split {split!r} of a data set of that name cannot be loaded from the hub"
         remedy = "Check the path, the name, the split and the network."
+        if constants.HF_HUB_OFFLINE:
+            remedy = "HF_HUB_OFFLINE is set: unset it, or name a folder that save_to_disk of 'datasets' has written."
         if is_dir:
             what, remedy = "a folder saved by 'datasets' that cannot be read", "Save it again, strange dates as text."
         raise ValueError(f"{flag} {source}: {what} ({error!r}). {remedy}") from error

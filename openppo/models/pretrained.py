@@ -10,6 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
 from jinja2 import TemplateSyntaxError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -98,8 +99,17 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
     except (OSError, ValueError, KeyError) as error:
         if str(error).startswith(named):
             raise
-        says = error if str(error).startswith(f"{name}: ") else f"{name}: its config cannot be read: {error}"
-        raise ValueError(f"{flag} {says}") from error
+        if str(error).startswith(f"{name}: "):
+            raise ValueError(f"{flag} {error}") from error
+        if path.is_dir():
+            raise ValueError(f"{named}: its config cannot be read: {error}") from error
+        remedy = "Check the path, the name and the network."
+        if constants.HF_HUB_OFFLINE:
+            remedy = "HF_HUB_OFFLINE is set: unset it, or name a folder."
+        first, *_ = str(error).splitlines()
+        raise ValueError(
+            f"{named}: no such folder here, and no model of that name could be read from the hub ({first}). {remedy}"
+        ) from error
 
 
 def load_config(name: str, base: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -159,10 +159,14 @@ def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch):
     assert load("owner/name", split="train[:9]", max_samples=1) == ROWS[:1]
     with pytest.raises(ValueError, match=r"--prompt_data owner/name@main: no such file .* split 'dev' .*no network"):
         load("owner/name@main", split="dev")
+    monkeypatch.setattr(sources.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set: unset it, or name a folder that save_to_disk"):
+        load("owner/name@main", split="dev")
+    monkeypatch.undo()
     for path in ("no/such/file.jsonl", "./nowhere", "missing.json", "/no/folder"):  # which are not looked up
         with pytest.raises(ValueError, match=r"--prompt_data .*no such file or folder.*not a name on the hub"):
             load(path)
-    assert asked == [("owner/name", None, "train[:9]"), ("owner/name", "main", "dev")]
+    assert asked == [("owner/name", None, "train[:9]"), *[("owner/name", "main", "dev")] * 2]
 
 
 @pytest.mark.parametrize(

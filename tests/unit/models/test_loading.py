@@ -37,6 +37,21 @@ def test_what_is_no_model_folder_is_an_error_that_names_the_flag(tmp_path, file,
         check_model(str(name), FLAG)
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_missing_folder_that_looks_like_a_name_of_the_hub_is_named(tmp_path, monkeypatch, offline):
+    def no_network(*_, **__):
+        raise OSError("We couldn't connect to 'https://huggingface.co'.\nCheck your internet connection.")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pretrained.AutoConfig, "from_pretrained", no_network)
+    monkeypatch.setattr(pretrained.constants, "HF_HUB_OFFLINE", offline)
+    remedy = "HF_HUB_OFFLINE is set: unset it, or name a folder" if offline else "Check the path, the name and the"
+    message = rf"^{FLAG} ckpt/nosuch: no such folder here, and no model .* \(We couldn't connect to .*\)\. {remedy}"
+    with pytest.raises(ValueError, match=message) as failure:
+        check_model("ckpt/nosuch", FLAG)
+    assert "\n" not in str(failure.value)
+
+
 @pytest.mark.parametrize(("make", "says"), [("llama", ""), ("gpt2", "no tokenizer files, such as .* Copy those of")])
 def test_a_missing_tokenizer_is_an_error_that_names_the_flag(make, says, request, tmp_path):
     request.getfixturevalue(make)().save_pretrained(tmp_path)  # of GPT-2 transformers makes one of no tokens
