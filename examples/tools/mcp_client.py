@@ -18,6 +18,11 @@ class MCPTool(BaseTool):
     """One tool of a server; ``config`` has ``command``, a list, and ``tool``, its name there."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+        if not isinstance(config.get("command"), list) or "tool" not in config:
+            raise ValueError(
+                "an MCP tool needs 'command', a list that starts a server which talks over stdin and stdout, and "
+                "'tool', the name there. For a server over HTTP let command start a bridge, such as mcp-proxy."
+            )
         program, *arguments = config["command"]
         self.server = StdioServerParameters(command=program, args=arguments, env=config.get("env"))
         self.tool = config["tool"]

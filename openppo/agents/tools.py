@@ -148,7 +148,10 @@ def _imported(class_name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, SyntaxError, AttributeError) as error:
-        raise ValueError(f"{class_name} cannot be imported ({error})") from error
+        beside = f"{module.partition('.')[0]}.py"
+        raise ValueError(
+            f"{class_name} cannot be imported ({error}). Put {beside} beside the file, or install what it needs."
+        ) from error
 
 
 class _Entry(BaseModel, extra="forbid"):
@@ -166,8 +169,9 @@ def _of_yaml(file: Path, where: str) -> list[Callable[[], BaseTool]]:
     try:
         entries = form.validate_python(yaml.safe_load(file.read_text(encoding="utf-8"))).get("tools", [])
     except (OSError, yaml.YAMLError, ValueError) as error:
-        what = "a list 'tools:' of class_name (of an openppo.agents.tools.BaseTool), config and tool_schema"
-        raise ValueError(f"{where}: {_first(error)}. Write {what}.") from error
+        form_of_file = "a list 'tools:' of class_name (of an openppo.agents.tools.BaseTool), config and tool_schema"
+        problem = _first(error)
+        raise ValueError(f"{where}: {problem}{'' if problem[-1] == '.' else f'. Write {form_of_file}.'}") from error
     return [partial(entry.class_name, entry.config or {}, entry.tool_schema) for entry in entries]
 
 
@@ -176,4 +180,6 @@ def _first(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
     first = error.errors()[0]
+    if first["type"] == "value_error":  # of a function of ours
+        return f"{'.'.join(map(str, first['loc']))}: {first['ctx']['error']}"
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.60}"

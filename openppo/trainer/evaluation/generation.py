@@ -61,8 +61,7 @@ class _Job:
             maker.check(tokenizer)
         self.prompts = once_per_host(self.comm, options, lambda: self._load_prompts(maker))
         ids = [prompt.token_ids for prompt in self.prompts]
-        longest = max(map(len, ids)) if maker is None else options.prompt_max_len
-        check_context(self.policy.config, model, longest, options.generate_max_len)
+        check_context(self.policy.config, model, max(map(len, ids)), options.generate_max_len)
         check_token_ids(self.policy.config, model, tokenizer, ids)
         self.sampling = self.prompts, sampling_params(options), options.n_samples_per_prompt, options.seed
 

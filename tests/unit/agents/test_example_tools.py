@@ -169,6 +169,13 @@ def test_an_mcp_server_says_its_schema_and_answers_calls(mcp):
     assert bad.startswith("Error: Error executing tool double")
 
 
+def test_a_server_over_http_is_refused_with_a_remedy(mcp):
+    tools = {"tools": [{"class_name": "mcp_client.MCPTool", "config": {"url": "http://localhost", "tool": "double"}}]}
+    (mcp / "http.yaml").write_text(yaml.safe_dump(tools))
+    with pytest.raises(ValueError, match="http.yaml: an MCP tool needs 'command', .* start a bridge"):
+        load_tools(str(mcp / "http.yaml"))
+
+
 def test_an_unknown_tool_of_an_mcp_server_is_said(mcp):
     with pytest.raises(ValueError, match="mcp.yaml: the MCP server has no tool 'triple'; it has: double."):
         load_tools(entry(mcp, "triple"))

@@ -146,7 +146,7 @@ BAD = [
     ("tools.yaml", {"tool": [{"class_name": "a.B"}]}, "tool.[key]: Input should be 'tools'"),
     ("tools.yaml", entry(mcp={}), "tools.0.mcp: Extra inputs are not permitted"),
     ("tools.yaml", entry(config=[1]), "tools.0.config"),
-    ("tools.yaml", entry(class_name="nowhere.Tool"), "nowhere.Tool cannot be imported (No module named 'nowhere')"),
+    ("tools.yaml", entry(class_name="nowhere.Tool"), "(No module named 'nowhere'). Put nowhere.py beside the file"),
     ("tools.yaml", entry(class_name="beside_bad.Missing"), "beside_bad.Missing cannot be imported"),
     (
         "tools.yaml",
