@@ -90,8 +90,7 @@ async def _run(agent: Agent, task: Task, session: Session) -> None:
     except SystemExit as error:  # it would end the event loop of all episodes
         raise RuntimeError("the agent called sys.exit()") from error
     named = result if isinstance(result, Mapping) else {} if result is None else {"reward": result}
-    for name, value in named.items():
-        session.reward(value, name=str(name))
+    session.reward_all({str(name): value for name, value in named.items()})
 
 
 def _played(session: Session, error: str, needs_reward: bool) -> Played:

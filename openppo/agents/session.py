@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, SupportsFloat, TypedDict, Unpack
@@ -128,11 +128,21 @@ class Limits(TypedDict, total=False):
     stop: str | Sequence[str]
 
 
+MAX_REWARDS = 64
+"""Named rewards of an episode; each is a metric."""
+MAX_NAME_LENGTH = 100
+_LARGEST = 3.4e38  # of what float32 can hold, in which rewards are added up
+
+
 def finite_reward(value: Any) -> float:
-    """``value`` as float; ``ValueError`` if it is no finite number."""
-    if not isinstance(value, SupportsFloat) or not math.isfinite(value):
-        raise ValueError(f"the reward {shortened(value)} is no finite number")
-    return float(value)
+    """``value`` as float; ``ValueError`` if it is no finite number that float32 can hold."""
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except OverflowError:  # of a whole number
+        number = math.inf
+    if not abs(number) <= _LARGEST:  # of NaN too
+        raise ValueError(f"the reward {shortened(value)} is no finite number of at most {_LARGEST}")
+    return number
 
 
 class EpisodeEnded(Exception):  # noqa: N818 (nothing need be wrong)
@@ -195,13 +205,27 @@ class Session:
         return await self._sample(read, turn, [*turn.messages, message], turn.tools, limits)
 
     def reward(self, value: float, turn: Turn | None = None, name: str = "reward") -> None:
-        """Give ``turn`` a reward, or the whole episode; the last one counts. ``ValueError`` if it is not finite."""
-        reward = finite_reward(value)
+        """Give ``turn`` a reward, or the whole episode; the last one of a name counts.
+
+        ``ValueError`` if it is not finite, or for more or longer names than metrics may have.
+        """
         if turn is None:
-            self.rewards[name] = reward
+            self.reward_all({name: value})
         else:
+            reward = finite_reward(value)
             self.counts["rewarded_turns"] += not turn.rewarded
             turn.reward, turn.rewarded = reward, True
+
+    def reward_all(self, named: Mapping[str, float]) -> None:
+        """Give the whole episode rewards by name, all or, with a ``ValueError``, none."""
+        rewards = {name: finite_reward(value) for name, value in named.items()}
+        longest = max(rewards, key=len, default="")
+        if len(longest) > MAX_NAME_LENGTH or len(self.rewards | rewards) > MAX_REWARDS:
+            raise ValueError(
+                f"reward {shortened(longest)}: an episode has at most {MAX_REWARDS} named rewards, with names of at "
+                f"most {MAX_NAME_LENGTH} letters"
+            )
+        self.rewards |= rewards
 
     def add_turn_reward(self, value: float) -> None:
         """Add to the reward of the last turn, if there is one."""

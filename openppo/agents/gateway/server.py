@@ -184,13 +184,15 @@ class Gateway:
         if completes:
             status = _status(client, body)
         named: dict[str, Any] = given if isinstance(given, dict) else {"reward": given}
-        if not all(isinstance(value, int | float) and abs(value) < 1e38 for value in named.values()):
+        if not all(isinstance(value, int | float) for value in named.values()):
             raise Refused(f'reward {shortened(given)}: send {{"reward": NUMBER}}, or numbers by name.')
-        if (answer_id := body.get("turn")) is not None:
-            session.reward(sum(named.values()), client.answered(answer_id).turns[0])
-        else:
-            for name, value in named.items():
-                session.reward(value, name=name)
+        try:
+            if (answer_id := body.get("turn")) is not None:
+                session.reward(sum(named.values()), client.answered(answer_id).turns[0])
+            else:
+                session.reward_all(named)
+        except ValueError as error:
+            raise Refused(f"{error}.") from error
         if completes and status == "completed":
             session.close(Ending.COMPLETED)
         if completes and client.ended is not None and not client.ended.done():

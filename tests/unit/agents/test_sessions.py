@@ -1,6 +1,7 @@
 """Episodes over recorded token ids: turns, branches, segments, rewards, endings."""
 
 import asyncio
+import re
 import sys
 from typing import Any
 
@@ -177,6 +178,27 @@ def test_a_turn_reward_lies_on_its_last_action(make_sampler):
         expected[stop - 1] = reward
     assert (trajectory.token_rewards, trajectory.scores) == (expected, {"whole": 3.0})
     assert trajectory.total_reward({}) == 5.25
+
+
+@pytest.mark.parametrize(
+    ("rewards", "error"),
+    [
+        ({f"r{i}": 1.0 for i in range(65)}, "an episode has at most 64 named rewards"),
+        ({"r" * 101: 1.0}, "with names of at most 100 letters"),
+        ({"r": 3.5e38}, "the reward 3.5e\\+38 is no finite number of at most 3.4e\\+38"),
+        ({"r": 10**400}, "is no finite number"),
+    ],
+    ids=["many", "long", "large", "whole"],
+)
+def test_rewards_that_metrics_cannot_hold_fail_the_episode(make_sampler, rewards, error):
+    async def solve(task: Any, session: Any) -> dict[str, float]:
+        await session.chat(task.messages)
+        return rewards
+
+    failed: list[Any] = []
+    request = SampleRequest([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, Metrics(), note_failed=failed.append)
+    make_sampler(solve, lambda prompt: "yes").sample(request)
+    assert re.search(error, failed[0].episode.error)
 
 
 def test_a_turn_rewarded_with_zero_has_a_reward(make_sampler):

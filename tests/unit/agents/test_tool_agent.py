@@ -236,7 +236,7 @@ FORMS = [
     (ToolResponse(text="seen", image=["p", "q"]), "seen"),
     ("half \ud800 a pair", "half ? a pair"),
     (7, "Error: plain: 7 is no text, dict with 'text' or 'image', or ToolResponse"),
-    (("text", "much"), "Error: plain: the reward 'much' is no finite number"),
+    (("text", "much"), "Error: plain: the reward 'much' is no finite number of at most 3.4e+38"),
 ]
 
 
