@@ -36,7 +36,8 @@ class _Handler(logging.Handler):
             write_line(self.format(record), sys.stderr)
 
     def format(self, record: logging.LogRecord) -> str:
-        message = super().format(record)
+        """The message, with escapes for what a terminal would obey: it may quote a program, or a service."""
+        message = "\n".join(map(escape_control, super().format(record).split("\n")))
         if self._rank == 0 and sys.stderr.isatty():
             return f"\x1b[33mwarning: {message}\x1b[0m" if record.levelno >= logging.WARNING else message
         name = "[openppo]" if self._rank == 0 else f"[openppo rank {self._rank}]"

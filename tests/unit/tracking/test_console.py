@@ -46,6 +46,16 @@ def test_files_name_the_rank_on_each_line_and_terminals_color_warnings(monkeypat
     assert stream.getvalue() == expected + "[openppo rank 3] careful\n"
 
 
+def test_records_cannot_command_a_terminal(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    setup_logging(0)
+    logging.getLogger("openppo").warning("a program said %s\nbelow", "\x1b]0;title\x07 \x1b[2J\u202e red\r")
+    first, second = stream.getvalue().splitlines()
+    assert first == r"[openppo] a program said \x1b]0;title\x07 \x1b[2J\u202e red\r"
+    assert second == "[openppo] below"
+
+
 def test_a_full_disk_under_all_output_does_not_stop_the_run(tmp_path, monkeypatch):
     """As with ``> run.log 2>&1``: the failure cannot be reported either."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
