@@ -20,7 +20,12 @@ from tests.conftest import save_tokenizer
 REPO = Path(__file__).parents[2]
 LETTERS = "abcdefgh"
 Train = Callable[[str, dict[str, list[Any]], str], list[dict[str, Any]]]
-REWARD = "def reward_fn(response):\n    return response.count('a') / max(len(response), 1)\n"
+REWARD = """import re
+
+def reward_fn(response):
+    letters = re.sub("<[a-z]+>", "", response)  # a random model writes special tokens too
+    return letters.count("a") / max(len(letters), 1)
+"""
 PPO = """train_ppo --reward_fn reward.py --prompt_data prompts.jsonl --train_batch_size 32 --micro_train_batch_size 32
     --micro_rollout_batch_size 64 --generate_max_len 8 --actor_learning_rate 3e-3 --critic_learning_rate 3e-3"""
 
