@@ -169,9 +169,12 @@ def _lines(file: IO[bytes], where: str) -> Iterator[str]:
 def _read_json(file: IO[bytes], where: str) -> Iterator[Row]:
     """Rows of an array, of an object of columns or with an array "data", or one on each line."""
     whole = "".join(_lines(file, where))
-    array = whole.lstrip().startswith("[")
-    rows = None if array else _rows_of_object(whole, where)
-    yield from _rows_of([whole] if array else whole.split("\n"), where, array) if rows is None else rows
+    if whole.lstrip().startswith("["):
+        yield from _rows_of([whole], where, array=True)
+    elif (rows := _rows_of_object(whole, where)) is not None:
+        yield from rows
+    else:
+        yield from _rows_of(whole.split("\n"), where)
 
 
 def _rows_of_object(text: str, where: str) -> list[Row] | None:
@@ -196,10 +199,11 @@ def _rows_of_object(text: str, where: str) -> list[Row] | None:
 
 def _rows_of_columns(columns: Row) -> list[Row] | None:
     """Rows of columns that are lists of texts and numbers, or objects by row number; None for anything else."""
-    values = [_column(value) for value in columns.values()]
-    if not values or not all(values) or len({len(value or ()) for value in values}) > 1:
+    values = [column for value in columns.values() if (column := _column(value))]
+    lengths = {len(column) for column in values}
+    if len(values) < len(columns) or len(lengths) != 1:
         return None
-    return [dict(zip(columns, row, strict=True)) for row in zip(*(value or () for value in values), strict=True)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def _column(value: Any) -> list[Any] | None:

@@ -127,7 +127,8 @@ class AsyncSource:
         if self.worker is not None:
             with self.engines.with_weights():
                 self.worker.drive()
-        batch, failure, start = None, None, time.monotonic()
+        batch, failure = None, None
+        start = time.monotonic()
         if self.coordinator is not None:
             try:
                 batch = self.coordinator.wait_for_batch(self.hooks.stop)

@@ -23,10 +23,10 @@ def response_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) ->
 
 def written_spans(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each span of actions, up to those that end or pad it."""
-    ids, spans, stop = trajectory.token_ids, trajectory.spans, trajectory.stop
+    spans = trajectory.spans
     ended = [True] * (len(spans) - 1) + [trajectory.finish_reason.is_complete]
     return [
-        written_ids(ids[start:end], tokenizer, is_complete=is_complete, stop=stop)
+        written_ids(trajectory.token_ids[start:end], tokenizer, is_complete=is_complete, stop=trajectory.stop)
         for (start, end), is_complete in zip(spans, ended, strict=False)
     ]
 

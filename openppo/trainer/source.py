@@ -141,8 +141,11 @@ class PromptSource:
     def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Responses to this rank's share of ``prompts``, those of one prompt in a row, on which scoring has begun."""
         ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
-        seed, n_samples, first = self.config.deepspeed.seed, self.config.ppo.n_samples_per_prompt, self.consumed_prompts
-        params, metrics, failed = sampling_params(self.config.generation), Metrics(), list[Trajectory]()
+        n_samples = self.config.ppo.n_samples_per_prompt
+        seed, first = self.config.deepspeed.seed, self.consumed_prompts
+        params = sampling_params(self.config.generation)
+        metrics = Metrics()
+        failed: list[Trajectory] = []
         with self.timer.phase("generation"), self.with_weights():
             asked = SampleRequest(ready, params, n_samples, seed, first, metrics, note_failed=failed.append)
             sampled = self.sampled_by.sample(asked)
@@ -190,8 +193,11 @@ class PromptSource:
     def _filtered(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Groups with different rewards, sampled until they fill a rollout batch or a bound is reached."""
         wanted, bound = self.config.prompts_per_step, self.config.ppo.dynamic_sampling_max_batches
-        metrics, kept, n_groups, n_batches, failed = Metrics(), [], 0, 0, list[Trajectory]()
+        metrics = Metrics()
         everything: list[Trajectory] = []
+        kept: list[Trajectory] = []
+        failed: list[Trajectory] = []
+        n_groups = n_batches = 0
         batch: Sequence[str | Prompt] | None = prompts
         while batch is not None:
             sampled = self._sampled(batch)
