@@ -17,11 +17,13 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @pytest.fixture
 def installed() -> Iterator[None]:
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and then it is not taken
     before = [signal.getsignal(number) for number in HANDLED]
     signals.install()
     yield
     signals.uninstall()
     assert [signal.getsignal(number) for number in HANDLED] == before
+    signal.signal(signal.SIGHUP, hangup)
 
 
 def test_a_signal_arrives_while_the_main_thread_is_inside_c(installed):
