@@ -1,6 +1,7 @@
 """Conversations -> text: messages as any client or data set has them, in the form that a chat template writes."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -32,12 +33,14 @@ def render_chat(
 
     Messages have any of OpenAI's forms. Contents are strings or lists of texts, or null, of which ``content`` makes
     what the template gets. A developer is the system; what is null is left out. Arguments of calls are given to the
-    template as objects, or as JSON if that is what it writes well. ``tools`` are offered in OpenAI's form. Raises
-    ``ValueError`` if there is no template or it refuses the messages.
+    template as objects, or as JSON if that is what it writes well; ids of calls as they are, or short if it demands
+    that. ``tools`` are offered in OpenAI's form. Raises ``ValueError`` if there is no template or it refuses the
+    messages.
     """
-    as_text = any(message.get("tool_calls") for message in messages) and _wants_text(
-        tokenizer, str(tokenizer.chat_template)
-    )
+    as_text, template = False, str(tokenizer.chat_template)
+    if any(message.get("tool_calls") for message in messages):
+        as_text = _wants_text(tokenizer, template)
+        messages = _with_short_ids(messages) if _wants_short_ids(tokenizer, template) else messages
     written = [_message(message, as_text, content) for message in messages]
     return apply_template(written, tokenizer, for_generation=for_generation, tools=tools)
 
@@ -95,9 +98,50 @@ def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     return written == [True]
 
 
-def example_call(argument: str) -> list[Message]:
+@lru_cache(maxsize=8)
+def _wants_short_ids(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Test for a template, such as Mistral's, that refuses ids of calls but those of nine letters and digits."""
+    as_text = _wants_text(tokenizer, template)
+    accepted = []
+    for call_id in ("call_0", _short_id(0)):
+        result = {"role": "tool", "content": "-", "tool_call_id": call_id}
+        with suppress(ValueError):
+            apply_template([_message(each, as_text) for each in (*example_call("-", call_id), result)], tokenizer)
+            accepted.append(call_id)
+    return accepted == [_short_id(0)]
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` in which calls have short ids, and results those of their calls; without an id, in their order."""
+    short: dict[Any, str] = {}
+    renamed, open_ids = [], list[str]()
+    for number, message in enumerate(messages):
+        turn = dict(message)
+        if calls := message.get("tool_calls"):
+            turn["tool_calls"] = []
+            for place, call in enumerate(calls):
+                call_id = call.get("id")
+                is_short = isinstance(call_id, str) and re.fullmatch("[A-Za-z0-9]{9}", call_id) is not None
+                new_id = call_id if is_short else _short_id(1000 * number + place)
+                short[call_id] = new_id
+                open_ids.append(new_id)
+                turn["tool_calls"].append({**call, "id": new_id})
+        elif message.get("role") == "tool" and open_ids:
+            asked_id = message.get("tool_call_id")
+            new_id = open_ids[0] if asked_id is None else short.get(asked_id, asked_id)
+            turn["tool_call_id"] = new_id
+            open_ids = [each for each in open_ids if each != new_id]
+        renamed.append(turn)
+    return renamed
+
+
+def _short_id(number: int) -> str:
+    return f"c{number:08d}"
+
+
+def example_call(argument: str, call_id: str = "c00000000") -> list[Message]:
     """A question and a call of a tool with ``argument``."""
-    call = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {"mark": argument}}}
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"mark": argument}}}
     return [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 

@@ -176,6 +176,31 @@ def test_a_template_that_writes_arguments_well_as_text_gets_text(make_tokenizer)
     assert '«[add{"a": 1}]<eos>»' in sft([*ASK, {"role": "assistant", **fields}], tokenizer)
 
 
+SHORT_IDS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('id') }}"
+    "{% endif %}[{{ c.function.name }} {{ c.id }}]{% endfor %}{% if m.role == 'tool' %}({{ m.tool_call_id }} "
+    "{{ m.content }}){% else %}<{{ m.role }}>{{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+
+
+def test_ids_of_calls_are_short_where_the_template_demands_it(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template=SHORT_IDS)
+    for ids, results in ((("call_1", "call_2"), ("call_2", "call_1")), ((None, None), (None, None))):
+        calls = [{"function": CALL} | ({"id": call_id} if call_id else {}) for call_id in ids]
+        answers = [
+            {"role": "tool", "content": f"of {call_id}"} | ({"tool_call_id": call_id} if call_id else {})
+            for call_id in results
+        ]
+        chat = [*ASK, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
+        first, second = ("c00001001", "c00001000") if ids[0] else ("c00001000", "c00001001")
+        written = "<user>1+2?<eos>[add c00001000][add c00001001]<assistant><eos>"
+        assert prompt(chat, tokenizer) == f"{written}({first} of {results[0]})({second} of {results[1]})"
+    kept = [*ASK, {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "function": CALL}]}]
+    answer = {"role": "tool", "content": "3", "tool_call_id": "abcdefghi"}
+    assert "[add abcdefghi]" in prompt([*kept, answer], tokenizer)
+    assert "(abcdefghi 3)" in prompt([*kept, answer], tokenizer)
+
+
 def test_no_arguments_are_an_empty_object(make_tokenizer):
     tokenizer = make_tokenizer(chat_template=TEMPLATES["qwen"])
     for arguments in ("", None, {}, "{}"):

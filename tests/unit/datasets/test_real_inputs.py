@@ -79,6 +79,18 @@ WEATHER = [
     {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"},
     *turns(assistant="It is sunny."),
 ]
+OPENAI = [
+    *turns(user="Weather?"),
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": CALL}]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    *turns(assistant="It is sunny."),
+]
+WITHOUT_IDS = [
+    *turns(user="Weather?"),
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "content": "sunny"},
+    *turns(assistant="It is sunny."),
+]
 OLDER = [
     *turns(user="Weather?"),
     {"role": "assistant", "content": None, "function_call": CALL},
@@ -96,7 +108,11 @@ WITH_CALLS = {
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)
-@pytest.mark.parametrize(("chat", "call_id"), [(WEATHER, "abcdefghi"), (OLDER, "c00000001")], ids=["tools", "older"])
+@pytest.mark.parametrize(
+    ("chat", "call_id"),
+    [(WEATHER, "abcdefghi"), (OLDER, "c00000001"), (OPENAI, "c00001000"), (WITHOUT_IDS, "c00001000")],
+    ids=["short ids", "older", "ids of OpenAI", "no ids"],
+)
 def test_calls_of_rows_have_the_tokens_of_an_agents_episode(assets, name, chat, call_id):
     tokenizer = tokenizer_of(assets, name)
     (example,) = load("sft", [{"messages": chat}], tokenizer, **WITH_CHAT)
