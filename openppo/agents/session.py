@@ -13,6 +13,7 @@ from openppo.agents.renderer import Renderer, fingerprints
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, shortened
 from openppo.media import Media, distinct_ids
+from openppo.rewards.scoring import LARGEST_REWARD
 from openppo.rollout.rollout import sample_seed
 from openppo.rollout.sampling import text_before_stop
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams
@@ -131,7 +132,6 @@ class Limits(TypedDict, total=False):
 MAX_REWARDS = 64
 """Named rewards of an episode; each is a metric."""
 MAX_NAME_LENGTH = 100
-_LARGEST = 3.4e38  # of what float32 can hold, in which rewards are added up
 
 
 def finite_reward(value: Any) -> float:
@@ -140,8 +140,8 @@ def finite_reward(value: Any) -> float:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except OverflowError:  # of a whole number
         number = math.inf
-    if not abs(number) <= _LARGEST:  # of NaN too
-        raise ValueError(f"the reward {shortened(value)} is no finite number of at most {_LARGEST}")
+    if not abs(number) <= LARGEST_REWARD:  # of NaN too
+        raise ValueError(f"the reward {shortened(value)} is no finite number of at most {LARGEST_REWARD}")
     return number
 
 

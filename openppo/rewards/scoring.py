@@ -15,7 +15,7 @@ from openppo.types import Interrupted, Score, StopCheck, Trajectory
 T = TypeVar("T")
 
 _SECONDS_BETWEEN_LOOKS = 0.5
-_LARGEST = 3.4e38  # of what float32 can hold, in which rewards are added up
+LARGEST_REWARD = 3.4e38  # of what float32 can hold, in which rewards are added up
 _MOST_BYTES = 4  # of one character in UTF-8
 
 
@@ -128,7 +128,7 @@ def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
 def finite_number(value: Any) -> float | None:
     """Number of Python, NumPy or torch as float; None for anything else, NaN and infinities included."""
     number = _plain(value)
-    is_finite = isinstance(number, int | float) and abs(number) <= _LARGEST  # false for NaN too
+    is_finite = isinstance(number, int | float) and abs(number) <= LARGEST_REWARD  # false for NaN too
     return float(number) if is_finite else None
 
 
