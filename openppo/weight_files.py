@@ -12,7 +12,7 @@ WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors")
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether ``folder`` has weights of a model or of adapters."""
+    """Test for weights of a model or of adapters in ``folder``."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHTS)
 
 

@@ -95,7 +95,7 @@ def require_whole(message: Message, number: int, rendered: str) -> None:
 
 
 def left_out(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """What of "tools", "calls" and "results" the chat template does not write; all if it refuses them."""
+    """Those of "tools", "calls" and "results" that the chat template does not write; all if it refuses them."""
     result = {"role": "tool", "content": f"{MARK} result", "tool_call_id": "c00000000"}
     with suppress(ValueError):
         messages = [*example_call(f"{MARK} call"), result]

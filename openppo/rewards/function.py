@@ -351,7 +351,7 @@ class FunctionScorer:
 
 
 def _needs_main_thread(error: BaseException) -> bool:
-    """Whether something raised, now or at first, because it runs on another thread than the main one."""
+    """Test for an error, or a cause of it, that only threads other than the main one raise."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:

@@ -70,7 +70,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _completes(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> bool:
-    """Whether the last token completes one of the texts, as engines test it."""
+    """Test for a last token that completes one of the texts, as engines test it."""
     if not stop:
         return False
     before, after = decoded(ids[:-1], tokenizer), decoded(ids, tokenizer)

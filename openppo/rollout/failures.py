@@ -14,7 +14,7 @@ N_SHOWN = 2
 
 
 class NothingTrainedError(RuntimeError):
-    """What is sampled cannot be trained on; ``failed`` stand for the last episodes. Alike on all ranks."""
+    """Samples of which none can be trained on, alike on all ranks; ``failed`` stand for the last episodes."""
 
     def __init__(self, message: str, failed: Sequence[Trajectory] = ()) -> None:
         super().__init__(message)
