@@ -7,7 +7,9 @@ import re
 import shlex
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -111,21 +113,23 @@ class ProgramAgent(Agent):
     async def _finished(self, task: Task, key: str, output: IO[bytes], errors: IO[bytes]) -> int:
         """Exit status. All that the program started is killed at the end, and if this is cancelled."""
         texts = [text_of(message.get("content")) for message in task.messages]
-        process = await asyncio.create_subprocess_exec(
-            *self.command.arguments(task.prompt.row),
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=errors,
-            env=self.environment | self._of_episode(task, key),
-            start_new_session=True,
-        )
+        with TemporaryFile() as prompt:
+            prompt.write("\n\n".join(texts).encode())
+            prompt.seek(0)
+            # asyncio's own start can be cancelled halfway: it ends the shell alone, and waits for ever for its pipe.
+            process = subprocess.Popen(
+                self.command.arguments(task.prompt.row),
+                stdin=prompt,
+                stdout=output,
+                stderr=errors,
+                env=self.environment | self._of_episode(task, key),
+                start_new_session=True,
+            )
         try:
-            await process.communicate("\n\n".join(texts).encode())
-            return await process.wait()
+            return await _exit_status(process)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
 
     def _of_episode(self, task: Task, key: str) -> dict[str, str]:
         url, direct = self.gateway.base_url(key), "127.0.0.1,localhost"
@@ -139,6 +143,14 @@ class ProgramAgent(Agent):
             "NO_PROXY": bypass,
             "no_proxy": bypass,
         }
+
+
+async def _exit_status(process: subprocess.Popen[bytes]) -> int:
+    """Exit status of a process, which a thread of its own waits for: those of a pool may all be taken."""
+    status = Future[int]()
+    status.set_running_or_notify_cancel()  # from now on nothing cancels it: the thread ends with the process
+    threading.Thread(target=lambda: status.set_result(process.wait()), name="program", daemon=True).start()
+    return await asyncio.wrap_future(status)
 
 
 def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:

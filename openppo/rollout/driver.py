@@ -24,6 +24,8 @@ LONGEST_WAIT = 0.02
 """Seconds that the engine waits for requests before ranks agree again on whether anything runs anywhere."""
 _SECONDS_TO_END = 5.0
 """For coroutines that are cancelled when the loop ends."""
+_SECONDS_TO_CLEAN_UP = 10.0
+"""For work that a signal has cancelled, until it is cancelled again: libraries lose a cancellation now and then."""
 
 
 _EPISODE: ContextVar[object] = ContextVar("episode", default=None)
@@ -132,10 +134,11 @@ class EngineDriver:
         """The result of ``work``, which runs in the loop, while this thread steps the engine; all ranks together.
 
         ``show`` is called between steps, as long as the loop runs.
-        ``Interrupted`` on all ranks upon a signal: the work is cancelled.
+        ``Interrupted`` on all ranks upon a signal: the work is cancelled, again and again if something swallows that.
         """
         self._stood, self._left_at = self.stood, math.inf
         task = asyncio.run_coroutine_threadsafe(self._begin(work), self.loop).result()
+        cancel_at = 0.0
         try:
             while True:
                 is_done = task.done()
@@ -143,8 +146,9 @@ class EngineDriver:
                     self._leave(leave)
                 else:
                     self._take_in()
-                    if self.stop.requested() and not task.cancelling():
+                    if self.stop.requested() and time.monotonic() >= cancel_at:
                         self.loop.call_soon_threadsafe(task.cancel)
+                        cancel_at = time.monotonic() + _SECONDS_TO_CLEAN_UP
                 stays = is_done and leave == "continue"
                 if self.any_rank(self.engine.busy and not stays):
                     self.engine.step()

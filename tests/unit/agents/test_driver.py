@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from openppo.rollout import driver
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
@@ -243,9 +244,9 @@ def test_a_refused_prompt_fails_its_request_alone(make_driver):
     assert isinstance(refused, ValueError) and answered.finish_reason is FinishReason.STOP
 
 
-def test_a_signal_cancels_the_work_which_may_clean_up(make_driver):
-    """However long the tool that it waits for."""
-    ended: list[str] = []
+@pytest.fixture
+def signalled_driver(make_driver: MakeDriver) -> EngineDriver:
+    """A driver that a signal asks to stop after its engine's first step."""
 
     class Signal(StopCheck):
         def requested(self) -> bool:
@@ -254,18 +255,42 @@ def test_a_signal_cancels_the_work_which_may_clean_up(make_driver):
         def __call__(self) -> None:
             raise Interrupted("SIGTERM")
 
+    made = make_driver("yes")
+    made.stop = Signal()
+    return made
+
+
+def test_a_signal_cancels_the_work_which_may_clean_up(signalled_driver):
+    """However long the tool that it waits for."""
+    ended: list[str] = []
+
     async def work() -> None:
         try:
-            await turns(made, 1, pause=3600)
+            await turns(signalled_driver, 1, pause=3600)
         finally:
             await asyncio.sleep(0.05)
             ended.append("cleaned up")
 
-    made = make_driver("yes")
-    made.stop = Signal()
     with pytest.raises(Interrupted, match="SIGTERM"):
-        made.drive(work())
+        signalled_driver.drive(work())
     assert ended == ["cleaned up"]
+
+
+def test_a_signal_ends_work_that_swallows_a_cancellation(signalled_driver, monkeypatch):
+    """As ``asyncio.wait_for`` before Python 3.12 did where what it waits for ended in the same moment."""
+    monkeypatch.setattr(driver, "_SECONDS_TO_CLEAN_UP", 0.05)
+    swallowed: list[str] = []
+
+    async def work() -> None:
+        try:
+            await turns(signalled_driver, 1, pause=3600)
+        except asyncio.CancelledError:
+            swallowed.append("once")
+        await asyncio.sleep(3600)
+
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        signalled_driver.drive(work())
+    assert swallowed == ["once"]
 
 
 def test_ranks_in_lockstep_agree_before_each_step_and_never_spin(make_driver):

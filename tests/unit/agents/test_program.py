@@ -8,12 +8,15 @@ import sys
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from openppo.agents import Agent, AgentSource, agent_source
 from openppo.agents.program import Command, ProgramAgent, printed_reward
+from openppo.agents.session import Task
 from openppo.config.agents import AgentConfig
 from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
@@ -172,6 +175,27 @@ def test_children_are_killed_with_the_program(play, last, ending):
     sampled, metrics = play(f"{lines}\n{last}", agent_timeout=3.0 if ending == "timeout" else 600.0)
     assert metrics[f"agent/{ending}"] == 1
     assert [dies(int(pid)) for pid in sampled.episode.output.split()] == [True, True]
+
+
+@pytest.mark.parametrize("passes", range(6))
+def test_a_program_cancelled_while_it_starts_leaves_nothing(passes, tmp_path):
+    """asyncio starts a process in several passes of its loop; a signal may come between any two."""
+    agent = ProgramAgent(AgentConfig(agent_command=f"sleep 600 | tail -f /dev/null {tmp_path}"))
+    session: Any = SimpleNamespace(output="")
+
+    async def cancelled_at_its_start() -> bool:
+        await agent.start()
+        work = asyncio.create_task(agent.run(Task(Prompt("x", [5]), seed=0), session))
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        work.cancel()
+        ended, _ = await asyncio.wait([work], timeout=60)
+        await agent.stop()
+        return bool(ended)
+
+    assert asyncio.run(cancelled_at_its_start())
+    pids = [process.pid for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info)]
+    assert all(map(dies, pids))
 
 
 def test_waiting_for_a_place_costs_an_episode_no_time(make_sampler):
