@@ -1,6 +1,7 @@
-"""What runs left behind."""
+"""What runs left behind, and a chat model for them."""
 
 import json
+import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.conftest import save_tokenizer
 
 Rows = list[dict[str, Any]]
 
@@ -61,3 +65,21 @@ def left_by(model: Path) -> Run:
         {name: state[name] for name in ("step", "models", "best", "trainer")},
         {name: file.read_bytes() for name, file in files.items()},
     )
+
+
+CHAT = """{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}<eos>{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def save_chat_model(folder: Path) -> Path:
+    """A model of two layers with a chat template and a token for each character."""
+    marks = ["<user>", "<assistant>", "<system>", "<tool>"]
+    tokenizer = save_tokenizer(folder, string.printable, marks, chat_template=CHAT)
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=2048, initializer_range=0.2, **sizes, **ends
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

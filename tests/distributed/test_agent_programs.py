@@ -2,34 +2,17 @@
 
 import json
 import shlex
-import string
 import sys
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import save_tokenizer
-from tests.distributed.runs import logged, vector
-
-CHAT = """{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}<eos>{% endfor %}
-{%- if add_generation_prompt %}<assistant>{% endif %}"""
+from tests.distributed.runs import logged, save_chat_model, vector
 
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """A model of two layers with a chat template and a token for each character."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    marks = ["<user>", "<assistant>", "<system>", "<tool>"]
-    tokenizer = save_tokenizer(folder, string.printable, marks, chat_template=CHAT)
-    torch.manual_seed(7)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=2048, initializer_range=0.2, **sizes, **ends
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("chat") / "model")
 
 
 CLIENT = """
