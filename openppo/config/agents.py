@@ -25,7 +25,7 @@ class ConversationConfig(Options):
     history: Literal["verbatim", "template"] = option("verbatim", measures=True)
     """Earlier turns as they were sampled, or as the chat template renders them in deployment (earlier thoughts cut)."""
     allow_image_urls: bool = False
-    """Fetch images that messages name by an address; without it only data URLs are read."""
+    """Fetch images from public addresses that messages name; without it only data URLs are read."""
     tool_parser: ToolParser = option("auto", measures=True)
     """Format of the model's tool calls; auto recognizes it in the chat template."""
 
