@@ -198,7 +198,7 @@ class Checkpointer:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
                     reader.read_into(name, fragment)
-        changed = measured_otherwise(self.state["options"], self.identity["options"])
+        changed = measured_otherwise(self.state, self.identity)
         self.best = None if changed else self.state["best"]
         if changed and self.options.keep_best is not None:
             logger.warning("the best model is looked for anew: --%s changed", ", --".join(changed))

@@ -54,8 +54,13 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
 
 
 def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The options that make scores of evaluations under ``now`` no match for those under ``saved``."""
-    return [n for n, rules in training_rules().items() if rules.measures and n in _differences(saved, now)]
+    """The options that make scores of evaluations under ``now`` no match for those under ``saved``.
+
+    They differ, or a file that they name was edited.
+    """
+    files = edits(saved.get("user_files", {}), now.get("user_files", {}))
+    changed = _differences(saved["options"], now["options"]).keys() | {text.split()[0][2:] for text in files}
+    return [name for name, rules in training_rules().items() if rules.measures and name in changed]
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
