@@ -4,9 +4,11 @@ import asyncio
 import socket
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 import aiohttp
-from yarl import URL
+
+from openppo.datasets.templates import shortened
 
 _MOST_SECONDS, _MOST_BYTES, _MOST_REDIRECTS = 30.0, 20 * 2**20, 5
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -46,7 +48,7 @@ async def fetch(address: str) -> bytes:
             asyncio.timeout(_MOST_SECONDS),
             aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False) as client,
         ):
-            return await _followed(client, URL(address))
+            return await _followed(client, address)
     except TimeoutError as error:
         raise OSError(f"--allow_image_urls waits {_MOST_SECONDS:g} seconds for an image, and it took longer") from error
     except aiohttp.ClientConnectorError as error:
@@ -58,15 +60,15 @@ async def fetch(address: str) -> bytes:
         raise OSError(f"{type(error).__name__} {error}") from error
 
 
-async def _followed(client: aiohttp.ClientSession, url: URL) -> bytes:
+async def _followed(client: aiohttp.ClientSession, url: str) -> bytes:
     """Body at ``url``, or where its redirects lead."""
     for _ in range(1 + _MOST_REDIRECTS):
         async with client.get(url, allow_redirects=False) as answer:
             if answer.status not in _REDIRECTS:
                 return await _body(answer)
-            url = url.join(URL(answer.headers.get("Location", "")))
-        if url.scheme not in ("http", "https"):
-            raise OSError(f"it redirects to {url}, and --allow_image_urls fetches http and https only")
+            url = urljoin(url, answer.headers.get("Location", ""))
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise OSError(f"it redirects to {shortened(url)}, and --allow_image_urls fetches http and https only")
     raise OSError(f"--allow_image_urls follows {_MOST_REDIRECTS} redirects, and it has more")
 
 

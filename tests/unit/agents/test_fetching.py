@@ -104,8 +104,8 @@ def test_what_public_addresses_give_is_returned(local: None) -> None:
     [
         ("http://127.0.0.2:{port}/secret", "127.0.0.2 is at 127.0.0.2: send a data URL"),
         ("//[::1]:{port}/secret", "::1 is at ::1: send a data URL"),
-        ("file:///etc/passwd", "redirects to file:///etc/passwd, and --allow_image_urls fetches http and https only"),
-        ("ftp://127.0.0.1/a", "redirects to ftp://127.0.0.1/a, and --allow_image_urls fetches http and https only"),
+        ("file:///etc/passwd", "redirects to 'file:///etc/passwd', and --allow_image_urls fetches http and https only"),
+        ("ftp://127.0.0.1/a", "redirects to 'ftp://127.0.0.1/a', and --allow_image_urls fetches http and https only"),
         ("/again", "--allow_image_urls follows 5 redirects, and it has more"),
     ],
 )
