@@ -12,6 +12,7 @@ from huggingface_hub.errors import HFValidationError
 
 from openppo import logger
 from openppo.config.commands import training_rules
+from openppo.trainer.resume.edited_files import edits
 
 _PARTS, _PART = 256, 1 << 14  # so many parts of so many bytes, evenly spread, stand for a file of weights
 
@@ -48,11 +49,18 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
         )
     if allowed := [f"--{name} {old} -> {new}" for name, (old, new) in differ.items() if name != "load_checkpoint"]:
         logger.info("options that differ from the checkpoint's, in force from now on: %s", ", ".join(allowed))
+    if edited := edits(saved.get("user_files", {}), now.get("user_files", {})):
+        logger.info("files edited since the checkpoint, in force from now on: %s", ", ".join(edited))
 
 
 def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The options that make scores of evaluations under ``now`` no match for those under ``saved``."""
-    return [n for n, rules in training_rules().items() if rules.measures and n in _differences(saved, now)]
+    """The options that make scores of evaluations under ``now`` no match for those under ``saved``.
+
+    They differ, or a file that they name was edited.
+    """
+    files = edits(saved.get("user_files", {}), now.get("user_files", {}))
+    changed = _differences(saved["options"], now["options"]).keys() | {text.split()[0][2:] for text in files}
+    return [name for name, rules in training_rules().items() if rules.measures and name in changed]
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

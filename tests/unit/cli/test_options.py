@@ -1,5 +1,6 @@
 """Command lines to configs: every option is a flag of its own name, whatever way it is given."""
 
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -88,6 +89,29 @@ def test_help_shows_every_flag(command, capsys):
     printed = capsys.readouterr().out
     assert [name for name in declared_options(command) if f"--{name}" not in printed] == []
     assert "--config FILE.yaml" in printed
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--top_k", "Sample only from this many of the most likely tokens (0 or -1: from all)."),
+        ("--rollout_ranks", "Number of ranks, the last ones, that only sample while the others train"),
+    ],
+)
+def test_help_says_in_english_which_number_is_meant(flag, text, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(TrainPPOConfig, ["--help"])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert text in printed.split(f" {flag} ")[1].split(" (default")[0]
+
+
+@COMMANDS
+def test_help_never_points_at_a_number_without_a_noun(command, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(command, ["--help"])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    wrong = re.findall(r"\w+ (?:the|last) this many|to so many|per as many|of such a|\. Most tokens", printed)
+    assert wrong == []
 
 
 @pytest.mark.parametrize(

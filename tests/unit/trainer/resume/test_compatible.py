@@ -107,7 +107,16 @@ def test_fingerprints_of_data_know_their_order_and_contents() -> None:
 
 def test_scores_of_another_evaluation_are_no_match() -> None:
     evaluated = {"eval_data": "e", "keep_best": "eval_reward"}
-    saved = json.loads(json.dumps(identity(**evaluated)["options"]))
-    assert list(measured_otherwise(saved, identity(**evaluated, seed=3)["options"])) == []
-    other = identity(**evaluated | {"eval_data": "f", "reward_weights": ("a=2",)})["options"]
+    saved = json.loads(json.dumps(identity(**evaluated)))
+    assert list(measured_otherwise(saved, identity(**evaluated, seed=3))) == []
+    other = identity(**evaluated | {"eval_data": "f", "reward_weights": ("a=2",)})
     assert sorted(measured_otherwise(saved, other)) == ["eval_data", "reward_weights"]
+
+
+def test_scores_of_an_edited_reward_are_no_match() -> None:
+    saved, same, edited = (
+        identity() | {"user_files": {"hashes": {"--reward_fn": {"f.py": digest}, "--dataset_class": {"d.py": digest}}}}
+        for digest in ("1", "1", "2")
+    )
+    assert measured_otherwise(saved, same) == []
+    assert measured_otherwise(saved, edited) == ["reward_fn"]
