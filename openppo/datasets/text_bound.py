@@ -12,7 +12,9 @@ _KEEPING = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "Unicode
 """Pre-tokenizers that keep each character of a text, unless they are told to remove some."""
 _MOST_COMPOSED = 4
 """Characters that NFC makes one of, at most."""
-BLANKS = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+BLANKS = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
 
 
 @dataclass(frozen=True)
