@@ -15,6 +15,7 @@ SECONDS_TO_READ = 60.0
 """For the body of a request."""
 MOST_CONNECTIONS = 8192
 _FILES_OF_OTHERS = 64
+_MALFORMED = HttpProcessingError, web.RequestPayloadError
 
 _log = logging.getLogger("openppo.http")
 
@@ -42,8 +43,8 @@ async def body_of(request: web.Request, most: int | None = None) -> bytes:
             return await limited.read()
     except TimeoutError as error:
         raise web.HTTPRequestTimeout(text=f"the request was not sent within {SECONDS_TO_READ:g} s") from error
-    except (HttpProcessingError, web.RequestPayloadError) as error:
-        raise web.HTTPBadRequest(text=f"the body is not what its headers say: {_first_line(error)}") from error
+    except _MALFORMED as error:
+        raise web.HTTPBadRequest(text=f"the body is not what its headers say: {_in_short(error)}") from error
 
 
 class _Door:
@@ -75,16 +76,17 @@ class _Busy(asyncio.Protocol):
 def _in_one_line(record: logging.LogRecord) -> bool:
     """Make one line of aiohttp's record of a request that is no HTTP."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
+    if isinstance(error, _MALFORMED):
         sender = record.args[0] if isinstance(record.args, tuple) and record.args else "a client"
-        record.msg, record.args = "%s sent a request that is no HTTP: %s", (sender, _first_line(error))
-        record.levelno, record.levelname, record.exc_info = logging.WARNING, "WARNING", None
+        record.msg, record.args = "%s sent a request that is no HTTP: %s", (sender, _in_short(error))
+        record.levelno, record.exc_info = min(record.levelno, logging.WARNING), None
+        record.levelname = logging.getLevelName(record.levelno)
     return True
 
 
-def _first_line(error: Exception) -> str:
+def _in_short(error: Exception) -> str:
     message = error.message if isinstance(error, HttpProcessingError) else str(error)
-    return message.strip().partition("\n")[0].rstrip(": ") or type(error).__name__
+    return " ".join(message.split())[:200] or type(error).__name__
 
 
 _log.addFilter(_in_one_line)

@@ -62,7 +62,10 @@ class TaskServer:
                 raise Refused(f"send the token of {self.file.name} as 'Authorization: Bearer TOKEN'.", 401)
             return await handler(request)
         except Refused as error:
-            return web.json_response(error.json, status=error.status)
+            refused = error
+        except web.HTTPException as error:
+            refused = Refused(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
+        return web.json_response(refused.json, status=refused.status)
 
     async def _progress(self, _: web.Request) -> web.Response:
         return web.json_response(self.control.progress())
