@@ -268,15 +268,21 @@ async def _send(endpoint: ModuleType, request: web.Request, answer: _Answer, ren
 
 
 async def _body(request: web.Request, setup: SessionSetup) -> bytes:
-    """The body of a request; ``Refused`` for one that is longer than any that fits into the context."""
-    most, renderer = _MOST_BYTES, setup.renderer
-    if renderer.bound is not None and renderer.vision is None:
-        most = min(most, _BYTES_BESIDE + _BYTES_PER_CHARACTER * renderer.bound.longest * setup.most)
+    """The body of a request; ``Refused`` if it is too long."""
+    most = most_bytes(setup)
     try:
         return await body_of(request, most)
     except web.HTTPRequestEntityTooLarge as error:
         message = f"the request has over {most / 2**20:.3g} MiB, and the policy reads {setup.most} tokens: send less."
         raise Refused(message, error.status) from error
+
+
+def most_bytes(setup: SessionSetup) -> int:
+    """Bytes of the longest request: one that fills the context with the longest tokens, or has images."""
+    renderer = setup.renderer
+    if renderer.bound is None or renderer.vision is not None:
+        return _MOST_BYTES
+    return min(_MOST_BYTES, _BYTES_BESIDE + _BYTES_PER_CHARACTER * renderer.bound.longest * setup.most)
 
 
 async def _health(request: web.Request) -> web.Response:

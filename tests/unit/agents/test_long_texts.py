@@ -3,15 +3,19 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from openppo.agents import renderer as rendering
 from openppo.agents import tool_agent
+from openppo.agents.gateway import server
+from openppo.agents.gateway.server import Gateway
 from openppo.agents.openrlhf import OpenRLHFAgent
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task
@@ -152,6 +156,37 @@ def test_a_text_that_the_template_drops_does_not_count(session):
     messages = [{"role": "user", "content": "2 + 2"}, thoughts, {"role": "user", "content": "sure?"}]
     turn = asyncio.run(session(500).chat(messages))
     assert len(turn.prompt_ids) < 100
+
+
+def test_a_request_over_the_context_gets_413(session, monkeypatch):
+    monkeypatch.setattr(server, "_BYTES_BESIDE", 400)
+
+    async def answers() -> list[tuple[int, str]]:
+        played, gateway = session(500), Gateway()
+        await gateway.start()
+        url, received = f"{gateway.base_url(gateway.open(played))}/chat/completions", []
+        async with aiohttp.ClientSession() as client:
+            for length in (100, 35_000, 40_000):  # of 500 tokens of 12 characters, each 6 bytes in JSON
+                message = {"role": "user", "content": "x" * length}
+                async with client.post(url, json={"messages": [message]}) as answer:
+                    body = await answer.json()
+                    received.append((answer.status, body.get("error", {}).get("message", "")))
+        await gateway.stop()
+        return received
+
+    fits, ended, refused = asyncio.run(answers())
+    assert fits == (200, "")
+    assert ended == (400, "the episode has ended (episode_length): the model answers no more.")
+    assert refused == (413, "the request has over 0.0347 MiB, and the policy reads 500 tokens: send less.")
+
+
+def test_images_have_room_beside_the_context(session, monkeypatch):
+    monkeypatch.setattr(server, "_MOST_BYTES", 12_345)
+    setup = session(10).setup
+    assert server.most_bytes(replace(setup, renderer=replace(setup.renderer, vision=object()))) == 12_345
+    assert server.most_bytes(setup) == 12_345  # the lower of both
+    monkeypatch.setattr(server, "_BYTES_BESIDE", 0)
+    assert server.most_bytes(setup) == 10 * 12 * 6
 
 
 def test_a_tokenizer_with_stored_truncation_serves_two_threads(bytes_tokenizer):
