@@ -26,6 +26,8 @@ T = TypeVar("T")
 _THINK, _THOUGHT = "<think>", "</think>"
 SHORT = 2**15
 """Characters that are tokenized in milliseconds, on the event loop."""
+_HUGE = 2**20
+"""Characters of texts that wait for each other only, and not in front of shorter ones."""
 
 
 class TooLong(Exception):  # noqa: N818 (the text may be what was wanted)
@@ -52,7 +54,8 @@ class Renderer:
         """Result of ``work``, which tokenizes about so many characters: many in a thread, so that the loop goes on."""
         if n_characters <= SHORT:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        thread = self._threads[n_characters > _HUGE]
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     def render(
         self, messages: Sequence[Message], tools: Tools = (), media: Media = (), most: int = sys.maxsize
@@ -162,10 +165,10 @@ class Renderer:
         return text_bound(self.tokenizer)
 
     @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        """Tokenizes one text at a time."""
+    def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        """One for long texts, and one for huge ones."""
         self.encode("")  # takes truncation and padding off, which fails while another thread tokenizes
-        return ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        return ThreadPoolExecutor(1, "long texts"), ThreadPoolExecutor(1, "huge texts")
 
     @cached_property
     def _ends(self) -> set[str]:

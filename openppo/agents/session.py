@@ -214,7 +214,7 @@ class Session:
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text; ``EpisodeEnded`` for one that exceeds a limit for certain."""
-        return await self._aside(self.setup.renderer.encode, text)
+        return await self._aside(partial(self.setup.renderer.encode, text), len(text))
 
     def reward(self, value: float, turn: Turn | None = None, name: str = "reward") -> None:
         """Give ``turn`` a reward, or the whole episode; the last one of a name counts.
@@ -253,26 +253,29 @@ class Session:
     async def _prompt(self, messages: list[Message], tools: Tools) -> tuple[list[int], Turn | None, Media]:
         """Token ids of a request, the turn whose tokens they continue, and the images among them."""
         renderer, ids, media = self.setup.renderer, None, self.images.of(messages)
+        n_characters = len(repr((messages, tools)))
         if self.setup.options.history == "template":
-            ids = await self._aside(partial(renderer.render, media=media), messages, tools)
+            ids = await self._aside(partial(renderer.render, messages, tools, media), n_characters)
             parent = self._longest(distinct_ids(ids, media), lambda turn: turn.read_ids)
-        elif parent := self._longest(fingerprints(messages, tools), lambda turn: turn.said):
-            new = messages[len(parent.messages) :]
-            bridge = partial(renderer.bridge, parent.messages, parent.completion, media=self.images.of(new))
-            after = await self._aside(bridge, new, tools)
-            ids, parent = (None, None) if after is None else (parent.token_ids + after, parent)
+        else:
+            asked = await renderer.aside(partial(fingerprints, messages, tools), n_characters)
+            parent = self._longest(asked, lambda turn: turn.said)
+            if parent is not None:
+                new = messages[len(parent.messages) :]
+                bridge = partial(renderer.bridge, parent.messages, parent.completion, new, tools, self.images.of(new))
+                after = await self._aside(bridge, n_characters)
+                ids, parent = (None, None) if after is None else (parent.token_ids + after, parent)
         if self.turns:  # the first has nothing to continue
             self.counts["rerendered_turns" if parent is None else "bridged_turns"] += 1
         if ids is None:
-            ids = await self._aside(partial(renderer.render, media=media), messages, tools)
+            ids = await self._aside(partial(renderer.render, messages, tools, media), n_characters)
         return ids, parent, media
 
-    async def _aside(self, encode: Callable[..., T], *texts: Any) -> T:
-        """Result of ``encode`` for ``texts``, long ones off the event loop; ``EpisodeEnded`` if they exceed a limit."""
-        n_characters = len(repr(texts))
+    async def _aside(self, encode: Callable[..., T], n_characters: int) -> T:
+        """Result of ``encode``, beside the event loop if it is of many characters; ``EpisodeEnded`` for too many."""
         most = {} if n_characters <= SHORT else {"most": self.setup.most}
         try:
-            return await self.setup.renderer.aside(partial(encode, *texts, **most), n_characters)
+            return await self.setup.renderer.aside(partial(encode, **most), n_characters)
         except TooLong as error:
             self._check_limits(error.n_tokens)
             raise

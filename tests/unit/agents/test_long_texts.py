@@ -189,6 +189,17 @@ def test_images_have_room_beside_the_context(session, monkeypatch):
     assert server.most_bytes(setup) == 10 * 12 * 6
 
 
+def test_a_long_text_does_not_wait_for_a_huge_one(bytes_tokenizer):
+    renderer, ended = Renderer(bytes_tokenizer, "hermes", [bytes_tokenizer.eos_token_id]), threading.Event()
+
+    async def both() -> list[Any]:
+        huge = asyncio.create_task(renderer.aside(lambda: ended.wait(2), 10**7))
+        await asyncio.sleep(0)
+        return [await renderer.aside(ended.set, 10**5), await huge]
+
+    assert asyncio.run(both()) == [None, True]
+
+
 def test_a_tokenizer_with_stored_truncation_serves_two_threads(bytes_tokenizer):
     core = Tokenizer.from_str(bytes_tokenizer.backend_tokenizer.to_str())
     core.enable_truncation(10)
