@@ -30,8 +30,9 @@ async def serve(runner: web.AppRunner, listener: socket.socket, backlog: int = 1
     """Answer at ``listener`` until the result is closed; ``runner.cleanup`` ends what is under way then."""
     await runner.setup()
     assert runner.server is not None
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    most = min(MOST_CONNECTIONS, max(1, files - _FILES_OF_OTHERS))
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_CONNECTIONS
+    if files != resource.RLIM_INFINITY:
+        most = min(most, max(1, files - _FILES_OF_OTHERS))
     return await asyncio.get_running_loop().create_server(_Door(runner.server, most), sock=listener, backlog=backlog)
 
 
