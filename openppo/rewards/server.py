@@ -23,6 +23,7 @@ from openppo.models.pretrained import check_model, check_token_ids, context_leng
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rewards.build import stored_normalization
 from openppo.rewards.http import read_token
+from openppo.rewards.http_server import app_runner, body_of, serve
 from openppo.rewards.model import forward_scores
 from openppo.strategy.comm import set_up_gpu
 
@@ -57,9 +58,8 @@ class RewardServer:
         app = web.Application(client_max_size=int(self.config.max_request_mb * 2**20), middlewares=[self._as_json])
         posts = [web.post(path, self._rewards) for path in ("/", "/get_reward")]
         app.add_routes([web.get("/health", self._health), *posts])
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await runner.setup()
-        await web.SockSite(runner, self.listener).start()
+        runner = app_runner(app, handler_cancellation=True)
+        server = await serve(runner, self.listener)
         end, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end.set)
@@ -68,6 +68,7 @@ class RewardServer:
         work = loop.create_task(self._work())
         await end.wait()
         logger.info("ending: answering the requests under way")
+        server.close()
         await runner.cleanup()
         work.cancel()
 
@@ -94,7 +95,7 @@ class RewardServer:
         return web.json_response({"status": "ok", **known})
 
     async def _rewards(self, request: web.Request) -> web.Response:
-        texts = _queries(await request.read())
+        texts = _queries(await body_of(request))
         try:
             rows = [self.encode(text) for text in texts]
         except ValueError as error:  # a token that the model has no embedding of
