@@ -78,7 +78,13 @@ def _limit_this_process() -> None:
     for number in (signal.SIGXCPU, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.alarm(_SECONDS_OF_THE_CLOCK)
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS + 5))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    n_bytes = psutil.Process().memory_info().vms + _MEMORY_GIB * 2**30
-    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+    _lower(resource.RLIMIT_CPU, _SECONDS)
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MEMORY_GIB * 2**30)
+
+
+def _lower(kind: int, most: int) -> None:
+    """Set the soft limit, never above the hard one; not every system has each."""
+    _, hard = resource.getrlimit(kind)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

@@ -41,6 +41,7 @@ class Entrance:
         try:
             self._listener.bind(self.address)
         except OSError as error:  # with a number only if it comes from the system
+            self._listener.close()
             self._folder.cleanup()
             place = f"no socket can be made in the folder of temporary files: {self.address}"
             if error.errno is not None:
