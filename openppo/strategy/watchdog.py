@@ -225,15 +225,17 @@ class Watchdog:
 
     def _is_stalled(self, mine: Heartbeat) -> bool:
         """Whether this rank makes no progress, and does not merely wait for one that may still make some."""
-        limit = self._limits.stall_timeout
-        if limit > 0 and mine.phase == "loading":  # large models load long, without progress
-            limit = max(limit, RunConfig.stall_timeout)
-        if not 0 < limit < mine.idle:
+        if self._limits.stall_timeout <= 0 or mine.idle <= self._stall_limit(mine):
             return False
         others = self._store.beats.values()
-        if all(beat.idle > limit + _SECONDS_TO_END for beat in others):  # a deadlock
+        if all(beat.idle > self._stall_limit(beat) + _SECONDS_TO_END for beat in others):  # a deadlock
             return True
         return not (any(map(mine.waits_for, others)) or fault_report.waits_for_other_ranks())
+
+    def _stall_limit(self, beat: Heartbeat) -> float:
+        """Seconds that a rank may be without progress: large models load long."""
+        limit = self._limits.stall_timeout
+        return max(limit, RunConfig.stall_timeout) if beat.phase == "loading" else limit
 
     def _handle(self, name: str) -> None:
         """A signal to this process. The heartbeat tells the other ranks."""

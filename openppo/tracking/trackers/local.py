@@ -14,6 +14,7 @@ from openppo.tracking.report.health import Health
 from openppo.tracking.report.page import write_report
 from openppo.tracking.report.rules import RULES
 from openppo.tracking.report.run_data import read_run
+from openppo.tracking.run_folder import RUN_FILES
 from openppo.tracking.trackers.tracker import Tracker
 
 STEP_TIME = "time/step_s"
@@ -81,6 +82,8 @@ class JSONLTracker(Tracker):
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
+        beside = [self._folder / name for name in RUN_FILES]
+        self._beside = {file.name: file.read_bytes() for file in beside if file.is_file()}
         self._append("metrics.jsonl", 0, [])  # fails now rather than at the first step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -93,12 +96,20 @@ class JSONLTracker(Tracker):
         self._append("tokens.jsonl", step, rows)
 
     def _append(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not self._folder.exists():
+            self._make_again()
         with open(self._folder / name, "a", encoding="utf-8", errors="backslashreplace") as file:
             for row in rows:
                 clash = row.keys() & {"step", "time"}
                 assert not clash, f"{clash} are names of the line itself"
                 line = _finite({"step": step, "time": time.time(), **row})
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+    def _make_again(self) -> None:
+        logger.warning("%s was removed during the run: it is made again, without what was logged before", self._folder)
+        self._folder.mkdir(parents=True)
+        for name, content in self._beside.items():
+            (self._folder / name).write_bytes(content)
 
 
 def json_form(value: Any) -> Any:

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import math
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from openppo.config import TrackingConfig
 from openppo.tracking import ConsoleTracker, Histogram, JSONLTracker, TensorBoardTracker, Tracker, Trackers, trackers
+from openppo.tracking.run_folder import check_run_folder, save_run
 from openppo.types import SingleProcess
 
 
@@ -176,3 +178,17 @@ def test_a_missing_package_is_an_error_before_anything_is_loaded(package, monkey
     trackers.check_trackers(TrackingConfig())
     with pytest.raises(ValueError, match=f"^--use_{package} needs the package {package}: run 'pip install {package}'"):
         trackers.check_trackers(TrackingConfig(use_tensorboard="tb", use_wandb="True"))
+
+
+def test_logs_that_were_removed_are_made_again(tmp_path, caplog):
+    logs = tmp_path / "run" / "logs"
+    save_run(logs, {"save_path": "run"}, {"python": "3"})
+    tracker = JSONLTracker(logs)
+    tracker.log(1, {"loss": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    for step in (2, 3):
+        tracker.log(step, {"loss": 1.0})
+    assert [json.loads(line)["step"] for line in (logs / "metrics.jsonl").read_text().splitlines()] == [2, 3]
+    assert caplog.messages == [f"{logs} was removed during the run: it is made again, without what was logged before"]
+    check_run_folder(tmp_path / "run", {})  # another run knows it
+    assert (logs / "environment.json").is_file()
