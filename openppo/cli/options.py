@@ -198,10 +198,13 @@ def _tyro_errors(first_rank: bool) -> Iterator[None]:
     try:
         with contextlib.redirect_stderr(printed):
             yield
+    except SystemExit as ended:
+        if first_rank and ended.code:
+            record_cause(_message_in_box(printed.getvalue()))
+        raise
     finally:
-        if first_rank and (text := printed.getvalue()):
-            sys.stderr.write(text)
-            record_cause(_message_in_box(text))
+        if first_rank:
+            sys.stderr.write(printed.getvalue())
 
 
 def _message_in_box(text: str) -> str:
