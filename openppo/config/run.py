@@ -46,7 +46,7 @@ class RunConfig(Options):
     stop_when: tuple[str, ...] = ()
     """End the run, with its model saved, after a step at which one of these holds: 'kl > 0.2' 'eval_reward > 0.9'."""
     dry_run: bool = False
-    """Check options, configs, tokenizer and data, print estimated memory and communication, and load no model."""
+    """Check options, configs, tokenizer, data, score three rows without models, print estimated memory, and end."""
     dry_run_ranks: int | None = option(None, at_least(1))
     """With --dry_run: estimate for this many ranks (default: those that were started)."""
     dry_run_memory: float | None = option(None, positive)
