@@ -5,10 +5,9 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -20,6 +19,7 @@ from openppo.agents.gateway.server import Gateway
 from openppo.agents.session import Session, Task
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import text_of
+from openppo.process_groups import HOLD, RELEASE, process_groups
 from openppo.types import Ending, Prompt
 
 _COLUMN = re.compile(r"(?<!\$)\{([\w.-]+)\}")
@@ -56,10 +56,10 @@ class Command:
             raise ValueError(f"--agent_command: there is no file {file} in {Path.cwd()}. Write its whole path.")
 
     def arguments(self, row: Mapping[str, Any]) -> list[str]:
-        """What is executed for ``row``: texts as they are, other values as JSON."""
+        """What is executed for ``row``, once it reads ``RELEASE``: texts as they are, other values as JSON."""
         values = [row[column] for column in self.columns]
         texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
-        return ["/bin/sh", "-c", self.script, "sh", *texts]
+        return ["/bin/sh", "-c", HOLD + self.script, "sh", *texts]
 
 
 class ProgramAgent(Agent):
@@ -109,7 +109,7 @@ class ProgramAgent(Agent):
             return None if session.rewards else printed_reward(_end_of(output, 65536))
 
     async def _finished(self, task: Task, key: str, output: IO[bytes], errors: IO[bytes]) -> int:
-        """Exit status. All that the program started is killed at the end, and if this is cancelled."""
+        """Exit status. All that the program started is killed at the end, when this is cancelled, and with the rank."""
         texts = [text_of(message.get("content")) for message in task.messages]
         process = await asyncio.create_subprocess_exec(
             *self.command.arguments(task.prompt.row),
@@ -120,11 +120,11 @@ class ProgramAgent(Agent):
             start_new_session=True,
         )
         try:
-            await process.communicate("\n\n".join(texts).encode())
+            process_groups.add(process.pid)
+            await process.communicate(RELEASE + "\n\n".join(texts).encode())
             return await process.wait()
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process_groups.kill(process.pid)
             await process.wait()
 
     def _of_episode(self, task: Task, key: str) -> dict[str, str]:
