@@ -41,7 +41,7 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self._groups = set[int]()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may kill a group at any moment
         self._guardian: subprocess.Popen[bytes] | None = None
 
     def add(self, group: int) -> None:
@@ -68,14 +68,14 @@ class ProcessGroups:
             self._guardian.stdin.close()
         self._guardian = None
         self._groups = set()
-        self._lock = threading.Lock()  # another thread may have held it
+        self._lock = threading.RLock()  # another thread may have held it
 
     def _tell(self) -> None:
         """Send all groups, so that a new guardian knows as much as one that was killed."""
         if self._guardian is None or self._guardian.poll() is not None:
             self._guardian = _start_guardian()
         assert self._guardian.stdin is not None
-        self._guardian.stdin.write(f"{' '.join(map(str, self._groups))}\n".encode())
+        self._guardian.stdin.write(f"{' '.join(map(str, list(self._groups)))}\n".encode())
         self._guardian.stdin.flush()
 
 
