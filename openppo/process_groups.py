@@ -37,7 +37,7 @@ def bound(*command: str) -> list[str]:
 
 
 class ProcessGroups:
-    """Groups, by the id of their first process, that do not outlive this process."""
+    """Groups, by the ids of their first processes, that do not outlive this process."""
 
     def __init__(self) -> None:
         self._groups = set[int]()
@@ -51,11 +51,12 @@ class ProcessGroups:
             self._tell()
 
     def kill(self, group: int) -> None:
-        """Kill what is left of the group now."""
-        _kill(group)
+        """Kill what is left of the group now; without effect a second time, and in a fork."""
         with self._lock:
-            self._groups.discard(group)
-            self._tell()
+            if group in self._groups:
+                _kill(group)
+                self._groups.discard(group)
+                self._tell()
 
     def kill_all(self) -> None:
         """Kill all groups, for a process that is about to end; waits for no lock."""

@@ -157,3 +157,14 @@ def test_all_groups_are_killed_at_once_before_an_exit():
     groups.kill_all()
     assert [process.wait() for process in processes] == [-signal.SIGKILL] * 3
     groups.leave_to_parent()
+
+
+def test_a_group_is_killed_by_its_owner_alone():
+    groups = ProcessGroups()
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    groups.kill(process.pid)
+    assert process.poll() is None
+    groups.add(process.pid)
+    groups.kill(process.pid)
+    assert process.wait() == -signal.SIGKILL
+    groups.leave_to_parent()
