@@ -40,8 +40,8 @@ _ALONE = {"__use_wandb": KEY_FROM_ELSEWHERE, "__overlap_comm": "on"}
 Config = TypeVar("Config", bound=Options)
 
 
-def run_command(config_type: type[Options], build: str, *markers: Any) -> None:
-    """Read the command line, build, and run.
+def run_command(config_type: type[Options], build: str, *markers: Any) -> NoReturn:
+    """Read the command line, build, run, and end the process.
 
     ``build``, as "module:name", makes the job of the config, which has ``fit`` and ``close``; it is imported after
     parsing, because it loads torch. A ``ValueError`` of it is the user's too. ``markers``: see ``parse_options``.
@@ -52,10 +52,11 @@ def run_command(config_type: type[Options], build: str, *markers: Any) -> None:
         ranks, name = f" on {_world_size()} ranks" if _world_size() > 1 else "", f"OpenPPO {__version__}"
         shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
         print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
-    is_alone = _world_size() == 1  # later these variables may be of a part of the ranks
-    was_stopped = _run(config, build)
-    if was_stopped or not is_alone:
-        _end_process()
+    try:
+        _run(config, build)
+    except SystemExit as ended:
+        _end_process(_status(ended))
+    _end_process(0)
 
 
 def read_command(config_type: type[Config], *markers: Any) -> Config:
@@ -79,10 +80,9 @@ def read_command(config_type: type[Config], *markers: Any) -> Config:
     return config
 
 
-def _run(config: Options, build: str) -> bool:
-    """Whether a signal has ended the work before its end."""
+def _run(config: Options, build: str) -> None:
+    """Build the job and do its work."""
     _set_allocator(config)
-    from openppo.strategy import signals
     from openppo.strategy.watchdog import Watchdog  # with torch: after parsing
     from openppo.tracking.phase import current, phase
 
@@ -108,7 +108,6 @@ def _run(config: Options, build: str) -> bool:
         job.fit()
         watchdog.saves_on_signal = False
         job.close()
-        return signals.requested() is not None
 
 
 def _kind(config: TrainingConfig) -> str:
@@ -135,17 +134,25 @@ def _set_allocator(config: Options) -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _end_process() -> NoReturn:
+def _end_process(status: int) -> NoReturn:
     """End without the interpreter's shutdown.
 
-    Threads of gloo outlive the process group and may abort in it; after a signal it would wait for a reward function
-    that never returns. All that a command writes is closed by then.
+    It waits for threads, such as one of a reward function that never returns, and those of gloo may abort in it. All
+    that a command writes is closed by now.
     """
     logging.shutdown()
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where a shell has closed it: >&-
         with contextlib.suppress(OSError):  # the reader has closed the pipe
             stream.flush()
-    os._exit(0)
+    os._exit(status)
+
+
+def _status(ended: SystemExit) -> int:
+    """The exit status of ``sys.exit``, whose text goes to stderr."""
+    if ended.code is None or isinstance(ended.code, int):
+        return ended.code or 0
+    print(ended.code, file=sys.stderr)
+    return 1
 
 
 def parse_options(config_type: type[Config], arguments: Sequence[str], *markers: Any) -> Config:

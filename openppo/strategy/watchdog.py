@@ -24,6 +24,7 @@ import psutil
 from torch.distributed import TCPStore
 
 from openppo.config import RunConfig
+from openppo.process_groups import process_groups
 from openppo.strategy import fault_report, signals
 from openppo.strategy.fault_report import Fault, Heartbeat, this_machine
 from openppo.strategy.launcher_summary import record_cause
@@ -277,6 +278,7 @@ class Watchdog:
     def _exit(self, status: int) -> NoReturn:
         """End the process whatever its threads do: a collective that waits, a reward function that sleeps."""
         self._store.kill_lost()
+        process_groups.kill_all()
         os._exit(status)
 
 

@@ -1,6 +1,7 @@
 """Command lines to configs: every option is a flag of its own name, whatever way it is given."""
 
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -255,6 +256,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
     """Sets the flags after those that work, what builds the job, and the ranks; gives the seconds slept."""
     slept: list[float] = []
     monkeypatch.setattr("openppo.cli.options.time.sleep", slept.append)
+    monkeypatch.setattr("openppo.cli.options._end_process", sys.exit)
     monkeypatch.setattr("openppo.strategy.watchdog.Watchdog._exit", lambda watch, status: None)
 
     def given(flags: str, build: Callable[[Any], Any], ranks: tuple[str, ...] = ("0", "0", "1", "1")) -> list[float]:

@@ -150,3 +150,36 @@ def test_torch_reads_growing_segments_unless_others_decide(engine, given, expect
     flags = f"--pretrain m --prompt_data d --reward_fn f --rollout_engine {engine}".split()
     done = launcher.run(["-c", SHOWS_ALLOCATOR, *flags], **given)
     assert f"allocator: {expected}." in done.stdout, done.stdout
+
+
+LEAVES_A_THREAD = """
+import sys, threading, time
+from types import SimpleNamespace
+from openppo.cli.options import run_command
+from openppo.config import TrainPPOConfig
+
+def fit():
+    print("done")
+    ENDING
+
+def build(config):
+    threading.Thread(target=time.sleep, args=[1000]).start()
+    return SimpleNamespace(fit=fit, close=lambda: None)
+
+run_command(TrainPPOConfig, "__main__:build")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "says"),
+    [
+        ("pass", 0, "done"),
+        ("sys.exit()", 0, "done"),
+        ("sys.exit(7)", 7, "done"),
+        ("sys.exit('no more')", 1, "no more"),
+    ],
+)
+def test_a_command_waits_for_no_thread_of_its_users(ending, status, says, launcher):
+    words = ["-c", LEAVES_A_THREAD.replace("ENDING", ending), *"--pretrain m --prompt_data d --reward_fn f".split()]
+    done = launcher.run(words, timeout=60)
+    assert (done.returncode, says in done.stdout) == (status, True), done.stdout
