@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.distributed.runs import logged, vector
-from tests.distributed.test_agent_programs import CHAT
+from tests.distributed.runs import CHAT
 
 LONGEST = "=" * 1000
 CLIENT = """
