@@ -37,7 +37,12 @@ def varlen_attn(
     """
     output: Any
     if _HAS_ARGUMENTS:
-        more = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa, "seqused_k": seqused_k}
+        more: dict[str, Any] = {
+            "scale": scale,
+            "window_size": window_size,
+            "enable_gqa": enable_gqa,
+            "seqused_k": seqused_k,
+        }
         output = varlen.varlen_attn(query, key, value, *documents, **more)
     elif seqused_k is None:
         output = varlen.varlen_attn(query, key, value, *documents, scale=scale, window_size=window_size)
