@@ -81,7 +81,7 @@ class Participant:
             raise ParticipantError(f"there is no {python}: run {SETUP} {folder}")
         environment = os.environ | {
             "OMP_NUM_THREADS": str(entry.threads),
-            "PYTHONPATH": str(entry.checkout or REPOSITORY) if entry.environment is None else "",
+            "PYTHONPATH": python_path(entry.checkout or REPOSITORY) if entry.environment is None else "",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",

@@ -120,7 +120,7 @@ def test_flash_attention_packs_samples(zero_stage: str, tmp_path: Path) -> None:
 def execute(*words: object, cwd: Path, **more: str) -> str:
     """What Python prints; a script is named by its path in the repository."""
     script = [str(REPO / str(words[0]))] if str(words[0]).endswith(".py") else [str(words[0])]
-    environment = os.environ | {"PYTHONPATH": str(REPO)} | more
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH} | more
     command = [sys.executable, *script, *map(str, words[1:])]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
