@@ -31,6 +31,11 @@ LOADING_S, ITERATION_S = 300, 600  # longer means that it hangs
 SETTLING_S = 5  # at most, until nothing runs: vLLM spins for a second after work, in the way of the next participant
 
 
+def python_path(repository: Path = REPOSITORY) -> str:
+    """A checkout before what PYTHONPATH has: there a machine may have packages that nothing else names."""
+    return os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class ParticipantError(Exception):
     """A participant that cannot take part, or no longer; says why."""
 

@@ -17,6 +17,7 @@ from openppo.models import Actor
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import Completion, FinishReason, SamplingParams
+from tests.fork_server import PYTHON_PATH
 from tests.gpu.devices import DEVICES, ON_CUDA, recorder, rounding_borders
 
 REPO = Path(__file__).parents[2]

@@ -10,6 +10,7 @@ import pytest
 from openppo.__main__ import commands
 
 REPO = Path(__file__).resolve().parents[2]
+PYTHON_PATH = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
 HEAVY = {"torch", "transformers", "deepspeed", "peft", "datasets", "vllm"}
 
 

@@ -19,10 +19,9 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil, LlamaConfig, LlamaForCausalLM, LlavaProcessor
 
 from openppo.datasets.media_files import thumbnail
+from tests.fork_server import PYTHON_PATH
 from tests.images import llava
 from tests.unit.agents.conftest import make_chat_tokenizer
-
-REPO = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ from openppo.config import RewardConfig
 from openppo.models import get_llm_for_sequence_regression
 from openppo.rewards import RemoteScorer
 from openppo.types import FinishReason, Prompt, Trajectory
-
-REPO = Path(__file__).resolve().parents[3]
+from tests.fork_server import PYTHON_PATH
 
 
 @pytest.fixture

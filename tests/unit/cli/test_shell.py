@@ -15,6 +15,7 @@ import torch
 
 from openppo import __version__
 from openppo.__main__ import commands
+from tests.fork_server import PYTHON_PATH
 
 REPO = Path(__file__).parents[3]
 
