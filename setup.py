@@ -51,7 +51,7 @@ setup(
         "deepspeed>=0.19",
         "transformers>=5.17",  # tested with 5.17 and 5.23
         "accelerate>=1.1",  # transformers loads with it in partitions, and peft needs it
-        "aiohttp>=3.9",
+        "aiohttp>=3.12",
         "peft>=0.18",
         "datasets>=4.0",
         "filelock>=3.20",

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dis import get_instructions
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -118,6 +118,16 @@ def _names_beside(file: Path) -> list[str]:
                 names[name] = None
                 files += [each for each in (module, package / "__init__.py") if each.is_file()]
     return list(names)
+
+
+def source_files(file: Path) -> list[Path]:
+    """A Python ``file``, and the modules beside it that it imports, itself or through others of them."""
+    files = [file]
+    with suppress(SyntaxError, ValueError):  # loading the file says so
+        for name in _names_beside(file):
+            module, package = file.with_name(f"{name}.py"), file.with_name(name)
+            files += [module] if module.is_file() else sorted(package.rglob("*.py"))
+    return files
 
 
 def _imported(file: Path) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from mcp import ClientSession, StdioServerParameters, stdio_client
 
 from openppo.agents.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from openppo.process_groups import bound
 
 
 class MCPTool(BaseTool):
@@ -23,8 +24,9 @@ class MCPTool(BaseTool):
                 "an MCP tool needs 'command', a list that starts a server which talks over stdin and stdout, and "
                 "'tool', the name there. For a server over HTTP let command start a bridge, such as mcp-proxy."
             )
-        program, *arguments = config["command"]
-        self.server = StdioServerParameters(command=program, args=arguments, env=config.get("env"))
+        self.program = config["command"][0]
+        command, *arguments = bound(*config["command"])  # a server that does not read on ends with this process too
+        self.server = StdioServerParameters(command=command, args=arguments, env=config.get("env"))
         self.tool = config["tool"]
         self.connection: asyncio.Future[ClientSession] | None = None
         super().__init__(config, tool_schema)
@@ -59,7 +61,7 @@ class MCPTool(BaseTool):
         """Hand on what went wrong; the next episode connects again."""
         connection, self.connection = self.connection, None
         if connection is not None and not connection.done():
-            connection.set_exception(RuntimeError(f"the MCP server {self.server.command} could not be started"))
+            connection.set_exception(RuntimeError(f"the MCP server {self.program} could not be started"))
 
     async def _ask_schema(self) -> OpenAIFunctionToolSchema:
         try:
@@ -67,7 +69,7 @@ class MCPTool(BaseTool):
                 await session.initialize()
                 found = {each.name: each.model_dump(by_alias=True) for each in (await session.list_tools()).tools}
         except Exception as error:  # groups of groups
-            raise ValueError(f"the MCP server {self.server.command} does not answer; see its output.") from error
+            raise ValueError(f"the MCP server {self.program} does not answer; see its output.") from error
         if self.tool not in found:
             raise ValueError(f"the MCP server has no tool {self.tool!r}; it has: {', '.join(found) or 'none'}.")
         it = found[self.tool]

@@ -2,9 +2,12 @@
 
     python -m openppo.cli.train_ppo --tools examples/tools/sandbox.py ...
 
-Time, memory and the size of files are limited, and where the system allows it the network is taken away.
-``LIMITS`` tells what could not be limited here; it is logged once. The code has the rights of the user who trains: it
-can read that user's files. Run training in a container if that matters.
+The system limits processor time, the memory of each process (on Linux), the size of each file, and where namespaces are
+allowed the network. The number of processes, the memory of all and the size of the folder are looked at five times a
+second; more may exist for a moment. All processes end with the call, and with the process that trains.
+
+The rest is not limited: the code has the rights of the user who trains. ``LIMITS`` tells it, and is logged once. Run
+training in a container if that matters.
 """
 
 import asyncio
@@ -12,33 +15,49 @@ import logging
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import psutil
+
 from openppo.agents.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from openppo.process_groups import RELEASE, held, process_groups
 
 SECONDS = 10
-MEMORY = 512 * 2**20
-FILES = 16 * 2**20
+MEMORY = 512 * 2**20  # of each process, and in use by all
+FILES = 16 * 2**20  # of each file, and of the folder
+PROCESSES = 32
 MOST = 64 * 2**10  # bytes that are read of what the code prints
+INTERVAL = 0.2  # seconds between two looks at processes and folder
 NAMESPACES = "unshare --user --map-current-user --net --pid --fork --kill-child".split()
 
 
+def has_namespaces() -> bool:
+    """Whether this system allows namespaces."""
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*NAMESPACES, "true"], stderr=subprocess.DEVNULL).returncode == 0
+
+
 def unlimited() -> list[str]:
-    """What cannot be limited on this system."""
-    missing = []
-    if shutil.which("unshare") is None or subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0:
-        missing.append("the network: unshare --user --net --pid is not allowed")
+    """What is not limited on this system."""
+    missing = [
+        "what the code reads of this user's files and Unix sockets",
+        "what it writes outside its folder, as in /tmp and /dev/shm",
+        "use of processors and disks",
+    ]
+    if not CONFINED:
+        missing.append("network, signals to this user's processes, processes that leave their group (no unshare here)")
     return missing
 
 
+CONFINED = has_namespaces()
 LIMITS = unlimited()
-if LIMITS:
-    logging.getLogger("openppo").warning("examples/tools/sandbox.py does not limit %s", "; ".join(LIMITS))
+logging.getLogger("openppo").warning("examples/tools/sandbox.py does not limit: %s", "; ".join(LIMITS))
 
 
 class Sandbox(BaseTool):
@@ -47,6 +66,7 @@ class Sandbox(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)
         self.seconds, self.memory = config.get("seconds", SECONDS), config.get("memory", MEMORY)
+        self.files, self.processes = config.get("files", FILES), config.get("processes", PROCESSES)
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return OpenAIFunctionToolSchema.model_validate(
@@ -68,33 +88,73 @@ class Sandbox(BaseTool):
         return tempfile.mkdtemp(prefix="sandbox-")
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResponse:
-        command = [sys.executable, "-I", "-c", str(parameters.get("code", ""))]
+        folder = Path(instance_id)
+        if self._is_full(folder):
+            return ToolResponse(text=self._too_much(f"{self.files // 2**20} MiB of files"))
         process = await asyncio.create_subprocess_exec(
-            *([] if LIMITS else NAMESPACES),
-            *command,
-            stdin=subprocess.DEVNULL,
+            *held(*(NAMESPACES if CONFINED else []), sys.executable, "-I", "-c", str(parameters.get("code", ""))),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=instance_id,
+            cwd=folder,
             env={"PATH": os.defpath, "HOME": instance_id, "TMPDIR": instance_id},
             preexec_fn=self._limit,
             start_new_session=True,
         )
-        assert process.stdout is not None
         try:
-            async with asyncio.timeout(self.seconds):
-                said = b""
-                while len(said) <= MOST and (more := await process.stdout.read(MOST)):
-                    said += more
-        except TimeoutError:
-            return ToolResponse(text=f"Error: the code ran longer than {self.seconds} s.")
+            process_groups.add(process.pid)
+            assert process.stdin is not None
+            process.stdin.write(RELEASE)
+            process.stdin.close()
+            return ToolResponse(text=await self._answer(process, folder))
         finally:
-            await self._end(process)
-        text = said[:MOST].decode(errors="replace")
-        return ToolResponse(text=text or "(The code printed nothing.)")
+            process_groups.kill(process.pid)
+            await process.wait()
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         shutil.rmtree(instance_id, ignore_errors=True)
+
+    async def _answer(self, process: asyncio.subprocess.Process, folder: Path) -> str:
+        """What the code prints, or which limit it has passed."""
+        printing = asyncio.create_task(self._printed(process))
+        watching = asyncio.create_task(self._passed(process.pid, folder))
+        try:
+            tasks = [watching, printing]
+            done, _ = await asyncio.wait(tasks, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            printing.cancel()
+            watching.cancel()
+        if watching in done:
+            return watching.result()
+        if printing in done:
+            return printing.result() or "(The code printed nothing.)"
+        return f"Error: the code ran longer than {self.seconds} s."
+
+    async def _printed(self, process: asyncio.subprocess.Process) -> str:
+        """The output, until the code closes it or has printed ``MOST``."""
+        assert process.stdout is not None
+        output = b""
+        while len(output) <= MOST and (part := await process.stdout.read(MOST)):
+            output += part
+        return output[:MOST].decode(errors="replace")
+
+    async def _passed(self, pid: int, folder: Path) -> str:
+        """Wait until the code has passed a limit of all its processes; which one."""
+        while True:
+            await asyncio.sleep(INTERVAL)
+            sizes = memory_of_processes(pid)
+            if len(sizes) > self.processes:
+                return self._too_much(f"{self.processes} processes")
+            if sum(sizes) > self.memory:
+                return self._too_much(f"{self.memory // 2**20} MiB of memory in all its processes")
+            if self._is_full(folder):
+                return self._too_much(f"{self.files // 2**20} MiB of files")
+
+    def _is_full(self, folder: Path) -> bool:
+        return size_of_folder(folder) > self.files
+
+    def _too_much(self, amount: str) -> str:
+        return f"Error: the code has more than {amount}."
 
     def _limit(self) -> None:
         """In the new process, before it runs anything."""
@@ -106,8 +166,23 @@ class Sandbox(BaseTool):
         ):
             resource.setrlimit(what, (limit, limit))
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Kill it with its children, whether it has ended or not."""
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+
+def memory_of_processes(pid: int) -> list[int]:
+    """Bytes of memory of each process below ``pid``, and of itself."""
+    sizes = []
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for member in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                sizes.append(member.memory_info().rss)
+    return sizes
+
+
+def size_of_folder(folder: Path) -> int:
+    """Bytes of disk that files and folders take, empty ones too."""
+    size = 0
+    for root, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            with suppress(OSError):  # it was removed
+                size += max(4096, 512 * os.lstat(os.path.join(root, name)).st_blocks)
+    return size

@@ -80,7 +80,7 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool
         if isinstance(raised, ToolError):
             session.ending = Ending.TOOL_ERROR  # also after a limit, which tools rewarded
         error = f"{type(raised).__name__}: {raised}"
-    return _played(session, error, needs_reward)
+    return await _played(session, error, needs_reward)
 
 
 async def _run(agent: Agent, task: Task, session: Session) -> None:
@@ -93,7 +93,7 @@ async def _run(agent: Agent, task: Task, session: Session) -> None:
     session.reward_all({str(name): value for name, value in named.items()})
 
 
-def _played(session: Session, error: str, needs_reward: bool) -> Played:
+async def _played(session: Session, error: str, needs_reward: bool) -> Played:
     assert session.ending is not None
     ending, turns = session.ending, session.turns
     rewarded = bool(session.rewards) or session.counts["rewarded_turns"] > 0
@@ -105,7 +105,7 @@ def _played(session: Session, error: str, needs_reward: bool) -> Played:
         session.reward(0.0)  # a limit ended it before its agent could give one
     mismatch = None
     if ending.is_trained and session.setup.options.check_rendering != "off":
-        mismatch = first_difference(session)
+        mismatch = await asyncio.to_thread(first_difference, session)
         session.counts["rerender_mismatch"] = int(mismatch is not None)
         if mismatch is not None and session.setup.options.check_rendering == "strict":
             ending, error = Ending.AGENT_ERROR, mismatch

@@ -1,19 +1,22 @@
 """Images of an episode: each is processed once, and messages have its key in its place."""
 
 import asyncio
+import io
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
-import aiohttp
+from PIL import Image, UnidentifiedImageError
 
+from openppo.agents.fetching import fetch
 from openppo.datasets.media_files import UNREADABLE, content_of, given_in, read_image
 from openppo.datasets.templates import Message, shortened, text_of
 from openppo.datasets.vision import Vision
 from openppo.media import Media, MediaItem, media_key, media_kind, media_part, media_parts
 from openppo.types import Prompt
 
-_SECONDS_TO_FETCH, _MOST_BYTES = 30.0, 20 * 2**20
+_MOST_PIXELS = 2**26
 
 
 class Images:
@@ -59,7 +62,7 @@ class Images:
         if isinstance(value, str) and value.startswith(("http://", "https://")):
             if not self.fetches:
                 raise ValueError("it is not fetched: send a data URL, or add --allow_image_urls")
-            content: Any = await self._once(value, lambda: _fetched(value))
+            content: Any = await self._once(value, lambda: fetch(value))
         else:
             content = content_of(value, self.near)
         if isinstance(content, bytes | bytearray):
@@ -72,6 +75,8 @@ class Images:
 
     def _processed(self, content: Any) -> MediaItem:
         assert self.vision is not None
+        if isinstance(content, bytes | bytearray):
+            check_pixels(content)
         return self.vision.item(content)
 
     async def _once(self, key: str | bytes, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -86,16 +91,9 @@ class Images:
             raise
 
 
-async def _fetched(address: str) -> bytes:
-    """What an address gives; ``OSError`` if that fails or is too large."""
-    limit, content = aiohttp.ClientTimeout(total=_SECONDS_TO_FETCH), bytearray()
-    try:
-        async with aiohttp.ClientSession(timeout=limit) as client, client.get(address) as answer:
-            answer.raise_for_status()
-            async for chunk in answer.content.iter_chunked(2**16):
-                content += chunk
-                if len(content) > _MOST_BYTES:
-                    raise OSError(f"more than {_MOST_BYTES} bytes")
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise OSError(f"{type(error).__name__} {error}") from error
-    return bytes(content)
+def check_pixels(content: bytes | bytearray) -> None:
+    """``ValueError`` for an image of more pixels than anybody's message may have decoded; only its header is read."""
+    with suppress(UnidentifiedImageError), Image.open(io.BytesIO(content)) as image:
+        if image.width * image.height > _MOST_PIXELS:
+            size = f"{image.width} x {image.height} pixels"
+            raise ValueError(f"it has {size}, and messages may have images of {_MOST_PIXELS}: send a smaller one")

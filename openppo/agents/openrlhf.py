@@ -56,11 +56,11 @@ class OpenRLHFAgent(Agent):
 
     async def run(self, task: Task, session: Session) -> None:
         """Play an episode. Its reward is the sum of all steps', on the last action, as in OpenRLHF."""
-        instance, encode = self.make(), session.setup.renderer.encode
+        instance = self.make()
         prompt, label = task.prompt.text, task.prompt.label
         states = {"observation": prompt, "prompt": prompt, "label": label}
         text, total, sampling = str((await instance.reset(states))["observation"]), 0.0, _of_vllm(session.setup.params)
-        turn = await session.extend(None, encode(text), {"role": "user", "content": text})
+        turn = await session.extend(None, await session.encode(text), {"role": "user", "content": text})
         while True:
             states = {"observation_text": text, "action_text": turn.text, "label": label, "sampling_params": sampling}
             made = await instance.step(states)
@@ -75,7 +75,7 @@ class OpenRLHFAgent(Agent):
             sampling = made.get("sampling_params") or sampling
             session.counts["sampling_overridden"] += _is_other(sampling, _of_vllm(session.setup.params))
             said, most, stop = {"role": "user", "content": feedback}, sampling.max_tokens, sampling.stop or ()
-            turn = await session.extend(turn, encode(feedback), said, max_tokens=most, stop=stop)
+            turn = await session.extend(turn, await session.encode(feedback), said, max_tokens=most, stop=stop)
 
 
 def _is_other(sampling: Any, ours: Any) -> bool:

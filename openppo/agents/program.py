@@ -5,12 +5,9 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -22,6 +19,7 @@ from openppo.agents.gateway.server import Gateway
 from openppo.agents.session import Session, Task
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import text_of
+from openppo.process_groups import HOLD, RELEASE, process_groups
 from openppo.types import Ending, Prompt
 
 _COLUMN = re.compile(r"(?<!\$)\{([\w.-]+)\}")
@@ -58,10 +56,10 @@ class Command:
             raise ValueError(f"--agent_command: there is no file {file} in {Path.cwd()}. Write its whole path.")
 
     def arguments(self, row: Mapping[str, Any]) -> list[str]:
-        """What is executed for ``row``: texts as they are, other values as JSON."""
+        """What is executed for ``row``, once it reads ``RELEASE``: texts as they are, other values as JSON."""
         values = [row[column] for column in self.columns]
         texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
-        return ["/bin/sh", "-c", self.script, "sh", *texts]
+        return ["/bin/sh", "-c", HOLD + self.script, "sh", *texts]
 
 
 class ProgramAgent(Agent):
@@ -111,25 +109,23 @@ class ProgramAgent(Agent):
             return None if session.rewards else printed_reward(_end_of(output, 65536))
 
     async def _finished(self, task: Task, key: str, output: IO[bytes], errors: IO[bytes]) -> int:
-        """Exit status. All that the program started is killed at the end, and if this is cancelled."""
+        """Exit status. All that the program started is killed at the end, when this is cancelled, and with the rank."""
         texts = [text_of(message.get("content")) for message in task.messages]
-        with TemporaryFile() as prompt:
-            prompt.write("\n\n".join(texts).encode())
-            prompt.seek(0)
-            # asyncio's own start can be cancelled halfway: it ends the shell alone, and waits for ever for its pipe.
-            process = subprocess.Popen(
-                self.command.arguments(task.prompt.row),
-                stdin=prompt,
-                stdout=output,
-                stderr=errors,
-                env=self.environment | self._of_episode(task, key),
-                start_new_session=True,
-            )
+        process = await asyncio.create_subprocess_exec(
+            *self.command.arguments(task.prompt.row),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
+            env=self.environment | self._of_episode(task, key),
+            start_new_session=True,
+        )
         try:
-            return await _exit_status(process)
+            process_groups.add(process.pid)
+            await process.communicate(RELEASE + "\n\n".join(texts).encode())
+            return await process.wait()
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process_groups.kill(process.pid)
+            await process.wait()
 
     def _of_episode(self, task: Task, key: str) -> dict[str, str]:
         url, direct = self.gateway.base_url(key), "127.0.0.1,localhost"
@@ -143,14 +139,6 @@ class ProgramAgent(Agent):
             "NO_PROXY": bypass,
             "no_proxy": bypass,
         }
-
-
-async def _exit_status(process: subprocess.Popen[bytes]) -> int:
-    """Exit status of a process, which a thread of its own waits for: those of a pool may all be taken."""
-    status = Future[int]()
-    status.set_running_or_notify_cancel()  # from now on nothing cancels it: the thread ends with the process
-    threading.Thread(target=lambda: status.set_result(process.wait()), name="program", daemon=True).start()
-    return await asyncio.wrap_future(status)
 
 
 def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:

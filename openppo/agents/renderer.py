@@ -1,12 +1,15 @@
 """Conversations to token ids, whole or as the continuation of recorded ones, and sampled tokens to messages."""
 
+import asyncio
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,11 +17,25 @@ from openppo.agents.parsers import PARSERS, Parsed, ToolCall, Tools
 from openppo.datasets.conversation import MARK, read_arguments, render_chat
 from openppo.datasets.template_checks import require_shown
 from openppo.datasets.templates import Message, encode_bare, text_of
+from openppo.datasets.text_bound import TextBound, text_bound
 from openppo.datasets.vision import Vision
 from openppo.media import Media, media_key, media_kind, media_parts
 from openppo.types import Completion, FinishReason
 
+T = TypeVar("T")
 _THINK, _THOUGHT = "<think>", "</think>"
+SHORT = 2**15
+"""Characters that are tokenized in milliseconds, on the event loop."""
+_HUGE = 2**20
+"""Characters of texts that wait for each other only, and not in front of shorter ones."""
+
+
+class TooLong(Exception):  # noqa: N818 (the text may be what was wanted)
+    """A text has at least ``n_tokens`` tokens, which are too many; it was not tokenized."""
+
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__(f"a text of at least {n_tokens} tokens is too long")
+        self.n_tokens = n_tokens
 
 
 @dataclass(frozen=True)
@@ -33,13 +50,23 @@ class Renderer:
     eos_token_ids: Collection[int]
     vision: Vision | None = None
 
-    def render(self, messages: Sequence[Message], tools: Tools = (), media: Media = ()) -> list[int]:
+    async def aside(self, work: Callable[[], T], n_characters: int) -> T:
+        """Result of ``work``, which tokenizes about so many characters: many in a thread, so that the loop goes on."""
+        if n_characters <= SHORT:
+            return work()
+        thread = self._threads[n_characters > _HUGE]
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools = (), media: Media = (), most: int = sys.maxsize
+    ) -> list[int]:
         """Token ids of a conversation up to where the model answers.
 
-        ``ValueError`` if the template refuses it, or leaves out what the model should read.
+        ``ValueError`` if the template refuses it, or leaves out what the model should read; ``TooLong`` as of
+        ``encode``.
         """
         require_shown(messages, partial(self.rendered, tools=tools))
-        return self.encode(self.rendered(messages, tools), media)
+        return self.encode(self.rendered(messages, tools), media, most)
 
     def rendered(self, messages: Sequence[Message], tools: Tools = (), for_generation: bool = True) -> str:
         """Text of a conversation; ``ValueError`` if the template refuses it."""
@@ -57,13 +84,14 @@ class Renderer:
         new: Sequence[Message],
         tools: Tools = (),
         media: Media = (),
+        most: int = sys.maxsize,
     ) -> list[int] | None:
         """Token ids that follow a ``completion``, the last of ``recorded`` messages, so that ``new`` ones follow it.
 
         The conversation is rendered with a stand-in for that answer, and cut after the special token that ends it: what
         follows one is tokenized independently of what precedes it. None if there is no such token, or another one was
         sampled, or ``new`` has other answers, so that the conversation must be rendered whole. ``media`` are those of
-        ``new``.
+        ``new``. ``TooLong`` as of ``encode``.
         """
         if any(message["role"] == "assistant" for message in new):
             return None
@@ -74,11 +102,11 @@ class Renderer:
                     text = self.rendered([*before, stand_in, *new], tools)
                     if MARK in text:
                         after, calls = text.rpartition(MARK)[2], "tool_calls" in stand_in
-                        return self._continued(after, completion, new, calls, media)
+                        return self._continued(after, completion, new, calls=calls, media=media, most=most)
         return None
 
     def _continued(
-        self, after: str, completion: Completion, new: Sequence[Message], calls: bool, media: Media
+        self, after: str, completion: Completion, new: Sequence[Message], calls: bool, media: Media, most: int
     ) -> list[int] | None:
         """Token ids of ``after``, what follows the stand-in, from where the turn of ``completion`` ended."""
         last = completion.token_ids[-1] if completion.token_ids else None
@@ -88,7 +116,7 @@ class Renderer:
             found = self._special.search(after, found.end())
         if found is None or not _shows(after[found.end() :], new, self.vision.guarded if self.vision else str):
             return None
-        end, ids = self.encode(found[0]), self.encode(after[found.start() :], media)
+        end, ids = self.encode(found[0]), self.encode(after[found.start() :], media, most)
         between = "" if calls else self._special.sub("", after[: found.start()])
         if between.strip() or len(end) != 1 or ids[:1] != end or (ended and last != end[0]):
             return None
@@ -110,8 +138,13 @@ class Renderer:
             message |= {"content": plain or None, "tool_calls": _in_openai_form(parsed.calls, number)}
         return message, parsed.error
 
-    def encode(self, text: str, media: Media = ()) -> list[int]:
-        """Token ids of a rendered text, which has places for ``media``."""
+    def encode(self, text: str, media: Media = (), most: int = sys.maxsize) -> list[int]:
+        """Token ids of a rendered text, which has places for ``media``.
+
+        ``TooLong``, before it is tokenized, for a text so long that it must have ``most`` tokens or more.
+        """
+        if self.bound is not None and (n_tokens := self.bound.least_tokens(text)) >= most:
+            raise TooLong(n_tokens)
         if self.vision is not None and self.vision.reads:
             return self.vision.encode(text, media)
         return encode_bare(self.tokenizer, text)
@@ -125,6 +158,17 @@ class Renderer:
         ids = completion.token_ids
         ended = ids and (ids[-1] in self.eos_token_ids or self._special.fullmatch(self.decode(ids[-1:])))
         return self.decode(ids[:-1] if ended and completion.finish_reason is FinishReason.STOP else ids)
+
+    @cached_property
+    def bound(self) -> TextBound | None:
+        """Bound of the tokenizer."""
+        return text_bound(self.tokenizer)
+
+    @cached_property
+    def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        """One for long texts, and one for huge ones."""
+        self.encode("")  # takes truncation and padding off, which fails while another thread tokenizes
+        return ThreadPoolExecutor(1, "long texts"), ThreadPoolExecutor(1, "huge texts")
 
     @cached_property
     def _ends(self) -> set[str]:

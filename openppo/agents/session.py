@@ -4,12 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
-from typing import Any, SupportsFloat, TypedDict, Unpack
+from typing import Any, SupportsFloat, TypedDict, TypeVar, Unpack
 
 from openppo.agents.images import Images
 from openppo.agents.parsers import Tools
-from openppo.agents.renderer import Renderer, fingerprints
+from openppo.agents.renderer import SHORT, Renderer, TooLong, fingerprints
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, shortened
 from openppo.media import Media, distinct_ids
@@ -18,6 +19,7 @@ from openppo.rollout.rollout import sample_seed
 from openppo.rollout.sampling import text_before_stop
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams
 
+T = TypeVar("T")
 Generate = Callable[..., Awaitable[Completion]]
 """``generate(prompt_ids, params, seed, resume)`` samples one completion; cancelling the coroutine frees its row.
 
@@ -61,6 +63,11 @@ class SessionSetup:
     longest: int
     context: int | None = None
     stood: Callable[[], float] = lambda: 0.0
+
+    @property
+    def most(self) -> int:
+        """The lower of both bounds."""
+        return min(self.longest, self.context or self.longest)
 
 
 @dataclass(eq=False)
@@ -191,8 +198,9 @@ class Session:
 
         ``ValueError`` for messages that the chat template refuses.
         """
+        self._check_limits(0)
         asked, offered = [await self.images.read(message) for message in messages], list(tools or ())
-        prompt_ids, parent, media = self._prompt(asked, offered)
+        prompt_ids, parent, media = await self._prompt(asked, offered)
         return await self._sample(prompt_ids, parent, asked, offered, limits, media)
 
     async def extend(
@@ -203,6 +211,10 @@ class Session:
             return await self._sample(list(token_ids), None, [message], [], limits)
         read = [*turn.token_ids, *token_ids]
         return await self._sample(read, turn, [*turn.messages, message], turn.tools, limits)
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a text; ``EpisodeEnded`` for one that exceeds a limit for certain."""
+        return await self._aside(partial(self.setup.renderer.encode, text), len(text))
 
     def reward(self, value: float, turn: Turn | None = None, name: str = "reward") -> None:
         """Give ``turn`` a reward, or the whole episode; the last one of a name counts.
@@ -238,19 +250,35 @@ class Session:
         """End the episode; the first ending stands."""
         self.ending = self.ending or ending
 
-    def _prompt(self, messages: list[Message], tools: Tools) -> tuple[list[int], Turn | None, Media]:
+    async def _prompt(self, messages: list[Message], tools: Tools) -> tuple[list[int], Turn | None, Media]:
         """Token ids of a request, the turn whose tokens they continue, and the images among them."""
         renderer, ids, media = self.setup.renderer, None, self.images.of(messages)
+        n_characters = len(repr((messages, tools)))
         if self.setup.options.history == "template":
-            ids = renderer.render(messages, tools, media)
+            ids = await self._aside(partial(renderer.render, messages, tools, media), n_characters)
             parent = self._longest(distinct_ids(ids, media), lambda turn: turn.read_ids)
-        elif parent := self._longest(fingerprints(messages, tools), lambda turn: turn.said):
-            new = messages[len(parent.messages) :]
-            bridge = renderer.bridge(parent.messages, parent.completion, new, tools, self.images.of(new))
-            ids, parent = (None, None) if bridge is None else (parent.token_ids + bridge, parent)
+        else:
+            asked = await renderer.aside(partial(fingerprints, messages, tools), n_characters)
+            parent = self._longest(asked, lambda turn: turn.said)
+            if parent is not None:
+                new = messages[len(parent.messages) :]
+                bridge = partial(renderer.bridge, parent.messages, parent.completion, new, tools, self.images.of(new))
+                after = await self._aside(bridge, n_characters)
+                ids, parent = (None, None) if after is None else (parent.token_ids + after, parent)
         if self.turns:  # the first has nothing to continue
             self.counts["rerendered_turns" if parent is None else "bridged_turns"] += 1
-        return renderer.render(messages, tools, media) if ids is None else ids, parent, media
+        if ids is None:
+            ids = await self._aside(partial(renderer.render, messages, tools, media), n_characters)
+        return ids, parent, media
+
+    async def _aside(self, encode: Callable[..., T], n_characters: int) -> T:
+        """Result of ``encode``, beside the event loop if it is of many characters; ``EpisodeEnded`` for too many."""
+        most = {} if n_characters <= SHORT else {"most": self.setup.most}
+        try:
+            return await self.setup.renderer.aside(partial(encode, **most), n_characters)
+        except TooLong as error:
+            self._check_limits(error.n_tokens)
+            raise
 
     def _longest(self, asked: list[int], recorded: Callable[[Turn], list[int]]) -> Turn | None:
         """The turn with the longest record that ``asked`` begins with."""
@@ -298,7 +326,7 @@ class Session:
     def _limited(self, n_prompt: int, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> SamplingParams:
         """Sampling parameters of a turn after ``n_prompt`` tokens."""
         setup, params = self.setup, self.setup.params
-        room = min(setup.longest, setup.context or setup.longest) - n_prompt
+        room = setup.most - n_prompt
         most = min(n for n in (room, params.max_new_tokens, max_tokens) if n is not None)
         if type(most) is not int or most < 1:
             raise ValueError(f"max_tokens {max_tokens}: a positive whole number is needed")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from enum import Enum
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -107,7 +108,7 @@ class ToolEpisode:
             made = await self._use(name, "create")
             self.instances[name], response = made if isinstance(made, tuple) else (made, "")
             self.releases.push_async_callback(self._use, name, "release", self.instances[name])
-            said.append(await self._seen(name, self._read(name, response)))
+            said.append(await self._seen(name, await self._read(name, response)))
         self.messages[-1]["content"] = _joined(said)
 
     async def _has_calls(self) -> bool:
@@ -138,12 +139,12 @@ class ToolEpisode:
         try:
             result = await self._use(name, "execute", self.instances[name], given)
             response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
-            answer = Answer(await self._seen(name, self._read(name, response)), _number(name, reward))
+            answer = Answer(await self._seen(name, await self._read(name, response)), _number(name, reward))
         except ToolError as error:
             if name not in self.agent.failing:
                 self.agent.failing.add(name)
                 logger.warning("the tool %s; the model reads that, agent/tool_errors counts it", error)
-            return Answer(self._cut(self._error(str(error))))
+            return Answer(await self._cut(self._error(str(error))))
         measured = metrics.items() if isinstance(metrics, Mapping) else ()
         self.session.metrics |= {f"{name}/{key}": n for key, n in measured if isinstance(n, int | float)}
         return answer
@@ -170,7 +171,7 @@ class ToolEpisode:
         if self.agent.options.tool_rewards == "add":
             self.session.add_turn_reward(reward)
 
-    def _read(self, name: str, response: Any) -> Content:
+    async def _read(self, name: str, response: Any) -> Content:
         """What a tool returned: its images, and the beginning of its text."""
         given = vars(response) if isinstance(response, ToolResponse) else response
         made = given if isinstance(given, Mapping) else {"text": given}
@@ -184,7 +185,7 @@ class ToolEpisode:
         if not isinstance(text, str) or made.get("video"):
             raise ToolError(f"{name}: {shortened(response)} is no text, dict with 'text' or 'image', or ToolResponse")
         parts = [{"type": "image", "image": image} for image in (images if isinstance(images, list) else [images])]
-        return _joined([parts, self._cut(text)])
+        return _joined([parts, await self._cut(text)])
 
     async def _seen(self, name: str, content: Content) -> Content:
         """``content`` with its images processed; ``ToolError`` for one that cannot be read."""
@@ -199,11 +200,12 @@ class ToolEpisode:
         self.session.counts["tool_errors"] += 1
         return f"Error: {what}"
 
-    def _cut(self, text: str) -> str:
+    async def _cut(self, text: str) -> str:
         """``text``, or its beginning of ``--max_tool_response_tokens`` with a mark."""
         renderer, most = self.session.setup.renderer, self.agent.options.max_tool_response_tokens
         text = text.encode(errors="replace").decode()  # half a surrogate pair has no tokens
-        ids = encode_bare(renderer.tokenizer, text[: most * 64])  # of a huge result only the beginning
+        start = text[: most * 64]  # of a huge result only the beginning
+        ids = await renderer.aside(partial(encode_bare, renderer.tokenizer, start), len(start))
         short = len(ids) <= most and len(text) <= most * 64
         return text if short else renderer.decode(ids[:most]).rstrip("\ufffd") + " ... [cut]"
 

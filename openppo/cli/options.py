@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,11 +27,11 @@ from openppo.cli.versions import print_versions
 from openppo.config import Options, RunConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import TrainingConfig
 from openppo.config.fields import KEY_FROM_ELSEWHERE, SPELLINGS, declared_options
+from openppo.strategy.launcher_summary import is_summarized, record_cause
 
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
-_HOW_TO_RESUME = "the same command with --load_checkpoint resumes from the newest checkpoint"
 _OF_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 _ALONE = {"__use_wandb": KEY_FROM_ELSEWHERE, "__overlap_comm": "on"}
@@ -40,22 +40,23 @@ _ALONE = {"__use_wandb": KEY_FROM_ELSEWHERE, "__overlap_comm": "on"}
 Config = TypeVar("Config", bound=Options)
 
 
-def run_command(config_type: type[Options], build: str, *markers: Any) -> None:
-    """Read the command line, build, and run.
+def run_command(config_type: type[Options], build: str, *markers: Any) -> NoReturn:
+    """Read the command line, build, run, and end the process.
 
     ``build``, as "module:name", makes the job of the config, which has ``fit`` and ``close``; it is imported after
     parsing, because it loads torch. A ``ValueError`` of it is the user's too. ``markers``: see ``parse_options``.
     """
     config = read_command(config_type, *markers)
     if isinstance(config, TrainingConfig) and _rank() == 0:  # libraries load for some seconds
-        command = f"train_{type(config).__name__.removeprefix('Train').removesuffix('Config').lower()}"
+        command = f"train_{_kind(config)}"
         ranks, name = f" on {_world_size()} ranks" if _world_size() > 1 else "", f"OpenPPO {__version__}"
         shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
         print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
-    is_alone = _world_size() == 1  # later these variables may be of a part of the ranks
-    was_stopped = _run(config, build)
-    if was_stopped or not is_alone:
-        _end_process()
+    try:
+        _run(config, build)
+    except SystemExit as ended:
+        _end_process(_status(ended))
+    _end_process(0)
 
 
 def read_command(config_type: type[Config], *markers: Any) -> Config:
@@ -79,17 +80,21 @@ def read_command(config_type: type[Config], *markers: Any) -> Config:
     return config
 
 
-def _run(config: Options, build: str) -> bool:
-    """Whether a signal has ended the work before its end."""
+def _run(config: Options, build: str) -> None:
+    """Build the job and do its work."""
     _set_allocator(config)
-    from openppo.strategy import signals
     from openppo.strategy.watchdog import Watchdog  # with torch: after parsing
     from openppo.tracking.phase import current, phase
 
-    limits, resume = RunConfig(stall_timeout=0), ""  # a server without requests makes no progress
+    limits = RunConfig(stall_timeout=0)  # a server without requests makes no progress
     if isinstance(config, TrainingConfig):
-        limits, resume = config.run, _HOW_TO_RESUME
-    with Watchdog(limits, current, flat_dict(config), resume) as watchdog:
+        limits = config.run
+
+    def how_to_resume() -> str:
+        has_begun = current.step > 0  # before that, checkpoints in the folder may be of an earlier run
+        return _how_to_resume(config, has_begun) if isinstance(config, TrainingConfig) else ""
+
+    with Watchdog(limits, current, flat_dict(config), how_to_resume) as watchdog:
         try:
             with phase("loading"):
                 from openppo.trainer.startup import quiet_libraries  # seconds of imports
@@ -103,7 +108,20 @@ def _run(config: Options, build: str) -> bool:
         job.fit()
         watchdog.saves_on_signal = False
         job.close()
-        return signals.requested() is not None
+
+
+def _kind(config: TrainingConfig) -> str:
+    """The part of a training command's name after ``train_``."""
+    return type(config).__name__.removeprefix("Train").removesuffix("Config").lower()
+
+
+def _how_to_resume(config: TrainingConfig, has_begun: bool) -> str:
+    """Say how to continue after a failure; empty if the run has no checkpoint."""
+    options = config.checkpoint
+    folder = options.ckpt_path or Path(config.run.save_path) / f"checkpoints_{_kind(config)}"
+    if not (has_begun or options.load_checkpoint) or not Path(folder, "latest").exists():
+        return ""
+    return "the same command with --load_checkpoint resumes from the newest checkpoint"
 
 
 def _set_allocator(config: Options) -> None:
@@ -116,17 +134,25 @@ def _set_allocator(config: Options) -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _end_process() -> NoReturn:
+def _end_process(status: int) -> NoReturn:
     """End without the interpreter's shutdown.
 
-    Threads of gloo outlive the process group and may abort in it; after a signal it would wait for a reward function
-    that never returns. All that a command writes is closed by then.
+    It waits for threads, such as one of a reward function that never returns, and those of gloo may abort in it. All
+    that a command writes is closed by now.
     """
     logging.shutdown()
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where a shell has closed it: >&-
         with contextlib.suppress(OSError):  # the reader has closed the pipe
             stream.flush()
-    os._exit(0)
+    os._exit(status)
+
+
+def _status(ended: SystemExit) -> int:
+    """The exit status of ``sys.exit``, whose text goes to stderr."""
+    if ended.code is None or isinstance(ended.code, int):
+        return ended.code or 0
+    print(ended.code, file=sys.stderr)
+    return 1
 
 
 def parse_options(config_type: type[Config], arguments: Sequence[str], *markers: Any) -> Config:
@@ -156,17 +182,42 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
         if (value := _ALONE.get(argument.replace("-", "_"))) is not None and following.startswith("--"):
             given[i] = f"--{name}={value}"
     called = sys.argv[0]  # by "openppo COMMAND" that
-    shown = sys.stderr if first_rank else io.StringIO()  # some errors ignore console_outputs
-    with contextlib.redirect_stderr(shown):
+    arguments = [*(_arguments_of_file(found.config, known) if found.config else []), *given]
+    with _tyro_errors(first_rank):
         return tyro.cli(
             config_type,
-            args=[*(_arguments_of_file(found.config, known) if found.config else []), *given],
+            args=arguments,
             prog=f"python -m openppo.cli.{Path(called).stem}" if called.endswith(".py") else called,
             description=f"{config_type.__doc__}\n{_ABOUT_FILES}",
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, *markers),
             console_outputs=first_rank,
         )
+
+
+@contextlib.contextmanager
+def _tyro_errors(first_rank: bool) -> Iterator[None]:
+    """Show what tyro prints on the first rank only, and record its error for torchrun's summary."""
+    if first_rank and not is_summarized():
+        yield  # straight to the terminal, in colours
+        return
+    printed = io.StringIO()  # some errors ignore console_outputs
+    try:
+        with contextlib.redirect_stderr(printed):
+            yield
+    except SystemExit as ended:
+        if first_rank and ended.code:
+            record_cause(_message_in_box(printed.getvalue()))
+        raise
+    finally:
+        if first_rank:
+            sys.stderr.write(printed.getvalue())
+
+
+def _message_in_box(text: str) -> str:
+    """The message of an error that tyro has framed: what stands between the title and the first rule."""
+    lines = [line.strip("│ ") for line in text.splitlines()[1:]]
+    return " ".join(itertools.takewhile(lambda line: line and not line.startswith(("─", "╰")), lines))
 
 
 def _nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
@@ -243,5 +294,6 @@ def leave(message: str) -> NoReturn:
     who = "" if _rank() == 0 else f" on rank {_rank()}"
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # of torchrun: the number of hosts
         who = f" on rank {_rank()} ({socket.gethostname()})"
+    record_cause(message)
     print(f"error{who}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -25,7 +25,7 @@ class ConversationConfig(Options):
     history: Literal["verbatim", "template"] = option("verbatim", measures=True)
     """Earlier turns as they were sampled, or as the chat template renders them in deployment (earlier thoughts cut)."""
     allow_image_urls: bool = False
-    """Fetch images that messages name by an address; without it only data URLs are read."""
+    """Fetch images from public addresses that messages name; without it only data URLs are read."""
     tool_parser: ToolParser = option("auto", measures=True)
     """Format of the model's tool calls; auto recognizes it in the chat template."""
 
@@ -39,7 +39,7 @@ class AgentConfig(ConversationConfig):
     environment: str | None = option(None, place=True, resume="must match", measures=True)
     """An environment with gymnasium's reset and step, path.py:name."""
     agent_command: str | None = option(None, resume="must match", measures=True)
-    """A program that talks to the OpenAI-compatible address in OPENAI_BASE_URL; {column} is the row's value."""
+    """A program that talks to the OpenAI-compatible address in OPENAI_BASE_URL; {column} stands for the row's value."""
     agent: str | None = option(None, place=True, resume="must match", measures=True)
     """A coroutine solve(task, session), path.py:name, or an agent file of OpenRLHF, path.py."""
     agent_timeout: float = option(600.0, positive)

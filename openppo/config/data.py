@@ -52,19 +52,19 @@ class RowsConfig(Options):
     chat_template_kwargs: str | None = option(None, rows_of=_TEXTS)
     """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
     tools_key: str | None = option(None, rows_of=_TEXTS)
-    """Column with schemas of tools for the chat template: a list, also as JSON text (with --apply_chat_template)."""
+    """Column with schemas of tools for the chat template: a list, or its JSON text (with --apply_chat_template)."""
     image_key: str | None = option(None, rows_of=_TEXTS)
     """Column with the images of a prompt, for each <image> in its text: paths, bytes, base64, or images of datasets."""
     video_key: str | None = option(None, rows_of=_TEXTS)
-    """Column with the videos of a prompt, for each <video> in its text: files as of images, or lists of frames."""
+    """Column with the videos of a prompt, for each <video> in its text: files as for images, or lists of frames."""
     min_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
-    """Images and frames of fewer pixels are enlarged to so many."""
+    """Smaller images and frames are enlarged to this number of pixels."""
     max_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
-    """Images and frames of more pixels are reduced to so many."""
+    """Larger images and frames are reduced to this number of pixels."""
     video_fps: float = option(2.0, positive, rows_of=_TEXTS)
-    """Frames that are read of each second of a video; of a list of frames, how many make a second."""
+    """Frames to read from each second of a video; for a list of frames, how many of them make a second."""
     max_frames: int = option(32, at_least(1), rows_of=_TEXTS)
-    """Most frames of a video; of a longer one they are further apart."""
+    """Largest number of frames to read from a video; those of a longer one are spaced further apart."""
     dataset_num_proc: int = option(0, not_negative)
     """Processes that tokenize, once for all ranks, kept in the cache of 'datasets' (0: every rank by itself)."""
     max_samples: int | None = option(None, at_least(1), resume="must match", rows_of=_ALL)
@@ -97,7 +97,7 @@ class PromptDataConfig(RowsConfig):
     label_key: str | None = option(None, rows_of=_PROMPTS)
     """Column that is passed to the rewards as label (default: the answer of a recognized format)."""
     prompt_max_len: int = option(1024, at_least(1), rows_of=_PROMPTS, measures=True)
-    """Most tokens of a prompt."""
+    """Largest number of tokens in a prompt."""
     prompt_truncation: Truncation = option("drop", rows_of=_PROMPTS, measures=True)
     """Longer prompts are dropped, lose tokens on the left, the right or in the middle, or are an error."""
 

@@ -29,9 +29,9 @@ class VisionConfig(Options):
     """Parts of a model that reads images, which may stay as they are."""
 
     freeze_vision_tower: bool = option(True, resume="must match")
-    """Keep the weights of what reads images."""
+    """Do not train the part of the model that reads images."""
     freeze_connector: bool = option(False, resume="must match")
-    """Keep the weights of what maps features of images to embeddings."""
+    """Do not train the part of the model that maps features of images to embeddings."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PPOModelConfig(ModelConfig, VisionConfig):
     value_head_prefix: str = option("score", resume="must match")
     """Name of the scalar head in critic and reward checkpoints."""
     save_value_network: bool = option(False, resume="must match", of_critic=True)
-    """Also save the critic, in the folder --save_path with '_critic' at the end."""
+    """Also save the critic, in a folder named as --save_path with '_critic' at the end."""
 
 
 @dataclass(frozen=True)

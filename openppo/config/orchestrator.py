@@ -14,13 +14,13 @@ class OrchestratorConfig(Options):
     """Which ranks sample, and how far they may run ahead."""
 
     rollout_ranks: int = option(0, not_negative)
-    """The last this many ranks only sample while the others train (0: each rank samples and trains in turn)."""
+    """Number of ranks, the last ones, that only sample while the others train (0: each rank does both in turn)."""
     max_staleness: int = option(0, not_negative)
-    """Global steps between the weights that sampled a token and those it trains; above 0 sampling does not wait."""
+    """Global steps, at most, from the weights that sample a token to those it trains; above 0 nothing waits."""
     sync_every: int = option(1, at_least(1))
     """With --rollout_ranks: global steps between two transfers of weights."""
     running_requests: Literal["continue", "drain", "abort"] = "continue"
-    """At new weights, requests under way continue with them, end before (drain) or begin anew (abort)."""
+    """When new weights come, requests under way continue with them, finish first (drain) or start again (abort)."""
     stale: Literal["drop", "mask"] = "drop"
     """Drop episodes with tokens older than --max_staleness, or mask only those tokens."""
     reset_optimizer_on_sync: bool = False

@@ -29,22 +29,22 @@ class PPOConfig(Options):
     rollout_batch_size: int = option(512, at_least(1), resume="must match")
     """Prompts of one rollout batch, over all ranks."""
     micro_rollout_batch_size: int | None = option(None, at_least(1))
-    """Samples of one forward pass while experience is made, on one rank, at most: fewer where that saves padding
-    (default: 8; on GPUs what --micro_rollout_tokens says)."""
+    """Largest number of samples in a forward pass that makes experience on one rank; fewer where that saves padding
+    (default: 8; on GPUs set by --micro_rollout_tokens)."""
     micro_rollout_tokens: int | None = option(None, at_least(1))
-    """Tokens of such a pass of actor, reference and critic, padding included, instead of a number of samples (default
-    on GPUs: 32768, or less by the estimate of memory)."""
+    """Tokens in a forward pass that makes experience, padding included, instead of a number of samples (default on
+    GPUs: 32768, or less by the estimate of memory)."""
     micro_train_tokens: int | None = option(None, at_least(1))
     """Tokens of a training micro-batch on one rank, padding included, instead of --micro_train_batch_size samples
     (default on GPUs: 32768, or less by the estimate of memory)."""
     share_prompts: Literal["auto", "off"] = "auto"
-    """Compute what several samples begin with, such as their prompt, once in each pass, where it is exact and pays."""
+    """Compute the common beginning of several samples, such as their prompt, once per pass, where exact and faster."""
     n_samples_per_prompt: int = option(1, at_least(1), resume="must match")
     """Responses sampled for each prompt."""
     dynamic_sampling: bool = option(False, resume="must match")
     """Drop prompts whose responses all got the same reward, and sample further prompts instead (DAPO)."""
     dynamic_sampling_max_batches: int = option(10, at_least(1))
-    """With --dynamic_sampling: rollout batches sampled for one global step at most."""
+    """With --dynamic_sampling: largest number of rollout batches sampled for one global step."""
     freezing_actor_steps: int = option(-1, at_least(-1), of_critic=True)
     """Global steps at the start in which only the critic learns (-1: none)."""
     value_pretrain_steps: int = option(0, at_least(0), of_critic=True)
@@ -60,7 +60,7 @@ class PPOConfig(Options):
     buffer_cpu_offload: bool = True
     """Keep the replay buffer in CPU memory."""
     offload_idle: bool = False
-    """Keep Adam's moments in host memory while nothing is trained: memory for generation, for a copy in each step."""
+    """Keep Adam's moments in host memory outside training: more memory for generation, one more copy in each step."""
     enable_ema: bool = option(False, resume="must match")
     """Keep an exponential moving average of the actor's weights, and save it instead of the actor."""
     ema_beta: float = option(0.992, inside("[0, 1)"))
@@ -102,7 +102,7 @@ class KLConfig(Options):
     init_kl_coef: float = option(0.01, at_least(0))
     """Coefficient of the KL penalty; 0 loads no reference model. init_kl_coeff is read as this too."""
     kl_target: float | None = option(None, positive)
-    """Adapt the coefficient so that the KL per action token comes near this (default: keep it fixed)."""
+    """Adapt the coefficient so that the KL per action token approaches this value (default: keep it fixed)."""
     kl_horizon: int = option(10000, at_least(1))
     """With --kl_target: samples over which the coefficient adapts."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -155,8 +155,8 @@ class LossConfig(Options):
     rollout_correction_high: float | None = option(None, positive)
     """Upper end of the range (default: tis and mis 2, icepop 5; geometric 1.01)."""
     rollout_correction_level: CorrectionLevel = "token"
-    """What has the ratio p_actor / p_rollout: a token, a sequence (the product of its tokens' ratios), or a sequence by
-    their geometric mean."""
+    """Unit of the ratio p_actor / p_rollout: a token, a sequence (the product of its tokens' ratios), or a sequence by
+    the geometric mean of these."""
     rollout_correction_veto: float | None = option(None, inside("(0, 1)"))
     """Leave out whole sequences with a token whose ratio p_actor / p_rollout is below this (usual: 1e-4)."""
     value_clip: float | None = option(0.2, positive, "; None switches it off")

@@ -24,7 +24,7 @@ class RewardConfig(Options):
     reward_pretrain: str | None = option(None, place=True, resume="must match")
     """Reward model: a sequence-classification checkpoint with one label, or a PEFT folder of one."""
     reward_fn: str | None = option(None, place=True, measures=True)
-    """Python reward function, path.py or path.py:name; called with what its parameters name."""
+    """Python reward function, path.py or path.py:name; called with the values that its parameters name."""
     remote_rm_url: str | None = option(None, place=True, measures=True)
     """Reward servers, URL[,URL...], or a .py file with reward_func(queries, prompts, labels)."""
     verifiable_reward: tuple[Verifier, ...] = option((), measures=True)
@@ -34,11 +34,11 @@ class RewardConfig(Options):
     reward_weights: tuple[str, ...] = option((), measures=True)
     """Weights of named rewards, NAME=NUMBER ... (default: 1 each)."""
     reward_error_value: float | None = None
-    """Reward of a sample on which the reward function raises, unless on all of a step (default: end the run)."""
+    """Reward of a sample for which the reward function fails, unless for all of a step (default: end the run)."""
     reward_workers: int = option(0, at_least(0))
     """Processes on each rank that run plain functions of --reward_fn (0: one thread of the run)."""
     reward_timeout: float | None = option(None, positive)
-    """With --reward_workers: seconds for one sample, then it counts as one on which the function raises."""
+    """With --reward_workers: seconds for one sample; after them the function counts as failed for it."""
     remote_rm_timeout: float = option(180.0, positive)
     """Seconds for one request to a reward server."""
     remote_rm_retries: int = option(7, at_least(0))
@@ -48,15 +48,15 @@ class RewardConfig(Options):
     remote_rm_token_file: str | None = option(None, place=True)
     """File with the token that the reward servers require (sent as 'Authorization: Bearer TOKEN')."""
     verify_regex: str | None = None
-    """With --verifiable_reward regex: what a response must contain; a group in it must be the label."""
+    """With --verifiable_reward regex: a pattern that a response must contain; a group in it must match the label."""
     verify_length: int | None = option(None, at_least(1))
-    """With --verifiable_reward length: the reward is 1 at this many response tokens and falls by 1 per as many."""
+    """With --verifiable_reward length: response tokens N that earn 1; the reward of n tokens is 1 - |n - N| / N."""
     step_separator: str = option("\n\n", not_empty)
     """Text between the steps of a response, for rewards per step."""
     prm_placeholder_token: str = "ки"
     """Token after each step at which the process reward model is read."""
     prm_reward_tokens: tuple[str, ...] = ("+", "-")
-    """Tokens for good and bad whose probabilities the process reward model gives."""
+    """Tokens for good and bad steps, whose probabilities the process reward model gives."""
     prm_apply_chat_template: bool = False
     """Render prompts for the process reward model with its own chat template, as in its training."""
     prm_aggregate: Literal["steps", "min", "mean", "last", "product"] = "steps"
@@ -139,7 +139,7 @@ class RewardShapingConfig(Options):
     overlong_filter: bool = False
     """Leave responses that --generate_max_len cut off out of the losses (DAPO)."""
     overlong_buffer_len: int | None = option(None, at_least(1))
-    """Penalize the last this many tokens before --generate_max_len, rising to --overlong_penalty_factor (DAPO)."""
+    """Penalize responses that end within this many tokens of --generate_max_len, up to --overlong_penalty_factor."""
     overlong_penalty_factor: float = option(1.0, not_negative, ": it is subtracted")
     """Largest penalty of --overlong_buffer_len."""
 

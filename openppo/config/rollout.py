@@ -23,13 +23,13 @@ class ResponseConfig(Options):
     top_p: float = option(1.0, inside("(0, 1]"))
     """Sample from the smallest set of tokens with this total probability."""
     top_k: int | None = option(None, at_least(-1))
-    """Sample from the this many likeliest tokens (0 or -1: all)."""
+    """Sample only from this many of the most likely tokens (0 or -1: from all)."""
     stop: tuple[str, ...] = option((), not_empty, measures=True)
-    """End a response when its text has one of these; their tokens belong to it."""
+    """End a response when its text contains one of these; their tokens stay in the response."""
     stop_token_ids: tuple[int, ...] = option((), not_negative, measures=True)
     """End a response at these token ids too, besides EOS."""
     min_new_tokens: int = option(0, not_negative, measures=True)
-    """Sample neither EOS nor --stop_token_ids before this many tokens, and end at no --stop."""
+    """Before this many tokens sample neither EOS nor --stop_token_ids, and ignore --stop."""
 
     def __post_init__(self) -> None:
         if self.top_k in ALL_TOKENS:
@@ -59,7 +59,7 @@ class GenerationConfig(SamplingConfig):
     vllm_gpu_memory_utilization: float = option(0.3, inside("(0, 1)"))
     """Share of a GPU's memory (without GPUs: of the host's) for vLLM's copy and its key-value cache, on each rank."""
     vllm_tensor_parallel_size: int = option(1, at_least(1))
-    """Ranks that share one copy of the policy in vLLM, for one that does not fit a GPU; they decode in lockstep."""
+    """Ranks that share one copy of the policy in vLLM, for one too large for one GPU; they decode in lockstep."""
     max_num_seqs: int | None = option(None, at_least(1))
     """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
 

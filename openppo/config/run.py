@@ -38,15 +38,15 @@ class RunConfig(Options):
     logging_steps: int = option(1, at_least(1))
     """Write metrics every this many steps."""
     heartbeat_timeout: float = option(45.0, inside("[5, 3600]"))
-    """A rank that gives no sign of life for this many seconds is lost; all ranks end within 15 s of knowing it."""
+    """A rank without a sign of life for this many seconds counts as lost; all ranks end within 15 s after that."""
     stall_timeout: float = option(2700.0, not_negative, "; 0 waits for ever")
-    """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait forever)."""
+    """End the run when a rank makes no progress for this many seconds, as in a reward function (0: wait forever)."""
     max_skipped_steps: int = option(10, at_least(1))
     """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each of them is skipped."""
     stop_when: tuple[str, ...] = ()
     """End the run, with its model saved, after a step at which one of these holds: 'kl > 0.2' 'eval_reward > 0.9'."""
     dry_run: bool = False
-    """Check options, configs, tokenizer and data, print estimated memory and communication, and load no model."""
+    """Check options, configs, tokenizer, data, score three rows without models, print estimated memory, and end."""
     dry_run_ranks: int | None = option(None, at_least(1))
     """With --dry_run: estimate for this many ranks (default: those that were started)."""
     dry_run_memory: float | None = option(None, positive)
@@ -96,7 +96,7 @@ class DeepSpeedConfig(Options):
     """How the models share the processes: ZeRO, precision of training, memory savers, seed."""
 
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """ZeRO stage: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned over the ranks."""
+    """ZeRO stage; partitioned over the ranks are 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
     bf16: bool = False
     """Compute in bfloat16 and keep float32 master weights in the optimizer."""
     gradient_checkpointing: bool = False
@@ -110,7 +110,7 @@ class DeepSpeedConfig(Options):
     compile: bool = False
     """Compile trained models' layers with torch.compile (not with --zero_stage 3; needs a C compiler, on CPUs C++)."""
     overlap_comm: Literal["auto", "on", "off"] = "auto"
-    """Reduce gradients during the backward pass, for one more bucket (auto: on several GPUs and in --zero_stage 3)."""
+    """Reduce gradients during the backward pass, in one more bucket of memory (auto: on several GPUs or for ZeRO-3)."""
     seed: int = option(42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset"))
     """Seed of data order, initialization and sampling."""
 
@@ -147,7 +147,7 @@ class BatchConfig(Options):
     train_batch_size: int = option(128, at_least(1), resume="must match")
     """Samples of one optimizer step, over all ranks and micro-batches."""
     micro_train_batch_size: int | None = option(None, at_least(1))
-    """Samples of one forward and backward pass on one rank (default: 4; of train_ppo on GPUs --micro_train_tokens);
+    """Samples of one forward and backward pass on one rank (default: 4; for train_ppo on GPUs --micro_train_tokens);
     changes memory and speed, never the gradient."""
     max_epochs: int = option(1, at_least(1))
     """Passes over the data (for train_ppo: over each rollout batch)."""

@@ -101,7 +101,7 @@ class ServeRMConfig(Options):
     max_batch_size: int = option(16, at_least(1))
     """Texts of one forward pass, over all requests that wait."""
     max_len: int = option(2048, at_least(1))
-    """Longer texts keep their last this many tokens."""
+    """Of longer texts only this many tokens, the last ones, are kept."""
     max_request_mb: float = option(64.0, positive)
     """Larger requests are refused."""
     normalize_reward: bool = False

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from openppo.models.template_limits import require_bounded
 from openppo.user_code import TEMPLATE_ERRORS
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -170,8 +171,8 @@ def load_tokenizer(
     """Tokenizer of a model; of a PEFT folder its own, else that of its ``base``.
 
     A missing PAD token is left missing: masks never depend on it. ``chat_template`` is a file of one that replaces the
-    tokenizer's. It always gets ``template_kwargs``; those that are reserved or that it does not use are an error.
-    ``ValueError`` names ``flag``.
+    tokenizer's. It always gets ``template_kwargs``; those that are reserved or that it does not use are an error, as is
+    a template that takes too long. ``ValueError`` names ``flag``.
     """
     has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
     try:
@@ -187,7 +188,9 @@ def load_tokenizer(
         says = " ".join(str(error).split())
         raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {says}") from error
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template, tokenizer)
+        tokenizer.chat_template = _read_template(chat_template, tokenizer, template_kwargs or {})
+    elif tokenizer.chat_template:
+        require_bounded(tokenizer, f"{flag} {name}: its chat template", None, template_kwargs or {})
     apply, template = tokenizer.apply_chat_template, str(tokenizer.chat_template or "")
     reserved = {"messages", *signature(apply).parameters} - {"tools", "documents"}
     for argument in template_kwargs or {}:
@@ -217,14 +220,15 @@ def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any
     return processor
 
 
-def _read_template(file: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The Jinja template in ``file``; ``ValueError`` if it cannot be read or compiled."""
+def _read_template(file: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
+    """The Jinja template in ``file``; ``ValueError`` if it cannot be read or compiled, or takes too long."""
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat_template {file}: cannot be read ({error}). Check the path.") from error
     if not text.strip():
         raise ValueError(f"--chat_template {file}: the file is empty. Write a Jinja template in it.")
+    require_bounded(tokenizer, f"--chat_template {file}: the template", text, template_kwargs)
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
     except TemplateSyntaxError as error:

@@ -159,7 +159,8 @@ class Coordinator:
 
     def _wait(self) -> None:
         self._changed.wait(_SECONDS_BETWEEN_LOOKS)
-        current.progress()  # ranks that sample notice themselves if they stall
+        if self.workers.are_here:  # and notice themselves if they stall
+            current.progress()
 
     def _come(self, outcome: Outcome | None) -> None:
         """A worker is there, or one of its groups has ended."""

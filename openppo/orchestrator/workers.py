@@ -41,7 +41,7 @@ class Workers:
         self, n_workers: int, lock: Condition, come: Callable[[Outcome | None], None], gone: Callable[[int], None]
     ) -> None:
         self.n_workers, self.lock, self.come, self.gone = n_workers, lock, come, gone
-        self.entrance = Entrance(n_workers)
+        self.entrance = Entrance()  # until all are here
         self._links: dict[int, Link] = {}  # by launch rank
         self._load: Counter[int] = Counter()  # groups under way
         self.joined: list[tuple[RunTask, list[Prompt]]] = []
@@ -80,17 +80,19 @@ class Workers:
 
     def _accept(self) -> None:
         with suppress(OSError):  # closed
-            for _ in range(self.n_workers):
+            while True:
                 link = self.entrance.accept()
                 threading.Thread(target=self._read, args=(link,), name="coordinator", daemon=True).start()
 
     def _read(self, link: Link) -> None:
-        rank = -1
+        rank: int | None = None  # of a connection that has not said that it is a worker's
         try:
             with suppress(EOFError, OSError):
                 rank = link.receive()
                 with self.lock:
                     self._links[rank] = link
+                    if self.are_here:
+                        self.entrance.close()
                     self.come(None)
                 while True:
                     outcome: Outcome = link.receive()
@@ -99,5 +101,5 @@ class Workers:
                         self.come(outcome)
         finally:  # also after an error, whose traceback is on stderr
             with self.lock:
-                if not self._is_closed:
+                if rank is not None and not self._is_closed:
                     self.gone(rank)

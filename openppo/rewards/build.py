@@ -92,16 +92,15 @@ class ScorerSetup:
             scorers.append(self._process_reward_model(source.prm_pretrain, next(names)))
         return scorers[0] if len(scorers) == 1 else CombinedScorer(scorers)
 
-    def check(self) -> None:
-        """``ValueError`` for what ``build`` would find wrong before it loads a model."""
+    def check(self) -> Scorer | None:
+        """``ValueError`` for what ``build`` would find wrong before it loads a model; the sources that need none."""
         self._refuse_images()
         if self.source.reward_pretrain is not None:
             self._reader(self.source.reward_pretrain)
         if self.source.prm_pretrain is not None:
             self._config(self.source.prm_pretrain, "--prm_pretrain")
         others = replace(self.source, reward_pretrain=None, prm_pretrain=None)
-        if others.names():
-            replace(self, source=others).build()
+        return replace(self, source=others).build() if others.names() else None
 
     @property
     def has_images(self) -> bool:

@@ -5,7 +5,7 @@ import hmac
 import json
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from openppo.models.pretrained import check_model, check_token_ids, context_leng
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rewards.build import stored_normalization
 from openppo.rewards.http import read_token
+from openppo.rewards.http_server import app_runner, body_of, serve
 from openppo.rewards.model import forward_scores
 from openppo.strategy.comm import set_up_gpu
 
@@ -32,7 +33,8 @@ class RewardServer:
     """Answers POST / and /get_reward with rewards, and GET /health, which needs no token.
 
     Texts of all requests wait in one queue. ``score`` gets up to ``config.max_batch_size`` of them at a time, as token
-    ids of ``encode``, on one thread. ``listener`` is bound to the address. With ``token``, requests must carry it.
+    ids of ``encode``; each has a thread of its own, so that the server answers meanwhile. ``listener`` is bound to the
+    address. With ``token``, requests must carry it.
     """
 
     score: Callable[[list[list[int]]], list[float]]
@@ -42,7 +44,8 @@ class RewardServer:
     token: str | None = None
 
     def __post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward_model")
+        self._scoring = ThreadPoolExecutor(1, thread_name_prefix="reward_model")
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._waiting: asyncio.Queue[tuple[list[int], asyncio.Future[Any]]] = asyncio.Queue()
 
     def fit(self) -> None:
@@ -50,16 +53,16 @@ class RewardServer:
         asyncio.run(self._serve())
 
     def close(self) -> None:
-        """End the thread of the reward model."""
-        self._thread.shutdown()
+        """End the threads."""
+        self._scoring.shutdown()
+        self._encoding.shutdown()
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=int(self.config.max_request_mb * 2**20), middlewares=[self._as_json])
         posts = [web.post(path, self._rewards) for path in ("/", "/get_reward")]
         app.add_routes([web.get("/health", self._health), *posts])
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await runner.setup()
-        await web.SockSite(runner, self.listener).start()
+        runner = app_runner(app, handler_cancellation=True)
+        server = await serve(runner, self.listener)
         end, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end.set)
@@ -68,6 +71,7 @@ class RewardServer:
         work = loop.create_task(self._work())
         await end.wait()
         logger.info("ending: answering the requests under way")
+        server.close()
         await runner.cleanup()
         work.cancel()
 
@@ -81,7 +85,7 @@ class RewardServer:
             batch = [(row, reward) for row, reward in batch if not reward.cancelled()]  # its client has gone
             if not batch:
                 continue
-            outcome = loop.run_in_executor(self._thread, self.score, [row for row, _ in batch])
+            outcome = loop.run_in_executor(self._scoring, self.score, [row for row, _ in batch])
             await asyncio.wait([outcome])
             error = outcome.exception()
             scores = outcome.result() if error is None else [error] * len(batch)
@@ -94,12 +98,16 @@ class RewardServer:
         return web.json_response({"status": "ok", **known})
 
     async def _rewards(self, request: web.Request) -> web.Response:
-        texts = _queries(await request.read())
+        loop, most = asyncio.get_running_loop(), self.config.max_request_mb
         try:
-            rows = [self.encode(text) for text in texts]
-        except ValueError as error:  # a token that the model has no embedding of
-            raise web.HTTPBadRequest(text=str(error)) from error
-        rewards: list[asyncio.Future[Any]] = [asyncio.get_running_loop().create_future() for _ in rows]
+            body = await body_of(request)
+        except web.HTTPRequestEntityTooLarge as error:
+            says = (
+                f"the request has over {most:g} MiB: send fewer texts, or start the server with more --max_request_mb"
+            )
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size, text=says) from error
+        rows = await loop.run_in_executor(self._encoding, self._rows, body)
+        rewards: list[asyncio.Future[Any]] = [loop.create_future() for _ in rows]
         for item in zip(rows, rewards, strict=True):
             self._waiting.put_nowait(item)
         scores = await asyncio.gather(*rewards)
@@ -108,6 +116,13 @@ class RewardServer:
             logger.error("the reward model failed: %r", failed)
             raise web.HTTPInternalServerError(text=f"the reward model failed: {failed!r}")
         return web.json_response({"rewards": scores})
+
+    def _rows(self, body: bytes) -> list[list[int]]:
+        """Token ids of the texts of a request; ``HTTPBadRequest`` if they cannot be read."""
+        try:
+            return [self.encode(text) for text in _queries(body)]
+        except ValueError as error:  # a token that the model has no embedding of
+            raise web.HTTPBadRequest(text=str(error)) from error
 
     @web.middleware
     async def _as_json(
@@ -179,12 +194,23 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: 
     PAD around the text is dropped; a BOS stands before it if the tokenizer wants one. The last ``max_len`` are kept.
     """
     pad, ends = tokenizer.pad_token, [token for token in (tokenizer.pad_token, tokenizer.eos_token) if token]
-    while pad and text.startswith(pad):
-        text = text.removeprefix(pad)
-    # No regular expression: one of alternatives takes exponentially long for a text that was made for it.
-    while token := next((token for token in ends if text.rstrip().endswith(token)), ""):
-        text = text.rstrip().removesuffix(token)
-    return [*encode_start(tokenizer, text), tokenizer.eos_token_id][-max_len:]
+    start, end = 0, len(text)
+    while pad and text.startswith(pad, start):
+        start += len(pad)
+    end = _end_without(text, ends, start)
+    return [*encode_start(tokenizer, text[start:end]), tokenizer.eos_token_id][-max_len:]
+
+
+def _end_without(text: str, tokens: Sequence[str], start: int) -> int:
+    """Place where the ``tokens`` begin that ``text`` ends with, and blanks among them, in time linear in its length."""
+    end = last = len(text)
+    while True:
+        while last > start and text[last - 1].isspace():
+            last -= 1
+        token = next((each for each in tokens if text.endswith(each, start, last)), None)
+        if token is None:
+            return end
+        end = last = last - len(token)
 
 
 def _queries(body: bytes) -> list[str]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from openppo import logger
+from openppo.strategy.launcher_summary import record_uncaught
 from openppo.strategy.worlds import Launch
 from openppo.types import Comm
 
@@ -36,6 +37,8 @@ def init_process_group(timeout: timedelta, rollout_ranks: int = 0) -> tuple[torc
     alone = "RANK" not in os.environ
     if alone:  # the other variables of torchrun would make ranks of the programs that this one starts
         os.environ["LOCAL_RANK"] = "0"
+    if not dist.is_initialized():
+        record_uncaught()
     local_rank = int(os.environ["LOCAL_RANK"])
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():

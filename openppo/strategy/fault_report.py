@@ -80,11 +80,13 @@ class Heartbeat:
             return True
 
     def waits_for(self, other: "Heartbeat") -> bool:
-        """Whether ``other``, on the same side, has started fewer collectives: the next one waits for it.
+        """Whether ``other`` still loads or, on the same side, has started fewer collectives: the next waits for it.
 
         On a GPU a rank waits where it reads a result, in no frame of a collective.
         """
-        return self.samples == other.samples and not other.done and other.collectives < self.collectives
+        still_loads = other.phase == "loading" != self.phase
+        is_behind = self.samples == other.samples and other.collectives < self.collectives
+        return not other.done and (still_loads or is_behind)
 
     def __str__(self) -> str:
         host = "" if self.host == socket.gethostname() else f" on {self.host}"

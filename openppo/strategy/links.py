@@ -1,17 +1,19 @@
 """Connections between processes of this machine, for whole objects."""
 
 import pickle
-import secrets
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+import socket
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 
 class Link:
     """One end of a connection. ``receive`` raises ``EOFError`` or ``OSError`` once the other end is gone."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = Connection(connection.detach())
 
     def send(self, message: Any) -> None:
         """Send any object; ``OSError`` if the other end is gone."""
@@ -19,7 +21,7 @@ class Link:
 
     def receive(self) -> Any:
         """The next message."""
-        return pickle.loads(self._connection.recv_bytes())  # noqa: S301 (only who has the key is connected)
+        return pickle.loads(self._connection.recv_bytes())  # noqa: S301 (only this user can connect)
 
     def close(self) -> None:
         """End the connection."""
@@ -27,30 +29,41 @@ class Link:
 
 
 class Entrance:
-    """Where workers connect, with the key that ``address`` ends with."""
+    """Unix socket at ``address``, in a folder that only this user can enter, until ``close``.
 
-    def __init__(self, n_workers: int) -> None:
-        key, self._is_closed = secrets.token_bytes(32), False
-        self._listener = Listener(("127.0.0.1", 0), authkey=key, backlog=n_workers)
-        host, port, *_ = self._listener.address
-        self.address = f"{host} {port} {key.hex()}"
+    ``ValueError`` if the folder of temporary files has too long a path for a socket.
+    """
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="openppo-")
+        self.address = str(Path(self._folder.name, "socket"))
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.bind(self.address)
+        except OSError as error:  # with a number only if it comes from the system
+            self._listener.close()
+            self._folder.cleanup()
+            place = f"no socket can be made in the folder of temporary files: {self.address}"
+            if error.errno is not None:
+                raise ValueError(f"{place} ({error}). Set TMPDIR to another folder.") from error
+            n_bytes = len(self.address.encode())
+            raise ValueError(f"{place} has {n_bytes} bytes. Set TMPDIR to a folder with a shorter path.") from error
+        self._listener.listen()
 
     def accept(self) -> Link:
-        """The next worker's link; others that come are sent away. ``OSError`` once it is closed."""
-        while True:
-            try:
-                return Link(self._listener.accept())
-            except (EOFError, AuthenticationError, OSError):
-                if self._is_closed:
-                    raise
+        """The next connection, which need not be a worker's; ``OSError`` once it is closed."""
+        return Link(self._listener.accept()[0])
 
     def close(self) -> None:
-        """Take no more."""
-        self._is_closed = True
+        """Take no more connections, and remove the folder."""
+        with suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends an ``accept`` under way
         self._listener.close()
+        self._folder.cleanup()
 
 
 def connect(address: str) -> Link:
     """A worker's link to the coordinator of this ``address``."""
-    host, port, key = address.split()
-    return Link(Client((host, int(port)), authkey=bytes.fromhex(key)))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    return Link(connection)

@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import threading
 from typing import Any
 
 import torch
@@ -61,7 +62,25 @@ def uninstall() -> None:
     _pipe = ()
 
 
-os.register_at_fork(after_in_child=lambda: uninstall() if _pipe else None)  # a child's signals are its own
+_forking = threading.local()
+
+
+def _hold_signals() -> None:
+    """Before a fork: until handlers and pipe are the parent's alone, a signal to the child would be one to the run."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _leave_to_parent() -> None:
+    if _pipe:
+        uninstall()
+    _release_signals()
+
+
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_leave_to_parent)
 
 
 class SignalStop(StopCheck):

@@ -24,8 +24,10 @@ import psutil
 from torch.distributed import TCPStore
 
 from openppo.config import RunConfig
+from openppo.process_groups import process_groups
 from openppo.strategy import fault_report, signals
 from openppo.strategy.fault_report import Fault, Heartbeat, this_machine
+from openppo.strategy.launcher_summary import record_cause
 
 _INTERVAL = 0.5
 _LINGER = 3 * _INTERVAL
@@ -128,16 +130,19 @@ class Watchdog:
 
     If a rank raises, vanishes or stalls, all ranks end within ``heartbeat_timeout`` and a few seconds, with exit status
     1 and one report on stderr that names rank, phase and step. Signals are as in ``openppo.strategy.signals``.
-    ``where`` is ``openppo.tracking.phase.current``, ``options`` are those of the command by name, and ``resume`` says
-    how to continue after a failure.
+    ``where`` is ``openppo.tracking.phase.current``, ``options`` are those of the command by name. ``how_to_resume``
+    gives the line of a report that tells how to continue, empty while there is no checkpoint.
     """
 
-    def __init__(self, limits: RunConfig, where: Any, options: Mapping[str, Any], resume: str = "") -> None:
+    def __init__(
+        self, limits: RunConfig, where: Any, options: Mapping[str, Any], how_to_resume: Callable[[], str] = str
+    ) -> None:
         self.explain_memory: Callable[[], Sequence[str]] = list
         """Lines for a report of an out-of-memory error: what each model takes."""
         self.saves_on_signal = False
         """Whether the work under way polls ``signals.requested()``; other work ends at the first signal."""
-        self._limits, self._where, self._options, self._resume = limits, where, options, resume
+        self._limits, self._where, self._options = limits, where, options
+        self._how_to_resume = how_to_resume
         self._rank, self._n_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._samples = self._rank >= self._n_ranks - options.get("rollout_ranks", 0)
         self._store = HeartbeatStore(self._rank, self._n_ranks, limits.heartbeat_timeout)
@@ -174,11 +179,12 @@ class Watchdog:
     def refuse(self, message: str) -> NoReturn:
         """Report a mistake of the user, found before training: one line on stderr for all ranks, exit status 2."""
         if self._n_ranks == 1:
+            record_cause(message)
             _write(f"error: {message}\n")
             sys.exit(2)
         if self._rank:
             time.sleep(_SECONDS_FOR_RANK_0)
-        self._end(f"error{f' on rank {self._rank}' if self._rank else ''}: {message}\n", 2)
+        self._end(f"error{f' on rank {self._rank}' if self._rank else ''}: {message}\n", 2, cause=message)
 
     def _set_timer(self) -> None:
         """End the process, from C, if no look succeeds in time: a thread holds the GIL, or the store is silent."""
@@ -225,15 +231,17 @@ class Watchdog:
 
     def _is_stalled(self, mine: Heartbeat) -> bool:
         """Whether this rank makes no progress, and does not merely wait for one that may still make some."""
-        limit = self._limits.stall_timeout
-        if limit > 0 and mine.phase == "loading":  # large models load long, without progress
-            limit = max(limit, RunConfig.stall_timeout)
-        if not 0 < limit < mine.idle:
+        if self._limits.stall_timeout <= 0 or mine.idle <= self._stall_limit(mine):
             return False
         others = self._store.beats.values()
-        if all(beat.idle > limit + _SECONDS_TO_END for beat in others):  # a deadlock
+        if all(beat.idle > self._stall_limit(beat) + _SECONDS_TO_END for beat in others):  # a deadlock
             return True
         return not (any(map(mine.waits_for, others)) or fault_report.waits_for_other_ranks())
+
+    def _stall_limit(self, beat: Heartbeat) -> float:
+        """Seconds that a rank may be without progress: large models load long."""
+        limit = self._limits.stall_timeout
+        return max(limit, RunConfig.stall_timeout) if beat.phase == "loading" else limit
 
     def _handle(self, name: str) -> None:
         """A signal to this process. The heartbeat tells the other ranks."""
@@ -245,19 +253,22 @@ class Watchdog:
                 _write(f"{name}: saving a checkpoint, then exiting; a second signal exits at once\n")
         elif first is None or now - first > _ECHO:
             how = "ended" if first is None else "a second signal, ended at once"
-            self._end(f"{name}: {how} in phase {self._where.phase}\n", _SIGNALLED + signal.Signals[name])
+            ending = f"{name}: {how} in phase {self._where.phase}"
+            self._end(f"{ending}\n", _SIGNALLED + signal.Signals[name], cause=ending)
 
     def _report(self, fault: Fault) -> NoReturn:
         failed = {beat.rank for beat in fault.where}
         others = [beat for beat in [*self._store.beats.values(), self._heartbeat()] if beat.rank not in failed]
-        self._end(fault.render(sorted(others, key=lambda beat: beat.rank), self._resume), 1)
+        text = fault.render(sorted(others, key=lambda beat: beat.rank), self._how_to_resume())
+        self._end(text, 1, cause=fault.what)
 
-    def _end(self, text: str, status: int) -> NoReturn:
-        """Report, unless another rank does, and end the run."""
+    def _end(self, text: str, status: int, cause: str) -> NoReturn:
+        """Report, unless another rank does, and end the run; torchrun's summary repeats the ``cause``."""
         self._ending.set()
         faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)  # if stderr or stdout is blocked, say
         claimed = self._store.claim("report")
         if claimed:
+            record_cause(cause)
             _write(text)
             self._store.end_all(status)
         if self._n_ranks > 1:
@@ -267,6 +278,7 @@ class Watchdog:
     def _exit(self, status: int) -> NoReturn:
         """End the process whatever its threads do: a collective that waits, a reward function that sleeps."""
         self._store.kill_lost()
+        process_groups.kill_all()
         os._exit(status)
 
 

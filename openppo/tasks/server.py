@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler
 
 from openppo import logger
 from openppo.agents.gateway.requests import Refused, read_body
+from openppo.rewards.http_server import app_runner, body_of, serve
 from openppo.rewards.server import listen
 from openppo.rollout.tasks import TaskControl
 
@@ -34,12 +35,11 @@ class TaskServer:
         app = web.Application(middlewares=[self._checked])
         app.add_routes([web.get("/tasks", self._progress), web.post("/tasks", self._join)])
         app.add_routes([web.post("/tasks/{name}", self._change)])
-        self._loop, self._runner = asyncio.new_event_loop(), web.AppRunner(app, access_log=None)
+        self._loop, self._runner = asyncio.new_event_loop(), app_runner(app)
         threading.Thread(target=self._loop.run_forever, name="tasks", daemon=True).start()
 
         async def start() -> None:
-            await self._runner.setup()
-            await web.SockSite(self._runner, listener).start()
+            self._server = await serve(self._runner, listener)
 
         asyncio.run_coroutine_threadsafe(start(), self._loop).result()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -49,6 +49,7 @@ class TaskServer:
 
     def close(self) -> None:
         """Answer no more."""
+        self._loop.call_soon_threadsafe(self._server.close)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self.file.unlink(missing_ok=True)
@@ -57,17 +58,20 @@ class TaskServer:
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         try:
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
                 raise Refused(f"send the token of {self.file.name} as 'Authorization: Bearer TOKEN'.", 401)
             return await handler(request)
         except Refused as error:
-            return web.json_response(error.json, status=error.status)
+            refused = error
+        except web.HTTPException as error:
+            refused = Refused(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
+        return web.json_response(refused.json, status=refused.status)
 
     async def _progress(self, _: web.Request) -> web.Response:
         return web.json_response(self.control.progress())
 
     async def _join(self, request: web.Request) -> web.Response:
-        body = read_body(await request.read())
+        body = read_body(await body_of(request))
         try:
             await asyncio.to_thread(self.control.join, body)  # it reads data, and asks whether the program is there
         except ValueError as error:
@@ -75,7 +79,7 @@ class TaskServer:
         return web.json_response(self.control.progress()[body["name"]], status=201)
 
     async def _change(self, request: web.Request) -> web.Response:
-        body, name = read_body(await request.read()), request.match_info["name"]
+        body, name = read_body(await body_of(request)), request.match_info["name"]
         changes: dict[str, Any] = {what: body.pop(what, None) for what in _CHANGES}
         for what, value in changes.items():
             is_number = isinstance(value, _CHANGES[what]) and not isinstance(value, bool)

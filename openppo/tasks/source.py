@@ -15,7 +15,7 @@ from openppo.agents.episodes import Agent
 from openppo.config import TrainPPOConfig, from_options
 from openppo.config.agents import AgentConfig
 from openppo.config.data import PPODataConfig
-from openppo.config.fields import declared_options, given_options, raise_first
+from openppo.config.fields import declared_options, given_options, raise_first, rules_of
 from openppo.config.rewards import NO_REWARD, RewardConfig
 from openppo.datasets import load_mixed_rows, load_tasks
 from openppo.rollout.rollout import SamplerMaker
@@ -33,7 +33,14 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "timeout": ((int, float), "a number of seconds"),
 }
 _OF_THE_RUN = {"prompt_data", "pretrain_data", "reward_weights", "reward_pretrain", "prm_pretrain", "agent_env"}
-_OPTIONS = {name for group in (AgentConfig, PPODataConfig, RewardConfig) for name in declared_options(group)}
+_OPTIONS = {
+    name: rules_of(option)
+    for group in (AgentConfig, PPODataConfig, RewardConfig)
+    for name, option in declared_options(group).items()
+}
+_ELSE = "Any other must be in the --tasks file at the start."
+_OF_THIS_MACHINE = {name for name, rules in _OPTIONS.items() if rules.place} | {"agent_command"}
+"""Options that name files, some of which run, programs and addresses."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,9 @@ class ServedTasks(TaskMaker):
         (service,) = _services([fields], what)
         ratio = service.ratio
         if service.address is None:
-            raise ValueError(f"{what} is a program: send its address as agent, http://...")
+            raise ValueError(f"{what} is a program: send its address as agent, http://... {_ELSE}")
+        if named := sorted(_OF_THIS_MACHINE & service.options.keys()):
+            raise ValueError(f"{what} names no files and programs of this machine: leave {named[0]} out. {_ELSE}")
         if not (isinstance(ratio, int | float) and 0 < ratio < 1) or service.eval_data is not None:
             raise ValueError(f"{what} needs a ratio between 0 and 1, and is not evaluated: leave eval_data out.")
         task = _run_task(service, self.config, ratio)
@@ -169,7 +178,7 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
     if not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f"--tasks: {name!r} is no name of a task: use letters, digits, '.', '-' and '_'.")
     for what, given, allowed in (
-        ("options", service.options, _OPTIONS - _OF_THE_RUN),
+        ("options", service.options, _OPTIONS.keys() - _OF_THE_RUN),
         ("sampling", service.sampling, set(_SAMPLING)),
     ):
         if wrong := sorted(given.keys() - allowed):

@@ -17,8 +17,9 @@ from tqdm.utils import disp_len
 from openppo import logger
 from openppo.tracking.phase import current
 
-WIDTH = 110
-"""Columns of a log file, and the most on a terminal."""
+WIDTH = 80
+"""Columns of tables and lines of metrics in a log file, beside ``[openppo]``; a terminal may have up to ``WIDEST``."""
+WIDEST = 110
 SECONDS_BETWEEN_LINES = 30.0
 """Between two lines of a progress bar in a log file."""
 _BAR = "{desc}{percentage:4.0f}% {bar:28} {n_fmt}/{total_fmt}  {elapsed}, {remaining} left"
@@ -39,9 +40,19 @@ class _Handler(logging.Handler):
         """The message, with escapes for what a terminal would obey: it may quote a program, or a service."""
         message = "\n".join(map(escape_control, super().format(record).split("\n")))
         if self._rank == 0 and sys.stderr.isatty():
+            message = _wrapped(message, shutil.get_terminal_size().columns)
             return f"\x1b[33mwarning: {message}\x1b[0m" if record.levelno >= logging.WARNING else message
         name = "[openppo]" if self._rank == 0 else f"[openppo rank {self._rank}]"
         return "\n".join(f"{name} {line}".rstrip() for line in message.split("\n"))
+
+
+def _wrapped(message: str, width: int) -> str:
+    """``message`` with lines broken at blanks where they exceed ``width``; a longer path stays whole."""
+    lines: list[str] = []
+    for line in message.split("\n"):
+        pieces = textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+        lines += pieces if len(line) > width else [line]
+    return "\n".join(lines)
 
 
 def setup_logging(rank: int) -> None:
@@ -73,14 +84,19 @@ def escape_control(text: str, longest: int | None = None, keep: str = "start") -
     return f"{shown} ... (+{left_out} characters)" if keep == "start" else f"(+{left_out} characters) ... {shown}"
 
 
+def columns(stream: TextIO) -> int:
+    """Number of columns for what is laid out on ``stream``, a terminal or a file."""
+    return min(WIDEST, shutil.get_terminal_size().columns) if stream.isatty() else WIDTH
+
+
 def table_lines(
     rows: Iterable[Sequence[str]], *, right: Collection[int] = (), indent: int = 0, stream: TextIO | None = None
 ) -> list[str]:
     """``rows`` in aligned columns, two spaces apart; columns ``right`` are right-aligned.
 
-    The last column wraps at ``WIDTH``, or at the width of ``stream`` (stderr by default) if that is a terminal.
+    The last column wraps at the width of ``stream``, stderr by default.
     """
-    total = min(WIDTH, shutil.get_terminal_size().columns) if (stream or sys.stderr).isatty() else WIDTH
+    total = columns(stream or sys.stderr)
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(disp_len, column)) for column in zip_longest(*cells, fillvalue="")]
     room = max(20, total - indent - sum(width + 2 for width in widths[:-1]))

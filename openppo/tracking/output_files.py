@@ -51,6 +51,7 @@ def replacing(file: Path) -> Iterator[Path]:
         return
 
     target = file.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
     descriptor, name = mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(descriptor)
     unfinished = Path(name)

@@ -27,6 +27,8 @@ _BESIDE = (
 )
 """Files that transformers and peft write with the weights."""
 _OF_RUNS = ("logs.[0-9]*", "checkpoints_*", "model.[0-9]*")
+RUN_FILES = ("config.yaml", "environment.json")
+"""Files that ``save_run`` writes."""
 LOG_STEP = re.compile(rb'\{"step": (\d+)')
 """How every line of our logs begins."""
 

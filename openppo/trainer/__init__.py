@@ -1,8 +1,14 @@
 """The training loops. Names load on first use."""
 
+import os
 from typing import TYPE_CHECKING
 
+import torch
+
 from openppo.lazy import lazy_names
+
+if not torch.cuda.is_available():  # before any name loads DeepSpeed, whose search for devices is slow and loud
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 if TYPE_CHECKING:
     from openppo.trainer.build import build_ppo_trainer as build_ppo_trainer

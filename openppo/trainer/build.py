@@ -59,6 +59,7 @@ from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
 from openppo.trainer.objects import Given, OwnObjects, Role
 from openppo.trainer.ppo import PPOTrainer
+from openppo.trainer.resume.edited_files import user_files
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, rollout_trackers, run_vision, start_trackers
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
@@ -88,7 +89,8 @@ def build_ppo_trainer(
     tokenizer, actor_config, data = checked = _checked(config, strategy, samples, maker, own)
     config, estimate, rewards = _estimated(config, strategy, samples, maker, own, checked)
     plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
-    checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints | own.fingerprints())
+    files = user_files(config, rewards.tasks.tasks)
+    checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints | own.fingerprints(), user_files=files)
     scorer, eval_scorer = (rewards.build(), rewards.build_held_out()) if samples else (None, None)  # before models
     prepared = partial(_prepared, config, strategy, own)
     critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())

@@ -76,7 +76,7 @@ class Checkpointer:
     """Saves and loads a run of the command ``kind``. All ranks call every method together.
 
     ``found`` is the newest checkpoint with ``--load_checkpoint``; ``ValueError`` if options, models or ``data``,
-    fingerprints by flag, contradict it.
+    fingerprints by flag, contradict it. Edits of ``user_files`` are logged.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Checkpointer:
         strategy: DeepspeedStrategy,
         kind: str,
         data: dict[str, str],
+        user_files: Mapping[str, Any] | None = None,
     ) -> None:
         self.options, self.strategy, self.comm = config.checkpoint, strategy, strategy.comm
         self.save_path, given = Path(config.run.save_path).resolve(), self.options.ckpt_path
@@ -94,6 +95,7 @@ class Checkpointer:
         self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
         contents = {flag: model_fingerprint(name) for flag, name in config.input_models.items() if name is not None}
         self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents | data}
+        self.identity["user_files"] = user_files or {}
         self.models: dict[str, TrainableModel] = {}
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
@@ -196,7 +198,7 @@ class Checkpointer:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
                     reader.read_into(name, fragment)
-        changed = measured_otherwise(self.state["options"], self.identity["options"])
+        changed = measured_otherwise(self.state, self.identity)
         self.best = None if changed else self.state["best"]
         if changed and self.options.keep_best is not None:
             logger.warning("the best model is looked for anew: --%s changed", ", --".join(changed))

@@ -1,6 +1,6 @@
 """What a PPO run reads and is rewarded by, or each of its tasks; and whether models and options fit together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
@@ -25,9 +26,11 @@ from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import RunTask, TaskMaker
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
+from openppo.tracking.console import log_lines
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.trainer.resume.compatible import examples_fingerprint
+from openppo.trainer.reward_trial import trial_lines
 from openppo.trainer.startup import (
     blank_prompt,
     check_context,
@@ -170,11 +173,28 @@ class TaskRewards:
     function: Callable[..., Any] | None = None
 
     def check(self) -> None:
-        """``ValueError`` for what ``build`` would find wrong before it loads a model."""
+        """``ValueError`` for what ``build`` would find wrong before it loads a model; logs rewards of a few rows."""
         for task in self.tasks.tasks:
             with task.named():
-                self._setup(task).check()
+                setup = self._setup(task)
+                scorer = setup.check()
+                if scorer is not None and task.maker is None:  # whole episodes cannot be made up
+                    self._try_out(scorer, setup.prompts)
+                rewards = task.config.rewards
+                models = {"--reward_pretrain": rewards.reward_pretrain, "--prm_pretrain": rewards.prm_pretrain}
+                for flag, model in models.items():
+                    if model is not None:
+                        logger.info("%s %s scores no row here: a dry run reads no weights", flag, model)
         self.build_held_out()
+
+    def _try_out(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
+        """Log rewards of a few prompts' labels; ``ValueError`` on all ranks where a source fails."""
+        comm = self.strategy.comm
+
+        def lines() -> list[str]:
+            return trial_lines(scorer, prompts, self.tokenizer) if comm.rank == 0 else []
+
+        log_lines(collective(comm, lines, (ValueError, RuntimeError, OSError)))
 
     def build(self) -> Scorer | None:
         """Scorer of all sources; None without any. ``ValueError`` names the flag of whatever cannot work."""

@@ -154,11 +154,17 @@ class PPOTrainer:
         self.source.publish(self.global_step)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
-        """Pass over all prompts in every episode, in an order of its own, until the last step is done."""
+        """Batches for ``step``, at most one for each step that is left: passes over all prompts, each in its own order.
+
+        Only batches that are sampled from count as consumed, so a list of them changes nothing.
+        """
         if self.state.unreported is not None:
             self.report(self.state.unreported)
         batches = self._prompt_source.prompt_batches()
-        while self.global_step < self.total_steps and (batch := next(batches, None)) is not None:
+        for _ in range(self.total_steps - self.global_step):
+            batch = next(batches, None)
+            if batch is None or self.global_step >= self.total_steps:
+                return
             yield batch
 
     def close(self) -> None:

@@ -68,8 +68,10 @@ class StepDiagnostics:
             one_score = rewards.reward_fn is None and rewards.remote_rm_url is None and rewards.prm_pretrain is None
             one_score = one_score and all(trajectory.episode is None for trajectory in self.trained_on)
             penalty = metrics.get("kl_coef", 0.0)
-            items = [buffer.items[i] for i in plain]
-            check_samples(step, items, self.tokenizer, eos, self.config.kl, penalty, one_score)
+            items, labels = [buffer.items[i] for i in plain], [kept[i].prompt.label for i in plain]
+            check_samples(
+                step, items, self.tokenizer, eos, kl=self.config.kl, kl_coef=penalty, labels=labels, one_score=one_score
+            )
         chosen = choose(kept) if self.comm.rank == 0 else []
         earned = whole_rewards(kept, self.weights)
         samples = [sample_row(kept[i], self.tokenizer, earned[i], buffer.items[i]) for i in chosen]

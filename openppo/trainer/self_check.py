@@ -22,7 +22,7 @@ from openppo.tracking.console import escape_control, log_lines, table_lines
 from openppo.types import Experience
 
 _SHOWN = ("log_prob", "kl", "value", "reward", "advantage")
-_SAMPLES, _SEGMENTS, _LONGEST, _LONGEST_TOKEN = 2, 6, 240, 16
+_SAMPLES, _SEGMENTS, _LONGEST, _LONGEST_TOKEN = 2, 6, 240, 8
 _BEFORE, _ENDS = 2, 3  # tokens shown before the first action, and at both ends of the actions
 _CONTEXT = 6  # tokens that the text of the next may depend on: a leading blank, the bytes of one character
 _TINY = 1e-5  # what float32 leaves of rewards of about 1 when the KL penalty is taken out again
@@ -36,21 +36,24 @@ def check_samples(
     eos_token_ids: Iterable[int],
     kl: KLConfig,
     kl_coef: float,
+    labels: Sequence[Any],
     one_score: bool = True,
 ) -> list[str]:
     """Log two of ``items``, one row each, that step number ``step`` trains on; returns faults, which are logged too.
 
-    One sample ended with EOS and one was cut, if there are both. ``kl_coef`` is what their rewards were made with;
-    ``one_score`` says that only the last token can have a score.
+    One sample ended with EOS and one was cut, if there are both. ``kl_coef`` is what their rewards were made with,
+    ``labels`` are of their prompts; ``one_score`` says that only the last token can have a score.
     """
     ended = [i for i, item in enumerate(items) if not item.truncated[0]]
     cut = [i for i, item in enumerate(items) if item.truncated[0]]
     chosen = sorted([*ended[:1], *cut[:1], *ended[1:2], *cut[1:2]][:_SAMPLES])
     both = join_rows([items[i].to("cpu") for i in chosen])  # padded as a micro-batch is
-    lines, faults = [f"self-check of step {step}: two samples as they are trained on {_HINT}", ""], []
+    lines, faults = [f"self-check of step {step}: samples as trained on {_HINT}", ""], []
     for row in range(len(both)):
         sample = _Sample(both, row, set(eos_token_ids), 0.0 if kl.use_kl_loss else kl_coef)
-        lines += [f"sample {row + 1}: {sample.summary()}", *sample.table(tokenizer), ""]
+        label = [] if labels[chosen[row]] is None else [("label", escape_control(str(labels[chosen[row]]), _LONGEST))]
+        facts = [(f"sample {row + 1}", sample.summary()), *sample.texts(tokenizer), *label, ("places", sample.places())]
+        lines += [*table_lines(facts), *sample.table(tokenizer), ""]
         faults += [f"sample {row + 1}: {fault}" for fault in sample.faults(one_score)]
     log_lines("\n".join(lines).split("\n"))
     for fault in faults:
@@ -81,6 +84,25 @@ class _Sample:
         n = int(self.attended.sum())
         return f"{len(self.actions)} of {n} tokens are trained on; {end}; earned {self.reward:.4g}"
 
+    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+        """Prompt, by its end, and what follows from the first action on, by its start."""
+        real = int(self.attended.sum())
+        first = self.actions[0] if self.actions else real
+        prompt, response = (str(tokenizer.decode(ids)) for ids in (self.ids[:first], self.ids[first:real]))
+        return [
+            ("prompt", escape_control(prompt, _LONGEST, keep="end")),
+            ("response", escape_control(response, _LONGEST)),
+        ]
+
+    def places(self) -> str:
+        """Numbers of the tokens at which the actions begin, and EOS, scores and padding lie."""
+        places = [f"first action {i}" for i in self.actions[:1]]
+        places += [f"EOS {i}" for i in self.actions if self.ids[i] in self.eos][-_ENDS:]
+        places += [f"score {self.score[i]:+.4g} at {i}" for i in self.scored[-_ENDS:]]
+        real = int(self.attended.sum())
+        places += [f"padding from {real}"] if real < len(self.ids) else []
+        return ", ".join(places)
+
     def faults(self, one_score: bool) -> list[str]:
         """Claims that hold for any experience and not for this one; none of a sample left out of training."""
         if not self.actions:
@@ -102,23 +124,15 @@ class _Sample:
         first = self.actions[0] if self.actions else _BEFORE
         shown = {*range(max(0, first - _BEFORE), first), *self.actions[:_ENDS], *self.actions[-_ENDS:]}
         shown |= {*self.scored[-_ENDS:], *range(real, min(n, real + 1))}
-        rows: list[list[str]] = [["", "token", "id", "attention", "action", *self.columns, ""]]
+        rows: list[list[str]] = [["", "token", "id", "action", *self.columns, ""]]
         for before, i in pairwise([-1, *sorted(shown), n]):
             if i > before + 1:
-                rows.append(["", f"... {i - before - 1} more"])
+                rows.append(["", f"{i - before - 1} more"])
             if i < n:
                 text = escape_control(token_texts(self.ids[: i + 1], tokenizer, first=i)[0][:_LONGEST_TOKEN])
-                masks = [str(int(mask[i])) for mask in (self.attended, self.trained)]
-                numbers = [f"{column[i]:z.4f}" if self.trained[i] else "" for column in self.columns.values()]
-                notes = {
-                    "padding": not self.attended[i],
-                    "first action": i in self.actions[:1],
-                    "EOS": self.trained[i] and self.ids[i] in self.eos,
-                    f"score {self.score[i]:+.4g}": i in self.scored,
-                }
-                note = ", ".join(text for text, holds in notes.items() if holds)
-                rows.append([str(i), f"'{text}'", str(self.ids[i]), *masks, *numbers, note])
-        return table_lines(rows, right=[0, *range(2, 5 + len(self.columns))])
+                numbers = [f"{column[i]:z.3f}" if self.trained[i] else "" for column in self.columns.values()]
+                rows.append([str(i), f"'{text}'", str(self.ids[i]), str(int(self.trained[i])), *numbers, ""])
+        return table_lines(rows, right=[0, *range(2, 4 + len(self.columns))])
 
 
 def token_columns(experience: Experience) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Prompts to scored trajectories, with the actor's weights of now: the synchronous ``RolloutSource``."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -34,6 +34,14 @@ from openppo.types import Prompt, Trajectory
 _ALL_EQUAL = "--dynamic_sampling: the rewards of each group are equal. Use other prompts, or a finer reward"
 
 
+class PromptBatch(list[Prompt]):
+    """Prompts of one step; ``number`` counts the batches of all episodes."""
+
+    def __init__(self, prompts: Iterable[Prompt], number: int) -> None:
+        super().__init__(prompts)
+        self.number = number
+
+
 class PromptSource:
     """Samples trajectories for batches of prompts and scores them in the background. Collective in every method."""
 
@@ -52,6 +60,7 @@ class PromptSource:
         self.n_batches = config.ppo.num_episodes * len(self.sampler)
         self.has_no_end = config.agents.environment is not None and not config.data.prompt_data  # seeds of a game
         self.consumed_batches = 0  # of all episodes
+        self.batch_under_way: PromptBatch | None = None  # of a loop over prompt_batches()
         self.consumed_prompts = 0  # sampled so far; groups and seeds follow from it
         self.failures = FailureCount()
 
@@ -73,9 +82,16 @@ class PromptSource:
     def __iter__(self) -> Iterator[list[Trajectory]]:
         return map(self.rollout, self.prompt_batches())
 
-    def prompt_batches(self) -> Iterator[list[Prompt]]:
-        """Pass over all prompts in every episode, in an order of its own."""
-        return iter(self._next_prompts, None)
+    def prompt_batches(self) -> Iterator[PromptBatch]:
+        """Pass over all prompts in every episode, in an order of its own. A batch counts when it is sampled from."""
+        number = self.consumed_batches
+        try:
+            while number < self.n_batches or self.has_no_end:
+                self.batch_under_way = self._batch(number)
+                yield self.batch_under_way
+                number = max(number + 1, self.consumed_batches)
+        finally:
+            self.batch_under_way = None
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sample and score responses to this rank's share of ``prompts``; scores may still be under way.
@@ -83,6 +99,9 @@ class PromptSource:
         With ``--dynamic_sampling`` groups of equal rewards are dropped, and further prompts come from
         ``--prompt_data``. On all ranks ``Interrupted`` upon a signal, ``NothingTrainedError`` after many failures.
         """
+        batch = prompts if isinstance(prompts, PromptBatch) else self.batch_under_way
+        if batch is not None:
+            self.consumed_batches = max(self.consumed_batches, batch.number + 1)
         with self.timer.step(self.components.state.global_step + 1):
             rollout = self._filtered(prompts) if self.config.ppo.dynamic_sampling else self._sampled(prompts)
         self.failures.end_step()
@@ -131,12 +150,17 @@ class PromptSource:
                 stack.enter_context(self.engine.with_weights(self.components.actor))
             yield
 
-    def _next_prompts(self) -> list[Prompt] | None:
+    def _next_prompts(self) -> PromptBatch | None:
+        """The next batch, which counts at once."""
         if self.consumed_batches >= self.n_batches and not self.has_no_end:
             return None
-        episode, start = divmod(self.consumed_batches, len(self.sampler))
         self.consumed_batches += 1
-        return [self.components.data.prompts[i] for i in next(self.sampler.batches(episode, start))]
+        return self._batch(self.consumed_batches - 1)
+
+    def _batch(self, number: int) -> PromptBatch:
+        episode, start = divmod(number, len(self.sampler))
+        rows = next(self.sampler.batches(episode, start))
+        return PromptBatch((self.components.data.prompts[i] for i in rows), number)
 
     def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Responses to this rank's share of ``prompts``, those of one prompt in a row, on which scoring has begun."""

@@ -49,10 +49,11 @@ T = TypeVar("T")
 
 
 def quiet_libraries() -> None:
-    """Our log on rank 0; of other libraries only their errors, and no bars for weights that load in a second."""
+    """Log on rank 0 as the commands do; of other libraries only errors, and no bars for weights that load quickly.
+
+    For loops of your own, called before anything is built. Without it a program has the step lines alone.
+    """
     setup_logging(int(os.environ.get("RANK", "0")))
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # peft loads DeepSpeed, whose search for devices is loud
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)  # peft and transformers about each other

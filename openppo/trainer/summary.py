@@ -2,7 +2,6 @@
 
 import itertools
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,6 @@ from openppo.types import RolloutSource
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "uint8": "4 bit"}
 Facts = list[tuple[str, str]]
-Role = tuple[str, ...]
-"""A row of the table: name, model, and of a model with weights trained, frozen, dtype, place."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +68,24 @@ def batch_plan(config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: Rol
     return BatchPlan(config, n_ranks, [full] * (n_prompts // full) + rest, config.ppo.num_episodes)
 
 
-def model_role(name: str, model: str, module: Any, strategy: DeepspeedStrategy, is_trained: bool) -> Role:
-    """The row of ``module``, which ``DeepspeedStrategy`` may have wrapped and partitioned; counts are of the whole."""
+def model_role(name: str, model: str, module: Any, strategy: DeepspeedStrategy, is_trained: bool) -> Facts:
+    """Name and facts of ``module``, which ``DeepspeedStrategy`` may have wrapped and partitioned.
+
+    Parameters are counted for the whole model.
+    """
     parameters: list[Any] = list(module.parameters())
     trained = sum(n_elements(p) for p in parameters if p.requires_grad)
     frozen = sum(map(n_elements, parameters)) - trained
     stage = strategy.zero_stage if is_trained or strategy.zero_stage == 3 else 0
     n_ranks, device = strategy.comm.world_size, strategy.device.type
-    place = f"{device if n_ranks == 1 else f'{n_ranks} x {device}'}, {f'ZeRO-{stage}' if stage > 0 else 'whole'}"
+    device = device if n_ranks == 1 else f"{n_ranks} x {device}"
+    counts = [f"{n:,} {state}" for n, state in ((trained, "trained"), (frozen, "frozen")) if n > 0]
     names = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)
     dtype = ", ".join(_DTYPES.get(name, name) for name in names)
     if is_trained and strategy.config.bf16:
         dtype += " + fp32 master"
-    return name, model, f"{trained:,}", f"{frozen:,}", dtype, place
+    facts = [*counts, dtype, device, f"ZeRO-{stage}" if stage > 0 else "whole"]
+    return [(name, model), ("", ", ".join(facts))]
 
 
 def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: BatchPlan) -> None:
@@ -91,22 +93,22 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
     strategy, pretrain, rewards = components.strategy, config.model.pretrain, config.rewards
     if not strategy.is_main:
         return
-    roles = [model_role("actor", pretrain, components.actor.module, strategy, is_trained=True)]
+    roles = model_role("actor", pretrain, components.actor.module, strategy, is_trained=True)
     if components.critic is not None and (start := critic_start(config)) is not None:
-        roles.append(model_role("critic", start[1], components.critic.module, strategy, is_trained=True))
+        roles += model_role("critic", start[1], components.critic.module, strategy, is_trained=True)
     reference = components.maker.reference
     if isinstance(reference, AdapterOffReference):
         roles.append(("reference", "the actor, its adapters off"))
     elif reference is not None:
         name = config.model.ref_pretrain or pretrain
-        roles.append(model_role("reference", name, reference, strategy, is_trained=False))
+        roles += model_role("reference", name, reference, strategy, is_trained=False)
     if components.scorer is not None:
         others = rewards.reward_fn, mask_credentials(rewards.remote_rm_url or ""), " ".join(rewards.verifiable_reward)
         roles += [("reward", source) for source in others if source]
         for scorer in getattr(components.scorer, "scorers", [components.scorer]):
             if isinstance(scorer, ModelScorer | ProcessScorer):
                 source = rewards.reward_pretrain if isinstance(scorer, ModelScorer) else rewards.prm_pretrain
-                roles.append(model_role("reward", source or "", scorer.model, strategy, is_trained=False))
+                roles += model_role("reward", source or "", scorer.model, strategy, is_trained=False)
     _log(roles, _ppo_facts(plan, len(components.data.prompts)), components.state.global_step, plan.n_steps)
 
 
@@ -162,17 +164,16 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
         facts.append(("held out", count(len(components.eval_examples), "sample")))
     name, module = config.supervised.pretrain, components.model.module
     role = model_role("model", name, module, components.strategy, is_trained=True)
-    _log([role], facts, trainer.global_step, trainer.total_steps)
+    _log(role, facts, trainer.global_step, trainer.total_steps)
 
 
-def _log(roles: Sequence[Role], facts: Facts, done: int, total: int) -> None:
+def _log(roles: Facts, facts: Facts, done: int, total: int) -> None:
     """Log versions, the table of roles, and ``facts`` with steps ``done`` before."""
     if done > 0:
         facts = [*facts, ("resumes", f"after step {done:,} of {total:,}")]
     libraries = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}"
     versions = f"{libraries}, Python {platform.python_version()}"
-    table = [("role", "model", "trained", "frozen", "dtype", "where"), *roles]
-    log_lines(["", versions, "", *table_lines(table, right=(2, 3)), "", *table_lines(facts), ""])
+    log_lines(["", versions, "", *table_lines(roles), "", *table_lines(facts), ""])
 
 
 def count(n: int, one: str, many: str = "") -> str:

@@ -9,17 +9,22 @@ import os
 import re
 import signal
 import socket
+import stat
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from openppo.cli import train_ppo
 from openppo.orchestrator.source import AsyncSource
+from openppo.strategy.links import Entrance, Link
 from tests.distributed.runs import left_by, logged, rows, vector
 from tests.distributed.watched import HERE, Ended, rank_process, torchrun
 from tests.fork_server import Launcher
 
+_STRANGERS: list[socket.socket] = []
 REWARD = """
 def reward_fn(responses):
     return [response.count("a") / (1 + len(response)) for response in responses]
@@ -31,7 +36,11 @@ OPTIONS = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --reward
 
 
 def main() -> None:
-    """Run train_ppo; with OPENPPO_KILL_AFTER rank 0 kills itself instead of asking for a batch after so many steps."""
+    """Run train_ppo; with OPENPPO_KILL_AFTER rank 0 kills itself instead of asking for a batch after so many steps.
+
+    With OPENPPO_SILENT "strangers" connect to the coordinator before its workers do, and stay; a "worker" connects and
+    does not say which rank it is.
+    """
     take, kill_after = AsyncSource._batch, int(os.environ.get("OPENPPO_KILL_AFTER", "-1"))
 
     def batch(source: AsyncSource):
@@ -45,8 +54,31 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
         return groups, metrics
 
-    with mock.patch.object(AsyncSource, "_batch", batch):
+    replaced = {"strangers": (Entrance, "__init__", beset), "worker": (Link, "send", lambda link, message: None)}
+    silent = replaced.get(os.environ.get("OPENPPO_SILENT", ""))
+    with mock.patch.object(AsyncSource, "_batch", batch), ExitStack() as stack:
+        if silent is not None:
+            stack.enter_context(mock.patch.object(*silent))
         train_ppo.main()
+
+
+def ports() -> set[int]:
+    """TCP ports on which this process listens."""
+    return {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+
+
+def beset(entrance: Entrance, *arguments: object, build=Entrance.__init__) -> None:
+    """Build ``entrance``, and open silent connections to it for as long as the process lasts."""
+    before = ports()
+    build(entrance, *arguments)
+    opened = ports() - before
+    connections = [socket.create_connection(("127.0.0.1", port)) for port in opened]
+    if Path(entrance.address).is_socket():
+        connections.append(socket.socket(socket.AF_UNIX))
+        connections[-1].connect(entrance.address)
+    _STRANGERS.extend(connections)
+    mode = stat.S_IMODE(Path(entrance.address).parent.stat().st_mode)
+    print(f"silent connections: {len(connections)}, ports: {len(opened)}, mode: {mode:o}", flush=True)
 
 
 @pytest.fixture
@@ -184,6 +216,31 @@ def test_weights_name_the_rewards_of_an_agent(train, tiny, tmp_path, ranks, more
     folder = train("wrong", ranks, f"{flags} --reward_weights rihgt=3", status=1)
     error = "--reward_weights names rihgt, but the rewards are right, short. Use their names."
     assert error in (folder / "output").read_text()
+
+
+def silent_run(tiny: Path, folder: Path, more: str) -> Ended:
+    """A run of two steps, with one rank on each side."""
+    words = options(tiny, folder, f"--max_steps 2 {more}")
+    return torchrun("test_asynchronous.py", *words, cwd=folder)
+
+
+def test_silent_connections_do_not_stop_a_run(tiny, tmp_path, monkeypatch):
+    """Connections to ports, which any user can open, and to the socket, which only this one can."""
+    monkeypatch.setenv("OPENPPO_SILENT", "strangers")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    ended = silent_run(tiny, tmp_path, "")
+    assert ended.status == 0, ended.output
+    assert "silent connections: 1, ports: 0, mode: 700" in ended.output
+    assert len(logged(tmp_path / "model")) == 2
+    assert list((tmp_path / "tmp").glob("openppo-*")) == []
+
+
+def test_a_worker_that_stays_away_is_a_stall(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENPPO_SILENT", "worker")
+    ended = silent_run(tiny, tmp_path, "--stall_timeout 5")
+    assert ended.status != 0
+    assert re.search(r"rank 0 made no progress for \d+ s \(--stall_timeout\)", ended.row("fault")), ended.output
 
 
 def options(tiny: Path, folder: Path, more: str) -> list[str]:

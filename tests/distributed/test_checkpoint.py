@@ -155,3 +155,31 @@ def test_one_rank_whose_reward_function_hangs_saves_upon_a_signal_and_ends(tiny,
     assert ended.output.count("scoring\n") == 2, "what was printed last got lost"
     assert (tmp_path / "model" / "checkpoints_ppo" / "latest" / "manifest.json").is_file()
     assert [line["step"] for line in logged(tmp_path / "model")] == [1]
+
+
+REMOVES = """
+import os
+import shutil
+from pathlib import Path
+
+def reward_fn(responses):
+    logs = Path("model/logs/metrics.jsonl")
+    if os.environ["RANK"] == "0" and logs.is_file() and len(logs.read_text().splitlines()) == 2:
+        shutil.rmtree("model")
+    return [1.0 * len(response) for response in responses]
+"""
+
+
+def test_a_save_path_that_is_removed_is_made_again(tiny, tmp_path, launcher):
+    (tmp_path / "reward.py").write_text(REMOVES)
+    words = command(tiny, f"{COMMON} --reward_fn reward.py --save_path model --save_steps 1 --max_steps 3")
+    done = launcher.run([*words, "--advantage_estimator", "reinforce"], 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert f"--save_path {tmp_path}/model/checkpoints_ppo was removed during the run: it is made again" in done.stdout
+    assert "model/logs was removed during the run: it is made again, without what was logged before" in done.stdout
+    assert [row["step"] for row in logged(tmp_path / "model")] == [3]
+    assert (tmp_path / "model/model.safetensors").is_file()
+    assert (tmp_path / "model/logs/report.html").is_file()
+    resumed = launcher.run([*words, "--advantage_estimator", "reinforce", "--load_checkpoint"], 2, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout
+    assert "step_00000003" in resumed.stdout

@@ -139,6 +139,17 @@ def test_train_ppo_works_without_torchrun_and_with_a_python_reward(tiny, tmp_pat
     assert lines[0]["reward"] == pytest.approx(sum(response.count("a") for _, response, _ in calls[:24]) / 24)
 
 
+def test_a_reward_edited_between_run_and_resume_is_named(tiny, tmp_path, launch):
+    (tmp_path / "reward.py").write_text(REWARD_FILE)
+    words = command(tiny, "--reward_fn reward.py:count_a --label_key label --advantage_estimator reinforce")
+    words += ["--load_checkpoint", "--max_steps"]
+    launch(0, *words, "1", cwd=tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD_FILE.replace('count("a")', 'count("b")'))
+    printed = launch(0, *words, "2", cwd=tmp_path)
+    assert "files edited since the checkpoint, in force from now on: --reward_fn reward.py\n" in printed
+    assert [line["step"] for line in logged(tmp_path / "model")] == [1, 2]
+
+
 def test_stop_when_ends_all_ranks_after_the_step_and_says_why(tiny, tmp_path, launch):
     words = command(tiny, "--verifiable_reward length --verify_length 3 --advantage_estimator reinforce")
     said = launch(2, *words, "--stop_when", "reward > 99", "response_length > 0.5", cwd=tmp_path)

@@ -112,6 +112,20 @@ def test_a_killed_run_trains_each_group_once(train, tmp_path):
     assert logged(tmp_path / "model")[-1]["task/letters/accepted_episodes"] > shares["letters"]["accepted"]
 
 
+def test_fields_of_tasks_changed_before_a_resume_are_named(train, tmp_path):
+    options = "--max_staleness 0 --save_steps 1 --load_checkpoint --max_steps"
+    assert "edited since" not in train(1, f"{options} 1")
+    (tmp_path / "agent.py").write_text(AGENT + "\n# edited\n")
+    printed = train(1, f"{options} 2", TASKS.replace("ratio: 0.5", "ratio: 0.4").replace("ratio: 0.3", "ratio: 0.4"))
+    (line,) = [line for line in printed.splitlines() if "edited since" in line]
+    assert line.partition("files edited since the checkpoint, in force from now on: ")[2].split(", ") == [
+        "--agent of task talk agent.py",
+        "--tasks: task letters: ratio 0.5 -> 0.4",
+        "--tasks: task talk: ratio 0.3 -> 0.4",
+    ]
+    assert logged(tmp_path / "model")[-1]["task/talk/ratio"] == 0.4
+
+
 def serve(port: int) -> subprocess.Popen:
     process = subprocess.Popen([sys.executable, SERVICE, "--port", str(port)])
     while True:

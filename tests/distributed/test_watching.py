@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_batch_arithmetic_is_what_the_run_did(runs, name):
-    text = "\n".join(runs[name]["lines"])
+    text = re.sub(r"\s+", " ", " ".join(line.removeprefix("[openppo]") for line in runs[name]["lines"]))
     steps, optimizer_steps = map(int, re.findall(r"(\d+) steps, (\d+) optimizer steps", text)[0])
     assert (steps, optimizer_steps) == (len(runs[name]["logged"]), runs[name]["optimizer_steps"])
     if name == "watched":  # by hand: 8, 8 and 4 samples, of which a rank has half; twice
@@ -62,29 +62,33 @@ def test_looking_changes_nothing(runs, pair):
     assert sum("self-check: masks, EOS" in line for line in runs["watched"]["lines"]) == 1
 
 
-def roles(lines: list[str]) -> dict[str, list[str]]:
-    """The table of roles by role: trained, frozen, dtype, place; or nothing for those without weights."""
-    start = next(i for i, line in enumerate(lines) if re.match(r"\[openppo\] role  ", line))
-    table = [re.split(r"  +", line.removeprefix("[openppo] ")) for line in lines[start + 1 : start + 5]]
-    return {name: rest for name, _, *rest in table}
+def roles(lines: list[str]) -> dict[str, str]:
+    """The facts of each role: parameters, dtype, place; empty for those without weights."""
+    plain = [line.removeprefix("[openppo]").removeprefix(" ") for line in lines]
+    table = plain[next(i for i, line in enumerate(plain) if line.startswith("actor  ")) :]
+    text = "\n".join(table[: table.index("")])
+    of_roles = re.findall(r"^(\w+)(.*(?:\n .*)*)", text, flags=re.MULTILINE)
+    facts = {name: re.search(r"[\d,]+ (trained|frozen), .*", " ".join(rest.split())) for name, rest in of_roles}
+    return {name: match[0] if match else "" for name, match in facts.items()}
 
 
 def test_parameters_are_counted_as_the_checkpoints_have_them(runs, tiny):
     """An adapter of rank 3 on a layer of (out, in) has 3 (out + in) elements; partitioned weights count whole."""
     actor, reward = (f"{len(vector(tiny / name)):,}" for name in ("actor", "reward"))
     assert roles(runs["watched"]["lines"]) == {
-        "actor": [actor, "0", "fp32", "2 x cpu, ZeRO-2"],
-        "critic": [reward, "0", "fp32", "2 x cpu, ZeRO-2"],
-        "reference": ["0", actor, "fp32", "2 x cpu, whole"],
-        "reward": ["0", reward, "fp32", "2 x cpu, whole"],
+        "actor": f"{actor} trained, fp32, 2 x cpu, ZeRO-2",
+        "critic": f"{reward} trained, fp32, 2 x cpu, ZeRO-2",
+        "reference": f"{actor} frozen, fp32, 2 x cpu, whole",
+        "reward": f"{reward} frozen, fp32, 2 x cpu, whole",
     }
     with safe_open(tiny / "actor" / "model.safetensors", "pt") as file:
         adapted = [file.get_slice(name).get_shape() for name in file.keys() if "_proj" in name]  # noqa: SIM118
+    adapters = 3 * sum(map(sum, adapted))
     assert roles(runs["lora"]["lines"]) == {
-        "actor": [f"{3 * sum(map(sum, adapted)):,}", actor, "bf16 + fp32 master", "2 x cpu, ZeRO-3"],
-        "critic": [reward, "0", "bf16 + fp32 master", "2 x cpu, ZeRO-3"],
-        "reference": [],
-        "reward": ["0", reward, "bf16", "2 x cpu, ZeRO-3"],
+        "actor": f"{adapters:,} trained, {actor} frozen, bf16 + fp32 master, 2 x cpu, ZeRO-3",
+        "critic": f"{reward} trained, bf16 + fp32 master, 2 x cpu, ZeRO-3",
+        "reference": "",
+        "reward": f"{reward} frozen, bf16, 2 x cpu, ZeRO-3",
     }
 
 

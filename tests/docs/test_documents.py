@@ -286,7 +286,8 @@ def test_command_and_block_that_replace_a_script_of_trl_ask_for_the_same_run() -
     (line,) = commands("trl")
     (block,) = blocks("trl", "python")
     names: dict[str, Any] = {}
-    exec(block.split("trainer = ")[0].replace("from openppo.trainer import build_ppo_trainer\n", ""), names)
+    imported = "from openppo.trainer import build_ppo_trainer, quiet_libraries\n"
+    exec(block.split("trainer = ")[0].replace(imported, "").replace("quiet_libraries()\n", ""), names)
     assert parse_options(TrainPPOConfig, line) == names["config"]
 
 

@@ -38,6 +38,14 @@ def test_a_link_to_the_repository_leads_to_the_version_that_is_documented(
     assert shown == f"[what changed](https://host/us/blob/{expected}/CHANGELOG.md#top) [here](data.md)"
 
 
+def test_contributing_says_how_the_pages_are_built() -> None:
+    text = " ".join((REPO / "CONTRIBUTING.md").read_text().split())
+    (needs,) = re.findall(r"`pip install -e \. \"\$\(grep ([\w-]+) requirements-dev\.txt\)\"`", text)
+    pins = [line for line in (REPO / "requirements-dev.txt").read_text().splitlines() if needs in line]
+    assert [pin.split("==")[0] for pin in pins] == ["mkdocs-material"]
+    assert "`python -m mkdocs serve`" in text and "`python -m mkdocs build --strict`" in text
+
+
 def test_each_document_is_a_page(site: Path) -> None:
     documents = {file.relative_to(REPO / "docs").with_suffix("") for file in (REPO / "docs").rglob("*.md")}
     pages = {file.relative_to(site).with_suffix("") for file in site.rglob("*.html")}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
 
-LEVEL_0 = {"config", "types", "endings", "media", "user_code", "lazy", "overrides", "weight_files"}
+LEVEL_0 = {"config", "types", "endings", "media", "user_code", "lazy", "overrides", "process_groups", "weight_files"}
 STAIRCASE: dict[str, set[str]] = {
     **{name: set() for name in LEVEL_0},
     "types": {"endings", "media"},

@@ -20,14 +20,22 @@ from openppo import logger
 from openppo.agents.gateway import chat, responses
 from openppo.agents.gateway.requests import Refused, read_body, read_options
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import EpisodeEnded, Session, Turn
+from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Turn
 from openppo.config.rollout import ALL_TOKENS
 from openppo.datasets.templates import Message, shortened
+from openppo.rewards.http_server import app_runner, body_of, serve
 from openppo.rewards.server import listen
 from openppo.types import Ending
 
 _ENDPOINTS = {"chat/completions": chat, "responses": responses}
 """Modules that ``read`` a request, and make the ``whole`` answer of turns or ``lines`` of a stream."""
+_SECONDS_TO_SEND = 60.0
+_MOST_BYTES = 64 * 2**20
+"""Of a request, with its images."""
+_BYTES_BESIDE = 4 * 2**20
+"""Of a request beside what the policy reads: earlier thoughts, which templates drop, and tools."""
+_BYTES_PER_CHARACTER = 6
+"""In JSON, at most."""
 
 
 @dataclass(eq=False)
@@ -88,26 +96,26 @@ class Gateway:
         self._clients: dict[str, _Client] = {}
         self._said: set[str] = set()
         self._gate = asyncio.Lock()
-        app = web.Application(client_max_size=64 * 2**20, middlewares=[_errors_as_json])
+        app = web.Application(middlewares=[_errors_as_json])
         app.add_routes([web.get("/healthz", _health)])
         for base in ("/v1", "/s/{key}/v1", "/sessions/{key}"):
             app.add_routes([web.post(f"{base}/{at}", partial(self._answer, each)) for at, each in _ENDPOINTS.items()])
             app.add_routes([web.post(f"{base}/{end}", self._take_reward) for end in ("reward", "complete")])
             app.add_routes([web.get(f"{base}/models", self._models)])
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=5)
+        self._runner = app_runner(app, handler_cancellation=True, shutdown_timeout=5)
 
     async def start(self) -> None:
         """Begin to answer."""
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each request of an agent is an open file
-        await self._runner.setup()
-        await web.SockSite(self._runner, self._listener, backlog=16).start()  # accepted per pass of the loop
+        self._server = await serve(self._runner, self._listener, backlog=16)  # accepted per pass of the loop
         self._listener.listen(4096)  # that wait for it
 
     async def stop(self) -> None:
         """End all requests and close the port."""
         for key in list(self._clients):
             self.close(key)
+        self._server.close()
         await self._runner.cleanup()
 
     def open(self, session: Session, attempt: int = 0, ended: "asyncio.Future[str] | None" = None) -> str:
@@ -136,7 +144,7 @@ class Gateway:
 
     async def _answer(self, endpoint: ModuleType, request: web.Request) -> web.StreamResponse:
         """Turns for a request; those of an equal one where an SDK repeats it."""
-        raw = await request.read()
+        raw = await _body(request, self._client(request).session.setup)
         async with self._gate:  # one request at a time, which the loop works off before the next
             await asyncio.sleep(0)
         client, digest, answer = self._client(request), sha256(request.path.encode() + raw).digest(), None
@@ -178,7 +186,8 @@ class Gateway:
 
     async def _take_reward(self, request: web.Request) -> web.Response:
         """Take a reward, of the episode or of one answer, or the word that the episode is complete."""
-        body, completes = read_body(await request.read()), request.path.endswith("/complete")
+        self._client(request)
+        body, completes = read_body(await body_of(request)), request.path.endswith("/complete")
         client = self._client(request)
         session, given, status = client.session, body.get("reward", {} if completes else None), "completed"
         if completes:
@@ -245,11 +254,35 @@ async def _send(endpoint: ModuleType, request: web.Request, answer: _Answer, ren
         sent = web.Response(text="".join(endpoint.lines(whole, answer.body)), content_type="text/event-stream")
     else:
         sent = web.json_response(whole)
-    await sent.prepare(request)
-    await sent.write_eof()
+    try:
+        async with asyncio.timeout(_SECONDS_TO_SEND):
+            await sent.prepare(request)
+            await sent.write_eof()
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client does not read its answer") from error
     for turn in answer.turns:
         turn.trained = True
     return sent
+
+
+async def _body(request: web.Request, setup: SessionSetup) -> bytes:
+    """The body of a request; ``Refused`` if it is too long."""
+    most = most_bytes(setup)
+    try:
+        return await body_of(request, most)
+    except web.HTTPRequestEntityTooLarge as error:
+        message = f"the request has over {most / 2**20:.3g} MiB, and the policy reads {setup.most} tokens: send less."
+        raise Refused(message, error.status) from error
+
+
+def most_bytes(setup: SessionSetup) -> int:
+    """Bytes of the longest request: one that fills the context with the longest tokens, or has images."""
+    renderer = setup.renderer
+    if renderer.bound is None or renderer.vision is not None:
+        return _MOST_BYTES
+    return min(_MOST_BYTES, _BYTES_BESIDE + _BYTES_PER_CHARACTER * renderer.bound.longest * setup.most)
 
 
 async def _health(request: web.Request) -> web.Response:

@@ -61,7 +61,7 @@ class CheckpointFolder:
         """
         partial = self.folder / f".step_{step:08d}.partial"
         try:
-            self._on_main(lambda: _make_empty(partial))
+            self._on_main(lambda: self._begin(partial))
             self._write(lambda: write(partial))
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             mine = files[self.comm.rank :: self.comm.world_size]
@@ -130,7 +130,7 @@ class CheckpointFolder:
         All ranks call ``write``, which raises alike on all. ``CheckpointError`` as in ``save``.
         """
         partial = self.folder / f".best_step_{step:08d}.partial"
-        self._on_main(lambda: _make_empty(partial))
+        self._on_main(lambda: self._begin(partial))
         self._write(lambda: write(partial))
         self._on_main(lambda: self._publish(partial, "best", 1))
 
@@ -167,6 +167,15 @@ class CheckpointFolder:
         lock.write_text(f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n")
         for path in self.folder.glob(".*.partial"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def _begin(self, partial: Path) -> None:
+        """Make an empty ``partial``, and the folder too if it was removed after the start."""
+        if not (self.folder / ".lock").exists():
+            logger.warning("%s %s was removed during the run: it is made again", self.flag, self.folder)
+            self._lock.release(force=True)  # of the file that is gone
+            self._take_folder()
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
 
     def _check_shared(self) -> None:
         """``ValueError`` if a rank does not see the lock of rank 0, as on hosts without a shared file system."""
@@ -263,11 +272,6 @@ def _flush(path: Path) -> None:
 def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
 
 
 def _free_name(path: Path, kind: str = "") -> Path:

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openppo.tracking.console import escape_control, logger, table_lines, write_line
+from openppo.tracking.console import columns, escape_control, logger, table_lines, write_line
 from openppo.tracking.report.health import Health
 from openppo.tracking.report.page import write_report
 from openppo.tracking.report.rules import RULES
 from openppo.tracking.report.run_data import read_run
+from openppo.tracking.run_folder import RUN_FILES
 from openppo.tracking.trackers.tracker import Tracker
 
 STEP_TIME = "time/step_s"
@@ -25,9 +26,9 @@ _FAILURES = (OSError, ValueError, TypeError, LookupError, AttributeError, Arithm
 
 
 class ConsoleTracker(Tracker):
-    """One line per step on stdout with the metrics named in ``headline``, if there are any.
+    """Prints the metrics of a step that are named in ``headline``, on one line or as many as the terminal needs.
 
-    Every ``samples_every`` steps (0: never) it prints the first sample of the step, shortened, on lines of its own.
+    Of step 1 and every ``samples_every`` steps (0: never) it prints the first sample, shortened, on lines of its own.
     """
 
     name = "the console"
@@ -42,10 +43,12 @@ class ConsoleTracker(Tracker):
         parts = [self._part(name, metrics[name]) for name in self._headline if name in metrics]
         if parts:
             count = f"{step:{len(str(self._total_steps))}}/{self._total_steps}"
-            write_line(" | ".join([f"step {count}", *parts]), sys.stdout)
+            for line in _filled(f"step {count}", parts, columns(sys.stdout)):
+                write_line(line, sys.stdout)
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        if samples and self._samples_every > 0 and step % self._samples_every == 0:
+        is_shown = self._samples_every > 0 and (step == 1 or step % self._samples_every == 0)
+        if samples and is_shown:
             for line in table_lines(_described(step, samples[0]), indent=2, stream=sys.stdout):
                 write_line(line, sys.stdout)
 
@@ -55,6 +58,16 @@ class ConsoleTracker(Tracker):
         number = f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
         self._widths[name] = max(self._widths.get(name, 0), len(number))
         return f"{name} {number:>{self._widths[name]}}"
+
+
+def _filled(start: str, parts: Sequence[str], width: int) -> list[str]:
+    """``start`` and ``parts`` between bars, on as few lines of ``width`` as hold them; bars stand below each other."""
+    lines = [start]
+    for part in parts:
+        if len(f"{lines[-1]} | {part}") > width:
+            lines.append(" " * len(start))
+        lines[-1] += f" | {part}"
+    return lines
 
 
 def _described(step: int, sample: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -81,6 +94,8 @@ class JSONLTracker(Tracker):
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
+        beside = [self._folder / name for name in RUN_FILES]
+        self._beside = {file.name: file.read_bytes() for file in beside if file.is_file()}
         self._append("metrics.jsonl", 0, [])  # fails now rather than at the first step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -93,12 +108,20 @@ class JSONLTracker(Tracker):
         self._append("tokens.jsonl", step, rows)
 
     def _append(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not self._folder.exists():
+            self._make_again()
         with open(self._folder / name, "a", encoding="utf-8", errors="backslashreplace") as file:
             for row in rows:
                 clash = row.keys() & {"step", "time"}
                 assert not clash, f"{clash} are names of the line itself"
                 line = _finite({"step": step, "time": time.time(), **row})
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+    def _make_again(self) -> None:
+        logger.warning("%s was removed during the run: it is made again, without what was logged before", self._folder)
+        self._folder.mkdir(parents=True)
+        for name, content in self._beside.items():
+            (self._folder / name).write_bytes(content)
 
 
 def json_form(value: Any) -> Any:

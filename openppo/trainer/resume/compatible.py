@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from huggingface_hub.errors import HFValidationError
 
 from openppo import logger
 from openppo.config.commands import training_rules
+from openppo.trainer.resume.edited_files import edits
 
 _PARTS, _PART = 256, 1 << 14  # so many parts of so many bytes, evenly spread, stand for a file of weights
 
@@ -26,7 +28,7 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
     if saved["kind"] != now["kind"]:
         raise ValueError(
             f"--load_checkpoint: {path} is a checkpoint of train_{saved['kind']}, not of train_{now['kind']}: give "
-            "another --ckpt_path."
+            f"another --ckpt_path. {_start_from_weights(path, saved)}"
         )
     rules, differ = training_rules(), _differences(saved["options"], now["options"])
     said = {name: f"--{name} was {old}, is {new}" for name, (old, new) in differ.items()}
@@ -44,15 +46,31 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
     if wrong:
         raise ValueError(
             f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(dict.fromkeys(wrong))}. "
-            "Restore these options, or choose another --ckpt_path."
+            f"Restore these options, or choose another --ckpt_path. {_start_from_weights(path, saved)}"
         )
     if allowed := [f"--{name} {old} -> {new}" for name, (old, new) in differ.items() if name != "load_checkpoint"]:
         logger.info("options that differ from the checkpoint's, in force from now on: %s", ", ".join(allowed))
+    if edited := edits(saved.get("user_files", {}), now.get("user_files", {})):
+        logger.info("files edited since the checkpoint, in force from now on: %s", ", ".join(edited))
+
+
+def _start_from_weights(path: Path, saved: Mapping[str, Any]) -> str:
+    """How a new run, which resumes nothing, continues with the weights of a checkpoint."""
+    merge = " --merge" if saved["options"].get("lora_rank") else ""  # into a base model for new adapters
+    return (
+        f"A new run continues with its weights: openppo export {shlex.quote(str(path))} FOLDER{merge}, then "
+        "--pretrain FOLDER."
+    )
 
 
 def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The options that make scores of evaluations under ``now`` no match for those under ``saved``."""
-    return [n for n, rules in training_rules().items() if rules.measures and n in _differences(saved, now)]
+    """The options that make scores of evaluations under ``now`` no match for those under ``saved``.
+
+    They differ, or a file that they name was edited.
+    """
+    files = edits(saved.get("user_files", {}), now.get("user_files", {}))
+    changed = _differences(saved["options"], now["options"]).keys() | {text.split()[0][2:] for text in files}
+    return [name for name, rules in training_rules().items() if rules.measures and name in changed]
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

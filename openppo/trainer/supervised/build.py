@@ -23,6 +23,7 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory.estimate import estimate_supervised
 from openppo.trainer.memory.sizing import log_memory
 from openppo.trainer.resume.compatible import examples_fingerprint
+from openppo.trainer.resume.edited_files import user_files
 from openppo.trainer.startup import (
     check_options,
     load_policy_tokenizer,
@@ -81,7 +82,8 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
     most = max(longest, config.pack_to or 0), most_rows, most_scored, patches
     estimated = partial(estimate_supervised, config, *most)
     estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
-    checkpointer = Checkpointer(config, strategy, trainer_class.kind, {"--dataset": examples_fingerprint(train)})
+    data = {"--dataset": examples_fingerprint(train)}
+    checkpointer = Checkpointer(config, strategy, trainer_class.kind, data, user_files=user_files(config))
     n_steps = total_optimizer_steps(config, len(train))
     with strategy.loading():
         module = load_model(config, tokenizer)

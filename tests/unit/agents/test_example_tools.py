@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -105,12 +108,72 @@ def test_the_sandbox_limits_memory_files_output_and_secrets(sandbox, monkeypatch
 
 
 def test_the_sandbox_has_no_network_or_says_so(sandbox):
-    limits = sys.modules[type(sandbox).__module__].LIMITS
+    module = sys.modules[type(sandbox).__module__]
     (said,) = run(sandbox, "import socket; socket.create_connection(('127.0.0.1', 9), timeout=1)")
-    if limits:
-        assert limits == ["the network: unshare --user --net --pid is not allowed"]
-    else:
+    if module.CONFINED:
         assert "Network is unreachable" in said
+    else:
+        assert "network" in module.LIMITS[-1]
+
+
+def test_the_sandbox_names_what_it_does_not_limit(caplog):
+    example("sandbox.py")
+    (said,) = [record.getMessage() for record in caplog.records if "does not limit" in record.getMessage()]
+    assert [word for word in ("reads", "writes outside its folder", "processors") if word not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("for _ in range(40): subprocess.Popen(['sleep', '60'])", "more than 32 processes"),
+        ("while True: os.fork()", "more than 32 processes"),
+        ("for n in range(8): os.fork() or keep(100)", "more than 512 MiB of memory in all its processes"),
+        ("for n in range(20): open(str(n), 'wb').write(bytes(2 ** 20))", "more than 16 MiB of files"),
+        ("for n in range(5000): open(str(n), 'w')", "more than 16 MiB of files"),
+    ],
+)
+def test_the_sandbox_limits_all_processes_and_files_together(sandbox, code, says):
+    sandbox.seconds = 60
+    keep = "def keep(size):\n    kept = bytearray(b'x') * (size * 2 ** 20)\n    time.sleep(60)\n"
+    said = run(sandbox, f"import os, subprocess, time\n{keep}{code}\ntime.sleep(60)", "print(1)")
+    assert said[0] == f"Error: the code has {says}."
+    assert said[1] == (said[0] if "files" in says else "1\n")
+
+
+FAMILY = """
+import os, subprocess, sys, time
+pid = open("/proc/self/status").read().split("NSpid:")[1].split()[0]
+open(pid, "w")
+if sys.argv[1:] != ["child"]:
+    subprocess.Popen([sys.executable, "-c", CODE, "child"])
+time.sleep(60)
+"""
+"""Code with a child; both make a file that is named by their ids outside the sandbox."""
+
+
+def test_the_sandbox_ends_with_the_process_that_trains(tmp_path):
+    code = f"CODE = {FAMILY!r}\n{FAMILY}"
+    program = f"""
+import asyncio
+from openppo.agents.tools import load_tools
+(sandbox,) = load_tools({str(EXAMPLES / "sandbox.py")!r})
+sandbox.seconds = 60
+asyncio.run(sandbox.execute({str(tmp_path)!r}, {{"code": {code!r}}}))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    until(lambda: len(list(tmp_path.iterdir())) == 2)
+    run.kill()
+    run.wait()
+    until(lambda: not any(psutil.pid_exists(int(file.name)) for file in tmp_path.iterdir()))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("it never came true")
 
 
 SERVER = """
@@ -129,6 +192,12 @@ def double(n: int) -> str:
     return str(2 * n)
 
 server.run("stdio")
+"""
+
+HANGS = """
+        import os, pathlib, time
+        pathlib.Path(__file__).with_name("pids").joinpath(str(os.getpid())).touch()
+        time.sleep(600)
 """
 
 
@@ -167,6 +236,28 @@ def test_an_mcp_server_says_its_schema_and_answers_calls(mcp):
     *good, bad = asyncio.run(episodes())
     assert good == ["0", "2", "4", "6"]
     assert bad.startswith("Error: Error executing tool double")
+
+
+def test_an_mcp_server_ends_with_the_process_that_trains(mcp):
+    """Though it does not read that its input has ended."""
+    (mcp / "pids").mkdir()
+    (mcp / "server.py").write_text(SERVER.replace('raise ValueError("n is negative")', HANGS))
+    program = f"""
+import asyncio
+from openppo.agents.tools import load_tools
+(tool,) = load_tools({entry(mcp, "double")!r})
+
+async def call():
+    await tool.execute(await tool.create("a"), {{"n": -7}})
+
+asyncio.run(call())
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen([sys.executable, "-c", program], env=environment, cwd=mcp)
+    until(lambda: any(mcp.glob("pids/*")))
+    run.kill()
+    run.wait()
+    until(lambda: not any(psutil.pid_exists(int(file.name)) for file in mcp.glob("pids/*")))
 
 
 def test_a_server_over_http_is_refused_with_a_remedy(mcp):

@@ -359,6 +359,29 @@ def test_an_over_long_prompt_ends_the_episode(world):
     assert status == 400 and "episode_length" in message and ending is Ending.EPISODE_LENGTH
 
 
+def test_a_client_that_reads_no_answer_is_hung_up_on(world, monkeypatch):
+    monkeypatch.setattr(server, "_SECONDS_TO_SEND", 0.1)
+    body = json.dumps({"messages": HELLO, "model": "m" * 12_000_000}).encode()  # in the answer, too
+
+    async def play(client: Client) -> Any:
+        host, port = client.gateway.address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /s/{client.key}/v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        while not client.session.turns:
+            await asyncio.sleep(0.01)
+        (answer,) = client.gateway._clients[client.key].answers.values()
+        while answer.waiting:
+            await asyncio.sleep(0.01)
+        assert len(await reader.read()) < len(body)
+        writer.close()
+        return client.session
+
+    (turn,) = world().run(play).turns
+    assert not turn.trained
+
+
 def test_rewards_are_posted_beside_the_address(world):
     async def play(client: Client) -> Any:
         turn = (await client.chat())["id"]

@@ -306,7 +306,8 @@ def test_a_program_sends_images_as_data_urls(vision):
         assert status == 400 and said in message
 
 
-def test_addresses_are_fetched_where_that_is_allowed(vision):
+def test_addresses_are_fetched_where_that_is_allowed(vision, monkeypatch):
+    monkeypatch.setattr("openppo.agents.fetching.is_public", lambda address: address == "127.0.0.1")
     content = base64.b64decode(url_of(RED).partition(",")[2])
 
     async def serve(request: web.Request) -> web.Response:
@@ -329,6 +330,37 @@ def test_addresses_are_fetched_where_that_is_allowed(vision):
     (trajectory,), engine = played(vision, solve, allow_image_urls=True)
     assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
     assert [[item.key for item in of] for of in engine.seen] == [[vision.item(RED).key]]
+
+
+def test_an_address_of_the_machine_is_refused_by_name_and_flag(vision):
+    async def solve(task: Task, session: Session) -> float:
+        with pytest.raises(ValueError) as error:
+            await session.chat(sends("http://127.0.0.1:9/red.png"))
+        seen.append(str(error.value))
+        return 1.0
+
+    seen: list[str] = []
+    played(vision, solve, allow_image_urls=True)
+    assert seen == [
+        "the image 'http://127.0.0.1:9/red.png' cannot be read: --allow_image_urls fetches from public addresses only, "
+        "and 127.0.0.1 is at 127.0.0.1: send a data URL."
+    ]
+
+
+def test_an_image_of_too_many_pixels_is_not_decoded(vision, monkeypatch):
+    """A file of a few kilobytes may stand for gigabytes of pixels."""
+
+    async def solve(task: Task, session: Session) -> float:
+        with pytest.raises(ValueError) as error:
+            await session.chat(sends(url_of(Image.new("1", (8200, 8200)))))
+        seen.append(str(error.value))
+        return 1.0
+
+    seen: list[str] = []
+    monkeypatch.setattr("openppo.datasets.vision.read_image", lambda *_: pytest.fail("it was decoded"))
+    played(vision, solve)
+    assert seen[0].startswith("the image 'data:image/png;base64,")
+    assert seen[0].endswith("it has 8200 x 8200 pixels, and messages may have images of 67108864: send a smaller one.")
 
 
 def test_a_model_of_text_gets_no_images(vision):

@@ -18,6 +18,7 @@ from openppo.agents import Agent, AgentSource, agent_source
 from openppo.agents.program import Command, ProgramAgent, printed_reward
 from openppo.agents.session import Task
 from openppo.config.agents import AgentConfig
+from openppo.process_groups import RELEASE
 from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
@@ -259,7 +260,8 @@ def test_a_command_that_cannot_work_is_refused_with_a_remedy(command, error):
 )
 def test_values_are_no_language_of_the_shell(command):
     value = 'it\'s "$(echo hacked)" `x`; exit 1 #'
-    assert subprocess.run(Command(command).arguments({"task": value}), capture_output=True, text=True).stdout == value
+    arguments = Command(command).arguments({"task": value})
+    assert subprocess.run(arguments, input=RELEASE, capture_output=True).stdout.decode() == value
 
 
 def test_an_unknown_column_is_found_before_a_model_is_loaded():

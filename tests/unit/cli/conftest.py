@@ -150,6 +150,7 @@ def run_in_process(monkeypatch, capfd, tmp_path: Path) -> Iterator[RunCommand]:
     handlers, level, verbosity = list(logger.handlers), logger.level, transformers.logging.get_verbosity()
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("openppo.cli.options._end_process", sys.exit)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # a command sets it where it is not
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 

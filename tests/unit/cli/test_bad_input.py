@@ -189,6 +189,51 @@ def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(run_line, monkey
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
+SHARE_OF_LETTERS = """
+def reward_fn(responses, labels, prompts):
+    print("called with", responses, labels)
+    return [{"right": float(a == b), "short": -0.01 * len(a)} for a, b in zip(responses, labels)]
+"""
+
+
+def test_a_dry_run_scores_the_labels_of_three_rows(run_line, tmp_path):
+    (tmp_path / "share.py").write_text(SHARE_OF_LETTERS)
+    ended = run_line(f"ppo --dry_run --label_key answer --reward_fn {tmp_path}/share.py")
+    assert ended.code == 0, ended.stderr
+    lines = [line.removeprefix("[openppo]").strip() for line in ended.stderr.splitlines()]
+    start = lines.index("rewards of the first rows; the response is the label, empty without one")
+    row = ["", "prompt    abc", "response  d", "earned    right 1, short -0.01"]
+    assert lines[start + 1 : start + 13] == 3 * row
+    assert lines.count("earned    right 1, short -0.01") == 3, "of four prompts"
+
+
+@pytest.mark.parametrize(
+    ("line", "printed"),
+    [
+        (
+            "ppo --dry_run --verifiable_reward length --verify_length 3 -reward_fn",
+            "earned    reward 0.6667",
+        ),  # of d and EOS
+        (
+            "ppo --dry_run -reward_fn --reward_pretrain M/reward",
+            "--reward_pretrain M/reward scores no row here: a dry run reads no weights",
+        ),
+        ("ppo --dry_run --prompt_data D/bare.jsonl", "response"),  # without a label
+    ],
+)
+def test_a_dry_run_shows_what_its_other_rewards_give(line, printed, run_line, put):
+    ended = run_line(line)
+    assert ended.code == 0, ended.stderr
+    assert f"[openppo] {put(printed)}\n" in ended.stderr
+
+
+def test_a_dry_run_names_the_row_that_its_reward_function_cannot_score(run_line, tmp_path, put):
+    (tmp_path / "raises.py").write_text("def reward_fn(response, label):\n    return 1 / label.count('z')\n")
+    ended = run_line(f"ppo --dry_run --label_key answer --reward_fn {tmp_path}/raises.py")
+    message = f"error: --reward_fn {tmp_path}/raises.py raised ZeroDivisionError('division by zero') for prompt 'abc'"
+    assert (ended.code, ended.stderr.count(message)) == (2, 1), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "roles"),
     [

@@ -47,7 +47,9 @@ def merge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_in_process: RunCo
 
     def run(*arguments: str, out: str = "out") -> Path:
         monkeypatch.setattr(sys, "argv", ["merge_lora.py", "--save_path", str(tmp_path / out), *arguments])
-        merge_lora.main()
+        with pytest.raises(SystemExit) as ended:
+            merge_lora.main()
+        assert ended.value.code == 0
         return tmp_path / out
 
     return run

@@ -1,5 +1,7 @@
 """Command lines to configs: every option is a flag of its own name, whatever way it is given."""
 
+import re
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -88,6 +90,29 @@ def test_help_shows_every_flag(command, capsys):
     printed = capsys.readouterr().out
     assert [name for name in declared_options(command) if f"--{name}" not in printed] == []
     assert "--config FILE.yaml" in printed
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--top_k", "Sample only from this many of the most likely tokens (0 or -1: from all)."),
+        ("--rollout_ranks", "Number of ranks, the last ones, that only sample while the others train"),
+    ],
+)
+def test_help_says_in_english_which_number_is_meant(flag, text, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(TrainPPOConfig, ["--help"])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert text in printed.split(f" {flag} ")[1].split(" (default")[0]
+
+
+@COMMANDS
+def test_help_never_points_at_a_number_without_a_noun(command, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(command, ["--help"])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    wrong = re.findall(r"\w+ (?:the|last) this many|to so many|per as many|of such a|\. Most tokens", printed)
+    assert wrong == []
 
 
 @pytest.mark.parametrize(
@@ -231,6 +256,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
     """Sets the flags after those that work, what builds the job, and the ranks; gives the seconds slept."""
     slept: list[float] = []
     monkeypatch.setattr("openppo.cli.options.time.sleep", slept.append)
+    monkeypatch.setattr("openppo.cli.options._end_process", sys.exit)
     monkeypatch.setattr("openppo.strategy.watchdog.Watchdog._exit", lambda watch, status: None)
 
     def given(flags: str, build: Callable[[Any], Any], ranks: tuple[str, ...] = ("0", "0", "1", "1")) -> list[float]:

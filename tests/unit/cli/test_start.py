@@ -3,12 +3,14 @@
 import logging
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from openppo.config import DeepSpeedConfig, RunConfig
 from openppo.strategy import comm
@@ -39,17 +41,57 @@ def test_float32_on_a_gpu_is_named_with_its_remedy(bf16, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("line", "heartbeat", "stall", "resumes"),
-    [("serve_rm", 45.0, 0.0, False), ("sft --heartbeat_timeout 30", 30.0, 2700.0, True)],
+    ("line", "heartbeat", "stall"), [("serve_rm", 45.0, 0.0), ("sft --heartbeat_timeout 30", 30.0, 2700.0)]
 )
-def test_only_training_can_stall_and_be_resumed(line, heartbeat, stall, resumes, run_line, monkeypatch):
-    def watch(limits: RunConfig, where: object, options: object, resume: str) -> None:
+def test_only_training_can_stall(line, heartbeat, stall, run_line, monkeypatch):
+    def watch(limits: RunConfig, where: object, options: object, how_to_resume: Callable[[], str]) -> None:
         assert (limits.heartbeat_timeout, limits.stall_timeout) == (heartbeat, stall)
-        assert ("--load_checkpoint" in resume) is resumes
         sys.exit(7)
 
     monkeypatch.setattr("openppo.strategy.watchdog.Watchdog", watch)
     assert run_line(line).code == 7
+
+
+RESUME = "the same command with --load_checkpoint resumes from the newest checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("line", "step", "has_checkpoint", "line_of_report"),
+    [
+        ("serve_rm", 0, False, ""),
+        ("sft", 3, False, ""),
+        ("sft", 3, True, RESUME),
+        ("ppo", 3, True, RESUME),
+        ("ppo", 0, True, ""),  # of an earlier run, which this one would have moved
+        ("ppo --load_checkpoint", 0, True, RESUME),
+    ],
+)
+def test_a_report_offers_to_resume_only_from_a_checkpoint_of_the_run(
+    line, step, has_checkpoint, line_of_report, run_line, monkeypatch, tmp_path
+):
+    def watch(limits: object, where: object, options: object, how_to_resume: Callable[[], str]) -> None:
+        assert how_to_resume() == line_of_report
+        sys.exit(7)
+
+    command = line.split()[0]
+    if has_checkpoint:
+        (tmp_path / f"ckpt/checkpoints_{command}/latest").mkdir(parents=True)
+    monkeypatch.setattr("openppo.strategy.watchdog.Watchdog", watch)
+    monkeypatch.setattr("openppo.tracking.phase.current.step", step)
+    assert run_line(line).code == 7
+
+
+@pytest.mark.parametrize("command", ["ppo", "sft", "rm", "prm", "generate", "evaluate", "serve_rm"])
+@pytest.mark.parametrize("flaw", ["--lod_checkpoint 1", "--{model} M/headless/config.json"])
+def test_errors_before_training_are_written_for_the_launcher(command, flaw, run_line, monkeypatch, tmp_path):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    model = "reward_pretrain" if command == "serve_rm" else "pretrain"
+    ended = run_line(f"{command} {flaw.replace('{model}', model)}")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=ended.code, error_file=str(file))
+    summary = ChildFailedError("command", {0: failure}).format_msg()
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert f"  traceback : {line.removeprefix('error: ')}\n" in summary
 
 
 @pytest.mark.parametrize("line", ["ppo", "sft"])
@@ -108,3 +150,36 @@ def test_torch_reads_growing_segments_unless_others_decide(engine, given, expect
     flags = f"--pretrain m --prompt_data d --reward_fn f --rollout_engine {engine}".split()
     done = launcher.run(["-c", SHOWS_ALLOCATOR, *flags], **given)
     assert f"allocator: {expected}." in done.stdout, done.stdout
+
+
+LEAVES_A_THREAD = """
+import sys, threading, time
+from types import SimpleNamespace
+from openppo.cli.options import run_command
+from openppo.config import TrainPPOConfig
+
+def fit():
+    print("done")
+    ENDING
+
+def build(config):
+    threading.Thread(target=time.sleep, args=[1000]).start()
+    return SimpleNamespace(fit=fit, close=lambda: None)
+
+run_command(TrainPPOConfig, "__main__:build")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "says"),
+    [
+        ("pass", 0, "done"),
+        ("sys.exit()", 0, "done"),
+        ("sys.exit(7)", 7, "done"),
+        ("sys.exit('no more')", 1, "no more"),
+    ],
+)
+def test_a_command_waits_for_no_thread_of_its_users(ending, status, says, launcher):
+    words = ["-c", LEAVES_A_THREAD.replace("ENDING", ending), *"--pretrain m --prompt_data d --reward_fn f".split()]
+    done = launcher.run(words, timeout=60)
+    assert (done.returncode, says in done.stdout) == (status, True), done.stdout

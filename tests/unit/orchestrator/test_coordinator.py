@@ -3,11 +3,12 @@
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import AuthenticationError
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -23,8 +24,9 @@ from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import Worker
 from openppo.rollout.failures import GROUPS_IN_A_ROW
 from openppo.rollout.tasks import RunTask, TaskShare
-from openppo.strategy.links import connect
+from openppo.strategy.links import Entrance, connect
 from openppo.tracking import Metrics
+from openppo.tracking.phase import current
 from openppo.types import SingleProcess, StopCheck
 from tests.unit.orchestrator.conftest import PROMPTS, StubSampler
 
@@ -174,19 +176,63 @@ def test_groups_that_teach_nothing_end_the_wait_at_last(plan):
             coordinator.wait_for_batch(GO)
 
 
-def test_whoever_else_connects_is_sent_away(plan):
+@pytest.fixture
+def waiting(plan):
+    """A coordinator whose one worker has not connected."""
     schedule = TaskSchedule({"": TaskShare(1.0, plan.n_samples)})
-    coordinator = Coordinator(WorkBuffer(2, 0), schedule, {"": plan}, 10, 1, False)
-    host, port, _ = coordinator.workers.entrance.address.split()
-    for words in (b"", b"GET / HTTP/1.1\r\n\r\n"):
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(words)
-    with pytest.raises(AuthenticationError):
-        connect(f"{host} {port} {'00' * 32}")
-    link = connect(coordinator.workers.entrance.address)
-    link.send(5)
-    arrived(coordinator)
+    coordinator = Coordinator(WorkBuffer(2, 0), schedule, plans={"": plan}, most=10, n_workers=1, pauses=False)
+    yield coordinator
     coordinator.close()
+
+
+def test_silent_connections_keep_no_worker_out(waiting):
+    address = waiting.workers.entrance.address
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as gone:
+        for stranger in (silent, gone):
+            stranger.connect(address)
+        gone.close()
+        link = connect(address)
+        link.send(5)
+        arrived(waiting)
+        assert waiting._fault is None, "a connection that says nothing is no worker's"
+
+
+def test_only_the_user_reaches_the_socket_until_workers_are_there(waiting):
+    folder = Path(waiting.workers.entrance.address).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    link = connect(waiting.workers.entrance.address)
+    link.send(5)
+    arrived(waiting)
+    assert not folder.exists()
+
+
+def test_a_run_that_ends_before_its_workers_leaves_no_socket(waiting):
+    folder = Path(waiting.workers.entrance.address).parent
+    waiting.close()
+    assert not folder.exists()
+
+
+def test_a_long_temporary_folder_is_an_error_that_names_it(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with pytest.raises(ValueError, match=r"x/openppo-\w+/socket has \d+ bytes. Set TMPDIR to a folder with a shorter"):
+        Entrance()
+    assert list(folder.iterdir()) == []
+
+
+def test_waiting_for_workers_is_no_progress(waiting, monkeypatch):
+    seen = Mock()
+    monkeypatch.setattr(current, "on_progress", seen)
+    waiting.want_batch()
+    stop = Mock(requested=Mock(side_effect=[False, False, True]))
+    assert waiting.wait_for_batch(stop) is None
+    assert not seen.called
+    link = connect(waiting.workers.entrance.address)
+    link.send(5)
+    arrived(waiting)
+    assert waiting.wait_for_batch(Mock(requested=Mock(side_effect=[False, True]))) is None
+    assert seen.called
 
 
 def test_a_task_joins_once_also_where_a_state_is_taken_back(plan):

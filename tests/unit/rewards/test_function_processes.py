@@ -196,3 +196,22 @@ AnswerProcess("--reward_fn", "function", {str(file)!r}, "slow", {path!r}).ask({{
     run.wait()
     [pid] = file.with_name("loaded").read_text().split()
     until(lambda: has_ended(pid) and has_ended(child))
+
+
+def test_a_regex_that_never_ends_ends_with_its_run(tmp_path):
+    """It holds Python's lock, so that no thread of its process could notice."""
+    program = """
+from openppo.rewards.answer_process import AnswerProcess
+process = AnswerProcess("--verifiable_reward regex", "regex", "(a+)+$")
+process.ask("", None)
+print(process.process.pid, flush=True)
+process.ask("a" * 64 + "b", None)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    pid = run.stdout.readline().strip()
+    time.sleep(1)
+    run.kill()
+    run.wait()
+    until(lambda: has_ended(pid))

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import threading
+import time
 
 import aiohttp
 import pytest
@@ -114,10 +115,31 @@ def test_a_bad_request_is_told_why():
             status, answer = await post(session, body)
             assert (status, answer["error"][:48]) == (400, 'the request must be JSON, {"query": [texts]}; "p')
         status, answer = await post(session, {"query": ["a" * 200_000]})
-        assert (status, answer["error"][:25]) == (413, "Maximum request body size")
+        remedy = "send fewer texts, or start the server with more --max_request_mb"
+        assert (status, answer["error"]) == (413, f"the request has over 0.1 MiB: {remedy}")
         assert await post(session, {"query": []}) == (200, {"rewards": []})
 
     serve(use, Lengths(), max_request_mb=0.1)
+
+
+def test_the_server_answers_while_a_text_is_encoded():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def encode(text):
+        begun.set()
+        assert go_on.wait(20), "nothing else was answered meanwhile"
+        return [1, 2]
+
+    async def use(session, server):
+        server.encode = encode
+        request = asyncio.create_task(post(session, {"query": ["a long text"]}))
+        await until(begun.is_set)
+        async with session.get("/health") as answer:
+            assert answer.status == 200
+        go_on.set()
+        assert await request == (200, {"rewards": [2.0]})
+
+    serve(use, Lengths())
 
 
 def test_a_token_is_asked_for():
@@ -162,3 +184,15 @@ def test_a_text_with_the_token_of_an_image_is_refused(tmp_path):
 def test_a_conversation_ends_with_one_eos_and_has_no_padding(text, ids, pad, make_tokenizer):
     """Also of a text that was made to take long: some regular expressions took twice as long for each EOS more."""
     assert encode_conversation(make_tokenizer(pad=pad), text, max_len=5) == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "token"), [("ab{}", "<pad>"), ("{}ab", "<pad>"), ("ab{}", "<eos>"), ("ab{} ", "<eos>\n")]
+)
+def test_the_time_for_padding_is_linear(text, token, make_tokenizer):
+    tokenizer, seconds = make_tokenizer(), []
+    for n in (20_000, 160_000):  # quadratic: 64 times as long
+        start = time.process_time()
+        assert encode_conversation(tokenizer, text.format(token * n), max_len=5) == [4, 5, 1]
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 30 * max(seconds[0], 0.01), seconds

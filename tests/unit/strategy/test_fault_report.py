@@ -66,3 +66,9 @@ def test_a_rank_waits_for_those_that_started_fewer_collectives():
     assert not ahead.waits_for(replace(behind, done=True)), "it has left its groups"
     assert not ahead.waits_for(replace(behind, samples=True)), "the sides have collectives of their own"
     assert replace(ahead, samples=True).waits_for(replace(behind, samples=True))
+
+
+def test_a_rank_that_trains_waits_for_one_that_still_loads():
+    loading = replace(WHERE, phase="loading", samples=True)
+    assert WHERE.waits_for(loading)
+    assert not loading.waits_for(replace(loading, rank=1))

@@ -4,6 +4,8 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -68,6 +70,23 @@ def test_the_first_request_counts_until_the_next_install(installed):
     assert signals.requested() is None, "nothing asks work outside"
     signals.install()
     assert signals.requested() is None
+
+
+FORKS = """
+import os, signal
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))  # before that of signals
+from openppo.strategy import signals
+signals.install()
+pid = os.fork()
+if pid == 0:
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == signal.SIGTERM, "the child has ended by its own signal"
+assert signals.receive(0.5) == [], "which has asked nothing of the run"
+"""
+
+
+def test_a_signal_at_the_moment_of_a_fork_is_the_childs():
+    subprocess.run([sys.executable, "-c", FORKS], check=True)
 
 
 def test_a_child_ends_by_its_own_signals(installed):

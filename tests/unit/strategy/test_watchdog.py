@@ -3,8 +3,14 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+
+from openppo.config import RunConfig
+from openppo.strategy.fault_report import Heartbeat
+from openppo.strategy.watchdog import Watchdog
+from openppo.tracking.phase import CurrentPhase
 
 START = """
 import sys, time
@@ -86,3 +92,20 @@ def test_a_failure_is_reported_whatever_stdout_is(stdout):
     assert "fault:   rank 0 raised RuntimeError: of the user" in ended.stderr
     assert "Exception in thread" not in ended.stderr
     assert ended.stdout == ("kept in the buffer\n" if stdout == "| cat" else "")
+
+
+@pytest.mark.parametrize(
+    ("phase", "idle", "other_phase", "other_idle", "stalled"),
+    [
+        ("generation", 60, "loading", 60, False),
+        ("generation", 60, "generation", 60, True),
+        ("loading", 60, "generation", 60, False),
+        ("generation", 1e4, "loading", 1e4, True),
+        ("loading", 1e4, "loading", 1e4, True),
+    ],
+)
+def test_a_rank_that_waits_for_a_large_model_has_not_stalled(phase, idle, other_phase, other_idle, stalled):
+    mine = Heartbeat(rank=0, phase=phase, step=1, idle=idle)
+    watchdog = Watchdog(RunConfig(stall_timeout=5), CurrentPhase(), {})
+    watchdog._store.beats[1] = replace(mine, rank=1, samples=True, phase=other_phase, idle=other_idle)
+    assert watchdog._is_stalled(mine) == stalled

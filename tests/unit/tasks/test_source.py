@@ -207,6 +207,48 @@ def test_tasks_are_shown_and_changed_with_the_token_only(tmp_path):
     assert not file.exists()
 
 
+LOADER = """
+from pathlib import Path
+Path("ran").touch()
+def rows(source): return [{"prompt": "a"}]
+"""
+OTHERS = [
+    ({"options": {"dataset_class": "loader.py:rows"}}, "dataset_class"),
+    ({"options": {"agent": "agent.py:solve"}}, "agent"),
+    ({"options": {"tools": "tools.py", "max_turns": 2}}, "tools"),
+    ({"options": {"environment": "agent.py:solve"}}, "environment"),
+    ({"options": {"agent_command": "touch ran"}}, "agent_command"),
+    ({"options": {"reward_fn": "loader.py:rows"}}, "reward_fn"),
+    ({"options": {"remote_rm_url": "loader.py"}}, "remote_rm_url"),
+    ({"options": {"remote_rm_token_file": "/etc/hostname"}}, "remote_rm_token_file"),
+    ({"options": {"chat_template": "/etc/hostname"}}, "chat_template"),
+    ({"agent": "agent.py:solve"}, "its address as agent"),
+    ({"agent": "loader.py"}, "its address as agent"),
+    ({"reward": "loader.py:rows"}, "leave reward out"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), OTHERS, ids=[named for _, named in OTHERS])
+def test_a_task_that_joins_names_no_file_that_runs(config, tmp_path, fields, named):
+    Path("loader.py").write_text(LOADER)
+    control, file = Control(), tmp_path / "tasks.json"
+    made = source(config, MINIMAL)
+    made.tokenizer, control.join = None, made.newcomer
+    server = TaskServer(control, file)
+    where = json.loads(file.read_text())
+    joins = {"name": "new", "agent": "http://127.0.0.1:9", "data": "rows.jsonl", "ratio": 0.5, **fields}
+    header = {"Authorization": f"Bearer {where['token']}"}
+    with pytest.raises(HTTPError) as refused:
+        urlopen(Request(where["url"], json.dumps(joins).encode(), header), timeout=10)
+    server.close()
+    message = json.load(refused.value)["error"]["message"]
+    assert refused.value.code == 400
+    assert named in message
+    if "reward" not in fields:
+        assert "must be in the --tasks file at the start." in message
+    assert not Path("ran").exists(), "the file that was named has run"
+
+
 COMPARES = [{"advantage_estimator": "rloo"}, {"dynamic_sampling": True}]
 COMPARES += [{"normalize_reward": True, "reward_normalizer": "group"}]
 

@@ -70,13 +70,28 @@ def test_a_full_disk_under_all_output_does_not_stop_the_run(tmp_path, monkeypatc
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_terminal_breaks_messages_at_blanks_and_keeps_paths_whole(monkeypatch):
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("COLUMNS", "40")
+    setup_logging(0)
+    logging.getLogger("openppo").info(
+        "saved the trained model of this run to /a/path/of/%s\n  table  1", "letters/" * 6
+    )
+    assert stderr.getvalue().splitlines() == [
+        "saved the trained model of this run to",
+        "/a/path/of/" + "letters/" * 6,
+        "  table  1",
+    ]
+
+
 def test_a_table_is_aligned_and_its_last_column_wraps():
-    rows = [("role", "size", "text"), ("a", "1", "word " * 30), ("longer", "1,000", "x" * 200)]
+    rows = [("role", "size", "text"), ("a", "1", "word " * 30), ("longer", "1,000", "x" * 180)]
     lines = table_lines(rows, right={1}, indent=2)
     assert lines[0] == "  role     size  text"
     assert [line[10:15] for line in lines if line[2] != " "] == [" size", "    1", "1,000"]
     assert max(map(len, lines)) == console.WIDTH
-    assert "".join(line[17:] for line in lines[-3:]) == "x" * 200
+    assert "".join(line[17:] for line in lines[-3:]) == "x" * 180
     assert table_lines([("数据", "a"), ("rows", "b")]) == ["数据  a", "rows  b"], "wide characters take two columns"
 
 

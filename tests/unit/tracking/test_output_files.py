@@ -97,3 +97,11 @@ def test_a_pipe_is_written_straight(tmp_path):
     with replacing(Path(os.devnull)) as new:
         new.write_text("ours")
     assert not Path(os.devnull).is_file()
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    file = checked(tmp_path / "folder" / "new.txt")
+    file.parent.rmdir()
+    with replacing(file) as new:
+        new.write_text("ours")
+    assert file.read_text() == "ours"

@@ -109,3 +109,9 @@ def test_the_report_reads_a_dump_as_samples(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(run_data, "_MOST_BYTES", 3 * len(json.dumps(rows_of(1))))
     thinned = read_run(tmp_path).samples
     assert {line.key[0] for line in thinned} == {8} and len(thinned) == 14, "every n-th step, whole"
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    tracker = RolloutTracker(tmp_path / "dump", 0, 1e9)
+    tracker.log_rollouts(1, "train", rows_of(1))
+    assert [*files_of(tmp_path / "dump")] == ["train-rank00000-00000.jsonl"]

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import math
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from openppo.config import TrackingConfig
 from openppo.tracking import ConsoleTracker, Histogram, JSONLTracker, TensorBoardTracker, Tracker, Trackers, trackers
+from openppo.tracking.run_folder import check_run_folder, save_run
 from openppo.types import SingleProcess
 
 
@@ -94,12 +96,37 @@ def test_console_prints_one_line_with_the_headline_in_its_order(capsys):
     assert captured.err == ""
 
 
+def test_step_lines_break_between_metrics_at_80_columns(capsys):
+    metrics = {"reward": -5.1923, "kl": -6.48e-07, "clip_fraction": 0.0312, "value_loss": 0.611, "entropy": 4.644}
+    metrics |= {"response_length": 186.5, "eval_reward": 0.832, "time/step_s": 12.04}
+    ConsoleTracker([*metrics], total_steps=960).log(12, metrics)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "step  12/960 | reward -5.19 | kl -6.48e-07 | clip_fraction 0.0312",
+        "             | value_loss 0.611 | entropy 4.64 | response_length 186",
+        "             | eval_reward 0.832 | 12.0 s",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(10, [1, 10, 20]), (1, [*range(1, 23)]), (0, [])], ids=["default", "each", "never"]
+)
+def test_a_sample_is_shown_at_step_1_and_every_so_many_steps(every, steps, capsys):
+    tracker = ConsoleTracker([], total_steps=22, samples_every=every)
+    for step in range(1, 23):
+        tracker.log_samples(step, [{"prompt": "3 + 4?", "response": "7", "reward": 1.0, "label": "7"}])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == (steps and ["  sample    of step 1, reward 1, label 7", "  prompt    3 + 4?", "  response  7"])
+    assert [int(line.split()[3].rstrip(",")) for line in lines if "sample" in line] == steps
+
+
 def test_samples_come_every_so_many_steps_short_and_escaped(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     tracker = ConsoleTracker(["reward"], total_steps=20, samples_every=5)
     sample = {"prompt": "a" * 400 + "THE END", "response": "\x1b[2J\r\x07\u202e\n\ud83d\u4f60" + "x" * 1000}
-    for step in range(1, 10):
+    for step in range(2, 10):
         tracker.log_samples(step, [{**sample, "reward": 0.25, "label": "\x1b]0;t\x07"}])
     tracker.log_samples(10, [])
     stream.seek(0)
@@ -108,7 +135,7 @@ def test_samples_come_every_so_many_steps_short_and_escaped(monkeypatch):
     text = "".join(shown.split())  # lines break anywhere
     assert "\\x1b[2J\\r\\x07\\u202e\\n\\ud83d\\u4f60xx" in text
     assert "THEEND" in text and "a" * 294 not in text and "x...(+410characters)" in text
-    assert max(map(len, shown.splitlines())) <= 120
+    assert max(map(len, shown.splitlines())) <= 80 + len(r"\u4f60") - 1, "escaped for this stream after the layout"
 
 
 @pytest.mark.parametrize(
@@ -176,3 +203,17 @@ def test_a_missing_package_is_an_error_before_anything_is_loaded(package, monkey
     trackers.check_trackers(TrackingConfig())
     with pytest.raises(ValueError, match=f"^--use_{package} needs the package {package}: run 'pip install {package}'"):
         trackers.check_trackers(TrackingConfig(use_tensorboard="tb", use_wandb="True"))
+
+
+def test_logs_that_were_removed_are_made_again(tmp_path, caplog):
+    logs = tmp_path / "run" / "logs"
+    save_run(logs, {"save_path": "run"}, {"python": "3"})
+    tracker = JSONLTracker(logs)
+    tracker.log(1, {"loss": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    for step in (2, 3):
+        tracker.log(step, {"loss": 1.0})
+    assert [json.loads(line)["step"] for line in (logs / "metrics.jsonl").read_text().splitlines()] == [2, 3]
+    assert caplog.messages == [f"{logs} was removed during the run: it is made again, without what was logged before"]
+    check_run_folder(tmp_path / "run", {})  # another run knows it
+    assert (logs / "environment.json").is_file()

@@ -190,6 +190,54 @@ def test_a_loop_of_ones_own_ends_with_max_steps():
     assert trainer.source.state_dict()["consumed_batches"] == trainer.global_step == 3
 
 
+def test_a_list_of_the_batches_moves_neither_state_nor_episodes():
+    (looked, record), (plain, expected) = (ppo(3, num_episodes=2) for _ in range(2))
+    state = looked.source.state_dict()
+    batches = list(looked.prompt_batches())
+    assert len(batches) == looked.total_steps == 6
+    assert looked.source.state_dict() == state
+    next(looked.prompt_batches())
+    assert looked.source.state_dict() == state, "nor does a look at the first"
+    for trainer in (looked, plain):
+        trainer.fit()
+    assert [row["episode"] for _, row in record.logged] == [row["episode"] for _, row in expected.logged]
+    assert [each[:2] for each in record.saved] == [each[:2] for each in expected.saved]
+
+
+@pytest.mark.parametrize(
+    ("batches_of", "prompts_of"),
+    [(iter, lambda batch: batch), (iter, lambda batch: list(batch[:1])), (list, lambda batch: batch)],
+    ids=["loop", "part of each", "list"],
+)
+def test_batches_of_ones_own_loop_count_when_trained_on(batches_of, prompts_of):
+    trainer, record = ppo(3, num_episodes=2, max_steps=4)
+    counts = []
+    for batch in batches_of(trainer.prompt_batches()):
+        trainer.report(trainer.step(prompts_of(batch)))
+        counts.append(trainer.source.state_dict()["consumed_batches"])
+    assert counts == [1, 2, 3, 4]
+    assert [row["episode"] for _, row in record.logged] == [n / 3 for n in counts]
+
+
+def test_a_batch_that_a_loop_skips_does_not_come_again():
+    trainer, _ = ppo(4)
+    for number, batch in enumerate(trainer.prompt_batches()):
+        if number != 1:
+            trainer.step(batch)
+        if number == 2:
+            break
+    resumed, _ = ppo(4)
+    last = list(resumed.prompt_batches())[3]
+    resumed.source.load_state_dict(trainer.source.state_dict())
+    assert list(resumed.prompt_batches()) == [last]
+
+
+def test_a_list_of_the_batches_of_a_game_without_end_ends():
+    trainer, _ = ppo(2, max_steps=5)
+    trainer.source.has_no_end = True
+    assert len(list(trainer.prompt_batches())) == 5
+
+
 def test_a_run_whose_evaluations_pass_nothing_ends_with_a_warning(caplog):
     trainer, _ = ppo(2, evaluates=True, pass_reward=1e6)
     trainer.components.grading = Grading(trainer.comm, 1e6)

@@ -51,7 +51,9 @@ def row(n_prompt: int, n_actions: int, score: float, truncated: bool) -> Experie
 
 def check(*rows: Experience, **kl: Any) -> list[str]:
     """Faults of the rows."""
-    return check_samples(1, rows, Words(), {EOS}, KLConfig(**kl), KL_COEF)  # type: ignore[arg-type]
+    labels = [f"label {i}\x1b[2J" for i in range(len(rows))]
+    words: Any = Words()
+    return check_samples(1, rows, words, {EOS}, kl=KLConfig(**kl), kl_coef=KL_COEF, labels=labels)
 
 
 @pytest.fixture
@@ -74,23 +76,46 @@ def test_tokens_show_numbers_score_eos_and_padding(logged: pytest.LogCaptureFixt
     assert check(GOOD, GOOD, GOOD, CUT) == [], "one that ended and one that was cut are shown"
     lines = page(logged)
     assert logged.messages[-1] == "self-check: masks, EOS, score and padding lie where they should"
-    assert lines[0] == "sample 1: 5 of 9 tokens are trained on; ended by itself; earned 2"
-    by_number = {line.split()[0]: line.split() for line in lines[2:13] if line and line.split()[0].isdigit()}
-    assert lines[1].split() == "token id attention action log_prob kl value reward advantage".split()
-    assert by_number["3"] == ["3", "'", "d'", "3", "1", "0"]
-    numbers = ["-1.0000", "0.1000", "0.2500", "-0.0500", "0.7500"]
-    assert by_number["4"] == ["4", "'\\x1b[2J'", "4", "1", "1", *numbers, "first", "action"]
-    numbers[3] = "1.9500"
-    assert by_number["8"] == ["8", "'</s>'", "9", "1", "1", *numbers, "EOS,", "score", "+2"]
-    assert by_number["9"][-3:] == ["0", "0", "padding"]
-    second = lines.index("sample 2: 9 of 12 tokens are trained on; cut by --generate_max_len; earned -1.5")
-    assert any(line.endswith("score -1.5") for line in lines[second:])
-    assert max(map(len, lines)) <= 110
+    assert lines[:5] == [
+        "sample 1  5 of 9 tokens are trained on; ended by itself; earned 2",
+        r"prompt     a b c d",
+        r"response  \x1b[2J f g h</s>",
+        r"label     label 0\x1b[2J",
+        "places    first action 4, EOS 8, score +2 at 8, padding from 9",
+    ]
+    assert lines[5].split() == "token id action log_prob kl value reward advantage".split()
+    by_number = {line.split()[0]: line.split() for line in lines[6:17] if line and line.split()[0].isdigit()}
+    assert by_number["3"] == ["3", "'", "d'", "3", "0"]
+    numbers = ["-1.000", "0.100", "0.250", "-0.050", "0.750"]
+    assert by_number["4"] == ["4", "'\\x1b[2J'", "4", "1", *numbers]
+    numbers[3] = "1.950"
+    assert by_number["8"] == ["8", "'</s>'", "9", "1", *numbers]
+    assert by_number["9"][-1] == "0", "padding is not trained on"
+    second = lines.index("sample 2  9 of 12 tokens are trained on; cut by --generate_max_len; earned -1.5")
+    assert lines[second + 3 : second + 5] == [
+        r"label     label 3\x1b[2J",
+        "places    first action 3, score -1.5 at 11",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_sample_without_a_label_shows_none(logged: pytest.LogCaptureFixture) -> None:
+    words: Any = Words()
+    check_samples(1, [GOOD], words, {EOS}, kl=KLConfig(), kl_coef=KL_COEF, labels=[None])
+    assert [line.split()[0] for line in page(logged)[:4]] == ["sample", "prompt", "response", "places"]
+
+
+def test_rows_of_long_samples_fit_80_columns(logged: pytest.LogCaptureFixture) -> None:
+    longest = row(1500, 500, score=-123.456, truncated=True)
+    ids = 151_000 + torch.zeros_like(longest.sequences)
+    check(longest.with_fields(sequences=ids, values=-99.0 * longest.action_mask))
+    assert max(map(len, page(logged))) <= 80
 
 
 def test_penalties_beside_the_rewards_and_untrained_samples_are_told(logged: pytest.LogCaptureFixture) -> None:
     check(GOOD, use_kl_loss=True)
-    assert [line.split()[0] for line in page(logged) if line.endswith("score -0.05")] == ["4", "5", "6", "7"]
+    scores = "score -0.05 at 6, score -0.05 at 7, score +1.95 at 8"
+    assert f"places first action 4, EOS 8, {scores}" in " ".join("\n".join(page(logged)).split())
     logged.clear()
     assert check(GOOD.with_fields(action_mask=torch.zeros_like(GOOD.action_mask))) == []
     assert "0 of 9 tokens are trained on" in page(logged)[0]

@@ -183,7 +183,7 @@ TINY = {"train_batch_size": 4, "micro_train_batch_size": 2, "max_epochs": 2}
 
 
 def test_the_table_counts_small_last_steps_max_steps_and_ranks(caplog, monkeypatch):
-    monkeypatch.setattr(summary, "model_role", lambda *_, **__: ("model", "m"))
+    monkeypatch.setattr(summary, "model_role", lambda *_, **__: [("model", "m")])
     caplog.set_level(logging.INFO, logger="openppo")
     split = "4 samples, in 2 micro-batches of up to 2"
     for options, n, done, ranks, said in (

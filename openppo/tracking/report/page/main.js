@@ -151,3 +151,8 @@ byId("theme").addEventListener("click", () => {
 for (const draw of [drawStatus, drawSummary, drawWarnings, drawCurves, drawEvaluation, drawEndings, drawSamples, drawOptions, drawEnvironment]) draw();
 byId("nav").append(...[...document.querySelectorAll("main section[id]:not(#summary)")].map((section) =>
   el("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));
+// What is jumped to lies below the bar, which has several lines on a phone.
+const bar = document.querySelector("header");
+new ResizeObserver(() => {
+  document.documentElement.style.scrollPaddingTop = `${bar.offsetHeight + 8}px`;
+}).observe(bar);

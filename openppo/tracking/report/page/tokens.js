@@ -26,7 +26,7 @@ function tint(measure, value) {
   const { middle = 0, below } = MEASURES[measure];
   const part = Math.min(1, Math.abs(value - middle) / limits[measure]);
   const [r, g, b] = value < middle && !below ? DOWN : UP;
-  return `rgba(${r}, ${g}, ${b}, ${(0.78 * part).toFixed(3)})`;
+  return `rgba(${r}, ${g}, ${b}, ${(0.75 * part).toFixed(3)})`;
 }
 
 function scaleOf(measure) {

@@ -55,6 +55,26 @@ def test_only_the_newest_and_the_best_are_kept_and_found(tmp_path):
     assert folder_of(tmp_path / "copy").newest() == tmp_path / "copy" / "step_100000001"
 
 
+def test_a_folder_that_was_removed_is_made_again(tmp_path, caplog):
+    path = tmp_path / "run" / "checkpoints"
+    folder = folder_of(path, steps=1)
+    for save in (folder.save, folder.save_best):
+        shutil.rmtree(tmp_path / "run")
+        caplog.clear()
+        save(2, TEXT)
+        assert f"--ckpt_path {path} was removed during the run: it is made again" in caplog.text
+        assert (path / ".lock").is_file()
+    folder.save(3, TEXT)
+    assert names(path) == ["best", "best_step_00000002", "latest", STEP(3)]
+    program = f"""
+from openppo.strategy.checkpoint.folder import CheckpointFolder, Path
+from openppo.types import SingleProcess
+CheckpointFolder(Path({str(path)!r}), SingleProcess(), 1)
+"""
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "another run writes there" in other.stderr, "it is locked again"
+
+
 def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path):
     def work(comm: ThreadComm) -> None:
         folder = CheckpointFolder(tmp_path, comm, keep=1)

@@ -67,6 +67,20 @@ def test_what_may_differ_is_listed(options: Any, changes: str, caplog: pytest.Lo
     assert ", ".join(sorted(caplog.messages[0].split("in force from now on: ")[1].split(", "))) == changes
 
 
+@pytest.mark.parametrize(("lora_rank", "merge"), [(0, ""), (8, " --merge")])
+@pytest.mark.parametrize("difference", [{"contents": ROWS}, {"seed": 1}, {"kind": "sft"}])
+def test_a_contradiction_names_pretrain_for_the_weights(difference: Any, lora_rank: int, merge: str) -> None:
+    options = {name: value for name, value in difference.items() if name != "kind"}
+    now = identity(**options, lora_rank=lora_rank) | {"kind": difference.get("kind", "ppo")}
+    path = Path("my runs/step_00000004")
+    with pytest.raises(ValueError) as error:
+        check_compatible(path, identity(lora_rank=lora_rank), now)
+    assert str(error.value).endswith(
+        "another --ckpt_path. A new run continues with its weights: "
+        f"openppo export 'my runs/step_00000004' FOLDER{merge}, then --pretrain FOLDER."
+    )
+
+
 def test_the_checkpoint_of_another_command_is_refused() -> None:
     with pytest.raises(ValueError, match="is a checkpoint of train_ppo, not of train_sft: give another --ckpt_path"):
         check_compatible(PATH, identity(), identity() | {"kind": "sft"})
@@ -107,7 +121,16 @@ def test_fingerprints_of_data_know_their_order_and_contents() -> None:
 
 def test_scores_of_another_evaluation_are_no_match() -> None:
     evaluated = {"eval_data": "e", "keep_best": "eval_reward"}
-    saved = json.loads(json.dumps(identity(**evaluated)["options"]))
-    assert list(measured_otherwise(saved, identity(**evaluated, seed=3)["options"])) == []
-    other = identity(**evaluated | {"eval_data": "f", "reward_weights": ("a=2",)})["options"]
+    saved = json.loads(json.dumps(identity(**evaluated)))
+    assert list(measured_otherwise(saved, identity(**evaluated, seed=3))) == []
+    other = identity(**evaluated | {"eval_data": "f", "reward_weights": ("a=2",)})
     assert sorted(measured_otherwise(saved, other)) == ["eval_data", "reward_weights"]
+
+
+def test_scores_of_an_edited_reward_are_no_match() -> None:
+    saved, same, edited = (
+        identity() | {"user_files": {"hashes": {"--reward_fn": {"f.py": digest}, "--dataset_class": {"d.py": digest}}}}
+        for digest in ("1", "1", "2")
+    )
+    assert measured_otherwise(saved, same) == []
+    assert measured_otherwise(saved, edited) == ["reward_fn"]

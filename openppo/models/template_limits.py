@@ -1,0 +1,90 @@
+"""Limits of time and memory for a first rendering of a chat template, which is a program and may be a stranger's."""
+
+import os
+import resource
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import psutil
+from transformers import PreTrainedTokenizerBase
+
+from openppo.user_code import TEMPLATE_ERRORS
+
+_SECONDS = 10  # of the processor
+_SECONDS_OF_THE_CLOCK = 300  # a lock that another thread held at the fork would never be released
+_MEMORY_GIB = 1
+_OUT_OF_MEMORY = 1
+"""Exit status."""
+_TEXT = "word " * 100
+_TURNS: list[dict[str, Any]] = [{"role": role, "content": _TEXT} for role in ("user", "assistant")] * 20
+_CALL = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
+_WITH_TOOLS: list[dict[str, Any]] = [
+    {"role": "system", "content": _TEXT},
+    {"role": "user", "content": _TEXT},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": _TEXT, "tool_call_id": "c00000000"},
+]
+_TOOL = {"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}}
+
+
+def require_bounded(
+    tokenizer: PreTrainedTokenizerBase, source: str, template: str | None, template_kwargs: Mapping[str, Any]
+) -> None:
+    """``ValueError`` naming ``source`` if chats of forty turns, or with tools, take too much time or memory.
+
+    ``template`` replaces the tokenizer's. Other errors of it are for those who have real messages.
+    """
+    pid = os.fork()
+    if pid == 0:
+        _render_and_exit(tokenizer, template, template_kwargs)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == 0:
+        return
+    reasons = {
+        _OUT_OF_MEMORY: f"needs over {_MEMORY_GIB} GiB of memory",
+        -signal.SIGXCPU: f"takes over {_SECONDS} s of CPU time",
+        -signal.SIGALRM: f"takes over {_SECONDS_OF_THE_CLOCK} s",
+    }
+    reason = reasons.get(status, f"ended its process with status {status}")
+    raise ValueError(
+        f"{source} {reason} for a short conversation, and was stopped. Look in it for loops within loops, or use "
+        "another template."
+    )
+
+
+def _render_and_exit(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, template_kwargs: Mapping[str, Any]
+) -> None:
+    """Exit with 0 after the renderings, or with a status of its own for lack of memory; a signal ends them if late."""
+    status = 0
+    try:
+        _limit_this_process()
+        for messages, tools in ((_TURNS[:1], None), (_TURNS, None), (_WITH_TOOLS, [_TOOL])):
+            options = {**template_kwargs, "chat_template": template, "tools": tools, "add_generation_prompt": True}
+            with suppress(*TEMPLATE_ERRORS):
+                tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except MemoryError:
+        status = _OUT_OF_MEMORY
+    finally:
+        os._exit(status)  # whatever it was: nothing of the parent's may run here
+
+
+def _limit_this_process() -> None:
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silent, stream)
+    for number in (signal.SIGXCPU, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.alarm(_SECONDS_OF_THE_CLOCK)
+    _lower(resource.RLIMIT_CPU, _SECONDS)
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MEMORY_GIB * 2**30)
+
+
+def _lower(kind: int, most: int) -> None:
+    """Set the soft limit, never above the hard one; not every system has each."""
+    _, hard = resource.getrlimit(kind)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

@@ -1,0 +1,93 @@
+"""HTTP servers that no client can stop: bounds on connections, bodies and waiting, and one line for what is no HTTP."""
+
+import asyncio
+import logging
+import resource
+import socket
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+SECONDS_IDLE = 120.0
+"""Until a connection has sent the head of its first or next request."""
+SECONDS_TO_READ = 60.0
+"""For the body of a request."""
+MOST_CONNECTIONS = 8192
+_FILES_OF_OTHERS = 64
+_MALFORMED = HttpProcessingError, web.RequestPayloadError
+
+_log = logging.getLogger("openppo.http")
+
+
+def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
+    """A runner of ``app`` that drops silent connections, and logs a request that is no HTTP in one line."""
+    options |= {"access_log": None, "keepalive_timeout": SECONDS_IDLE, "logger": _log}
+    return web.AppRunner(app, **options)
+
+
+async def serve(runner: web.AppRunner, listener: socket.socket, backlog: int = 128) -> asyncio.Server:
+    """Answer at ``listener`` until the result is closed; ``runner.cleanup`` ends what is under way then."""
+    await runner.setup()
+    assert runner.server is not None
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_CONNECTIONS
+    if files != resource.RLIM_INFINITY:
+        most = min(most, max(1, files - _FILES_OF_OTHERS))
+    return await asyncio.get_running_loop().create_server(_Door(runner.server, most), sock=listener, backlog=backlog)
+
+
+async def body_of(request: web.Request, most: int | None = None) -> bytes:
+    """The body of a request, of at most ``most`` bytes (None: as the application says); ``HTTPException`` otherwise."""
+    limited = request if most is None else request.clone(client_max_size=most)
+    try:
+        async with asyncio.timeout(SECONDS_TO_READ):
+            return await limited.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(text=f"the request was not sent within {SECONDS_TO_READ:g} s") from error
+    except _MALFORMED as error:
+        raise web.HTTPBadRequest(text=f"the body is not what its headers say: {_in_short(error)}") from error
+
+
+class _Door:
+    """Makes the protocol of each connection: beyond ``most`` open ones, one that answers 503."""
+
+    def __init__(self, server: web.Server, most: int) -> None:
+        self.server, self.most, self.has_warned = server, most, False
+
+    def __call__(self) -> asyncio.Protocol:
+        if len(self.server.connections) < self.most:
+            return self.server()
+        if not self.has_warned:
+            self.has_warned = True
+            _log.warning("%d connections are open, no more are served: new ones are answered with 503", self.most)
+        return _Busy()
+
+
+class _Busy(asyncio.Protocol):
+    """Answers 503, which clients try again, and hangs up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        )
+        transport.close()
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Make one line of aiohttp's record of a request that is no HTTP."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, _MALFORMED):
+        sender = record.args[0] if isinstance(record.args, tuple) and record.args else "a client"
+        record.msg, record.args = "%s sent a request that is no HTTP: %s", (sender, _in_short(error))
+        record.levelno, record.exc_info = min(record.levelno, logging.WARNING), None
+        record.levelname = logging.getLevelName(record.levelno)
+    return True
+
+
+def _in_short(error: Exception) -> str:
+    message = error.message if isinstance(error, HttpProcessingError) else str(error)
+    return " ".join(message.split())[:200] or type(error).__name__
+
+
+_log.addFilter(_in_one_line)

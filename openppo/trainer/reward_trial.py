@@ -1,0 +1,57 @@
+"""Three rows of data, scored before any model is loaded: what --dry_run shows of the sources of rewards."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from openppo.rewards.scoring import Scorer
+from openppo.tracking.console import escape_control, table_lines
+from openppo.types import FinishReason, Prompt, Score, Trajectory
+
+_ROWS, _LONGEST = 3, 240
+_TITLE = "rewards of the first rows; the response is the label, empty without one"
+
+
+def trial_lines(scorer: Scorer, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Score the labels of the first ``prompts`` as responses; returns prompts, responses and rewards for the log."""
+    samples = [_labelled(prompt, tokenizer, group) for group, prompt in enumerate(prompts[:_ROWS])]
+    lines = [_TITLE, ""]
+    for sample, score in zip(samples, scorer.score(samples), strict=True):
+        facts = [
+            ("prompt", escape_control(sample.prompt.text, _LONGEST, keep="end")),
+            ("response", escape_control(_response(sample.prompt), _LONGEST)),
+            ("earned", escape_control(_described(score))),
+        ]
+        lines += [*table_lines(facts), ""]
+    return lines
+
+
+def _labelled(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, group: int) -> Trajectory:
+    """A sample whose response is the label of its prompt, ended with EOS."""
+    response = tokenizer.encode(_response(prompt), add_special_tokens=False)
+    if tokenizer.eos_token_id is not None:
+        response = [*response, tokenizer.eos_token_id]
+    ids = [*prompt.token_ids, *response]
+    return Trajectory(
+        token_ids=ids,
+        action_mask=[i >= len(prompt.token_ids) for i in range(len(ids))],
+        log_probs=[0.0] * len(ids),
+        versions=[0] * len(ids),
+        finish_reason=FinishReason.STOP,
+        prompt=prompt,
+        group=group,
+    )
+
+
+def _response(prompt: Prompt) -> str:
+    return "" if prompt.label is None else str(prompt.label)
+
+
+def _described(score: Score) -> str:
+    """Rewards by name, the sum of those of tokens, and why a source failed."""
+    parts = [f"{name} {reward:.4g}" for name, reward in score.rewards.items()]
+    if score.token_rewards is not None:
+        parts.append(f"tokens {sum(score.token_rewards):.4g}")
+    if score.failed:
+        parts.append(f"in place of a failure: {score.error}")
+    return ", ".join(parts)
