@@ -137,9 +137,10 @@ class SupervisedTrainer(ABC, Generic[Example]):
             if self._shows_next:
                 self._shows_next = False
                 show_examples(examples, self.components.tokenizer)
-            for i, micro in enumerate(batch.micro_batches):
-                loss = self.loss(micro, batch.n_targets, metrics)
-                model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
+            with self.components.strategy.training():
+                for i, micro in enumerate(batch.micro_batches):
+                    loss = self.loss(micro, batch.n_targets, metrics)
+                    model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
             norm = model.step()
             if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", examples=list(map(vars, examples))):
                 metrics.add("grad_norm", norm)
