@@ -41,7 +41,8 @@ letters() {
     run generate generate --pretrain sft "${heldout[@]}" --output_path generated.jsonl &
     run evaluate evaluate --pretrain sft "${heldout[@]}" --reward_fn "$here/letters.py" &
     echo "{% for m in messages %}{{ m['content'] }}{% endfor %}" > chat.jinja
-    run agents train_ppo --pretrain sft --chat_template chat.jinja --environment "$here/letters.py:Letters" --n_envs 16 \
+    run agents train_ppo --pretrain sft --apply_chat_template --chat_template chat.jinja --n_envs 16 \
+        --environment "$here/letters.py:Letters" \
         --n_samples_per_prompt 4 --train_batch_size 64 --generate_max_len 8 --episode_max_len 64 --max_steps 4 \
         --save_path agents --advantage_estimator group_norm --init_kl_coef 0
     wait

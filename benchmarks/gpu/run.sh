@@ -5,7 +5,7 @@
 #                                [STAGE ...]
 #
 # FOLDER (default: $OUT, else build/gpu) gets results.jsonl, a line for each fact at once, tables.md, metrics.jsonl and
-# logs.txt. What wheels.sh fetched is unpacked and found before the machine's packages; nothing is installed.
+# logs.txt. What wheels.sh fetched, for Python 3.12, is unpacked and found before the machine's packages; nothing is installed.
 # --dry: tiny models on a CPU, to show that everything runs; its figures mean nothing.
 set -uo pipefail
 KIT_BEGAN="$(date +%s)"
@@ -36,9 +36,11 @@ export KIT_BEGAN KIT_OUT="$out" KIT_WORK="$work" KIT_DRY="$dry"
 export PYTHONPATH="$repository:$packages${PYTHONPATH:+:$PYTHONPATH}"
 if [ ! -d "$packages" ]; then
     mkdir -p "$packages"
-    for wheel in "$here"/wheels/*.whl; do
-        [ -f "$wheel" ] && "$python" -m zipfile -e "$wheel" "$packages"
-    done
+    if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; then
+        for wheel in "$here"/wheels/*.whl; do
+            [ -f "$wheel" ] && "$python" -m zipfile -e "$wheel" "$packages"
+        done
+    fi
     if [ "$transformers" = machine ] || { [ -d "$packages/transformers" ] && ! quietly "from transformers import LlamaForCausalLM"; }; then
         rm -rf "$packages"/transformers "$packages"/transformers-*.dist-info
     fi
