@@ -141,7 +141,7 @@ def tests() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run([*words, "tests/gpu"], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     log("tests/gpu", done.stdout + done.stderr[-3000:], 30000)
-    lines = [line for line in done.stdout.splitlines() if line.strip()] or ["nothing was printed"]
+    lines = (done.stdout.strip() or done.stderr.strip() or "nothing was printed").splitlines()
     emit("tests", status=done.returncode, summary=lines[-1][:200])
     _failures(report)
 

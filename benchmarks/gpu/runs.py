@@ -24,7 +24,10 @@ def fill_memory(response):
         held.append(torch.empty(torch.cuda.mem_get_info()[0] - 10**8, dtype=torch.uint8, device="cuda"))
     return float(len(response) % 7)
 """
-REMARKS = re.compile(r"estimated memory|micro-batches by|one by one|take a mask|are padded|merged|fits too|warn", re.I)
+REMARKS = re.compile(
+    r"estimated memory|peak in|the highest|micro-batches by|one by one|take a mask|are padded|merged|fits too|warn",
+    re.I,
+)
 """Lines of a log that say how a run ran."""
 _COUNTED = ("rollout_log_prob_gap", "rollout_log_prob_gap_max", "kl", "grad_norm", "actor_grad_norm", "skipped_steps")
 

@@ -37,14 +37,7 @@ def _run(name: str, *flags: str, steps: int = 3, model: str = "0.5b") -> None:
 
 def large_full() -> None:
     """The estimate of 7B in full, which is near the memory of one GPU; nothing is loaded."""
-    run = Run("GRPO, 7B full, estimate", "7b", "--gradient_checkpointing", *GRPO, "--dry_run", steps=1)
-    run.begin()
-    status = run.wait()
-    for line in run.lines():
-        if "GiB" in line or "estimate" in line:
-            emit("log lines", run=run.name, line=line.strip()[:300])
-    emit("runs", run=run.name, status=status)
-    run.remove()
+    _run("GRPO, 7B full, estimate", "--gradient_checkpointing", *GRPO, "--dry_run", steps=1, model="7b")
 
 
 def profile() -> None:
