@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -272,16 +273,12 @@ def prepare_assets(folder: Path) -> None:
 
 def describe_machine(versions: dict[str, dict[str, str]]) -> list[str]:
     """What the numbers depend on."""
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in cpu if line.startswith("model name")), platform.machine())
-    flags = next((line.split() for line in cpu if line.startswith("flags")), [])
-    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     lines = [
-        f"{model}, {os.cpu_count()} cores ({', '.join(units)}), {memory:.0f} GB, Linux {platform.release()}, Python "
+        f"{processor()}, {memory:.0f} GB, Linux {platform.release()}, Python "
         f"{platform.python_version()}; {date.today().isoformat()}, OpenPPO {commit.stdout.strip() or 'unknown'}.",
         "",
     ]
@@ -290,12 +287,29 @@ def describe_machine(versions: dict[str, dict[str, str]]) -> list[str]:
     return lines
 
 
+def processor() -> str:
+    """The CPU's name, cores, and units that matter here."""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in cpu if line.startswith("model name")), platform.machine())
+    flags = next((line.split() for line in cpu if line.startswith("flags")), [])
+    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f"{model}, {os.cpu_count()} cores ({', '.join(units)})"
+
+
+def own_versions() -> str:
+    """Versions of this environment, which is OpenPPO's."""
+    names = {"torch": "torch", "transformers": "transformers", "deepspeed": "DeepSpeed"}
+    versions = [f"{name} {metadata.version(package)}" for package, name in names.items()]
+    return ", ".join([f"Python {platform.python_version()}", *versions])
+
+
 def write_results(name: str, title: str, lines: Sequence[str]) -> None:
     """A dated table in benchmarks/results."""
     file = REPOSITORY / "benchmarks" / "results" / f"{date.today().isoformat()}-{name}.md"
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]  # not where on this machine
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
-    text = [f"# {title}, {date.today().isoformat()}", "", f"`{command}`", "", *lines]
+    head = [f"- Device: {processor()}", f"- Versions: {own_versions()}"]  # which benchmarks/tested.py reads
+    text = [f"# {title}, {date.today().isoformat()}", "", *head, "", f"`{command}`", "", *lines]
     file.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     say(f"written to {file}")
 

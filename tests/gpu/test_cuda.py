@@ -188,9 +188,8 @@ def test_peaks_are_compared_with_estimates_by_phase() -> None:
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_peak_memory_is_within_a_tenth_above_the_estimate(tuning: str, tmp_path: Path) -> None:
     """170 million parameters, so that what libraries take for themselves is a small part."""
-    models = runpy.run_path(str(REPO / "benchmarks" / "peers" / "gpu_models.py"))
-    shape = models["Shape"](1024, 8, 16, 4, 4096, 32000, True, prompt=256, response=128, n_responses=32)
-    models["build"](shape, tmp_path / "assets")
+    models = runpy.run_path(str(REPO / "benchmarks" / "gpu" / "models.py"))
+    models["build"](models["SHAPES"]["small"], tmp_path / "assets")
     (tmp_path / "reward.py").write_text(REWARD)
     words = """-m openppo.cli.train_ppo --pretrain assets/policy --reward_fn reward.py --bf16 --max_steps 2
         --prompt_data assets/prompts.jsonl --input_key input --prompt_max_len 256 --generate_max_len 128
