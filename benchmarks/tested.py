@@ -23,7 +23,8 @@ exactly the lowest that `setup.py` declares. With older transformers GPT-2 does 
 Gemma 4.
 
 Not run anywhere yet: several GPUs (nccl; gloo stands in for it on CPUs), the package flash-attn, vLLM on GPUs,
-`--adam_offload` and `--load_in_4bit` on GPUs.
+`--adam_offload`, `--load_in_4bit` and
+`--deterministic` on GPUs.
 
 | when | what | device | versions |
 | --- | --- | --- | --- |
