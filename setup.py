@@ -37,6 +37,7 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -46,26 +47,26 @@ setup(
     package_data={"": ["py.typed", "**/*.html", "**/*.css", "**/*.js"]},
     entry_points={"console_scripts": ["openppo=openppo.__main__:main"]},
     install_requires=[
-        "torch>=2.9",  # tested with 2.13, which samples without padding need on GPUs (or flash-attn)
-        "deepspeed>=0.19",
-        "transformers>=5.0",  # tested with 5.23
+        "torch>=2.11",  # tested with 2.11 and 2.13
+        "deepspeed>=0.19.2",
+        "transformers>=5.17",  # tested with 5.17 and 5.23
         "accelerate>=1.1",  # transformers loads with it in partitions, and peft needs it
         "aiohttp>=3.12",
-        "peft>=0.18",
+        "peft>=0.19",
         "datasets>=4.0",
         "filelock>=3.20",
         "fsspec>=2024.6",
-        "huggingface_hub>=1.0",
+        "huggingface_hub>=1.5",
         "jinja2>=3.1",
-        "numpy>=1.26",
+        "numpy>=2.0",
         "pillow>=10",
-        "pyarrow>=15",
+        "pyarrow>=16",
         "pydantic>=2.7",
-        "pyyaml>=6.0",
-        "safetensors>=0.6",
-        "tensorboard>=2.16",
+        "pyyaml>=6.0.1",
+        "safetensors>=0.8",
+        "tensorboard>=2.17",
         "psutil>=5.9",
-        "tqdm>=4.66",
+        "tqdm>=4.66.3",
         "tyro>=1.0",
     ],
     extras_require={

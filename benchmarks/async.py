@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from agents import HEADS, SIZES, make_tokenizer
-from peers.interleave import REPOSITORY, describe_machine, say, wait_until_idle, write_results
+from peers.interleave import describe_machine, python_path, say, wait_until_idle, write_results
 from transformers import LlamaConfig, LlamaForCausalLM
 
 AGENT = """
@@ -80,7 +80,7 @@ class Run:
         wait_until_idle()
         given = given | {"ranks": self.ranks, "saved": (saved := f"run{time.time_ns()}")}
         words = f"{OPTIONS} {self.options}".format_map(given).split()
-        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
         how = {"cwd": folder, "env": os.environ | own, "stderr": subprocess.STDOUT}
         ended = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=False, **how)
         if ended.returncode != 0:

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.fork_server import ENVIRONMENT, REPO, Launcher
+from tests.fork_server import ENVIRONMENT, PYTHON_PATH, REPO, Launcher
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,7 +99,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pages, built as they are published, without a single warning."""
     folder, config = tmp_path_factory.mktemp("site"), REPO / "mkdocs.yml"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder, "--config-file", config]
-    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_MKDOCS_2_WARNING": "1"}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, "WARNING" in done.stderr) == (0, False), done.stderr
     return folder

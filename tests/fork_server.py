@@ -40,7 +40,9 @@ READ_AT_IMPORT = tuple(
     """PYTHON DS_ACCELERATOR HF_ TRANSFORMERS_ OMP_ MKL_ LD_ TORCHELASTIC_ HOME XDG_CACHE_HOME TORCH_ LC_ALL
     LANG""".split()
 )
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+PYTHON_PATH = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""Before what is there: a machine may have its packages in folders that only this variable names."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "HF_HUB_OFFLINE": "1"}
 ONE_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +30,11 @@ CACHE = Path.home() / ".cache" / "openppo-benchmarks"
 SETUP = "bash benchmarks/peers/setup.sh"
 LOADING_S, ITERATION_S = 300, 600  # longer means that it hangs
 SETTLING_S = 5  # at most, until nothing runs: vLLM spins for a second after work, in the way of the next participant
+
+
+def python_path(repository: Path = REPOSITORY) -> str:
+    """A checkout before what PYTHONPATH has: there a machine may have packages that nothing else names."""
+    return os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class ParticipantError(Exception):
@@ -81,7 +87,7 @@ class Participant:
             raise ParticipantError(f"there is no {python}: run {SETUP} {folder}")
         environment = os.environ | {
             "OMP_NUM_THREADS": str(entry.threads),
-            "PYTHONPATH": str(entry.checkout or REPOSITORY) if entry.environment is None else "",
+            "PYTHONPATH": python_path(entry.checkout or REPOSITORY) if entry.environment is None else "",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -267,16 +273,12 @@ def prepare_assets(folder: Path) -> None:
 
 def describe_machine(versions: dict[str, dict[str, str]]) -> list[str]:
     """What the numbers depend on."""
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in cpu if line.startswith("model name")), platform.machine())
-    flags = next((line.split() for line in cpu if line.startswith("flags")), [])
-    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     lines = [
-        f"{model}, {os.cpu_count()} cores ({', '.join(units)}), {memory:.0f} GB, Linux {platform.release()}, Python "
+        f"{processor()}, {memory:.0f} GB, Linux {platform.release()}, Python "
         f"{platform.python_version()}; {date.today().isoformat()}, OpenPPO {commit.stdout.strip() or 'unknown'}.",
         "",
     ]
@@ -285,12 +287,29 @@ def describe_machine(versions: dict[str, dict[str, str]]) -> list[str]:
     return lines
 
 
+def processor() -> str:
+    """The CPU's name, cores, and units that matter here."""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in cpu if line.startswith("model name")), platform.machine())
+    flags = next((line.split() for line in cpu if line.startswith("flags")), [])
+    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f"{model}, {os.cpu_count()} cores ({', '.join(units)})"
+
+
+def own_versions() -> str:
+    """Versions of this environment, which is OpenPPO's."""
+    names = {"torch": "torch", "transformers": "transformers", "deepspeed": "DeepSpeed"}
+    versions = [f"{name} {metadata.version(package)}" for package, name in names.items()]
+    return ", ".join([f"Python {platform.python_version()}", *versions])
+
+
 def write_results(name: str, title: str, lines: Sequence[str]) -> None:
     """A dated table in benchmarks/results."""
     file = REPOSITORY / "benchmarks" / "results" / f"{date.today().isoformat()}-{name}.md"
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]  # not where on this machine
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
-    text = [f"# {title}, {date.today().isoformat()}", "", f"`{command}`", "", *lines]
+    head = [f"- Device: {processor()}", f"- Versions: {own_versions()}"]  # which benchmarks/tested.py reads
+    text = [f"# {title}, {date.today().isoformat()}", "", *head, "", f"`{command}`", "", *lines]
     file.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     say(f"written to {file}")
 

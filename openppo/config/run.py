@@ -111,6 +111,9 @@ class DeepSpeedConfig(Options):
     """Compile trained models' layers with torch.compile (not with --zero_stage 3; needs a C compiler, on CPUs C++)."""
     overlap_comm: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients during the backward pass, in one more bucket of memory (auto: on several GPUs or for ZeRO-3)."""
+    deterministic: bool = False
+    """Add gradients on a GPU in a fixed order, so that equal runs, and resumed ones, are equal bit for bit; slower.
+    CPUs always do."""
     seed: int = option(42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset"))
     """Seed of data order, initialization and sampling."""
 

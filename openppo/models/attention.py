@@ -1,6 +1,7 @@
-"""Attention where transformers' is slow: on CPUs shared keys, causal bfloat16; on GPUs unequal rows, float32."""
+"""Attention where transformers' is slow: on CPUs shared keys, causal bfloat16; on GPUs unequal rows, shared keys."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +11,13 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from openppo.media import placeholders
+from openppo.models.lengths import lengths_are_exact, varlen_attn
 from openppo.models.tree_attention import tree_attention
 
-HAS_LENGTHS = torch.__version__ >= "2.13"
-"""Whether torch has ``varlen_attn`` with windows and shared keys."""
-if HAS_LENGTHS:
-    from torch.nn.attention.varlen import varlen_attn
-
 ON_CPU = "openppo_cpu"
+ON_GPU = "openppo_cuda"
+ON_OLDER_GPU = "openppo_cuda_copies"
+"""Where heads that share keys have no fast kernel: in float32, and on GPUs without FlashAttention."""
 BY_LENGTHS = "openppo_lengths"
 """Name of the attention that computes nothing of padding: of documents in one row, and of rows that are decoded."""
 _WIDEST = 192
@@ -28,6 +28,8 @@ _LONGEST = 1024
 """Tokens of a row: of longer ones, the weights that are kept would be what a layer keeps most of."""
 _LONGEST_WITH_AMX = 512
 """There SDPA in bfloat16 is as fast for longer ones."""
+HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+"""Whether the processor multiplies bfloat16; a constant, since the call breaks compiled graphs."""
 _FOLDED = 3
 """Heads that share keys: in bfloat16 two take up to 1.3 times as long where they are queries of one head."""
 _SCORES = 1 << 20
@@ -53,10 +55,11 @@ def use_fast_attention(model: PreTrainedModel) -> None:
         return
     name = ON_CPU
     if torch.cuda.is_available():
-        name = "openppo_cuda"
-        if model.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability() >= (8, 0):
-            # Here FlashAttention lets heads share keys. Models that support it state their windows beside the mask.
-            name = BY_LENGTHS if HAS_LENGTHS and model._supports_flash_attn else "sdpa"
+        is_half = model.dtype in (torch.bfloat16, torch.float16)
+        name = ON_OLDER_GPU
+        if is_half and torch.cuda.get_device_capability() >= (8, 0):
+            # Models that support FlashAttention state their windows beside the mask.
+            name = BY_LENGTHS if model._supports_flash_attn and lengths_are_exact() else ON_GPU
     # What is asked of attention to text would reach that of images, too.
     model.set_attn_implementation({"": name, "text_config": name} if placeholders(model.config) else name)
 
@@ -74,14 +77,14 @@ def _attend_on_cpu(
         return tree_attention(query, key, value, nodes, scale)[0].transpose(1, 2), None
     of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
     if decodes and is_plain and of_columns:
-        return _attend_once(query, key, value, attention_mask, scale), None
+        folds = query.dtype is torch.float32 or query.shape[1] >= _FOLDED * key.shape[1]
+        return _attend_once(query, key, value, attention_mask, scale, folds=folds), None
     if not decodes and query.dtype is torch.bfloat16:
-        has_amx = bool(torch.cpu.get_capabilities().get("amx_bf16", False))
-        fits = query.shape[2] == key.shape[2] <= (_LONGEST_WITH_AMX if has_amx else _LONGEST)
+        fits = query.shape[2] == key.shape[2] <= (_LONGEST_WITH_AMX if HAS_AMX else _LONGEST)
         if attention_mask is None and is_plain and _is_causal(module, options) and fits and key.shape == value.shape:
             learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
             return causal_attention(query, key, value, scale, n_weights(query) if learns else 0)[0], None
-        if not has_amx:
+        if not HAS_AMX:
             inputs = query.float(), key.float(), value.float()
             if attention_mask is not None and attention_mask.is_floating_point():  # added to scores, so of their dtype
                 attention_mask = attention_mask.float()
@@ -101,14 +104,14 @@ def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
     return bool(getattr(module, "is_causal", True) if causal is None else causal)
 
 
-def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, folds: bool) -> Tensor:
     """``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D); keys are not copied for each head.
 
-    transformers copies them where there is a mask.
+    transformers copies them where there is a mask. With ``folds`` heads that share keys are queries of one head.
     """
     n_rows, heads, _, width = query.shape
     groups = key.shape[1]
-    if query.dtype is torch.float32 or heads >= _FOLDED * groups:  # those that share keys as queries of one head
+    if folds:
         query = query.reshape(n_rows, groups, -1, width)
     mixed = nn.functional.scaled_dot_product_attention(
         query, key, value, mask, scale=scale, enable_gqa=query.shape[1] > groups
@@ -227,16 +230,23 @@ causal_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _attend_on_gpu(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    copies_keys: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """As on CPUs. Without a mask grouped heads have no fast kernel in these dtypes; under one transformers helps."""
+    """As on CPUs. With ``copies_keys`` every head gets its own where there is no mask, but for single queries."""
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and attention_mask is None:
-        if query.shape[2] == 1:  # under a mask, even of nothing, the queries of a group share their keys without a copy
-            attention_mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=key.device)
-        else:
-            options["is_causal"] = _is_causal(module, options)
-            module, key, value = None, repeat_kv(key, groups), repeat_kv(value, groups)  # its groups would reach SDPA
+    of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
+    if query.shape[2] == 1 and of_columns and not _extras(options):
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        return _attend_once(query, key, value, attention_mask, scale, folds=True), None
+    if groups > 1 and attention_mask is None and copies_keys:
+        options["is_causal"] = _is_causal(module, options)
+        module, key, value = None, repeat_kv(key, groups), repeat_kv(value, groups)  # its groups would reach SDPA
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
@@ -273,10 +283,12 @@ def _attend_by_lengths(
     return output.unflatten(0, (len(query), -1)), None
 
 
-for _name, _attend in {
+_KINDS: dict[str, Callable[..., tuple[Tensor, None]]] = {
     ON_CPU: _attend_on_cpu,
-    "openppo_cuda": _attend_on_gpu,
+    ON_GPU: _attend_on_gpu,
+    ON_OLDER_GPU: partial(_attend_on_gpu, copies_keys=True),
     BY_LENGTHS: _attend_by_lengths,
-}.items():
+}
+for _name, _attend in _KINDS.items():
     AttentionInterface.register(_name, _attend)
     AttentionMaskInterface.register(_name, sdpa_mask)

@@ -144,11 +144,12 @@ def pack_where_exact(module: Any, forward: Callable[[Tensor, Tensor], Tensor], d
         return
     if attention not in (BY_LENGTHS, "flash_attention_2"):
         if device.type == "cuda":
-            said = (
+            logger.info(
                 "samples of the %s are padded: its attention is %s. That by lengths needs bfloat16, compute capability "
+                "8.0, a model that supports FlashAttention, and agreement with SDPA, of which a line above tells.",
+                name,
+                attention,
             )
-            said += "8.0, torch 2.13 (this is %s), and a model that supports FlashAttention."
-            logger.info(said, name, attention, torch.__version__)
         return
 
     def beside(first: list[int]) -> Tensor:

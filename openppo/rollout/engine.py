@@ -32,7 +32,7 @@ class Engine(ABC):
     ``Interrupted``. ``version`` counts the policy's global steps, and the owner of the weights sets it; requests under
     way continue with new weights, and each token is recorded with its version. Stop strings are looked for in the text
     that ``decode`` makes of ids; its owner sets it, and ``not_sampled``, ids that stand for images. All of it takes
-    place inside ``with_weights``.
+    place inside ``with_weights``. An engine that sizes itself does so by ``free`` bytes (None: by what is free then).
 
     ``any_rank`` puts ranks in lockstep (None: each decodes by itself): it combines their ``busy`` before each step, and
     a rank with nothing to do takes part in every step.
@@ -43,6 +43,7 @@ class Engine(ABC):
 
     decode: Decode | None = None
     not_sampled: Sequence[int] = ()
+    free: int | None = None
 
     def __init__(
         self,

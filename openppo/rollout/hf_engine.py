@@ -13,7 +13,7 @@ from openppo.models.attention import LengthsError
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.requests import Queue, Request, longest, padded_left, prefill_tokens, whole_images
+from openppo.rollout.requests import Queue, Request, free_memory, longest, padded_left, prefill_tokens, whole_images
 from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
@@ -138,7 +138,10 @@ class HFEngine(Engine):
         if self._cache is None:
             if not self._waiting:
                 return []
-            limits = self.max_batch_size, self._sizes_itself
+            free = None
+            if self._sizes_itself:
+                free = free_memory(self._device) if self.free is None else self.free
+            limits = self.max_batch_size, free
             self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version, self.not_sampled)
             self._cache.fit(longest(self._waiting))
         most = prefill_tokens(self._device.type == "cpu")

@@ -101,7 +101,7 @@ class RowCache(Cache):
 
     All are of weights of one ``version``. ``starts`` are the first columns of the rows, and ``shifts`` are how far
     their tokens' positions are above their places, since images may take fewer. There are ``max_rows`` at most; with
-    ``measure`` what fits in half of the memory that is free now. ``prefixes`` are kept of rows that have left, and
+    ``free`` bytes of memory what fits into half of them. ``prefixes`` are kept of rows that have left, and
     ``on_device`` has what sampling needs of those that are here.
     """
 
@@ -112,7 +112,7 @@ class RowCache(Cache):
         model: PreTrainedModel,
         eos_token_ids: Collection[int],
         max_rows: int,
-        measure: bool,
+        free: int | None,
         version: int,
         not_sampled: Sequence[int] = (),
     ) -> None:
@@ -122,7 +122,7 @@ class RowCache(Cache):
         self.head = float32_head(model, self.device)
         self.not_sampled = torch.tensor(not_sampled, dtype=torch.long, device=self.device)
         self.max_rows = max_rows
-        self.free = free_memory(weight.device) if measure else None
+        self.free = free
         self.version = version
         self.prefixes = Prefixes(weight.device, reads_whole(model))
         self.window = _Window(by_lengths=model.config._attn_implementation == BY_LENGTHS)

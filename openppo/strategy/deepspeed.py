@@ -33,6 +33,7 @@ from openppo import logger
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import InferenceStrategy, collective
 from openppo.strategy.cpu_adam import load_cpu_adam
+from openppo.strategy.determinism import fixed_order, prepare_fixed_order
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import TrainableModel, adapted_layers
@@ -65,6 +66,8 @@ class DeepspeedStrategy(InferenceStrategy):
         rollout_ranks: int = 0,
     ) -> None:
         config.validate()
+        if config.deterministic:
+            prepare_fixed_order()
         super().__init__(config.bf16, timeout, rollout_ranks)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         self.config = config
@@ -94,6 +97,10 @@ class DeepspeedStrategy(InferenceStrategy):
     def seed_per_rank(self) -> None:
         """Give each rank its own stream of random numbers; call it when the models are made."""
         self.seed_everything(self.config.seed + 1 + self.comm.rank)
+
+    def training(self) -> AbstractContextManager[None]:
+        """Around forward and backward passes of training."""
+        return fixed_order() if self.config.deterministic else nullcontext()
 
     @contextmanager
     def loading(self) -> Iterator[None]:

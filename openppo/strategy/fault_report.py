@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -113,17 +113,30 @@ class Fault:
         return f"\n{_TITLE:=^100}\n{details}{text}{'':=^100}\n"
 
 
-def raised(
-    error: BaseException, where: Heartbeat, options: Mapping[str, Any], models: Callable[[], Sequence[str]]
-) -> Fault:
-    """An error of this rank. Out of memory, with the sizes in ``options`` and the lines of ``models``."""
+class MemoryView(NamedTuple):
+    """What a run takes of memory, for the report of a lack of it."""
+
+    lines: Sequence[str] = ()
+    is_foreign: bool = False
+    """Whether the memory is held by something that no option of the run makes smaller."""
+
+
+ExplainMemory = Callable[[str], MemoryView]
+"""What a run takes in a phase."""
+
+
+def raised(error: BaseException, where: Heartbeat, options: Mapping[str, Any], explain: ExplainMemory) -> Fault:
+    """An error of this rank. Out of memory, with the sizes in ``options`` and what ``explain`` says."""
     text = mask_credentials("".join(traceback.format_exception(error)))
     message = mask_credentials(traceback.format_exception_only(error)[-1]).splitlines()[0]
     look_at, memory = "", []
     if is_out_of_memory(error):
-        lines = (host_memory(), f"options: {' '.join(sizes(options))}", *models())
+        view = explain(where.phase)
+        lines = (host_memory(), f"options: {' '.join(sizes(options))}", *view.lines)
         memory = [("memory", line) for line in lines]
-        if flags := remedies(where.phase, options, on_cpu=not torch.cuda.is_available()):
+        if view.is_foreign:
+            memory.append(("try", "end what else holds the GPU's memory: nvidia-smi lists processes"))
+        elif flags := remedies(where.phase, options, on_cpu=not torch.cuda.is_available()):
             memory.append(("try", f"reduce memory in {where.phase} with {', '.join(flags)}"))
     elif is_broken_connection(error):
         look_at = "the network between the ranks: a connection broke, and all ranks are alive"

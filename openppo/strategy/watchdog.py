@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from types import FunctionType
@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 from openppo.config import RunConfig
 from openppo.process_groups import process_groups
 from openppo.strategy import fault_report, signals
-from openppo.strategy.fault_report import Fault, Heartbeat, this_machine
+from openppo.strategy.fault_report import ExplainMemory, Fault, Heartbeat, MemoryView, this_machine
 from openppo.strategy.launcher_summary import record_cause
 
 _INTERVAL = 0.5
@@ -137,8 +137,8 @@ class Watchdog:
     def __init__(
         self, limits: RunConfig, where: Any, options: Mapping[str, Any], how_to_resume: Callable[[], str] = str
     ) -> None:
-        self.explain_memory: Callable[[], Sequence[str]] = list
-        """Lines for a report of an out-of-memory error: what each model takes."""
+        self.explain_memory: ExplainMemory = lambda phase: MemoryView()
+        """For a report of an out-of-memory error: what each model takes."""
         self.saves_on_signal = False
         """Whether the work under way polls ``signals.requested()``; other work ends at the first signal."""
         self._limits, self._where, self._options = limits, where, options

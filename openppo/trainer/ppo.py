@@ -1,8 +1,9 @@
 """The story of PPO: sample, make experience, train, report."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from openppo import logger
@@ -10,6 +11,7 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.rollout.failures import NothingTrainedError
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
+from openppo.strategy.fault_report import ExplainMemory
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import evaluation, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, Callback, notify, restore_callbacks
@@ -17,6 +19,7 @@ from openppo.trainer.checkpointer import ended_by_failures, ensure_checkpoint_on
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import evaluate_alone
 from openppo.trainer.evaluation.passing import PassWatch
+from openppo.trainer.memory.shortage import explain_shortage
 from openppo.trainer.sample_log import StepDiagnostics
 from openppo.trainer.source import PromptSource
 from openppo.trainer.update import Update
@@ -46,8 +49,8 @@ class PPOTrainer:
         self.update.actor_step.observe = self.view.observe
         self.pass_watch = PassWatch(self.comm)
         self.should_stop = False
-        self.explain_memory: Callable[[], list[str]] = components.estimate.table if components.estimate else list
-        """The memory estimate, for a report."""
+        self.explain_memory: ExplainMemory = partial(explain_shortage, components.estimate)
+        """The memory estimate beside what is measured, for a report."""
 
     def fit(self) -> None:
         """Train to the end, evaluate and report when due, and save the actor; with ``--val_only`` evaluate alone.

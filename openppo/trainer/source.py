@@ -15,6 +15,7 @@ from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import begin_scoring, check_rewarded, useful_groups
 from openppo.rollout.failures import N_SHOWN, FailureCount, NothingTrainedError
+from openppo.rollout.requests import free_memory
 from openppo.rollout.rollout import (
     EngineSampler,
     Rollout,
@@ -130,12 +131,14 @@ class PromptSource:
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """How many prompts are consumed."""
-        return {"consumed_batches": self.consumed_batches, "consumed_prompts": self.consumed_prompts}
+        """How many prompts are consumed, and by which free memory the engine was sized."""
+        consumed = {"consumed_batches": self.consumed_batches, "consumed_prompts": self.consumed_prompts}
+        return consumed if self.engine.free is None else consumed | {"free_memory": self.engine.free}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next prompts."""
         self.consumed_batches, self.consumed_prompts = state["consumed_batches"], state["consumed_prompts"]
+        self.engine.free = state.get("free_memory")
 
     def close(self) -> None:
         """End the sampler."""
@@ -148,7 +151,14 @@ class PromptSource:
         with ExitStack() as stack:
             with timed("sync"):
                 stack.enter_context(self.engine.with_weights(self.components.actor))
+            if self.config.deepspeed.deterministic and self.engine.free is None:
+                self.engine.free = self._free_memory()
             yield
+
+    def _free_memory(self) -> int | None:
+        """What is free on all ranks now, for this and all later rollouts: other rows would have other last bits."""
+        everyones = self.comm.all_gather_object(free_memory(self.components.strategy.device))
+        return min((free for free in everyones if free is not None), default=None)
 
     def _next_prompts(self) -> PromptBatch | None:
         """The next batch, which counts at once."""

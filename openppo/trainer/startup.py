@@ -19,6 +19,7 @@ from openppo.config.fields import declared_options, rules_of
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
 from openppo.media import placeholders
+from openppo.models.lengths import decide_alike, lengths_are_exact
 from openppo.models.pretrained import context_length, load_processor, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
@@ -77,6 +78,8 @@ def check_options(config: Any, comm: Comm, **given: bool | None) -> None:
             differences.append(f"{name} is {value} on rank 0 and {theirs}")
     if differences:
         raise ValueError(f"{'; '.join(differences)}: start all ranks alike.")
+    if config.deepspeed.bf16:
+        decide_alike(comm.all_gather_object(lengths_are_exact()))
 
     def check() -> None:
         config.validate(comm.world_size, **given)  # folders may differ, of which it sees some

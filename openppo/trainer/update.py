@@ -127,8 +127,9 @@ class Update:
         batch, step = self.config.batch, self.state.global_step
         self.set_training(True)
         self._move_moments(to_host=False)
+        order = self.components.strategy.training()
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
-        with progress_bar(n_updates, "training", enabled=self.components.strategy.is_main) as bar:
+        with order, progress_bar(n_updates, "training", enabled=self.components.strategy.is_main) as bar:
             for number, mini_batch in enumerate(mini_batches(buffer, self.config, step)):
                 for micro, places in zip(mini_batch.micro_batches, mini_batch.places, strict=True):
                     self.timer.count_tokens("training", int(micro.attention_mask.sum()) if places else 0)

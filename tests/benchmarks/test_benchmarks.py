@@ -1,6 +1,5 @@
 """Each script of the benchmarks starts; a tiny case runs; what the tables are made of is counted right."""
 
-import json
 import re
 import runpy
 import subprocess
@@ -18,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.fork_server import Launcher
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-COMMANDS = ["agents", "async", "cpu_peers", "decode", "gpu", "gpu_probe", "gpu_runs", "learning", "sweep"]
+COMMANDS = ["agents", "async", "cpu_peers", "decode", "learning", "sweep"]
 PARTICIPANTS = ["openppo_step", "trl_step", "openrlhf_step", "local_decode", "vllm_decode", "workload"]
-PARTICIPANTS += ["gpu_models", "gpu_step", "openppo_learn", "trl_learn", "openrlhf_learn"]
+PARTICIPANTS += ["openppo_learn", "trl_learn", "openrlhf_learn"]
 SWEEP = "sweep.py --workloads w2 --sizes 4 8 --repeat 1 --assets a", 2
 ASYNC = "async.py --waits 0.02 --turns 2 --groups 2 --steps 1 --repeat 1", 5
 
@@ -38,7 +37,7 @@ def test_help_answers(launcher: Launcher, script: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "rows"),
-    [("gpu.py --shape tiny --steps 1 --cache .", 8), SWEEP, ASYNC],
+    [SWEEP, ASYNC],
     ids=lambda value: str(value).split(".")[0],
 )
 def test_a_tiny_case_runs_on_a_cpu(command: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,20 +47,6 @@ def test_a_tiny_case_runs_on_a_cpu(command: str, rows: int, tmp_path: Path, monk
     ended = subprocess.run(words, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(re.findall(r"^\| (?:\w+, tiny|[48] |.* rank.* \|)", ended.stdout, re.MULTILINE)) == rows
-
-
-@pytest.mark.slow
-def test_the_first_hour_on_a_gpu_runs_dry(tmp_path: Path) -> None:
-    steps = ["environment", "sdpa", "decode", "faults", "ranks"]
-    words = ["bash", str(BENCHMARKS / "gpu_first_hour.sh"), "--dry", "--out", str(tmp_path), *steps]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=900)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    (file,) = tmp_path.glob("*-gpu-first-hour-cpu.json")
-    found = json.loads(file.read_text())["steps"]
-    assert {name: step["status"] for name, step in found.items()} == dict.fromkeys(steps, 0)
-    assert all(step["rows"] and "failed" not in str(step["rows"]) for step in found.values())
-    page = file.with_suffix(".md").read_text()
-    assert all(f"## {name}" in page for name in steps) and str(BENCHMARKS.parent) not in page
 
 
 def test_disturbed_iterations_do_not_count_and_ratios_are_of_medians() -> None:

@@ -234,3 +234,38 @@ def test_two_ranks_evaluate_the_episodes_of_one(tiny, tmp_path, launch):
         lines.append(rows(out))
     assert lines[0] == lines[1] and len(lines[0]) == 10
     assert {(line["ending"], line["turns"], len(line["messages"])) for line in lines[0]} == {("completed", 2, 4)}
+
+
+SHOWS_ORDER = """
+import torch
+from openppo.cli import train_ppo
+from openppo.rollout.hf_engine import HFEngine
+from openppo.strategy.trainable_model import TrainableModel
+seen = set()
+def shown(owner, name, work):
+    method = getattr(owner, name)
+    def call(self, *inputs, **options):
+        line = f"{work}, in a fixed order: {torch.are_deterministic_algorithms_enabled()}"
+        if line not in seen:
+            seen.add(line)
+            print(line, flush=True)
+        return method(self, *inputs, **options)
+    setattr(owner, name, call)
+shown(HFEngine, "step", "decoding")
+shown(TrainableModel, "backward", "a gradient")
+train_ppo.main()
+"""
+
+
+def test_a_fixed_order_is_that_of_training_alone_and_on_cpus_changes_nothing(tiny, tmp_path, launch):
+    """Also that it refuses none of our operators; of a GPU's kernels a GPU tells."""
+    flags = "--reward_pretrain {tiny}/reward --pretrain_data {tiny}/documents.jsonl --save_value_network"
+    words = command(tiny, flags)[2:]
+    printed = launch(2, "-c", SHOWS_ORDER, *words, "--deterministic", cwd=tmp_path)
+    assert {line for line in printed.splitlines() if "in a fixed order" in line} == {
+        "decoding, in a fixed order: False",
+        "a gradient, in a fixed order: True",
+    }
+    launch(2, "-m", "openppo.cli.train_ppo", *words, "--save_path", "plain", cwd=tmp_path)
+    for suffix in ("", "_critic"):
+        assert vector(tmp_path / f"model{suffix}").equal(vector(tmp_path / f"plain{suffix}"))

@@ -17,6 +17,7 @@ from openppo.models import Actor
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import Completion, FinishReason, SamplingParams
+from tests.fork_server import PYTHON_PATH
 from tests.gpu.devices import DEVICES, ON_CUDA, recorder, rounding_borders
 
 REPO = Path(__file__).parents[2]
@@ -120,7 +121,7 @@ def test_flash_attention_packs_samples(zero_stage: str, tmp_path: Path) -> None:
 def execute(*words: object, cwd: Path, **more: str) -> str:
     """What Python prints; a script is named by its path in the repository."""
     script = [str(REPO / str(words[0]))] if str(words[0]).endswith(".py") else [str(words[0])]
-    environment = os.environ | {"PYTHONPATH": str(REPO)} | more
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH} | more
     command = [sys.executable, *script, *map(str, words[1:])]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
@@ -187,9 +188,8 @@ def test_peaks_are_compared_with_estimates_by_phase() -> None:
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_peak_memory_is_within_a_tenth_above_the_estimate(tuning: str, tmp_path: Path) -> None:
     """170 million parameters, so that what libraries take for themselves is a small part."""
-    models = runpy.run_path(str(REPO / "benchmarks" / "peers" / "gpu_models.py"))
-    shape = models["Shape"](1024, 8, 16, 4, 4096, 32000, True, prompt=256, response=128, n_responses=32)
-    models["build"](shape, tmp_path / "assets")
+    models = runpy.run_path(str(REPO / "benchmarks" / "gpu" / "models.py"))
+    models["build"](models["SHAPES"]["small"], tmp_path / "assets")
     (tmp_path / "reward.py").write_text(REWARD)
     words = """-m openppo.cli.train_ppo --pretrain assets/policy --reward_fn reward.py --bf16 --max_steps 2
         --prompt_data assets/prompts.jsonl --input_key input --prompt_max_len 256 --generate_max_len 128

@@ -10,13 +10,14 @@ import pytest
 from openppo.__main__ import commands
 
 REPO = Path(__file__).resolve().parents[2]
+PYTHON_PATH = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
 HEAVY = {"torch", "transformers", "deepspeed", "peft", "datasets", "vllm"}
 
 
 def python(*arguments: str) -> tuple[str, set[str]]:
     """What Python prints with our package on its path, and the top-level modules that it imports."""
     command = [sys.executable, "-X", "importtime", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     result = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=300)
     times = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
     assert result.returncode == 0, result.stderr

@@ -65,6 +65,7 @@ def test_every_flag_in_documents_and_examples_exists():
     sources = [file for folder in ("examples", "benchmarks") for file in (REPO / folder).rglob("*.py")]
     declared = re.compile(r"add_argument\(\s*[\"']--([a-z][a-z0-9_-]*)")
     scripts = {flag for file in sources for flag in declared.findall(file.read_text(encoding="utf-8"))}
+    scripts |= set(re.findall(r"^ +--([a-z]+)\)", (REPO / "benchmarks/gpu/run.sh").read_text("utf-8"), re.MULTILINE))
     anywhere = set().union(*map(flags_of, commands()), OTHER_PROGRAMS, scripts)
     unknown = []
     for file in [file for entry in TEXTS for file in [REPO / entry, *sorted((REPO / entry).rglob("*"))]]:

@@ -24,6 +24,8 @@ from openppo.trainer.data import critic_lora
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
 _CONTEXT, _COMMUNICATORS = 2**29, 2**29  # bytes of CUDA itself, and of NCCL's buffers: as published, not measured
+_WORKSPACES = 2**28
+"""Bytes that libraries allocate through torch: workspaces of products and copies. An H200 had 0.24 GiB of them."""
 _EXPERIENCE = 42  # bytes of a token in an Experience
 
 
@@ -45,6 +47,11 @@ class Machine:
     def outside(self) -> int:
         """What a GPU's memory holds beside what torch allocates: CUDA's context, and NCCL's buffers."""
         return 0 if self.on_cpu else _CONTEXT + _COMMUNICATORS * (self.n_ranks > 1)
+
+    @property
+    def workspaces(self) -> int:
+        """What libraries allocate in each phase that computes."""
+        return 0 if self.on_cpu else _WORKSPACES
 
     @property
     def room(self) -> int:
@@ -155,22 +162,25 @@ class Estimate:
 
     def summary(self) -> str:
         """The models and the highest peak in a line."""
-        most, on_each = _format(self.phases[self.largest]), f" on each of {self.machine.n_ranks} ranks"
-        roles = ", ".join(f"{role} {_format(total)}" for role, total in self.roles.items())
+        most, on_each = format_bytes(self.phases[self.largest]), f" on each of {self.machine.n_ranks} ranks"
+        roles = ", ".join(f"{role} {format_bytes(total)}" for role, total in self.roles.items())
         return f"estimated memory{on_each * (self.machine.n_ranks > 1)}: {roles}; at most {most}, in {self.largest}"
 
-    def table(self) -> list[str]:
-        """The summary, phases, checkpoint and verdict."""
+    def table(self, verdict: bool = True) -> list[str]:
+        """The summary, phases and checkpoint; and the ``verdict``, whether they fit."""
         rows = {f"peak in {phase}": total for phase, total in self.phases.items()}
         if self.machine.outside:
             rows["outside of PyTorch"] = self.machine.outside
         rows |= {"in the host's memory": self.host, "checkpoint on disk": self.checkpoint}
-        lines = table_lines([(name, _format(total)) for name, total in rows.items()])
-        verdict = f"{'fits' if self.fits else 'DOES NOT FIT'} into {_format(self.machine.memory)} of device memory"
-        return [self.summary(), *lines, f"the highest, {self.largest}, {verdict}"]
+        lines = table_lines([(name, format_bytes(total)) for name, total in rows.items()])
+        if verdict:
+            fits = "fits" if self.fits else "DOES NOT FIT"
+            memory = format_bytes(self.machine.memory)
+            lines.append(f"the highest, {self.largest}, {fits} into {memory} of device memory")
+        return [self.summary(), *lines]
 
 
-def _format(n_bytes: int) -> str:
+def format_bytes(n_bytes: int) -> str:
     """In GiB, or MiB below one."""
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
 
@@ -212,7 +222,7 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
         copy = s * actor.n_parameters // options.vllm_tensor_parallel_size
         generation = max(int(options.vllm_gpu_memory_utilization * machine.memory), copy)
     else:  # the engine's cache, and reading prompts or sampling
-        free = 2**62 if machine.on_cpu else max(0, machine.room - resident)
+        free = 2**62 if machine.on_cpu else max(0, machine.room - machine.workspaces - resident)
         gathered = whole if whole <= free // 2 else machine.live(whole)  # then ranks decode in lockstep
         copies = s * actor.n_quantized * (config.lora.lora_rank > 0 and not config.lora.load_in_4bit)
         gathered += copies * (gathered == whole and whole + copies <= free // 2)  # adapters are merged if they fit
@@ -227,9 +237,9 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
         generation = gathered + rows * row + max(sampling, prompts) + graphs
     phases = {
         "loading": max(total + model.loading for total, model in zip(loaded, models.values(), strict=True)),
-        "generation": resident + generation,
-        "experience": resident + inference + 2 * _EXPERIENCE * samples * longest,
-        "training": lasting + training + buffer * (not ppo.buffer_cpu_offload),
+        "generation": machine.workspaces + resident + generation,
+        "experience": machine.workspaces + resident + inference + 2 * _EXPERIENCE * samples * longest,
+        "training": machine.workspaces + lasting + training + buffer * (not ppo.buffer_cpu_offload),
     }
     checkpoint = 12 * sum(trained.values()) + 4 * trained["actor"] * ppo.enable_ema
     return Estimate({role: model.lasting for role, model in models.items()}, phases, host, checkpoint, machine)
@@ -253,7 +263,10 @@ def estimate_supervised(
     work = rows * min(machine.share(batch.train_batch_size), n), longest, min(longest, scored * n), patches
     phases = {
         "loading": model.lasting - model.moments + model.loading,
-        "training": model.lasting + model.host * machine.on_cpu + _training(size, model, config.lora, machine, *work),
+        "training": machine.workspaces
+        + model.lasting
+        + model.host * machine.on_cpu
+        + _training(size, model, config.lora, machine, *work),
     }
     return Estimate({"model": model.lasting}, phases, model.host, 12 * size.n_trained(config.lora.lora_rank), machine)
 

@@ -13,12 +13,14 @@ from openppo import logger
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import BatchSampler
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.fault_report import MemoryView
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
 from openppo.tracking.phase import current, evaluation, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory.estimate import Estimate
+from openppo.trainer.memory.shortage import explain_shortage
 from openppo.trainer.self_check import show_examples
 from openppo.trainer.supervised.batches import StepBatch, equal_micro_batches
 from openppo.trainer.update import SkippedSteps
@@ -67,9 +69,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.traced = StepProfiler(config.run.save_path, config.tracking, self.comm.rank).phase
         self._shows_next = config.tracking.self_check and self.comm.rank == 0
 
-    def explain_memory(self) -> list[str]:
-        """The memory estimate, for a report."""
-        return self.components.estimate.table() if self.components.estimate else []
+    def explain_memory(self, phase: str) -> MemoryView:
+        """The memory estimate beside what is measured, for a report."""
+        return explain_shortage(self.components.estimate, phase)
 
     @staticmethod
     def rows_of(example: Any) -> list[list[int]]:
@@ -135,9 +137,10 @@ class SupervisedTrainer(ABC, Generic[Example]):
             if self._shows_next:
                 self._shows_next = False
                 show_examples(examples, self.components.tokenizer)
-            for i, micro in enumerate(batch.micro_batches):
-                loss = self.loss(micro, batch.n_targets, metrics)
-                model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
+            with self.components.strategy.training():
+                for i, micro in enumerate(batch.micro_batches):
+                    loss = self.loss(micro, batch.n_targets, metrics)
+                    model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
             norm = model.step()
             if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", examples=list(map(vars, examples))):
                 metrics.add("grad_norm", norm)

@@ -19,10 +19,9 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil, LlamaConfig, LlamaForCausalLM, LlavaProcessor
 
 from openppo.datasets.media_files import thumbnail
+from tests.fork_server import PYTHON_PATH
 from tests.images import llava
 from tests.unit.agents.conftest import make_chat_tokenizer
-
-REPO = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def serving(model: Path, folder: Path, *options: str) -> Iterator[tuple[str, Any
     """The address of a server, and its process."""
     said, logged = folder / "stdout", folder / "stderr"
     command = [sys.executable, "-m", "openppo", "serve_agent", "--pretrain", model, "--port", "0", *options]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=said.open("w"), stderr=logged.open("w"))
     try:
         while process.poll() is None and "my_agent.py" not in said.read_text():

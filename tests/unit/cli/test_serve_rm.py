@@ -20,8 +20,7 @@ from openppo.config import RewardConfig
 from openppo.models import get_llm_for_sequence_regression
 from openppo.rewards import RemoteScorer
 from openppo.types import FinishReason, Prompt, Trajectory
-
-REPO = Path(__file__).resolve().parents[3]
+from tests.fork_server import PYTHON_PATH
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_a_server_scores_as_the_model_alone_for_our_client_too(model, tmp_path):
     flags = f"--reward_pretrain {model} --port 0 --token_file {tmp_path}/token --max_batch_size 2 --max_len 20"
     process = subprocess.Popen(
         [sys.executable, "-m", "openppo.cli.serve_rm", *flags.split(), "--normalize_reward"],
-        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
         stderr=(tmp_path / "stderr").open("w"),
     )
     try:

@@ -15,13 +15,14 @@ import torch
 
 from openppo import __version__
 from openppo.__main__ import commands
+from tests.fork_server import PYTHON_PATH
 
 REPO = Path(__file__).parents[3]
 
 
 def openppo(*arguments: str, module: str = "openppo", **env: str) -> subprocess.CompletedProcess[str]:
     """What ``python -m openppo ARGUMENTS`` does."""
-    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"} | env
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"} | env
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
 
@@ -60,7 +61,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly(arguments):
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", *arguments.split()]
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
     done = subprocess.run(command, env=environment, cwd="/", stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")

@@ -98,10 +98,10 @@ def test_errors_before_training_are_written_for_the_launcher(command, flaw, run_
 def test_out_of_memory_the_watch_can_say_what_each_model_takes(line, run_line, monkeypatch):
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
-    watch: Any = SimpleNamespace(explain_memory=list)
+    watch: Any = SimpleNamespace(explain_memory=None)
     monkeypatch.setattr("openppo.strategy.watchdog.Watchdog", lambda *given: nullcontext(watch))
     assert run_line(line).code == 0
-    explained = "\n".join(watch.explain_memory())
+    explained = "\n".join(watch.explain_memory("training").lines)
     assert re.search(r"(actor|model) 0 MiB", explained), explained
 
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 from openppo.models import attention
 from openppo.models.actor import Actor
-from openppo.models.attention import BY_LENGTHS, causal_attention, n_weights
+from openppo.models.attention import BY_LENGTHS, ON_CPU, ON_GPU, ON_OLDER_GPU, causal_attention, n_weights
 from openppo.models.loading import load_causal_lm, load_options
 from openppo.models.padding import pack_where_exact
 from openppo.rollout.hf_engine import HFEngine
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_torch(length, queries, keys, scores,
 def saved(llama, tmp_path, monkeypatch):
     """A Llama with grouped heads, on a machine without GPU and AMX."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    monkeypatch.setattr(attention, "HAS_AMX", False)
     llama(num_key_value_heads=2, initializer_range=0.1).save_pretrained(tmp_path / "saved")
     return str(tmp_path / "saved")
 
@@ -148,8 +148,9 @@ def test_a_model_in_float32_reads_bit_for_bit_as_with_torch(saved):
 def on_gpu(saved, monkeypatch):
     """Loads the model as on a GPU of this capability; it stays on the CPU."""
 
-    def load_there(capability, bf16=False):
+    def load_there(capability, bf16=False, lengths=True):
         with monkeypatch.context() as patched:
+            patched.setattr(attention, "lengths_are_exact", lambda: lengths)
             patched.setattr(torch.cuda, "is_available", lambda: True)
             patched.setattr(torch.cuda, "get_device_capability", lambda: capability)
             return load(saved, bf16)
@@ -185,30 +186,30 @@ def test_the_fast_kernel_of_bfloat16_keeps_its_shared_keys(on_gpu, calls, capabi
 @BF16
 def test_models_compile_in_one_piece_and_save_nothing_of_it(saved, tmp_path, on_gpu, device, bf16):
     model = load(saved, bf16) if device == "cpu" else on_gpu(T4, bf16)
-    assert model.config._attn_implementation == f"openppo_{device}"
+    assert model.config._attn_implementation == (ON_CPU if device == "cpu" else ON_OLDER_GPU)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    # compiled, transformers hands over a mask where it needs none: in bfloat16 that is another kernel
+    close = {"rtol": 2e-2, "atol": 5e-2} if bf16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(compiled(input_ids=IDS).logits, model(input_ids=IDS).logits, **close)
     model.save_pretrained(tmp_path / "again")
     assert "openppo" not in (tmp_path / "again" / "config.json").read_text()
 
 
 @pytest.mark.parametrize(
-    ("capability", "bf16", "changed", "expected"),
+    ("capability", "bf16", "lengths", "supported", "expected"),
     [
-        (H100, True, {}, BY_LENGTHS),
-        (H100, True, {"attention.HAS_LENGTHS": False}, "sdpa"),
-        (H100, True, {"LlamaForCausalLM._supports_flash_attn": False}, "sdpa"),
-        (H100, False, {}, "openppo_cuda"),
-        (T4, True, {}, "openppo_cuda"),
+        (H100, True, True, True, BY_LENGTHS),
+        (H100, True, False, True, ON_GPU),
+        (H100, True, True, False, ON_GPU),
+        (H100, False, True, True, ON_OLDER_GPU),
+        (T4, True, True, True, ON_OLDER_GPU),
     ],
 )
-def test_lengths_need_bfloat16_a_newer_gpu_torch_and_model(
-    on_gpu, capability, bf16, changed, expected, monkeypatch, caplog
+def test_lengths_need_bfloat16_a_newer_gpu_and_model_and_an_exact_operator(
+    on_gpu, capability, bf16, lengths, supported, expected, monkeypatch, caplog
 ):
-    for name, value in changed.items():
-        owner, name = name.split(".")
-        monkeypatch.setattr({"attention": attention}.get(owner, LlamaForCausalLM), name, value)
-    actor = Actor(on_gpu(capability, bf16))
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", supported)
+    actor = Actor(on_gpu(capability, bf16, lengths))
     assert actor.model.config._attn_implementation == expected
     if expected != BY_LENGTHS:
         with caplog.at_level("INFO", logger="openppo"):
@@ -225,9 +226,10 @@ class VarlenCalls(TorchDispatchMode):
         self.seen = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "torch_attn":
-            names = [argument.name for argument in function._schema.arguments]
-            self.seen[function._schema.name] = dict(zip(names, args, strict=False)) | (kwargs or {})
+        name = function._schema.name
+        if function.namespace == "torch_attn" or name == "aten::_flash_attention_forward":
+            names = [argument.name.replace("cum_", "cu_") for argument in function._schema.arguments]
+            self.seen[name] = dict(zip(names, args, strict=False)) | (kwargs or {})
         return function(*args, **(kwargs or {}))
 
 
@@ -253,7 +255,8 @@ def test_the_operator_takes_what_a_packed_row_gives(window, given, device):
     for call in (forward, backward):
         assert (call["max_q"], call["max_k"], call["scale"], call["window_size"]) == (120, 120, SCALE, [given, 0])
         assert call["is_causal"] == (window is None), "a window that ends at the query is causal by itself"
-    assert forward["enable_gqa"] and forward["query"].stride() == (14 * 64, 64, 1), "no copy"
+    assert forward.get("enable_gqa", True), "torch 2.11 does not ask"
+    assert forward["query"].stride() == (14 * 64, 64, 1), "no copy"
 
 
 @pytest.mark.parametrize(("window", "given"), [(None, [-1, -1]), (128, [127, 0])])
@@ -268,10 +271,12 @@ def test_the_operator_takes_what_decoded_rows_give(window, given):
         options |= {"max_length_q": 1, "max_length_k": 400, "seqused_k": n_keys}
         output, _ = attention._attend_by_lengths(None, query, key, value, None, **options)
     assert output.shape == (6, 1, 14, 64) and output.dtype is torch.bfloat16
-    call = calls.seen["torch_attn::_varlen_attn"]
+    [call] = calls.seen.values()
     assert [tuple(call[name].shape) for name in ("query", "key", "value")] == [(6, 14, 64), *[(3000, 2, 64)] * 2]
-    assert (call["max_q"], call["max_k"], call["window_size"], call["is_causal"]) == (1, 400, given, False)
-    assert call["seqused_k"] is n_keys and call["enable_gqa"] and call["key"].is_contiguous(), "no copy"
+    called_window = call.get("window_size") or [call["window_size_left"], call["window_size_right"]]
+    assert (call["max_q"], call["max_k"], called_window, call["is_causal"]) == (1, 400, given, False)
+    assert call["seqused_k"] is n_keys and call.get("enable_gqa", True)
+    assert call["key"].is_contiguous(), "no copy"
 
 
 @pytest.mark.parametrize(

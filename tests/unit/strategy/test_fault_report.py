@@ -8,7 +8,7 @@ import torch
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.strategy import fault_report
-from openppo.strategy.fault_report import Heartbeat
+from openppo.strategy.fault_report import Heartbeat, MemoryView
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
 NCCL = "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
@@ -41,19 +41,28 @@ def test_only_a_report_of_memory_has_sizes_models_and_remedies():
     given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "r.py", "micro_train_batch_size": 3}
     options = flat_dict(from_options(TrainPPOConfig, **given))
     lacking, other = (
-        fault_report.raised(error, WHERE, options, lambda: ["actor 3 GiB"]).render([], "")
+        fault_report.raised(error, WHERE, options, lambda phase: MemoryView([f"actor 3 GiB in {phase}"])).render([], "")
         for error in (MemoryError(), KeyError())
     )
     assert "GiB available of" in lacking
     assert "--micro_train_batch_size 3" in lacking
-    assert "memory:  actor 3 GiB\n" in lacking
+    assert "memory:  actor 3 GiB in training\n" in lacking
     assert "try:     reduce memory in training with --micro_train_batch_size, --gradient_checkpointing" in lacking
     assert "memory" not in other
     assert "try:" not in other
 
 
+def test_memory_that_others_hold_is_not_saved_by_options():
+    options = flat_dict(from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="r.py"))
+    view = MemoryView(["128.0 GiB are held by something else in this process"], is_foreign=True)
+    report = fault_report.raised(MemoryError(), WHERE, options, lambda phase: view).render([], "")
+    assert "memory:  128.0 GiB are held by something else in this process\n" in report
+    assert "try:     end what else holds the GPU's memory: nvidia-smi lists processes\n" in report
+    assert "reduce memory" not in report
+
+
 def test_credentials_are_masked():
-    report = fault_report.raised(RuntimeError("POST https://me:secret@host/?key=k1"), WHERE, {}, list).render([], "")
+    report = fault_report.raised(RuntimeError("POST https://me:secret@host/?key=k1"), WHERE, {}, None).render([], "")
     assert "secret" not in report
     assert "k1" not in report
 

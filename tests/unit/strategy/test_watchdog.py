@@ -19,7 +19,7 @@ from openppo.strategy import fault_report
 from openppo.strategy.watchdog import Watchdog
 from openppo.tracking.phase import current, phase
 
-def look_failed():
+def look_failed(*_):
     raise OSError(24, "Too many open files")
 """
 STALLS = """

@@ -116,7 +116,7 @@ def nothing_held(*_):
 class Engine:
     """Answers row ``i`` with ``answer(i, prompt, seed, params)``, a completion."""
 
-    version, with_weights = 0, nothing_held
+    version, with_weights, free = 0, nothing_held, None
 
     def __init__(self, answer):
         self.answer = answer
@@ -167,7 +167,7 @@ class Strategy(SimpleNamespace):
     """One rank that saves no model."""
 
     comm, device, is_main = SingleProcess(), CPU, False
-    uncompiled = save_pretrained = nothing_held
+    uncompiled = save_pretrained = training = nothing_held
 
     def any_rank(self, value):
         return value

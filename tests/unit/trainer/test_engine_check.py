@@ -22,6 +22,7 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.trainer.engines import check_engines, engine_fault
 from openppo.types import SamplingParams, SingleProcess
 from tests.architectures import NAMES, tiny_config
+from tests.pinned import pinned_transformers
 
 CPU = torch.device("cpu")
 DECODED = "log-probs of decode steps and the plain forward differ"
@@ -83,12 +84,14 @@ def every(names: list[str] | tuple[str, ...]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in names]
 
 
+@pinned_transformers
 @pytest.mark.parametrize("name", every(NAMES))
 def test_architectures_pass_or_are_refused_with_the_reason(name: str) -> None:
     said = said_of(name)
     assert REFUSED[name] in str(said) if name in REFUSED else said is None
 
 
+@pinned_transformers
 def test_more_than_a_hundred_architectures_pass() -> None:
     assert REFUSED.keys() <= set(NAMES)
     assert len(NAMES) - len(REFUSED) >= 110

@@ -23,6 +23,7 @@ from openppo.trainer.memory.estimate import (
     model_memory,
     pass_bytes,
 )
+from openppo.trainer.memory.shortage import compare
 from openppo.trainer.memory.sizing import TOKEN_BUDGETS, log_memory, sizes_for_gpu
 from tests.images import IMAGE, llava, random_image
 
@@ -199,7 +200,8 @@ def test_what_rests_in_the_host_leaves_the_device() -> None:
     assert here.phases["training"] - away.phases["training"] == away.host - here.host == everyones
     both: dict[str, Any] = {"enable_ema": True, "adam_offload": True, "max_num_seqs": 8, "cuda_graphs": "off"}
     gpu, cpu = (ppo(**both, on={"on_cpu": on_cpu}) for on_cpu in (False, True))
-    assert cpu.phases["generation"] - gpu.phases["generation"] == cpu.host, "the host is the device"
+    tensors = gpu.phases["generation"] - gpu.machine.workspaces
+    assert cpu.phases["generation"] - tensors == cpu.host, "the host is the device"
     assert gpu.host - cpu.host == 2 * (4 * 2**20 - 4 * M) + 2 * (2**22 - 3_600_000), "of weights and gradients"
     assert gpu.host - ppo(adam_offload=True).host == 4 * M, "the average"
 
@@ -255,6 +257,30 @@ def test_verdict_and_tables_name_phase_and_device() -> None:
         assert "checkpoint on disk    22 MiB" in table
 
 
+def test_a_shortage_sets_what_is_measured_beside_the_estimate() -> None:
+    estimate = ppo(on={"memory": 140 * GIB})
+    expected = estimate.phases["training"]
+    ours = compare(estimate, "training", allocated=expected + M, outside=estimate.machine.outside)
+    assert ours.lines[-1].startswith("in training: ") and " estimated, " in ours.lines[-1]
+    assert ours.lines[-1].endswith(" allocated by PyTorch")
+    assert not ours.is_foreign
+    assert not any("fits into" in line for line in ours.lines), "it did not"
+
+    tensors = compare(estimate, "training", allocated=expected + 128 * GIB, outside=estimate.machine.outside)
+    assert tensors.lines[-1] == "128.0 GiB are held by something else in this process"
+    processes = compare(estimate, "scoring", allocated=expected, outside=128 * GIB)
+    assert processes.lines[-1] == "128.0 GiB of the GPU are held by other processes, or libraries of this one"
+    assert tensors.is_foreign and processes.is_foreign
+
+
+def test_gpus_hold_workspaces_while_they_compute() -> None:
+    """Of an H200, where LoRA on a small model took 0.24 GiB more than its tensors."""
+    cpu, gpu = (ppo(on={"on_cpu": on_cpu}, cuda_graphs="off") for on_cpu in (True, False))
+    assert gpu.machine.workspaces == 2**28 and cpu.machine.workspaces == 0
+    computing = [gpu.phases[phase] for phase in ("generation", "experience", "training")]
+    assert min(computing) > 2**28 > gpu.phases["loading"]
+
+
 @pytest.mark.parametrize(
     ("stage", "n_ranks", "memory", "expected"), [(2, 8, 80, 1), (2, 8, 0.001, 0), (2, 1, 80, 0), (3, 8, 80, 0)]
 )
@@ -277,7 +303,8 @@ def test_pairs_of_supervised_training_are_two_rows() -> None:
         estimate_supervised(config, 512, rows, 512, 0, {"model": SIZE}, Machine(config.deepspeed)) for rows in (1, 2)
     )
     assert list(one.phases) == ["loading", "training"]
-    assert two.phases["training"] - one.roles["model"] > 1.9 * (one.phases["training"] - one.roles["model"])
+    lasting = one.roles["model"] + one.machine.workspaces
+    assert two.phases["training"] - lasting > 1.9 * (one.phases["training"] - lasting)
 
 
 WIDE = {role: SIZES[role]._replace(width=20_000, vocabulary=50_000) for role in ("actor", "critic")}

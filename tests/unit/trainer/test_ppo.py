@@ -31,6 +31,22 @@ def ppo(n_batches, evaluates=False, **options):
     return trainer, trainer.components.checkpointer
 
 
+def test_the_memory_that_sizes_the_engine_is_kept_where_runs_are_deterministic(monkeypatch):
+    measured = iter([700, 300])
+    monkeypatch.setattr("openppo.trainer.source.free_memory", lambda device: next(measured))
+    trainer, record = ppo(2, deterministic=True)
+    trainer.fit()
+    assert trainer.source.engine.free == 700, "of the first rollout"
+    again, _ = ppo(2, deterministic=True)
+    again.source.load_state_dict(record.saved[-1][1]["source"])
+    again.step(prompts("a", "b"))
+    assert again.source.engine.free == 700, "though less is free now"
+    plain, _ = ppo(2)
+    plain.fit()
+    assert plain.source.engine.free is None
+    assert "free_memory" not in plain.source.state_dict()
+
+
 @pytest.mark.parametrize(
     ("n_batches", "options", "logged"),
     [

@@ -1,6 +1,6 @@
-"""Models and prompts of ``benchmarks/gpu.py``: shaped like Qwen2.5, with random weights that never sample EOS.
+"""Models and prompts of the GPU benchmarks: shaped like Qwen2.5, with random weights that never sample EOS.
 
-    python benchmarks/peers/gpu_models.py SHAPE FOLDER
+    python benchmarks/gpu/models.py SHAPE FOLDER
 
 Writes a policy in bf16 with a tokenizer of whole words, and prompts.jsonl with prompts of one length. Every response
 runs to its limit, so that all libraries do the same work. The weights alone do it: all embeddings share the value of
@@ -16,7 +16,7 @@ import json
 import os
 import random
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,7 @@ SHARED, EOS_WEIGHT = 0.3, -30000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, the lengths of its sequences in tokens, and options of train_ppo by tuning.
-
-    ``options`` were chosen by the estimate of ``--dry_run`` for one GPU of 139 GiB; ``notes`` say what they leave out.
-    """
+    """A model, the lengths of its sequences in tokens, and how many responses a step has."""
 
     hidden: int
     layers: int
@@ -40,44 +37,18 @@ class Shape:
     intermediate: int
     vocabulary: int
     tied: bool
-    prompt: int = 1024
-    response: int = 1024
+    prompt: int = 256
+    response: int = 256
     n_responses: int = 64
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def has_critic(self) -> dict[str, bool]:
-        """By tuning."""
-        return {tuning: "advantage_estimator" not in options for tuning, options in self.options.items()}
 
 
-_CHECKPOINTED = {"gradient_checkpointing": True, "micro_train_batch_size": 4}
-_NO_CRITIC = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2, "init_kl_coef": 0.0}
-LORA = {"lora_rank": 16}
 SHAPES = {
-    "tiny": Shape(
-        *(64, 2, 4, 2, 128, 4096, True),
-        prompt=24,
-        response=16,
-        n_responses=8,
-        options={"full": {"micro_train_batch_size": 4}, "lora": {"micro_train_batch_size": 4} | LORA},
-    ),
-    "0.5b": Shape(
-        *(896, 24, 14, 2, 4864, 151936, True),
-        options={"full": {"micro_train_batch_size": 8}, "lora": {"micro_train_batch_size": 8} | LORA},
-    ),
-    "7b": Shape(
-        *(3584, 28, 28, 4, 18944, 152064, False),
-        options={"full": _CHECKPOINTED | _NO_CRITIC | {"micro_train_batch_size": 2}, "lora": _CHECKPOINTED | LORA},
-        notes={
-            "full": "No critic (rloo, 32 prompts x 2 responses, whose prompts are read once) and no reference "
-            "(--init_kl_coef 0): even with a reference alone one GPU of 139 GiB is too small by estimate, and "
-            "--adam_offload wants 128 GiB of host memory. Activations are recomputed (--gradient_checkpointing).",
-            "lora": "Activations are recomputed (--gradient_checkpointing).",
-        },
-    ),
+    "tiny": Shape(64, 2, 4, 2, 128, 4096, True, prompt=24, response=16, n_responses=8),
+    "small": Shape(1024, 8, 16, 4, 4096, 32000, True, prompt=256, response=128, n_responses=32),
+    "0.5b": Shape(896, 24, 14, 2, 4864, 151936, True),
+    "7b": Shape(3584, 28, 28, 4, 18944, 152064, False),
 }
+"""``small`` has 170 million parameters; libraries take little beside it."""
 
 
 def build(shape: Shape, folder: Path) -> None:

@@ -1,0 +1,35 @@
+"""What a report of a lack of memory says: what was estimated beside what was measured, and who holds the rest."""
+
+import torch
+
+from openppo.strategy.fault_report import MemoryView
+from openppo.trainer.memory.estimate import Estimate, format_bytes
+
+_TOLERANCE = 1.25
+_UNNOTICED = 2**29
+"""Bytes that libraries may hold without being named."""
+
+
+def explain_shortage(estimate: Estimate | None, phase: str) -> MemoryView:
+    """The estimate's table, and on a GPU what is held beyond it, by this process or outside of PyTorch."""
+    if estimate is None:
+        return MemoryView()
+    if estimate.machine.on_cpu or not torch.cuda.is_available():
+        return MemoryView(estimate.table())
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    return compare(estimate, phase, allocated=torch.cuda.max_memory_allocated(), outside=outside)
+
+
+def compare(estimate: Estimate, phase: str, *, allocated: int, outside: int) -> MemoryView:
+    """As ``explain_shortage``, of bytes that PyTorch had allocated at most, and that are held outside of it now."""
+    expected = estimate.phases.get(phase, estimate.phases[estimate.largest])
+    lines = estimate.table(verdict=False)
+    lines.append(f"in {phase}: {format_bytes(expected)} estimated, {format_bytes(allocated)} allocated by PyTorch")
+
+    foreign = []
+    if allocated > _TOLERANCE * expected + _UNNOTICED:
+        foreign.append(f"{format_bytes(allocated - expected)} are held by something else in this process")
+    if outside > estimate.machine.outside + _UNNOTICED:
+        foreign.append(f"{format_bytes(outside)} of the GPU are held by other processes, or libraries of this one")
+    return MemoryView([*lines, *foreign], is_foreign=bool(foreign))
