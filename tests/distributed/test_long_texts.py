@@ -8,8 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.distributed.runs import logged, vector
-from tests.distributed.runs import CHAT
+from tests.distributed.runs import CHAT, logged, vector
 
 LONGEST = "=" * 1000
 CLIENT = """
