@@ -65,6 +65,7 @@ setup(
         "pyyaml>=6.0.1",
         "safetensors>=0.8",
         "tensorboard>=2.17",
+        "tokenizers>=0.23.1",
         "psutil>=5.9",
         "tqdm>=4.66.3",
         "tyro>=1.0",

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from openppo.models.size import cache_elements, check_cache
-from openppo.rollout import row_cache
+from openppo.rollout import hf_engine, row_cache
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, FinishReason, SamplingParams
@@ -198,7 +198,7 @@ def test_max_num_seqs_else_half_of_free_memory_else_64_rows_are_decoded(free, gi
     """``free`` rows fit in half of it."""
     model, n_new = models["llama"], 7
     row = 4 * (len([3, 4, 5, 6]) + n_new + row_cache.SLACK_COLUMNS) * cache_elements(model.config)
-    monkeypatch.setattr(row_cache, "free_memory", lambda device: None if free is None else int(2 * free * row))
+    monkeypatch.setattr(hf_engine, "free_memory", lambda device: None if free is None else int(2 * free * row))
     engine = HFEngine(model, [], 0, given)
     with shapes_of_forwards(model) as shapes, engine.with_weights(WHOLE):
         sampled(engine, [[3, 4, 5, i % 20] for i in range(300)], SamplingParams(n_new))
