@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from openppo.agents import sampler as sampler_module
 from openppo.agents.program import ProgramAgent
 from openppo.config.agents import AgentConfig
+from openppo.process_groups import process_groups
 from openppo.rollout.rollout import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
@@ -145,6 +147,13 @@ def children() -> int:
     return parents.count(str(os.getpid()))
 
 
+def start_guardian() -> None:
+    """Start the process, with its pipe, that this process keeps from its first group of a program on."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as program:
+        process_groups.add(program.pid)
+        process_groups.kill(program.pid)
+
+
 @pytest.mark.parametrize(
     ("n", "concurrency", "timeout"), [(100, 8, 4.0), pytest.param(1000, 24, 10.0, marks=pytest.mark.slow)]
 )
@@ -163,6 +172,7 @@ def test_every_episode_ends_once_whatever_its_agent_does(make_sampler, monkeypat
         return records[-1]
 
     monkeypatch.setattr(sampler_module, "play", recorded)
+    start_guardian()
     files, before = len(os.listdir("/proc/self/fd")), children()
     sampler = make_sampler(agent, lambda prompt: "yes", engine=Stalling, **options)
     engine = sampler.parts.engine
