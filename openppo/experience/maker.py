@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import compress
+from functools import partial
+from itertools import chain, compress
 from typing import Any, Literal
 
 import torch
@@ -39,7 +40,9 @@ from openppo.media import Media, distinct_ids
 from openppo.models.batching import Deal, MicroBatchSize, equal_batches, split_overhead
 from openppo.models.log_probs import compute_approx_kl
 from openppo.models.padding import on_device, pad_right
+from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.rollout.rollout import Rollout, by_episode, episode_reward, wait_for_scores, whole_rewards
+from openppo.strategy.comm import collective
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.tracking.phase import timed
 from openppo.types import Comm, Experience, StopCheck, Trajectory
@@ -51,12 +54,14 @@ _STATEFUL = ("kl_controller", "moments")
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a run wants around the work of its maker, and the names of the data ``sources`` of its prompts."""
+    """What a run wants around the work of its maker, the names of the data ``sources`` of its prompts, and the ids
+    that its policy can sample."""
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopCheck = field(default_factory=StopCheck)
     uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext  # opened around forwards that train nothing
     sources: Mapping[str, str] = field(default_factory=dict)
+    sampled_ids: SampledIds = ALL_IDS
 
 
 @dataclass(eq=False)
@@ -117,6 +122,8 @@ class ExperienceMaker:
         """One batch with token rewards; None on a rank without trajectories. Without ``values`` no critic runs."""
         unscored = trajectories.unscored if isinstance(trajectories, Rollout) else trajectories
         timer, shaping = self.hooks.timer, self.config.shaping
+        if self.hooks.sampled_ids.left_out:
+            collective(self.comm, partial(check_sampled, unscored, self.hooks.sampled_ids))
         with timer.phase("experience"):
             source, is_stale = self._old_log_probs_from(trajectories, unscored, n_done)
             batch = self._run_models(unscored, source, values)
@@ -162,8 +169,8 @@ class ExperienceMaker:
     ) -> tuple[OldLogProbsFrom, bool]:
         """Source of the old policy's log-probs, and whether older policies sampled any token; the same on all ranks."""
         # Not sampled by this run's engine; or by an agent, whose requests meet in other batches each time, and so the
-        # last bits of log-probs differ; or for a prompt with images, where some ids are not sampled.
-        foreign = not isinstance(given, Rollout) or any(t.episode is not None or t.prompt.media for t in unscored)
+        # last bits of log-probs differ.
+        foreign = not isinstance(given, Rollout) or any(t.episode is not None for t in unscored)
         stale = any({*compress(t.versions, t.loss_mask)} - {n_done} for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
@@ -284,6 +291,20 @@ class ExperienceMaker:
 
         whole = shape_scores(whole, parts.truncated, parts.longest, shaping, max_len)
         return steps.taken_from(whole), steps
+
+
+def check_sampled(trajectories: Sequence[Trajectory], ids: SampledIds) -> None:
+    """``ValueError`` for an action that can never be sampled: under the policy its probability is 0."""
+    left_out = set(chain.from_iterable(ids.left_out))
+    for trajectory in trajectories:
+        token_ids, mask = trajectory.token_ids, trajectory.loss_mask
+        if left_out.isdisjoint(compress(token_ids, mask)):
+            continue
+        place = next(t for t, is_action in enumerate(mask) if is_action and token_ids[t] in left_out)
+        raise ValueError(
+            f"token {place} of a sample is trained on, but {ids.why_not(token_ids[place])}. Set its action_mask to "
+            "False, or, if it is an EOS or stop token, add it to the tokenizer."
+        )
 
 
 def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:

@@ -139,7 +139,7 @@ class HFEngine(Engine):
             if not self._waiting:
                 return []
             limits = self.max_batch_size, self._sizes_itself
-            self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version, self.not_sampled)
+            self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version, self.sampled_ids)
             self._cache.fit(longest(self._waiting))
         most = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)
