@@ -91,13 +91,12 @@ def new_engine(
         max_tokens = min(longest, context_length(actor_config) or longest)
         if placeholders(actor_config):  # vLLM loads the processor too, and its errors name no flag
             load_processor(config.model.pretrain, "--pretrain", config.model.trust_remote_code)
-        common["reads_images"] = bool(placeholders(actor_config))
-        engine: Engine = VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
-    else:
-        device = next(policy.parameters()).device
-        recorder = choose_recorder(generation.cuda_graphs, actor_config, device, together is not None)
-        common |= {"any_rank": together, "new_recorder": recorder}
-        engine = HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
+        common |= {"reads_images": bool(placeholders(actor_config)), "sampled_ids": ids}
+        return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
+    device = next(policy.parameters()).device
+    recorder = choose_recorder(generation.cuda_graphs, actor_config, device, together is not None)
+    common |= {"any_rank": together, "new_recorder": recorder}
+    engine = HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
     engine.sampled_ids = ids
     return engine
 
