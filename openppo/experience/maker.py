@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, compress
 from typing import Any, Literal
 
@@ -42,7 +41,6 @@ from openppo.models.log_probs import compute_approx_kl
 from openppo.models.padding import on_device, pad_right
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.rollout.rollout import Rollout, by_episode, episode_reward, wait_for_scores, whole_rewards
-from openppo.strategy.comm import collective
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.tracking.phase import timed
 from openppo.types import Comm, Experience, StopCheck, Trajectory
@@ -123,7 +121,7 @@ class ExperienceMaker:
         unscored = trajectories.unscored if isinstance(trajectories, Rollout) else trajectories
         timer, shaping = self.hooks.timer, self.config.shaping
         if self.hooks.sampled_ids.left_out:
-            collective(self.comm, partial(check_sampled, unscored, self.hooks.sampled_ids))
+            check_sampled(unscored, self.hooks.sampled_ids, self.comm)
         with timer.phase("experience"):
             source, is_stale = self._old_log_probs_from(trajectories, unscored, n_done)
             batch = self._run_models(unscored, source, values)
@@ -293,18 +291,20 @@ class ExperienceMaker:
         return steps.taken_from(whole), steps
 
 
-def check_sampled(trajectories: Sequence[Trajectory], ids: SampledIds) -> None:
-    """``ValueError`` for an action that can never be sampled: under the policy its probability is 0."""
+def check_sampled(trajectories: Sequence[Trajectory], ids: SampledIds, comm: Comm) -> None:
+    """``ValueError`` on all ranks for an action that can never be sampled: its probability is 0. Collective."""
     left_out = set(chain.from_iterable(ids.left_out))
+    problem = None
     for trajectory in trajectories:
         token_ids, mask = trajectory.token_ids, trajectory.loss_mask
-        if left_out.isdisjoint(compress(token_ids, mask)):
-            continue
-        place = next(t for t, is_action in enumerate(mask) if is_action and token_ids[t] in left_out)
-        raise ValueError(
-            f"token {place} of a sample is trained on, but {ids.why_not(token_ids[place])}. Set its action_mask to "
-            "False, or, if it is an EOS or stop token, add it to the tokenizer."
-        )
+        if not left_out.isdisjoint(compress(token_ids, mask)):
+            place = next(t for t, is_action in enumerate(mask) if is_action and token_ids[t] in left_out)
+            problem = f"token {place} of a sample is trained on, but {ids.why_not(token_ids[place])}"
+            break
+
+    if problems := [of_rank for of_rank in comm.all_gather_object(problem) if of_rank is not None]:
+        remedy = "Set its action_mask to False, or, if it is an EOS or stop token, add it to the tokenizer."
+        raise ValueError(f"{problems[0]}. {remedy}")
 
 
 def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:
