@@ -46,8 +46,10 @@ from openppo.datasets import load_prompts
 from openppo.datasets.media import RowVision
 from openppo.datasets.sources import number_rows
 from openppo.media import MediaItem
+from openppo.models.sampled_ids import SampledIds
 
 IMAGE, VIDEO, OPEN, CLOSE = 60, 61, 62, 63
+SAMPLED = SampledIds((range(IMAGE, VIDEO + 1),))
 _WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 TEXT = {"vocab_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}

@@ -27,7 +27,7 @@ class ResponseConfig(Options):
     stop: tuple[str, ...] = option((), not_empty, measures=True)
     """End a response when its text contains one of these; their tokens stay in the response."""
     stop_token_ids: tuple[int, ...] = option((), not_negative, measures=True)
-    """End a response at these token ids too, besides EOS."""
+    """End a response at these token ids too, besides EOS. The tokenizer must know them."""
     min_new_tokens: int = option(0, not_negative, measures=True)
     """Before this many tokens sample neither EOS nor --stop_token_ids, and ignore --stop."""
 

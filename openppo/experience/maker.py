@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, Literal
 
 import torch
@@ -39,6 +39,7 @@ from openppo.media import Media, distinct_ids
 from openppo.models.batching import Deal, MicroBatchSize, equal_batches, split_overhead
 from openppo.models.log_probs import compute_approx_kl
 from openppo.models.padding import on_device, pad_right
+from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.rollout.rollout import Rollout, by_episode, episode_reward, wait_for_scores, whole_rewards
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.tracking.phase import timed
@@ -51,12 +52,14 @@ _STATEFUL = ("kl_controller", "moments")
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a run wants around the work of its maker, and the names of the data ``sources`` of its prompts."""
+    """What a run wants around the work of its maker, the names of the data ``sources`` of its prompts, and the ids
+    that its policy can sample."""
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopCheck = field(default_factory=StopCheck)
     uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext  # opened around forwards that train nothing
     sources: Mapping[str, str] = field(default_factory=dict)
+    sampled_ids: SampledIds = ALL_IDS
 
 
 @dataclass(eq=False)
@@ -117,6 +120,8 @@ class ExperienceMaker:
         """One batch with token rewards; None on a rank without trajectories. Without ``values`` no critic runs."""
         unscored = trajectories.unscored if isinstance(trajectories, Rollout) else trajectories
         timer, shaping = self.hooks.timer, self.config.shaping
+        if self.hooks.sampled_ids.left_out:
+            check_sampled(unscored, self.hooks.sampled_ids, self.comm)
         with timer.phase("experience"):
             source, is_stale = self._old_log_probs_from(trajectories, unscored, n_done)
             batch = self._run_models(unscored, source, values)
@@ -162,8 +167,8 @@ class ExperienceMaker:
     ) -> tuple[OldLogProbsFrom, bool]:
         """Source of the old policy's log-probs, and whether older policies sampled any token; the same on all ranks."""
         # Not sampled by this run's engine; or by an agent, whose requests meet in other batches each time, and so the
-        # last bits of log-probs differ; or for a prompt with images, where some ids are not sampled.
-        foreign = not isinstance(given, Rollout) or any(t.episode is not None or t.prompt.media for t in unscored)
+        # last bits of log-probs differ.
+        foreign = not isinstance(given, Rollout) or any(t.episode is not None for t in unscored)
         stale = any({*compress(t.versions, t.loss_mask)} - {n_done} for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
@@ -284,6 +289,22 @@ class ExperienceMaker:
 
         whole = shape_scores(whole, parts.truncated, parts.longest, shaping, max_len)
         return steps.taken_from(whole), steps
+
+
+def check_sampled(trajectories: Sequence[Trajectory], ids: SampledIds, comm: Comm) -> None:
+    """``ValueError`` on all ranks for an action that can never be sampled: its probability is 0. Collective."""
+    left_out = set(chain.from_iterable(ids.left_out))
+    problem = None
+    for trajectory in trajectories:
+        token_ids, mask = trajectory.token_ids, trajectory.loss_mask
+        if not left_out.isdisjoint(compress(token_ids, mask)):
+            place = next(t for t, is_action in enumerate(mask) if is_action and token_ids[t] in left_out)
+            problem = f"token {place} of a sample is trained on, but {ids.why_not(token_ids[place])}"
+            break
+
+    if problems := [of_rank for of_rank in comm.all_gather_object(problem) if of_rank is not None]:
+        remedy = "Set its action_mask to False, or, if it is an EOS or stop token, add it to the tokenizer."
+        raise ValueError(f"{problems[0]}. {remedy}")
 
 
 def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:

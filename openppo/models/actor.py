@@ -20,6 +20,7 @@ from openppo.models.loading import load_causal_lm, load_options
 from openppo.models.log_probs import linear_log_probs, linear_logits, log_probs_and_entropy, log_probs_from_logits
 from openppo.models.padding import WithMedia, base_of, device_of, on_device, pad_width, with_stand_in
 from openppo.models.prefixes import row_inputs
+from openppo.models.sampled_ids import ALL_IDS, SampledIds
 
 _ORDER = "(sequences, attention_mask, action_mask), where action_mask (B, L) marks what num_actions counts"
 
@@ -54,6 +55,8 @@ class Actor(nn.Module):
         if options.lora_rank > 0:
             self.model = add_adapters(model, options, "CAUSAL_LM")
         self.temperature = temperature
+        self.sampled_ids = ALL_IDS
+        """Ids that log-probs and entropy are over: what samples from the model sets those that it can sample."""
         self.ends_in_head = ends_in_head(model)
         """Whether log-probs are computed in its head: there logits are never whole where they are many."""
         if not self.ends_in_head:
@@ -73,6 +76,7 @@ class Actor(nn.Module):
         return_entropy: bool = False,
         position_ids: Tensor | None = None,
         media: Sequence[Media] = (),
+        whole_vocabulary: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probs of ``sequences``, token-aligned: entry t is log p(token t | tokens before t).
 
@@ -82,6 +86,7 @@ class Actor(nn.Module):
         that start again at 0 mark several documents in one row, which do not see each other (see ``packing_is_exact``);
         the first token of each must not be in ``action_mask``. Tensors may be on the host, where it is known without
         waiting for a GPU how many places have log-probs. ``media`` are the images of each row, if any has some.
+        The softmax is over ``sampled_ids``, or over the ``whole_vocabulary``, as a loss on given texts wants it.
         """
         action_mask = attention_mask if action_mask is None else action_mask
         check_masks(sequences, _ORDER, attention_mask=attention_mask, action_mask=action_mask)
@@ -110,7 +115,9 @@ class Actor(nn.Module):
                 inputs = {"input_ids": on_device(sequences, device), "position_ids": on_device(position_ids, device)}
             labels, dim = sequences[:, places], 1  # (B, K)
         labels, places, kept, wanted = (on_device(tensor, device) for tensor in (labels, places, kept, wanted))
-        values = self._selected(inputs | {"logits_to_keep": kept}, labels, temperature, return_entropy)
+        sampled = ALL_IDS if whole_vocabulary else self.sampled_ids
+        inputs["logits_to_keep"] = kept
+        values = self._selected(inputs, labels, temperature=temperature, with_entropy=return_entropy, ids=sampled)
 
         def placed(values: Tensor) -> Tensor:
             """``values`` at their places of a (B, L) tensor, 0 elsewhere."""
@@ -120,20 +127,22 @@ class Actor(nn.Module):
 
         return (placed(values[..., 0]), placed(values[..., 1])) if return_entropy else placed(values[..., 0])
 
-    def _selected(self, inputs: dict[str, Tensor], labels: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+    def _selected(
+        self, inputs: dict[str, Tensor], labels: Tensor, *, temperature: float, with_entropy: bool, ids: SampledIds
+    ) -> Tensor:
         model: Any = self.model
         head = model.get_output_embeddings()
         if self.ends_in_head and hasattr(head.weight, "ds_id"):
             self.ends_in_head = False
             logger.info("ZeRO-3: logits are held whole, as the head's weight is partitioned")
         if self.ends_in_head:
-            select = partial(linear_log_probs, head, labels, temperature, with_entropy)
+            select = partial(linear_log_probs, head, labels, temperature, with_entropy, sampled_ids=ids)
             with _forward_of(head, select):  # as a part of the model, so that ZeRO-3 gathers its weight
                 return model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
         logits = model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
         if with_entropy:
-            return torch.stack(log_probs_and_entropy(logits, labels, temperature), -1)
-        return log_probs_from_logits(logits, labels, temperature)[..., None]
+            return torch.stack(log_probs_and_entropy(logits, labels, temperature, sampled_ids=ids), -1)
+        return log_probs_from_logits(logits, labels, temperature, sampled_ids=ids)[..., None]
 
 
 @torch.no_grad()

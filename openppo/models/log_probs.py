@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openppo.models.argument_order import check_tensor
+from openppo.models.sampled_ids import ALL_IDS, SampledIds
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CHUNK_ELEMENTS = 1 << 24
@@ -32,13 +33,15 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
 
 
-def _select(logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+def _select(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, ids: SampledIds = ALL_IDS
+) -> tuple[Tensor, Tensor]:
     """``logits`` (N, V), ``labels`` (N,); returns log-probs and entropy, float32 (N,), empty if not wanted."""
     n, dtype = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
     chosen = torch.empty(n, dtype=dtype, device=logits.device)
     entropy = torch.empty(n if with_entropy else 0, dtype=dtype, device=logits.device)
     for rows in _chunks(logits):
-        log_probs = torch.log_softmax(_scaled(logits[rows], temperature, dtype), dim=-1)
+        log_probs = torch.log_softmax(_scaled(logits[rows], temperature, dtype, ids), dim=-1)
         chosen[rows] = log_probs.gather(-1, labels[rows, None])[:, 0]
         if with_entropy:
             log_probs.clamp_(min=_LEAST)
@@ -47,16 +50,23 @@ def _select(logits: Tensor, labels: Tensor, temperature: float, with_entropy: bo
 
 
 def _gradient(
-    logits: Tensor, labels: Tensor, entropy: Tensor, grads: Sequence[Tensor], temperature: float, dtype: torch.dtype
+    logits: Tensor,
+    labels: Tensor,
+    entropy: Tensor,
+    grads: Sequence[Tensor],
+    temperature: float,
+    dtype: torch.dtype,
+    ids: SampledIds = ALL_IDS,
 ) -> Tensor:
     """Of the logits, (N, V) in ``dtype``, from those of log-probs and entropy; the latter is empty if not wanted.
 
-    d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature.
+    d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature. So it is 0
+    for ids that are left out, whose p is 0.
     """
     scale, entropy_scale = (gradient / temperature for gradient in grads)
     grad = torch.empty_like(logits, dtype=dtype)
     for rows in _chunks(logits):
-        scaled = _scaled(logits[rows], temperature, torch.promote_types(logits.dtype, torch.float32))
+        scaled = _scaled(logits[rows], temperature, torch.promote_types(logits.dtype, torch.float32), ids)
         part = grad[rows] if dtype == scaled.dtype else torch.empty_like(scaled)
         if len(entropy) == 0:
             torch.softmax(scaled, dim=-1, out=part).mul_(-scale[rows, None])
@@ -75,32 +85,37 @@ class _SelectedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, ids: SampledIds
     ) -> tuple[Tensor, Tensor]:
-        chosen, entropy = _select(logits, labels, temperature, with_entropy)
+        chosen, entropy = _select(logits, labels, temperature, with_entropy, ids)
         ctx.save_for_backward(logits, labels, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.ids = temperature, ids
         return chosen, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, entropy = ctx.saved_tensors
-        return _gradient(logits, labels, entropy, grad_outputs, ctx.temperature, logits.dtype), None, None, None
+        grad = _gradient(logits, labels, entropy, grad_outputs, ctx.temperature, logits.dtype, ids=ctx.ids)
+        return grad, None, None, None, None
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Saves the hidden states, and logits that are one piece; going backward, others are computed again."""
+    """Saves the hidden states, and logits that are one piece; going backward, others are computed again.
+
+    Logits are its own, so ids that are left out are written there, without a copy.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *options: Any
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ids: SampledIds, *options: Any
     ) -> tuple[Tensor, Tensor]:
         n_pieces = -(-len(labels) * len(weight) // logits_at_once(hidden.device.type == "cpu"))
         size = -(-len(labels) // n_pieces)
-        ctx.options, ctx.pieces = options, [slice(start, start + size) for start in range(0, len(labels), size)]
+        ctx.ids, ctx.options = ids, options
+        ctx.pieces = [slice(start, start + size) for start in range(0, len(labels), size)]
         found = []
         for rows in ctx.pieces:
-            logits = linear_logits(hidden[rows], weight, bias)
+            logits = ids.mask(linear_logits(hidden[rows], weight, bias))
             found.append(_select(logits, labels[rows], *options))
         chosen, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, entropy, logits if len(found) == 1 else None)
@@ -111,7 +126,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, labels, entropy, kept = ctx.saved_tensors
         of_hidden, of_weight, of_bias = torch.empty_like(hidden), None, None
         for rows in ctx.pieces:
-            logits = linear_logits(hidden[rows], weight, bias) if kept is None else kept
+            logits = ctx.ids.mask(linear_logits(hidden[rows], weight, bias)) if kept is None else kept
             grads = [grad[rows] for grad in grad_outputs]
             grad = _gradient(logits, labels[rows], entropy[rows], grads, ctx.options[0], weight.dtype)
             torch.mm(grad, weight, out=of_hidden[rows])
@@ -120,7 +135,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 of_bias = grad.sum(0, dtype=entropy.dtype).add_(0 if of_bias is None else of_bias)
         of_weight, of_bias = (x if x is None else x.to(weight.dtype) for x in (of_weight, of_bias))
-        return of_hidden, of_weight, of_bias, None, *(None for _ in ctx.options)
+        return of_hidden, of_weight, of_bias, None, None, *(None for _ in ctx.options)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,20 +158,31 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return total.add_(left @ right)
 
 
-def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """May be ``logits`` themselves: not to be written into."""
-    return logits.to(dtype) if temperature == 1 else logits.to(dtype) / temperature
+def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype, ids: SampledIds) -> Tensor:
+    """May be ``logits`` themselves where no id is left out: not to be written into."""
+    scaled = logits.to(dtype) if temperature == 1 else logits.to(dtype) / temperature
+    if not ids.left_out:
+        return scaled
+    return ids.mask(scaled.clone() if scaled is logits else scaled)
 
 
-def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at ``labels``: (..., V) and int64 (...) to float32 (...)."""
-    flat, _ = _SelectedLogProbs.apply(logits.flatten(0, -2), labels.flatten(), temperature, False)
+def log_probs_from_logits(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, sampled_ids: SampledIds = ALL_IDS
+) -> Tensor:
+    """log softmax(logits / temperature) at ``labels``: (..., V) and int64 (...) to float32 (...).
+
+    Over ``sampled_ids``: minus infinity at others, whose logits get a gradient of 0.
+    """
+    flat, _ = _SelectedLogProbs.apply(logits.flatten(0, -2), labels.flatten(), temperature, False, sampled_ids)
     return flat.view(labels.shape)
 
 
-def log_probs_and_entropy(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def log_probs_and_entropy(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, sampled_ids: SampledIds = ALL_IDS
+) -> tuple[Tensor, Tensor]:
     """As ``log_probs_from_logits``, and the entropy in nats of softmax(logits / temperature), float32 (...)."""
-    log_probs, entropy = _SelectedLogProbs.apply(logits.flatten(0, -2), labels.flatten(), temperature, True)
+    flat = logits.flatten(0, -2), labels.flatten()
+    log_probs, entropy = _SelectedLogProbs.apply(*flat, temperature, True, sampled_ids)
     return log_probs.view(labels.shape), entropy.view(labels.shape)
 
 
@@ -165,13 +191,21 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return log_probs_and_entropy(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), temperature)[1]
 
 
-def linear_log_probs(head: Any, labels: Tensor, temperature: float, with_entropy: bool, hidden: Tensor) -> Tensor:
+def linear_log_probs(
+    head: Any,
+    labels: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    hidden: Tensor,
+    sampled_ids: SampledIds = ALL_IDS,
+) -> Tensor:
     """Log-probs at ``labels``, and entropy beside them if wanted, of a linear ``head``'s logits: float32 (..., 1 or 2).
 
-    ``hidden`` (..., H) are its inputs. At most ``LOGITS_AT_ONCE`` logits exist at a time.
+    ``hidden`` (..., H) are its inputs, and the softmax is over ``sampled_ids``. At most ``LOGITS_AT_ONCE`` logits
+    exist at a time.
     """
     flat = hidden.flatten(0, -2), head.weight, head.bias, labels.flatten()
-    chosen, entropy = _LinearLogProbs.apply(*flat, temperature, with_entropy)
+    chosen, entropy = _LinearLogProbs.apply(*flat, sampled_ids, temperature, with_entropy)
     return torch.stack((chosen, entropy) if with_entropy else (chosen,), -1).view(*hidden.shape[:-1], -1)
 
 

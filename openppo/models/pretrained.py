@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
+from openppo.media import placeholders
+from openppo.models.sampled_ids import SampledIds
 from openppo.models.template_limits import require_bounded
 from openppo.user_code import TEMPLATE_ERRORS
 
@@ -269,6 +273,23 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) 
         ids = getattr(source, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return sorted(token_id for token_id in found if token_id < text.vocab_size)
+
+
+def sampled_ids(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, n_logits: int | None = None
+) -> SampledIds:
+    """Ids that a policy with ``config`` can sample: known to its tokenizer, and standing for no image or video.
+
+    A model has more where its embeddings are padded, or were resized. A reference may have more still: ``n_logits``.
+    """
+    known, n_ids = {*tokenizer.get_vocab().values()}, config.get_text_config().vocab_size
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):  # ids of equal texts are one entry there
+        known.update(range(tokenizer.vocab_size))
+    kinds = placeholders(config)
+    sampled = sorted(token_id for token_id in known - kinds.keys() if 0 <= token_id < n_ids)
+    bounds = pairwise([-1, *sampled, n_ids if n_logits is None else n_logits])
+    gaps = [range(before + 1, after) for before, after in bounds]
+    return SampledIds(tuple(gap for gap in gaps if gap), {i: kind for i, kind in kinds.items() if i < n_ids})
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:

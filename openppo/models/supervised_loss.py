@@ -10,7 +10,10 @@ IGNORE_INDEX = -100
 
 
 class GPTLMLoss(nn.Module):
-    """Next-token cross entropy: logits at t against the label at t + 1; labels of ``IGNORE_INDEX`` do not count."""
+    """Next-token cross entropy: logits at t against the label at t + 1; labels of ``IGNORE_INDEX`` do not count.
+
+    Over the whole vocabulary: texts may have ids that a policy never samples.
+    """
 
     IGNORE_INDEX = IGNORE_INDEX
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from openppo.media import Media
+from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.rollout.sampling import Decode
 from openppo.tracking import progress_bar
 from openppo.types import Completion, SamplingParams, StopCheck
@@ -31,8 +32,9 @@ class Engine(ABC):
     ``collect`` hands out what has ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise
     ``Interrupted``. ``version`` counts the policy's global steps, and the owner of the weights sets it; requests under
     way continue with new weights, and each token is recorded with its version. Stop strings are looked for in the text
-    that ``decode`` makes of ids; its owner sets it, and ``not_sampled``, ids that stand for images. All of it takes
-    place inside ``with_weights``. An engine that sizes itself does so by ``free`` bytes (None: by what is free then).
+    that ``decode`` makes of ids; its owner sets it, and ``sampled_ids``, which the policy's log-probs are over. All of
+    it takes place inside ``with_weights``. An engine that sizes itself does so by ``free`` bytes (None: by what is free
+    then).
 
     ``any_rank`` puts ranks in lockstep (None: each decodes by itself): it combines their ``busy`` before each step, and
     a rank with nothing to do takes part in every step.
@@ -42,7 +44,7 @@ class Engine(ABC):
     """
 
     decode: Decode | None = None
-    not_sampled: Sequence[int] = ()
+    sampled_ids: SampledIds = ALL_IDS
     free: int | None = None
 
     def __init__(

@@ -142,7 +142,7 @@ class HFEngine(Engine):
             if self._sizes_itself:
                 free = free_memory(self._device) if self.free is None else self.free
             limits = self.max_batch_size, free
-            self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version, self.not_sampled)
+            self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version, self.sampled_ids)
             self._cache.fit(longest(self._waiting))
         most = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)

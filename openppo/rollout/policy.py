@@ -6,7 +6,14 @@ from typing import Any
 from openppo.config import PromptsConfig, ServeAgentConfig, parse_template_kwargs
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, model_error_context
-from openppo.models.pretrained import check_model, context_length, eos_token_ids, load_tokenizer, pad_token_id
+from openppo.models.pretrained import (
+    check_model,
+    context_length,
+    eos_token_ids,
+    load_tokenizer,
+    pad_token_id,
+    sampled_ids,
+)
 from openppo.models.size import check_cache
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.sampling import decoder
@@ -35,3 +42,4 @@ class FrozenPolicy:
         self.eos_token_ids, pad = eos_token_ids(model, self.tokenizer), pad_token_id(self.tokenizer)
         self.engine = HFEngine(model, self.eos_token_ids, pad, max_batch_size, **engine)
         self.engine.decode = decoder(self.tokenizer)
+        self.engine.sampled_ids = self.actor.sampled_ids = sampled_ids(self.tokenizer, self.config)

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from openppo.models.actor import float32_head, next_logits
 from openppo.models.attention import BY_LENGTHS, finished_mask
+from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.models.size import cache_elements
 from openppo.rollout.device_rows import DeviceRows
 from openppo.rollout.requests import Prefixes, States, free_memory, reads_whole
@@ -114,13 +115,13 @@ class RowCache(Cache):
         max_rows: int,
         free: int | None,
         version: int,
-        not_sampled: Sequence[int] = (),
+        sampled_ids: SampledIds = ALL_IDS,
     ) -> None:
         weight = next(model.parameters())
         self.config, self.dtype, self.device = model.config, weight.dtype, weight.device
         self.on_device = DeviceRows(self.device, eos_token_ids)
         self.head = float32_head(model, self.device)
-        self.not_sampled = torch.tensor(not_sampled, dtype=torch.long, device=self.device)
+        self.sampled_ids = sampled_ids
         self.max_rows = max_rows
         self.free = free
         self.version = version
@@ -255,8 +256,7 @@ class RowCache(Cache):
 
     def logits(self, model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Logits (rows, V) after ``ids`` (rows, n_new), for ``inputs`` beside them."""
-        logits = next_logits(model, self.head, input_ids=ids, **inputs)
-        return logits.index_fill_(1, self.not_sampled, -torch.inf) if len(self.not_sampled) > 0 else logits
+        return self.sampled_ids.mask(next_logits(model, self.head, input_ids=ids, **inputs))
 
     def device_starts(self) -> Tensor:
         """``starts`` and ``shifts`` (2, rows) on the device; copied there when rows have changed."""

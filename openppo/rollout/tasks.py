@@ -220,6 +220,8 @@ class TaskSampler:
 
     def _made(self, task: RunTask) -> SingleSampler:
         own = replace(self.parts, has_rewards=task.has_rewards)
+        with task.named():
+            own.engine.sampled_ids.check_ends((), task.config.generation.stop_token_ids)
         return ResponseSampler(own) if task.maker is None else task.maker.make(own)
 
     def close(self) -> None:

@@ -15,13 +15,14 @@ from torch import Tensor
 from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.media import Media
+from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.sampling import completed_stop
-from openppo.rollout.vllm_requests import VLLMRequests, add_request
+from openppo.rollout.vllm_requests import VLLMRequests, add_request, masking
 from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_PROBE = (0, 1, 2, 3)  # token ids
+_PROBE = 4  # tokens
 _TOWER = "vision_tower.vision_model."
 
 
@@ -58,15 +59,16 @@ class VLLMEngine(Engine):
         show_progress: bool = False,
         stop: StopCheck | None = None,
         reads_images: bool = False,
+        sampled_ids: SampledIds = ALL_IDS,
     ) -> None:
         super().__init__(show_progress, stop)
         check_vllm()
-        self.eos_token_ids = sorted(eos_token_ids)
+        self.eos_token_ids, self.sampled_ids = sorted(eos_token_ids), sampled_ids
         self.max_tokens = max_tokens
         self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
         self._sleep_level: int | None = None  # until the first weights have come
         self._asleep = self._awake = False
-        self._llm = _start(name, config, max_tokens, self._sleeps, reads_images)
+        self._llm = _start(name, config, max_tokens, self._sleeps, reads_images, ids=sampled_ids)
         self._requests = VLLMRequests(config.generation.vllm_tensor_parallel_size)
         if self._requests.n_ranks > 1:
             self.any_rank = self._requests.any_rank
@@ -110,7 +112,7 @@ class VLLMEngine(Engine):
         engine, under_way = self._llm.llm_engine, self._requests.under_way
         for new, cancelled in self._requests.exchange():
             for request in new:
-                add_request(self._llm, request, self.eos_token_ids, self.not_sampled)
+                add_request(self._llm, request, self.eos_token_ids)
             engine.abort_request(cancelled)
         for output in engine.step() if under_way else ():
             if output.request_id not in under_way:
@@ -188,8 +190,9 @@ class VLLMEngine(Engine):
         return 1
 
     def _greedy_ids(self) -> list[int]:
-        n_new = min(16, self.max_tokens - len(_PROBE))
-        number = self.submit(_PROBE, SamplingParams(n_new, temperature=0.0), seed=0)
+        probe = self.sampled_ids.first(_PROBE)
+        n_new = min(16, self.max_tokens - len(probe))
+        number = self.submit(probe, SamplingParams(n_new, temperature=0.0), seed=0)
         while self._anywhere(self.busy):
             self.step()
         return self._ended.pop(number).token_ids
@@ -205,7 +208,9 @@ class VLLMEngine(Engine):
             self._requests.cancel(number)
 
 
-def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool, reads_images: bool) -> Any:
+def _start(
+    name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool, reads_images: bool, ids: SampledIds = ALL_IDS
+) -> Any:
     """An ``LLM`` in this process and process group. ``ValueError`` for what vLLM finds wrong with model and options."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before the import, like all of these
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -230,6 +235,8 @@ def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool, rea
         "enable_prefix_caching": True,  # the turns of a conversation begin with those before
         "max_num_seqs": config.generation.max_num_seqs,  # None: vLLM's own default
     }
+    if ids.left_out:
+        arguments["logits_processors"] = [masking(ids)]
     if reads_images:  # OpenPPO's processor has scaled pixels, and keeps them
         arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
     try:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from openppo.media import Media, item_places
+from openppo.models.sampled_ids import SampledIds
 from openppo.types import SamplingParams
 
 IMAGE_FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl")
@@ -80,14 +81,37 @@ class VLLMRequests:
         return f"{self._place}/{number}"
 
 
-def add_request(llm: Any, request: VLLMRequest, eos_token_ids: Sequence[int], not_sampled: Sequence[int]) -> None:
+def add_request(llm: Any, request: VLLMRequest, eos_token_ids: Sequence[int]) -> None:
     """Give it to vLLM, which ends a response with one of ``eos_token_ids``."""
     if request.media:
         prompt = _with_images(llm.renderer.get_mm_processor(), request)
     else:
         [prompt] = llm.renderer.render_cmpl([{"prompt_token_ids": request.prompt_ids}])
-    params = _params(request.params, request.seed, eos_token_ids, not_sampled)
+    params = _params(request.params, request.seed, eos_token_ids)
     llm.llm_engine.add_request(request.name, prompt, params)
+
+
+def masking(ids: SampledIds) -> type:
+    """A logits processor of vLLM that leaves out what is not among ``ids``, of all requests at once.
+
+    It runs before temperature, top-k and top-p. A bias for each request would be copied to the GPU for each of them.
+    """
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+    class Masking(LogitsProcessor):
+        def __init__(self, *_: Any) -> None:
+            """Nothing of vLLM's options matters."""
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            """Nothing depends on the batch."""
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return ids.mask(logits)
+
+    return Masking
 
 
 def _with_images(processor: Any, request: VLLMRequest) -> Any:
@@ -107,7 +131,7 @@ def _with_images(processor: Any, request: VLLMRequest) -> Any:
     return mm_input(request.prompt_ids, MultiModalKwargsItems({"image": inputs}), {"image": keys}, {"image": ranges})
 
 
-def _params(params: SamplingParams, seed: int, eos_token_ids: Sequence[int], not_sampled: Sequence[int]) -> Any:
+def _params(params: SamplingParams, seed: int, eos_token_ids: Sequence[int]) -> Any:
     """vLLM's ``SamplingParams`` for ours."""
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind
@@ -121,7 +145,6 @@ def _params(params: SamplingParams, seed: int, eos_token_ids: Sequence[int], not
         logprobs=0,  # of the sampled token
         stop_token_ids=sorted({*eos_token_ids, *params.stop_token_ids}),
         min_tokens=params.min_new_tokens,
-        logit_bias=dict.fromkeys(not_sampled, -100.0),  # the least that vLLM takes
         ignore_eos=True,  # vLLM's own, of which it knows one
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE if params.stop else RequestOutputKind.FINAL_ONLY,

@@ -118,8 +118,9 @@ class ActorStep:
     def _accumulate_ptx(self, batch: StepBatch, metrics: Metrics) -> None:
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
-            # a language-model loss has no sampling temperature
-            log_probs = self.model(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
+            # a language-model loss has no sampling temperature, and is over ids that are never sampled too
+            options = {"temperature": 1.0, "whole_vocabulary": True}
+            log_probs = self.model(*micro[:3], position_ids=micro.position_ids, **options)
             metrics.add_tensor("ptx_loss", -log_probs, on_device(micro.loss_mask, self.device))
             loss = -log_probs.sum() / max(batch.n_targets, 1)
             self.model.backward(self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last)

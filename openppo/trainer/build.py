@@ -11,14 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker, Hooks
-from openppo.media import placeholders
 from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import freeze_vision, model_error_context
 from openppo.models.merge_lora import to_bf16
 from openppo.models.padding import pack_where_exact
 from openppo.models.prefixes import share_where_exact
-from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id
+from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id, sampled_ids
+from openppo.models.sampled_ids import SampledIds
 from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
 from openppo.orchestrator.source import Engines
 from openppo.orchestrator.worker import RolloutRank
@@ -92,13 +92,14 @@ def build_ppo_trainer(
     files = user_files(config, rewards.tasks.tasks)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints | own.fingerprints(), user_files=files)
     scorer, eval_scorer = (rewards.build(), rewards.build_held_out()) if samples else (None, None)  # before models
-    prepared = partial(_prepared, config, strategy, own)
+    ids_of = partial(sampled_ids, tokenizer, actor_config)
+    prepared = partial(_prepared, config, strategy, own, ids_of)
     critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
     actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, actor, prepared)
     config = sharing(config, strategy, actor, critic, reference)
     traced, peaks = StepProfiler(run.save_path, config.tracking, comm.rank).phase, estimate.peaks if estimate else None
-    hooks = Hooks(PhaseTimer(traced, peaks), SignalStop(comm), strategy.uncompiled, data.source_names)
+    hooks = Hooks(PhaseTimer(traced, peaks), SignalStop(comm), strategy.uncompiled, data.source_names, ids_of())
     engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None
@@ -224,8 +225,6 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
     shows_images = strategy.launch.wait_for(_SHOWS_IMAGES) == "yes"
     what = config.model, tokenizer, actor_config, config.data, data.kinds, maker is not None
     vision = run_vision(*what) if shows_images else None
-    if vision is not None:
-        engine.not_sampled = [*placeholders(actor_config)]
     given = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest
     parts = SamplerParts(
         *given, context_length(actor_config), leave=config.orchestrator.running_requests, vision=vision
@@ -267,10 +266,14 @@ def _prepared(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     own: OwnObjects,
+    ids_of: Callable[[int], SampledIds],
     role: Role,
     n_steps: int = 0,
 ) -> Any:
-    """The model of ``role``, given or loaded, wrapped for training or as a frozen one; it packs rows where exact."""
+    """The model of ``role``, given or loaded, wrapped for training or as a frozen one; it packs rows where exact.
+
+    ``ids_of`` returns the ids that the actor can sample, by the number of the model's logits.
+    """
     lora = {"actor": config.lora, "critic": critic_lora(config), "reference": LoRAConfig()}[role]
     module = own.module(role, config.generation.temperature, lora)
     if module is None:
@@ -286,6 +289,8 @@ def _prepared(
         pack_where_exact(module, model, strategy.device, role)
         if has_groups(config):
             share_where_exact(module, model, strategy.device, role)
+    if role != "critic":  # after probes of tiny rows, which may be of any ids
+        module.sampled_ids = ids_of(module.model.config.get_text_config().vocab_size)
     return model
 
 

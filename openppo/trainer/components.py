@@ -77,7 +77,7 @@ class PPOComponents:
         return None if self.critic_step is None else self.critic_step.model
 
     def prepare_for_images(self, config: TrainPPOConfig, of_agents: bool) -> RowVision | None:
-        """Where prompts have images, sample nothing that stands for one, and read one where a batch has none.
+        """Where prompts have images, read one where a batch has none.
 
         After the checks of models, whose tiny rows may hold such tokens. Returns what reads the images ``of_agents``:
         None, and the log says why, where those of prompts are none and the run could not have any.
@@ -98,7 +98,6 @@ class PPOComponents:
         if self.strategy.any_rank(error is not None):
             logger.warning("agents get no images: %s", error or "another rank cannot load the processor")
             return None
-        self.engine.not_sampled = [*placeholders(policy.model.config)]
         for module in modules:
             module.stand_in = blank if self.strategy.comm.world_size > 1 else None
         return vision

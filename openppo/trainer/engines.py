@@ -16,7 +16,14 @@ from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.media import placeholders
 from openppo.models.padding import pad_right
-from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, load_processor, pad_token_id
+from openppo.models.pretrained import (
+    base_model_of,
+    context_length,
+    eos_token_ids,
+    load_processor,
+    pad_token_id,
+    sampled_ids,
+)
 from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine
@@ -30,7 +37,7 @@ from openppo.types import Completion, SamplingParams, StopCheck
 
 Kind = tuple[str, bool]
 REQUESTS = (((3, 1, 0, 2, 2, 1, 3, 0, 1), 2), ((2, 3, 1), 6))
-"""Prompts and numbers of sampled tokens: the long row ends first, and the other continues without it."""
+"""Prompts as places among ids, and numbers of sampled tokens: the long row ends first, the other continues alone."""
 LONGEST = max(len(prompt) + n_new for prompt, n_new in REQUESTS)
 WIDER = 16  # columns of padding that must not change log-probs; on CPUs, bfloat16 rows are padded by up to 7 anyway
 BOUNDS = {("hf", True): 1e-3, ("hf", False): 8 * 2**-8, ("vllm", True): 1e-2, ("vllm", False): 16 * 2**-8}
@@ -75,6 +82,8 @@ def new_engine(
 ) -> Engine:
     """An engine that samples from ``policy``, in lockstep with ``together``."""
     eos, generation = eos_token_ids(policy, tokenizer), config.generation
+    ids = sampled_ids(tokenizer, actor_config)
+    ids.check_ends(eos, generation.stop_token_ids)
     common: dict[str, Any] = {"show_progress": show_progress, "stop": stop}
     if generation.rollout_engine == "vllm":
         episode = config.agents.episode_max_len or 0
@@ -82,12 +91,14 @@ def new_engine(
         max_tokens = min(longest, context_length(actor_config) or longest)
         if placeholders(actor_config):  # vLLM loads the processor too, and its errors name no flag
             load_processor(config.model.pretrain, "--pretrain", config.model.trust_remote_code)
-        common["reads_images"] = bool(placeholders(actor_config))
+        common |= {"reads_images": bool(placeholders(actor_config)), "sampled_ids": ids}
         return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
     device = next(policy.parameters()).device
     recorder = choose_recorder(generation.cuda_graphs, actor_config, device, together is not None)
     common |= {"any_rank": together, "new_recorder": recorder}
-    return HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
+    engine = HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
+    engine.sampled_ids = ids
+    return engine
 
 
 def check_like(engine: Engine, check: Callable[[Mapping[str, Engine]], None]) -> None:
@@ -99,6 +110,8 @@ def check_like(engine: Engine, check: Callable[[Mapping[str, Engine]], None]) ->
     checked: dict[str, Engine] = {"": plain}
     if engine.new_recorder is not None:
         checked[" with --cuda_graphs"] = last = HFEngine(*given, new_recorder=engine.new_recorder)
+    for small in checked.values():
+        small.sampled_ids = engine.sampled_ids
     check(checked)
     engine.new_recorder = last.new_recorder
 
@@ -181,12 +194,16 @@ def _fault(
 
 
 def _sample(engine: Engine, weights: WeightSource | None, n_ids: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Rows of prompts and sampled tokens, and the log-probs (N,) of all sampled ones."""
+    """Rows of prompts and sampled tokens, and the log-probs (N,) of all sampled ones.
+
+    Prompts are made of ids that can be sampled: others may stand for images.
+    """
+    known = [token_id for token_id in engine.sampled_ids.first(1 + max(REQUESTS[0][0])) if token_id < n_ids]
     done: dict[int, Completion] = {}
     prompts: dict[int, list[int]] = {}
     with nullcontext() if weights is None else engine.with_weights(weights):
         for seed, (prompt, n_new) in enumerate(REQUESTS):
-            token_ids = [token_id % n_ids for token_id in prompt]
+            token_ids = [known[number % len(known)] for number in prompt]
             prompts[engine.submit(token_ids, SamplingParams(n_new, 1.0), seed)] = token_ids
         while engine.busy:
             engine.step()

@@ -109,6 +109,8 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
             if isinstance(scorer, ModelScorer | ProcessScorer):
                 source = rewards.reward_pretrain if isinstance(scorer, ModelScorer) else rewards.prm_pretrain
                 roles += model_role("reward", source or "", scorer.model, strategy, is_trained=False)
+    if (ids := components.maker.hooks.sampled_ids).left_out:
+        roles.append(("never sampled", f"ids {ids}"))
     _log(roles, _ppo_facts(plan, len(components.data.prompts)), components.state.global_step, plan.n_steps)
 
 

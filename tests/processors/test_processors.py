@@ -18,7 +18,7 @@ from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.weights import WholeWeights
 from openppo.types import SamplingParams
-from tests.images import FAMILIES, IMAGE, PLACES, VIDEO, connected, load, pictures, processor_of
+from tests.images import FAMILIES, IMAGE, PLACES, SAMPLED, VIDEO, connected, load, pictures, processor_of
 
 
 @pytest.fixture(params=FAMILIES)
@@ -53,7 +53,7 @@ def test_engine_actor_and_transformers_agree_on_what_processors_make(family, pro
     rows.append({"input": "a<image>b<image><image>", "images": pictures(3)})
     prompts = load(processor, rows)
     engine = HFEngine(model, [], 0, 3)
-    engine.not_sampled = [IMAGE, VIDEO]
+    engine.sampled_ids = SAMPLED
     with engine.with_weights(WholeWeights(model)):
         sampled = engine.generate(
             [p.token_ids for p in prompts], SamplingParams(5), [1, 2, 3], [p.media for p in prompts]
@@ -161,7 +161,7 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
         assert actor.shares_prompts
         torch.testing.assert_close(actor(*given, media=[prompt.media] * 4), separate, atol=1e-4, rtol=1e-4)
     engine = HFEngine(model, [], 0, 3)
-    engine.not_sampled = [IMAGE, VIDEO]
+    engine.sampled_ids = SAMPLED
     with engine.with_weights(WholeWeights(model)):
         sampled = engine.generate([p.token_ids for p in prompts], SamplingParams(5), [1, 2], [p.media for p in prompts])
     for prompt, completion in zip(prompts, sampled, strict=True):

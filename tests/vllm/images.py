@@ -12,6 +12,7 @@ import torch
 
 from openppo.media import placeholders
 from openppo.models import Actor
+from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.vllm_engine import VLLMEngine
 from openppo.strategy.comm import init_process_group
 from openppo.types import SamplingParams
@@ -45,9 +46,9 @@ def main(folder, *families):
     init_process_group(timedelta(seconds=100))
     for family in families:
         torch.manual_seed(3)
-        engine = VLLMEngine(str(folder / family), CONFIG, 200, [], reads_images=True)
         model, given = Actor(str(folder / family)).model, prompts(family)
-        engine.not_sampled = [*placeholders(model.config)]
+        ids = SampledIds(tuple(range(token_id, token_id + 1) for token_id in sorted(placeholders(model.config))))
+        engine = VLLMEngine(str(folder / family), CONFIG, 200, [], reads_images=True, sampled_ids=ids)
         result = [sampled(engine, Weights(model), given)]
         with torch.no_grad():
             change(model.requires_grad_(), 1)

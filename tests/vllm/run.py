@@ -17,6 +17,7 @@ import torch
 from openppo.cli.options import parse_options
 from openppo.config import DeepSpeedConfig, GenerationConfig, PPOModelConfig, TrainPPOConfig
 from openppo.models import Actor
+from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.vllm_engine import VLLMEngine
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.comm import init_process_group
@@ -39,6 +40,7 @@ SAMPLING = {
     "stops": SamplingParams(12, stop=("ab", "hg", "ee"), stop_token_ids=(8,)),
     "late": SamplingParams(12, stop=("b", "c"), stop_token_ids=(8, 9), min_new_tokens=6),
 }
+LEFT_OUT = (range(5, 6), range(9, 11))
 GREEDY = SamplingParams(10, temperature=0.0)
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
@@ -72,9 +74,9 @@ class StopsAfter:
             raise Interrupted("SIGTERM")
 
 
-def engine_of(folder, stop=None, max_tokens=200):
+def engine_of(folder, stop=None, max_tokens=200, **more):
     """An engine that has no weights yet."""
-    return VLLMEngine(str(folder), CONFIG, max_tokens, EOS, stop=stop)
+    return VLLMEngine(str(folder), CONFIG, max_tokens, EOS, stop=stop, **more)
 
 
 def plain(completions):
@@ -218,6 +220,11 @@ def sample(models, out):
     weights = Weights(model)
     result["sampled"] = sampled(engine, weights)
     result["cancelled"] = cancelled(engine, weights)
+    of_some = engine_of(models / "llama", sampled_ids=SampledIds(LEFT_OUT))
+    with of_some.with_weights(weights):
+        found = {kind: of_some.generate(PROMPTS, SAMPLING[kind], range(len(PROMPTS))) for kind in ("plain", "cut")}
+        found["greedy"] = of_some.generate(PROMPTS, GREEDY, range(len(PROMPTS)))
+    result["of some"] = {kind: plain(completions) for kind, completions in found.items()}
     result["resumed"] = resumed(engine, weights)
     result["greedy first"] = greedy(engine, weights)
     change(model, 1)

@@ -65,7 +65,7 @@ def test_log_probs_after_images_are_those_of_transformers(family, tmp_path, run)
 
 @pytest.mark.parametrize("options", ["--zero_stage 2", "--zero_stage 3 --vllm_tensor_parallel_size 2"])
 def test_ppo_samples_after_images_with_the_weights_of_each_step(options, tmp_path, run):
-    """Of two ranks; its old log-probs are the actor's, which count tokens of images too, so the dump is compared."""
+    """Of two ranks; the dump is compared with forwards, and the metrics with the actor's log-probs."""
     save("llava", tmp_path / "llava")
     images = [str(tmp_path / f"{i}.png") for i in range(7)]
     for picture, file in zip(pictures(7), images, strict=True):
@@ -85,6 +85,8 @@ def test_ppo_samples_after_images_with_the_weights_of_each_step(options, tmp_pat
         row for rank in range(2) for row in test_vllm.lines(tmp_path / f"rollouts/train-rank0000{rank}-00000.jsonl")
     ]
     assert len(dumped) == 32
+    steps = test_vllm.lines(tmp_path / "model/logs/metrics.jsonl")
+    assert max(row["rollout_log_prob_gap_max"] for row in steps if "rollout_log_prob_gap_max" in row) < 1e-4
     [saved] = (tmp_path / "model" / "checkpoints_ppo").glob("*1/model")
     for row in dumped:
         n = row["action_mask"].index(1)

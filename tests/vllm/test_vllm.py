@@ -107,6 +107,22 @@ def test_log_probs_are_of_the_sampled_distribution_until_eos_or_the_limit(llama,
         assert (ids[-1] in EOS) if reason == "stop" else (ids[-1] not in EOS and len(ids) == N_TOKENS)
 
 
+@pytest.mark.parametrize(("name", "warps"), [("plain", (1.0, 11, 1.0)), ("cut", (1.3, 5, 0.8)), ("greedy", None)])
+def test_ids_that_are_left_out_have_probability_0(llama, result, name, warps):
+    n_sampled = 0
+    for prompt, completion in zip(PROMPTS, result["of some"][name], strict=True):
+        ids = completion["token_ids"]
+        rows = logits_of_responses(llama, prompt, ids)
+        rows[:, [5, 9, 10]] = -torch.inf
+        n_sampled += len(ids)
+        if warps is None:
+            assert rows.argmax(-1).tolist() == ids
+        else:
+            expected = [warped(row, *warps)[token] for row, token in zip(rows, ids, strict=True)]
+            assert completion["log_probs"] == pytest.approx(expected, abs=1e-4)
+    assert n_sampled > 12
+
+
 def text_of(ids):
     return "".join("___abcdefgh"[i] for i in ids)
 

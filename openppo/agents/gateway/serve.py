@@ -57,7 +57,7 @@ class AgentServer:
         self.driver = EngineDriver(policy.engine)
         sampling = self.driver.generate, sampling_params(options), limits
         longest = options.episode_max_len or policy.context or sys.maxsize
-        policy.engine.not_sampled = tokens = [*placeholders(policy.config)]
+        tokens = [*placeholders(policy.config)]
         load = partial(load_processor, options.pretrain, "--pretrain", options.trust_remote_code)
         vision = Vision(load, tokens, policy.tokenizer, RowsConfig(), name).for_agents(policy.config, name)
         renderer = Renderer(policy.tokenizer, parser, policy.eos_token_ids, vision)

@@ -17,7 +17,7 @@ from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
 from openppo.experience.reward_names import RewardNames
 from openppo.experience.token_rewards import begin_scoring, check_rewarded
-from openppo.media import check_images, placeholders
+from openppo.media import check_images
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
@@ -89,14 +89,10 @@ class _Job:
         more = {"show_progress": self.strategy.is_main, "new_recorder": recorder}
         policy.load(self.strategy.prepare_frozen, options.micro_batch_size, **more)
         if any(prompt.media for prompt in self.prompts):
-            self._prepare_for_images()
+            check_images(policy.config, f"--pretrain {options.pretrain}")
         if options.engine_check == "on":
             given = None, self.strategy.device, ("hf", not options.bf16)
             check_like(policy.engine, lambda e: check_sampling(options.pretrain, policy.actor, e, *given))
-
-    def _prepare_for_images(self) -> None:
-        check_images(self.policy.config, f"--pretrain {self.options.pretrain}")
-        self.policy.engine.not_sampled = [*placeholders(self.policy.config)]
 
     def _weights(self) -> AbstractContextManager[None]:
         """Inside, the engine may sample; afterwards its memory is for other work."""
@@ -216,10 +212,7 @@ class EvaluateJob(_Job):
 
     def _vision_of_agents(self) -> Vision | None:
         """What reads their images; None where nothing can."""
-        vision = self._vision().for_agents(self.policy.config, f"--pretrain {self.options.pretrain}")
-        if vision is not None:
-            self._prepare_for_images()
-        return vision
+        return self._vision().for_agents(self.policy.config, f"--pretrain {self.options.pretrain}")
 
     def _episode_row(self, parts: Sequence[Trajectory], number: int) -> dict[str, Any]:
         """What is written of a response, or of an episode of that number on this rank."""

@@ -22,6 +22,7 @@ from openppo.config.agents import AgentConfig
 from openppo.datasets.vision import Vision
 from openppo.experience.replay_buffer import collate
 from openppo.media import distinct_ids, media_key, media_part, media_parts, model_inputs
+from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rollout import SampleRequest, SamplerParts
 from openppo.strategy.weights import WholeWeights
@@ -186,7 +187,7 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
     model.config.image_token_id = model.config.image_token_index = vision.token_ids[0]
     model.resize_token_embeddings(len(vision.tokenizer))
     engine = HFEngine(model, [vision.tokenizer.eos_token_id], 0, 2)
-    engine.not_sampled = vision.token_ids
+    engine.sampled_ids = SampledIds(tuple(range(i, i + 1) for i in vision.token_ids))
 
     async def solve(task: Task, session: Session) -> float:
         turn = await session.chat(shows(RED))

@@ -14,6 +14,7 @@ from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.maker import Hooks
 from openppo.experience.replay_buffer import join_rows
 from openppo.models import Actor, ScalarHeadModel, batching
+from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.types import Ending, Episode, Experience, FinishReason, Prompt, SingleProcess
@@ -319,3 +320,19 @@ def test_scores_under_way_are_awaited_after_the_models_have_run(trajectory):
     assert events == ["actor", "scores"]
     assert made[0].scores.tolist() == [1.0]
     assert metrics.reduced(SingleProcess())["reward_errors"] == 3, "what the source has measured is in the metrics"
+
+
+@pytest.mark.parametrize(("token_id", "why"), [(17, "the tokenizer does not know it"), (6, "it stands for images")])
+def test_actions_that_are_never_sampled_are_refused(token_id, why, trajectory):
+    ids = SampledIds((range(6, 7), range(15, 20)), {6: "image"})
+    made = maker()
+    made.hooks = dataclasses.replace(made.hooks, sampled_ids=ids)
+    rows = [trajectory([5, END], [7, END], score=1.0), trajectory([token_id, 4], [8, token_id, END], score=1.0)]
+    with pytest.raises(ValueError) as error:
+        made.make(rows, Metrics())
+    assert str(error.value) == (
+        f"token 3 of a sample is trained on, but the id {token_id} is never sampled, as {why}. Set its action_mask to "
+        "False, or, if it is an EOS or stop token, add it to the tokenizer."
+    )
+    rows[1].action_mask[3] = False
+    assert len(made.make(rows, Metrics())) == 2, "others may read it"

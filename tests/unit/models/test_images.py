@@ -17,7 +17,7 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.requests import whole_images
 from openppo.strategy.weights import WholeWeights
 from openppo.types import Prompt, SamplingParams
-from tests.images import FAMILIES, IMAGE, OPEN, VIDEO, connected, random_image, with_images
+from tests.images import FAMILIES, IMAGE, OPEN, SAMPLED, VIDEO, connected, random_image, with_images
 from tests.varlen import VarlenLoop
 
 CPU = torch.device("cpu")
@@ -62,19 +62,22 @@ def by_transformers(model, ids, items):
 def test_engine_actor_and_transformers_agree(family, model):
     prompts, media = prompts_of(family, 1, 0, 3, 1)
     engine = HFEngine(model, [], 0, 3)  # the fourth enters while others are decoded
-    engine.not_sampled = [IMAGE, 61]
+    engine.sampled_ids = SAMPLED
     with engine.with_weights(WholeWeights(model)):
         sampled = engine.generate(prompts, SamplingParams(7), [1, 2, 3, 4], media)
     rows = [prompt + completion.token_ids for prompt, completion in zip(prompts, sampled, strict=True)]
     sequences, mask = pad_right(rows, 0)
-    log_probs = Actor(model)(sequences, mask, media=media)
+    actor = Actor(model)
+    actor.sampled_ids = SAMPLED
+    log_probs = actor(sequences, mask, media=media)
     for i, (row, prompt, completion) in enumerate(zip(rows, prompts, sampled, strict=True)):
         logits, ids = by_transformers(model, row, media[i]), torch.tensor(row[1:])[:, None]
+        logits[:, [IMAGE, VIDEO]] = -torch.inf
         expected = logits.log_softmax(-1).gather(-1, ids)[:, 0]
         torch.testing.assert_close(log_probs[i, 1 : len(row)], expected, atol=1e-4, rtol=1e-4)
-        logits[:, engine.not_sampled] = -torch.inf
-        own = logits.log_softmax(-1).gather(-1, ids)[len(prompt) - 1 :, 0]
-        torch.testing.assert_close(torch.tensor(completion.log_probs), own, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(completion.log_probs), expected[len(prompt) - 1 :], atol=1e-4, rtol=1e-4
+        )
 
 
 def test_turns_that_continue_a_conversation_with_images_read_only_what_is_new(family, model):
@@ -94,7 +97,7 @@ def test_turns_that_continue_a_conversation_with_images_read_only_what_is_new(fa
     found = {}
     for keeps in (True, False):
         engine = HFEngine(model, [], 0, 4)
-        engine.not_sampled = [IMAGE, 61]
+        engine.sampled_ids = SAMPLED
         with engine.with_weights(WholeWeights(model)):
             (one, text) = finish(engine, [first, [7, 8, 9]], [tuple(items[:1]), ()], [None, None], [1, 2])
             longer = [*first, *one.token_ids, *with_images([OPEN, 4, 9, OPEN, 3, 3, 3], items[1:])]

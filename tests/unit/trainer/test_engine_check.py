@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from openppo.config import TrainPPOConfig, from_options
 from openppo.models.actor import Actor
 from openppo.models.attention import use_fast_attention
+from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import Forward
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
-from openppo.trainer.engines import check_engines, engine_fault
+from openppo.trainer.engines import check_engines, check_like, engine_fault
 from openppo.types import SamplingParams, SingleProcess
 from tests.architectures import NAMES, tiny_config
 from tests.pinned import pinned_transformers
@@ -182,8 +183,30 @@ def test_the_check_leaves_modes_and_random_numbers_as_they_were() -> None:
     assert [part.training for part in actor.modules()] == modes
 
 
+def test_the_check_reads_and_samples_no_ids_that_are_left_out() -> None:
+    actor, read = Actor(tiny_model("llama")), set[int]()
+    ids = SampledIds((range(1, 3), range(5, 60)))
+    n_ids = actor.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    actor.model.get_input_embeddings().register_forward_pre_hook(  # type: ignore[operator]
+        lambda _, inputs: read.update(inputs[0].flatten().tolist())
+    )
+    engine = HFEngine(actor.model, (), 0, 2)  # type: ignore[arg-type]
+    assert DECODED in str(differs(actor, engine, ids, ALL_IDS))
+    read.clear()
+    assert differs(actor, engine, ids, ids) is None
+    assert {0, 3, 4} < read <= {0, 3, 4, *range(60, n_ids)}
+
+
+def differs(actor: Actor, engine: HFEngine, of_engine: SampledIds, of_actor: SampledIds) -> str | None:
+    """Why a model is refused whose engine and actor leave these ids out."""
+    engine.sampled_ids, actor.sampled_ids = of_engine, of_actor
+    faults = list[str | None]()
+    check_like(engine, lambda engines: faults.append(fault_of(actor, dict(engines))))
+    return faults[0]
+
+
 def test_memory_that_ends_is_no_verdict_about_a_model() -> None:
     full = Mock(side_effect=torch.OutOfMemoryError("full"))
-    engine: Any = SimpleNamespace(with_weights=lambda weights: nullcontext(), submit=full)
+    engine: Any = SimpleNamespace(with_weights=lambda weights: nullcontext(), submit=full, sampled_ids=ALL_IDS)
     with pytest.raises(torch.OutOfMemoryError):
         fault_of(Actor(tiny_model("llama")), {"": engine})

@@ -1,0 +1,64 @@
+"""Ids that a policy can sample: sampling and training leave out the same ones before the softmax."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+from torch import Tensor, inf
+
+
+@dataclass(frozen=True)
+class SampledIds:
+    """All ids that a model has logits of, but for those ``left_out``: ranges in their order.
+
+    ``media`` are kinds by the id of the token that stands for them. ``sampled_ids`` makes one for a model and its
+    tokenizer, such as ``SampledIds((range(60, 61), range(62, 64)), {60: "image"})``.
+    """
+
+    left_out: tuple[range, ...] = ()
+    media: Mapping[int, str] = field(default_factory=dict)
+
+    def __contains__(self, token_id: int) -> bool:
+        return not any(token_id in part for part in self.left_out)
+
+    def first(self, n: int) -> list[int]:
+        """The ``n`` lowest of them."""
+        return list(islice((token_id for token_id in count() if token_id in self), n))
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """``logits`` (..., V), in which minus infinity is written for ids that are left out."""
+        for part in self.left_out:
+            logits[..., part.start : part.stop].fill_(-inf)
+        return logits
+
+    def why_not(self, token_id: int) -> str:
+        """The reason why an id that is left out is never sampled."""
+        kind = self.media.get(token_id)
+        if kind is None:
+            return f"the id {token_id} is never sampled, as the tokenizer does not know it"
+        return f"the id {token_id} is never sampled, as it stands for {kind}s"
+
+    def check_ends(self, eos_token_ids: Iterable[int], stop_token_ids: Iterable[int]) -> None:
+        """``ValueError`` for a stop token, or for all EOS tokens, that can never be sampled."""
+        for token_id in stop_token_ids:
+            if token_id not in self:
+                raise ValueError(f"--stop_token_ids: {self.why_not(token_id)}. Leave it out, or use another id.")
+        ends = [*eos_token_ids]
+        if ends and not any(token_id in self for token_id in ends):
+            raise ValueError(
+                f"--pretrain: no response could end with EOS: {self.why_not(ends[0])}. Set eos_token_id in "
+                "generation_config.json to a token of the tokenizer, or add that token to the tokenizer."
+            )
+
+    def __str__(self) -> str:
+        """The ids that are left out, for a log line."""
+        ids = {kind: sorted(i for i in self.media if self.media[i] == kind) for kind in self.media.values()}
+        parts = [f"{', '.join(map(str, of_kind))} ({kind}s)" for kind, of_kind in ids.items()]
+        n_unknown = sum(map(len, self.left_out)) - len(self.media)
+        if n_unknown > 0:
+            parts.append(f"{n_unknown} that the tokenizer does not know, up to {self.left_out[-1][-1]}")
+        return ", ".join(parts)
+
+
+ALL_IDS = SampledIds()
+"""Leaves none out."""
