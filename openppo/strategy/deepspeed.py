@@ -35,6 +35,7 @@ from openppo.strategy.comm import InferenceStrategy, collective
 from openppo.strategy.cpu_adam import load_cpu_adam
 from openppo.strategy.determinism import fixed_order, prepare_fixed_order
 from openppo.strategy.ds_config import eval_config, merge, train_config
+from openppo.strategy.gradient_norm import join_gradient_norms
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import TrainableModel, adapted_layers
 
@@ -136,6 +137,8 @@ class DeepspeedStrategy(InferenceStrategy):
             # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would
             # hold the memory of moments that rest on the host.
             engine.optimizer._hp_optimizer_states_linked = True
+        if self.zero_stage in (1, 2):
+            join_gradient_norms(engine.optimizer, on_gpu=self.device.type == "cuda")
         self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled))
         return model
 
