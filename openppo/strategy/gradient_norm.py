@@ -1,7 +1,7 @@
 """Gradient norms of DeepSpeed's optimizers in a few kernels, instead of some 16 for each gradient.
 
 DeepSpeed 0.19.8 has two optimizers for ZeRO-1 and 2. Both skip an update, on all ranks alike, where the norm over all
-ranks is not finite. ``DeepSpeedZeroOptimizer`` (ZeRO-2, and ZeRO-1 in float32) looks at each gradient in bfloat16 before
+ranks is not finite. ``DeepSpeedZeroOptimizer`` (ZeRO-2, and ZeRO-1 in float32) looks at bfloat16 gradients before
 that, with a collective and a wait of its own (``check_overflow``), for NaN and infinity, which the norm shows too.
 ``BF16_Optimizer`` (ZeRO-1 in bfloat16) keeps all gradients in flat tensors already.
 """
