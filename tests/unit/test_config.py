@@ -339,6 +339,11 @@ def test_weights_have_names_shares_sum_to_one_and_steps_have_ranges():
         assert TrackingConfig(profile_steps=given).profiled_steps() == steps
 
 
+def test_a_bool_stands_for_on_or_off_as_in_configs_of_earlier_runs():
+    configs = (from_options(commands.TrainPPOConfig, pretrain="m", compile=value) for value in (True, False))
+    assert [config.deepspeed.compile for config in configs] == ["on", "off"]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_config_is_its_options_by_name(command):
     config_type, required = COMMANDS[command]
