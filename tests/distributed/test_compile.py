@@ -28,11 +28,15 @@ PPO = """train_ppo --pretrain {tiny}/actor --reward_pretrain {tiny}/reward --pro
 
 
 def main() -> None:
-    """Train, and write how many graphs there are, and how many of them were found in the cache."""
+    """Train, and write how many graphs there are, where they break, and how many were found in the cache."""
     config_type, build = TRAINERS[sys.argv[2]]
     build(parse_options(config_type, sys.argv[3:]), None).fit()
-    found = {"graphs": counters["stats"]["unique_graphs"], "kept": counters["inductor"]["fxgraph_cache_hit"]}
-    Path(sys.argv[1]).write_text(json.dumps(found))
+    counts = {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": counters["graph_break"],
+        "kept": counters["inductor"]["fxgraph_cache_hit"],
+    }
+    Path(sys.argv[1]).write_text(json.dumps(counts))
     leave()
 
 
@@ -42,7 +46,7 @@ def count(tiny: Path, tmp_path: Path, launch: Callable[..., str], monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
 
-    def run(command: str) -> dict[str, int]:
+    def run(command: str) -> dict[str, Any]:
         words = command.format(tiny=tiny, folder=tmp_path).split()
         launch(0, __file__, tmp_path / "counts.json", *words, real=True)
         return json.loads((tmp_path / "counts.json").read_text())
@@ -51,15 +55,14 @@ def count(tiny: Path, tmp_path: Path, launch: Callable[..., str], monkeypatch: p
 
 
 def test_rollouts_and_experience_compile_nothing_and_models_share_a_graph(count):
-    assert count(PPO)["graphs"] == 1
+    counts = count(PPO)
+    assert (counts["graphs"], counts["breaks"]) == (1, {})
 
 
 def test_evaluation_compiles_nothing_and_the_next_run_finds_the_graph(count, tmp_path):
-    assert count(SFT) == {"graphs": 1, "kept": 0}
+    assert count(SFT) == {"graphs": 1, "breaks": {}, "kept": 0}
     assert any((tmp_path / "cache" / "openppo" / "torchinductor").iterdir())
-    again = count(SFT)
-    assert again["graphs"] == 1
-    assert again["kept"] == 2, "forward and backward"
+    assert count(SFT) == {"graphs": 1, "breaks": {}, "kept": 2}, "forward and backward"
 
 
 if __name__ == "__main__":
