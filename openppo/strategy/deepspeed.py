@@ -35,6 +35,7 @@ from openppo.strategy.comm import InferenceStrategy, collective
 from openppo.strategy.cpu_adam import load_cpu_adam
 from openppo.strategy.determinism import fixed_order, prepare_fixed_order
 from openppo.strategy.ds_config import eval_config, merge, train_config
+from openppo.strategy.launches import LaunchWatch
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import TrainableModel, adapted_layers
 
@@ -86,6 +87,7 @@ class DeepspeedStrategy(InferenceStrategy):
                 "--compile gains a few percent on CPUs, or loses them: compare time/training_s with and without."
             )
         self._prepared: list[TrainableModel] = []
+        self._launches = LaunchWatch(torch.cuda.synchronize if self.device.type == "cuda" else None)
         self.seed_everything(config.seed)
 
     def seed_everything(self, seed: int) -> None:
@@ -136,7 +138,7 @@ class DeepspeedStrategy(InferenceStrategy):
             # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would
             # hold the memory of moments that rest on the host.
             engine.optimizer._hp_optimizer_states_linked = True
-        self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled))
+        self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled, self._launches))
         return model
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
