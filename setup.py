@@ -52,7 +52,7 @@ setup(
         "transformers>=5.17",  # tested with 5.17 and 5.23
         "accelerate>=1.1",  # transformers loads with it in partitions, and peft needs it
         "aiohttp>=3.12",
-        "peft>=0.19",
+        "peft>=0.20",
         "datasets>=4.0",
         "filelock>=3.20",
         "fsspec>=2024.6",

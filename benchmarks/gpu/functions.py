@@ -90,12 +90,27 @@ def commands() -> None:
     """Everything else that a user starts, at the same time: statuses, and the last metrics of each."""
     folder, script = WORK / "commands", Path(__file__).with_name("commands.sh")
     environment = os.environ | {"KIT_DRY": str(int(DRY))}
-    done = subprocess.run(["bash", str(script), str(folder)], env=environment, capture_output=True, text=True)
-    log("commands.sh", done.stdout + done.stderr[-3000:])
-    for line in (folder / "status.txt").read_text(encoding="utf-8").splitlines():
-        name, status, took = line.split()
-        emit("commands", command=name, status=int(status), seconds=int(took))
+    script_log = WORK / "logs" / "commands.sh.txt"
+    n_shown = 0
+    with open(script_log, "wb") as output:
+        process = subprocess.Popen(["bash", str(script), str(folder)], env=environment, stdout=output, stderr=output)
+    while process.poll() is None:
+        time.sleep(0.5)
+        n_shown = _show_statuses(folder / "status.txt", n_shown)
+    _show_statuses(folder / "status.txt", n_shown)
+    log("commands.sh", script_log.read_text(encoding="utf-8", errors="replace")[-6000:])
     for file in sorted(folder.glob("*/logs/metrics.jsonl")):
         last = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])
         shown = rounded(last, "reward", "loss", "kl", "rollout_log_prob_gap", "time/generation_s", "time/training_s")
         emit("last steps", run=file.parent.parent.name, step=last["step"], **shown)
+
+
+def _show_statuses(file: Path, n_shown: int) -> int:
+    """Write a row for each whole line of ``file`` after the first ``n_shown``; return the number of lines shown."""
+    if not file.exists():
+        return n_shown
+    *lines, _ = file.read_text(encoding="utf-8").split("\n")
+    for line in lines[n_shown:]:
+        name, status, took = line.split()
+        emit("commands", command=name, status=int(status), seconds=int(took))
+    return len(lines)

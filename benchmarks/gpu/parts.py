@@ -1,6 +1,7 @@
 """Stage of parts of a step: a decode step and a training micro-batch alone, by lengths and under a mask."""
 
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -98,6 +99,15 @@ def decode(model: Any, recorder: Any, row: dict[str, Any]) -> None:
         emit("decode kernels", **row, kernel=name[:100], calls=n_calls / 4, ms=round(ms / 4, 3))
 
 
+def launching_seconds(work: Callable[[], Any]) -> float:
+    """Seconds of the host in one call, without waiting for the GPU's work."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
 def train(actor: Actor, row: dict[str, Any]) -> None:
     """Write the row of a forward and backward pass, and of its longest kernels."""
     n_rows, length, size = row["rows"], row["length"], model_size(shape_of("0.5b"))
@@ -118,6 +128,7 @@ def train(actor: Actor, row: dict[str, Any]) -> None:
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     took = statistics.median(seconds(work) for _ in range(3))
+    launching = statistics.median(launching_seconds(work) for _ in range(3))
     peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
     longest = kernels(work)
     n_tokens, busy = int(mask.sum()), sum(kernel[2] for kernel in longest)
@@ -127,6 +138,7 @@ def train(actor: Actor, row: dict[str, Any]) -> None:
         **row,
         tokens=n_tokens,
         ms=round(1e3 * took, 1),
+        host_ms=round(1e3 * launching, 1),
         busy_ms=round(busy, 1),
         kernels=sum(kernel[1] for kernel in longest),
         tokens_s=round(n_tokens / took),

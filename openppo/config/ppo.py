@@ -33,10 +33,10 @@ class PPOConfig(Options):
     (default: 8; on GPUs set by --micro_rollout_tokens)."""
     micro_rollout_tokens: int | None = option(None, at_least(1))
     """Tokens in a forward pass that makes experience, padding included, instead of a number of samples (default on
-    GPUs: 32768, or less by the estimate of memory)."""
+    GPUs: 32768 or, for small layers, up to 131072; less by the estimate of memory)."""
     micro_train_tokens: int | None = option(None, at_least(1))
     """Tokens of a training micro-batch on one rank, padding included, instead of --micro_train_batch_size samples
-    (default on GPUs: 32768, or less by the estimate of memory)."""
+    (default on GPUs: 32768 or, for small layers, up to 131072; less by the estimate of memory)."""
     share_prompts: Literal["auto", "off"] = "auto"
     """Compute the common beginning of several samples, such as their prompt, once per pass, where exact and faster."""
     n_samples_per_prompt: int = option(1, at_least(1), resume="must match")

@@ -42,6 +42,7 @@ from openppo.strategy.cpu_adam import load_cpu_adam
 from openppo.strategy.determinism import fixed_order, prepare_fixed_order
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.gradient_norm import join_gradient_norms
+from openppo.strategy.launches import LaunchWatch
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import TrainableModel, adapted_layers
 
@@ -94,6 +95,7 @@ class DeepspeedStrategy(InferenceStrategy):
                 "--compile gains a few percent on CPUs, or loses them: compare time/training_s with and without."
             )
         self._prepared: list[TrainableModel] = []
+        self._launches = LaunchWatch(torch.cuda.synchronize if self.device.type == "cuda" else None)
         self.seed_everything(config.seed)
 
     def seed_everything(self, seed: int) -> None:
@@ -146,7 +148,7 @@ class DeepspeedStrategy(InferenceStrategy):
             engine.optimizer._hp_optimizer_states_linked = True
         if self.zero_stage in (1, 2):
             join_gradient_norms(engine.optimizer, on_gpu=self.device.type == "cuda")
-        self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled))
+        self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled, self._launches))
         return model
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:

@@ -11,6 +11,8 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters, unwrap_model_for_generation
 from torch import Tensor, nn
 
+from openppo.strategy.launches import LaunchWatch
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, by their names in its state."""
 GATHERED_BYTES = 2**30
@@ -35,8 +37,10 @@ class TrainableModel:
         engine: deepspeed.DeepSpeedEngine,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         uncompiled: Callable[[], AbstractContextManager[None]],
+        launches: LaunchWatch,
     ) -> None:
         self.deepspeed, self.scheduler, self._uncompiled = engine, scheduler, uncompiled
+        self._launches = launches
         self._host: dict[tuple[int, str], Tensor] = {}  # offloaded moments: pinning each time anew would take long
 
     @property
@@ -50,6 +54,8 @@ class TrainableModel:
         return float(self.scheduler.get_last_lr()[0])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._launches.before_forward()
         return self.deepspeed(*args, **kwargs)
 
     def train(self, mode: bool = True) -> None:
@@ -65,6 +71,7 @@ class TrainableModel:
         # Before the backward too: ZeRO-1 and 2 reduce gradients in hooks that ask for the boundary.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss)
+        self._launches.after_backward(last)
 
     def offload_adam_moments(self) -> None:
         """Move Adam's moments to the host; ``load_adam_moments`` must come before the next ``step``.

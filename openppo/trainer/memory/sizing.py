@@ -1,7 +1,7 @@
 """An estimate of memory in the log, before a model is loaded; and on GPUs sizes of batches that it allows."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,21 +22,40 @@ from openppo.trainer.memory.estimate import Estimate, Lengths, Machine, estimate
 from openppo.trainer.supervised.batches import PACKED_ROW
 
 Sizes = dict[str, ModelSize]
-TOKEN_BUDGETS = (32768, 16384, 8192, 4096, 2048)
-"""Tokens of a micro-batch on a GPU, the first that fits: of fewer, kernels take less time than launching them."""
+TOKEN_BUDGETS = (131072, 65536, 32768, 16384, 8192, 4096, 2048)
+"""Tokens of a micro-batch on a GPU: of fewer, kernels take less time than launching them."""
+_USUAL_BUDGET = 32768
+_LAUNCHING_A_LAYER = 6e-3
+"""Seconds of the host for a forward and backward pass of a layer, and ``_FLOPS`` that training reaches in a second.
+
+On an H200 with a model of 0.5B, benchmarks/results/2026-11-27-h200.md.
+"""
+_FLOPS = 2.5e14
 _SHARE = 0.9  # of a GPU's memory; the rest is for what allocators keep
 _SCALAR, _PROCESS = ("reward model", "critic"), "process reward model"  # roles with a scalar head, with whole logits
 
 
-def sizes_for_gpu(config: TrainPPOConfig, estimate_of: Callable[[TrainPPOConfig], Estimate]) -> TrainPPOConfig:
-    """``config`` with the largest token budgets that fit, where it gives no size of micro-batches.
+def token_budgets(actor: ModelSize) -> Sequence[int]:
+    """Budgets worth trying, the largest first: of more tokens than the first, training does not wait for launches.
+
+    A token takes six operations for each parameter, forward and backward.
+    """
+    launching_s = _LAUNCHING_A_LAYER * actor.layers
+    enough = max(_USUAL_BUDGET, launching_s * _FLOPS / (6 * actor.n_parameters))
+    return [tokens for tokens in TOKEN_BUDGETS if tokens < 2 * enough]
+
+
+def sizes_for_gpu(
+    config: TrainPPOConfig, estimate_of: Callable[[TrainPPOConfig], Estimate], budgets: Sequence[int]
+) -> TrainPPOConfig:
+    """``config`` with the first token budgets that fit, where it gives no size of micro-batches.
 
     As it is on CPUs, and where no budget fits: then a few samples do, or nothing.
     """
     given = {"micro_train_tokens": config.batch.micro_train_batch_size}
     given["micro_rollout_tokens"] = config.ppo.micro_rollout_batch_size
     for (name, rows), phase in zip(given.items(), ("training", "experience"), strict=True):
-        for tokens in TOKEN_BUDGETS if rows is None and vars(config.ppo)[name] is None else ():
+        for tokens in budgets if rows is None and vars(config.ppo)[name] is None else ():
             budget: dict[str, Any] = {name: tokens}
             sized = replace(config, ppo=replace(config.ppo, **budget))
             estimate = estimate_of(sized)
@@ -74,7 +93,7 @@ def estimated_ppo(
     if sizes is None:
         return config, None
     machine = _machine(config, strategy)
-    sized = sizes_for_gpu(config, lambda one: estimate_ppo(one, lengths, sizes, machine))
+    sized = sizes_for_gpu(config, lambda one: estimate_ppo(one, lengths, sizes, machine), token_budgets(sizes["actor"]))
     chosen = {name: n for name, n in vars(sized.ppo).items() if n != vars(config.ppo)[name]}
     if chosen:
         flags = " ".join(f"--{name} {tokens}" for name, tokens in chosen.items())

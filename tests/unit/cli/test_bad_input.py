@@ -184,7 +184,7 @@ def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(run_line, monkey
         assert ended.code == 0, ended.stderr
         for part in ("memory on each of 4 ranks", "training", "fits into 80.0 GiB", "checkpoint"):
             assert part in ended.stderr
-        budgets = "micro-batches by the GPU's memory: --micro_rollout_tokens 32768 --micro_train_tokens 32768"
+        budgets = "micro-batches by the GPU's memory: --micro_rollout_tokens 131072 --micro_train_tokens 131072"
         assert (budgets in ended.stderr) is (command == "ppo")
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 

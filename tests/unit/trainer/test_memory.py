@@ -24,7 +24,7 @@ from openppo.trainer.memory.estimate import (
     pass_bytes,
 )
 from openppo.trainer.memory.shortage import compare
-from openppo.trainer.memory.sizing import TOKEN_BUDGETS, log_memory, sizes_for_gpu
+from openppo.trainer.memory.sizing import TOKEN_BUDGETS, log_memory, sizes_for_gpu, token_budgets
 from tests.images import IMAGE, llava, random_image
 
 M, GIB = 1_000_000, 2**30
@@ -310,12 +310,15 @@ def test_pairs_of_supervised_training_are_two_rows() -> None:
 WIDE = {role: SIZES[role]._replace(width=20_000, vocabulary=50_000) for role in ("actor", "critic")}
 
 
+USUAL = [tokens for tokens in TOKEN_BUDGETS if tokens <= 32768]
+
+
 def sized(memory: float, on_cpu: bool = False, **options: Any) -> tuple[dict[str, int | None], Estimate]:
     """Budgets of training and experience on a fake device of so many GiB, and the estimate with them."""
     given = {"pretrain": "p", "prompt_data": "d", "reward_fn": "r", "train_batch_size": 512}
     config = from_options(TrainPPOConfig, **given, **options)
     fake = Machine(config.deepspeed, on_cpu=on_cpu, memory=round(memory * GIB))
-    made = sizes_for_gpu(config, lambda one: estimate_ppo(one, LENGTHS, WIDE, fake))
+    made = sizes_for_gpu(config, lambda one: estimate_ppo(one, LENGTHS, WIDE, fake), USUAL)
     budgets = {"train": made.ppo.micro_train_tokens, "rollout": made.ppo.micro_rollout_tokens}
     return budgets, estimate_ppo(made, LENGTHS, WIDE, fake)
 
@@ -330,6 +333,16 @@ def test_a_gpu_gets_the_largest_budgets_that_its_memory_takes() -> None:
     assert 0 < (found[4]["train"] or 0) < 16384
 
 
+@pytest.mark.parametrize(
+    ("n_parameters", "layers", "largest"),
+    [(7_600_000_000, 28, 32768), (494_000_000, 24, 32768), (135_000_000, 30, 65536), (1_000_000, 4, 131072)],
+)
+def test_a_model_of_small_layers_gets_budgets_that_hide_its_launches(n_parameters: int, layers: int, largest: int):
+    budgets = token_budgets(SIZES["actor"]._replace(n_parameters=n_parameters, layers=layers))
+    assert budgets[0] == largest
+    assert budgets == [tokens for tokens in TOKEN_BUDGETS if tokens <= largest]
+
+
 def test_given_sizes_and_cpus_keep_theirs() -> None:
     assert sized(80, on_cpu=True)[0] == {"train": None, "rollout": None}
     assert sized(80, micro_train_batch_size=4)[0] == {"train": None, "rollout": 32768}
@@ -339,7 +352,7 @@ def test_given_sizes_and_cpus_keep_theirs() -> None:
 
 def test_a_chosen_budget_is_within_nine_tenths_and_twice_is_not() -> None:
     (budgets, estimate), room = sized(8), 0.9 * (8 - 0.5) * GIB
-    assert budgets["train"] in TOKEN_BUDGETS[1:]
+    assert budgets["train"] in USUAL[1:]
     twice = sized(8, micro_train_tokens=2 * (budgets["train"] or 0))[1]
     assert estimate.phases["training"] <= room < twice.phases["training"]
 
