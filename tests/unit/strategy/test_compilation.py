@@ -15,6 +15,7 @@ from openppo.strategy import DeepspeedStrategy, compilation
 from openppo.strategy import deepspeed as strategies
 from openppo.strategy.compilation import compile_layers, compiles_by_default, missing_tool, obstacle
 from openppo.trainer.checkpointer import Checkpointer
+from openppo.trainer.resume.compatible import check_compatible
 from openppo.trainer.summary import model_role
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -135,11 +136,18 @@ def test_on_is_an_error_where_it_cannot_be(monkeypatch):
         prepared(Named(), compile="on")
 
 
-@pytest.mark.parametrize(("option", "in_force"), [("auto", "off"), ("on", "on")])
-def test_a_checkpoint_knows_whether_layers_were_compiled(option, in_force, tmp_path):
-    config = from_options(TrainSFTConfig, pretrain="p", dataset="d", save_path=str(tmp_path), compile=option)
-    checkpointer = Checkpointer(config, DeepspeedStrategy(config.deepspeed), "sft", {})
-    assert checkpointer.identity["options"]["compile"] == in_force
+def identity(folder: Path, option: str) -> dict[str, Any]:
+    """What a checkpoint in ``folder`` of a run with this ``--compile`` is compared by."""
+    config = from_options(TrainSFTConfig, pretrain="p", dataset="d", save_path=str(folder), compile=option)
+    return Checkpointer(config, DeepspeedStrategy(config.deepspeed), "sft", {}).identity
+
+
+def test_a_run_that_resumes_uncompiled_says_so(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "openppo"):
+        check_compatible(tmp_path, identity(tmp_path, "off"), identity(tmp_path, "auto"))
+        assert "differ" not in caplog.text
+        check_compatible(tmp_path, identity(tmp_path, "on"), identity(tmp_path, "auto"))
+    assert "options that differ from the checkpoint's, in force from now on: --compile on -> off" in caplog.text
 
 
 @pytest.mark.parametrize("cache_home", [True, False])
