@@ -84,6 +84,7 @@ setup(
             "vaderSentiment",
             "wandb",
         ],
+        "gpu": ["liger-kernel==0.8.5"],
         "docs": ["mkdocs-material>=9.7", "mike>=2.1"],
         "flash": ["flash-attn"],
         "math": ["math-verify"],

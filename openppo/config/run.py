@@ -110,6 +110,8 @@ class DeepSpeedConfig(Options):
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile trained models' layers with torch.compile (auto: on GPUs; not with --zero_stage 3; needs a C compiler, on
     CPUs C++)."""
+    fused_kernels: Literal["auto", "off"] = "auto"
+    """Norms, rotary embeddings and gated MLPs in one kernel each (auto: on GPUs, with liger-kernel installed)."""
     overlap_comm: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients during the backward pass, in one more bucket of memory (auto: on several GPUs or for ZeRO-3)."""
     deterministic: bool = False

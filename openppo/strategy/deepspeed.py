@@ -76,7 +76,7 @@ class DeepspeedStrategy(InferenceStrategy):
         config.validate()
         if config.deterministic:
             prepare_fixed_order()
-        super().__init__(config.bf16, timeout, rollout_ranks)
+        super().__init__(config.bf16, timeout, rollout_ranks, config.fused_kernels)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         self.config = config
         self.overrides = overrides or {}
@@ -131,7 +131,7 @@ class DeepspeedStrategy(InferenceStrategy):
             _enable_gradient_checkpointing(module)
         if self.compiles:
             self._compile_layers(module)
-        module.to(self.device)
+        self.fuse(module.to(self.device))
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = self._adam(trained, adam, learning_rate)
         scheduler = learning_rate_schedule(optimizer, adam, total_steps)
@@ -160,6 +160,7 @@ class DeepspeedStrategy(InferenceStrategy):
         if self.zero_stage < 3:
             return super().prepare_frozen(module)
         module.requires_grad_(False)
+        self.fuse(module)
         engine, *_ = deepspeed.initialize(model=module, config=merge(eval_config(self.config.bf16), self.overrides))
         engine.eval()
         return engine

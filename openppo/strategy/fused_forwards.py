@@ -2,16 +2,21 @@
 
 import contextlib
 import io
+import subprocess
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 """The global name by which attention of transformers calls it."""
+
+
+ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, OSError, subprocess.SubprocessError)
 
 
 @dataclass(frozen=True)
@@ -35,19 +40,43 @@ def load_kernels() -> Kernels:
     return Kernels(
         rms_norm=ops.LigerRMSNormFunction,
         rotary=ops.LigerRopeFunction,
-        silu_product=ops.LigerSiLUMulFunction,
-        gelu_product=ops.LigerGELUMulFunction,
+        silu_product=_backward_once(ops.LigerSiLUMulFunction),
+        gelu_product=_backward_once(ops.LigerGELUMulFunction),
         joined_silu_product=LigerFusedGateUpSiLUMulFunction,
     )
 
 
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """Errors of kernels that do not compile, or do not take shapes or arguments."""
+    import triton
+
+    return (*ERRORS, triton.TritonError)
+
+
+def _backward_once(function: Any) -> Any:
+    """The function, whose backward writes gradients over what it has saved, so that a second one is an error."""
+
+    class Once(function):
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            saved = ctx.saved_tensors
+            result = function.backward(ctx, *gradients)
+            if not torch.compiler.is_compiling():
+                torch.autograd.graph.increment_version(saved)
+            return result
+
+    return Once
+
+
 def attach(module: nn.Module, forward: Callable[..., Any], kind: str, settings: Any) -> None:
+    """Give one module, not its class, that forward, which reads ``settings`` from it."""
     module.__dict__["fused_kernel"] = kind
     module.__dict__["fused_settings"] = settings
     module.__dict__["forward"] = types.MethodType(forward, module)
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """Of an RMSNorm, (..., H) to the same."""
     function, settings, device_type = self.fused_settings
     if hidden_states.device.type != device_type or hidden_states.dtype != self.weight.dtype:
         output: Tensor = type(self).forward(self, hidden_states)
@@ -57,26 +86,24 @@ def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def mlp_forward(self: Any, x: Tensor) -> Tensor:
+    """Of an MLP with a gate, (..., H) to the same."""
     function, _, device_type = self.fused_settings
     if x.device.type != device_type:
         output: Tensor = type(self).forward(self, x)
     else:
-        output = self.down_proj(_product(function, self.gate_proj(x), self.up_proj(x)))
+        output = self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x)))
     return output
 
 
-def _joinedmlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
+def joined_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """Of one whose projections to gate and values are joined, as Phi-3's."""
     function, _, device_type = self.fused_settings
     if hidden_states.device.type != device_type:
         output: Tensor = type(self).forward(self, hidden_states)
     else:
-        output = self.down_proj(function.apply(self.gate_up_proj(hidden_states)))
-    return output
-
-
-def _product(function: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """Activation of ``gate``, times ``up``; the kernel's backward writes into both, so that it can run only once."""
-    output: Tensor = function.apply(gate, up)
+        joined = self.gate_up_proj(hidden_states)
+        rows = function.apply(joined.flatten(0, -2))  # whose gradient has no more dimensions than that
+        output = self.down_proj(rows.view(*joined.shape[:-1], -1))
     return output
 
 
@@ -95,6 +122,8 @@ def with_rotary(forward: types.FunctionType, kernel: Any, device_type: str) -> t
 
 @cache
 def rotary_function(plain: Callable[..., Any], kernel: Any, device_type: str) -> Callable[..., Any]:
+    """The kernel in the form of ``plain``, which gets tensors on other devices, and shapes that the kernel lacks."""
+
     def apply_rotary_pos_emb(
         queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ and of single tokens. liger-kernel's own functions replace classes of the whole 
 
 import copy
 import importlib.util
+import math
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from openppo.strategy.fused_forwards import (
     ROTARY_FUNCTION,
     attach,
     joined_mlp_forward,
+    kernel_errors,
     load_kernels,
     mlp_forward,
     norm_forward,
@@ -35,9 +37,16 @@ _SHAPES = ((2, 7), (3, 1))
 Choices = dict[str, tuple[Any, ...] | None]
 
 
-def are_there(device: torch.device) -> bool:
-    """Test for a GPU and the packages of its kernels."""
-    return device.type == "cuda" and all(map(importlib.util.find_spec, ("liger_kernel", "triton")))
+def has_kernels(device: torch.device, comm: Comm) -> bool:
+    """Test for GPUs and the packages of their kernels, on all ranks. Collective on GPUs."""
+    if device.type != "cuda":
+        return False
+    is_installed = all(map(importlib.util.find_spec, ("liger_kernel", "triton")))
+    if all(comm.all_gather_object(is_installed)):
+        return True
+    missing = "" if is_installed else ": install liger-kernel (pip install 'openppo[gpu]')"
+    logger.info("fused kernels: none, so norms and activations take several kernels each%s", missing)
+    return False
 
 
 def fuse_kernels(module: nn.Module, device: torch.device, comm: Comm) -> Counter[str]:
@@ -56,8 +65,13 @@ def fuse_kernels(module: nn.Module, device: torch.device, comm: Comm) -> Counter
         if binding is not None and (choice := agreed.get(binding.name)) is not None:
             binding.bind(child, choice, device.type)
             counts[binding.kind] += 1
-    plain = [name for name in bindings if agreed.get(name) is None]
-    _log(type(base_of_head(module)).__name__, counts, plain)
+    plain = [
+        f"{name} ({binding.reason or 'differs on another rank'})"
+        for name, binding in bindings.items()
+        if agreed.get(name) is None
+    ]
+    names = (type(child).__name__ for child in module.modules() if hasattr(type(child), "config_class"))
+    _log(next(names, type(module).__name__), counts, plain)
     return counts
 
 
@@ -66,20 +80,14 @@ def fused_in(module: nn.Module) -> list[str]:
     return sorted({vars(child)["fused_kernel"] for child in module.modules() if "fused_kernel" in vars(child)})
 
 
-def base_of_head(module: Any) -> Any:
-    """The model of transformers in one of ours, and in one of PEFT."""
-    while isinstance(inner := getattr(module, "model", None), nn.Module) and not hasattr(module, "config_class"):
-        module = inner
-    return module
-
-
 def _log(model: str, counts: Counter[str], plain: Sequence[str]) -> None:
     if counts:
         bound = ", ".join(f"{kind} ({n})" for kind, n in sorted(counts.items()))
         left = f"; as they were: {', '.join(plain)}" if plain else ""
         logger.info("fused kernels in %s: %s%s", model, bound, left)
     else:
-        logger.info("fused kernels: %s has no module that they compute alike, and stays as it is", model)
+        reasons = f": {', '.join(plain)}" if plain else ""
+        logger.info("fused kernels: %s stays as it is, as none computes a part of it alike%s", model, reasons)
 
 
 class _Binding:
@@ -89,6 +97,8 @@ class _Binding:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, f"{self.kind} of {name}"
+        self.reason = ""
+        """Why no candidate was chosen."""
 
     def candidates(self) -> Sequence[tuple[Any, ...]]:
         """Settings of the kernel that may be the module's."""
@@ -106,19 +116,25 @@ class _Binding:
         """The settings with the least error, if that is small in both dtypes."""
         errors = {}
         for settings in self.candidates():
-            of_dtypes = {dtype: self._error(settings, device, dtype) for dtype in _LARGEST_ERRORS}
-            if all(of_dtypes[dtype] <= most for dtype, most in _LARGEST_ERRORS.items()):
-                errors[settings] = of_dtypes[torch.bfloat16]
-        return min(errors, key=errors.__getitem__) if errors else None
+            worst = 0.0
+            for dtype, most in _LARGEST_ERRORS.items():
+                worst = max(worst, self._error(settings, device, dtype) / most)
+            errors[settings] = worst
+        best = min(errors, key=errors.__getitem__)
+        if errors[best] <= 1:
+            return best
+        if errors[best] < math.inf:
+            self.reason = f"differs by {errors[best]:.2g} times what rounding may leave"
+        return None
 
     def _error(self, settings: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> float:
         generator_state = torch.random.get_rng_state()
         try:
             torch.manual_seed(0)  # random numbers are drawn on the host
             return self.compare(settings, device, dtype)
-        except (RuntimeError, TypeError, ValueError) as error:  # shapes or arguments that the kernel does not take
-            logger.debug("%s: %s", self.name, error)
-            return float("inf")
+        except kernel_errors() as error:
+            self.reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            return math.inf
         finally:
             torch.random.set_rng_state(generator_state)
 
@@ -293,11 +309,11 @@ def _difference(
             outputs = function(*(leaf * 1 for leaf in leaves))  # kernels may write into what they get
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             total = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
-            gradients = torch.autograd.grad(total, [*leaves, *parameters])  # type: ignore[arg-type]
+            gradients = torch.autograd.grad(total, [*leaves, *parameters])
         results.append([x.detach().float() for x in (*outputs, *gradients)])
     return max(_relative(ours, expected) for expected, ours in zip(*results, strict=True))
 
 
 def _relative(ours: Tensor, expected: Tensor) -> float:
     error = float((ours - expected).norm() / expected.norm().clamp_min(1e-12))
-    return error if error == error else float("inf")
+    return math.inf if math.isnan(error) else error
