@@ -14,6 +14,7 @@ COMPARED = "reward kl policy_loss value_loss grad_norm actor_grad_norm response_
 VARIANTS: dict[str, tuple[str, ...]] = {
     "base": (),
     "uncompiled": ("--compile", "off"),
+    "unfused": ("--fused_kernels", "off"),
     "ZeRO-3": ("--zero_stage", "3"),
     "EMA": ("--enable_ema",),
     "offload_idle": ("--offload_idle",),

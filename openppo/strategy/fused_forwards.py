@@ -115,6 +115,7 @@ def with_rotary(forward: types.FunctionType, kernel: Any, device_type: str) -> t
     """
     plain = forward.__globals__[ROTARY_FUNCTION]
     names = {**forward.__globals__, ROTARY_FUNCTION: rotary_function(plain, kernel, device_type)}
+    del names["__name__"]  # by which torch.compile would look for the plain function in its module
     fused = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     fused.__kwdefaults__ = forward.__kwdefaults__
     return fused
