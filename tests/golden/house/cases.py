@@ -102,11 +102,6 @@ CASES = (
         --train_batch_size 16 --max_staleness 0""",
     ),
     case(
-        "tasks_of_functions",
-        f"""train_ppo --pretrain ../inputs/actor --tasks ../inputs/functions.yaml {STEP} {GROUPS} --max_num_seqs 2
-        --advantage_estimator group_norm --max_staleness 0""",
-    ),
-    case(
         "staleness_0",
         f"{COUNT} {GROUPS} --advantage_estimator group_norm --rollout_ranks 1 --max_staleness 0",
         ranks=2,

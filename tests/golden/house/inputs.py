@@ -43,10 +43,6 @@ def parity(responses, labels):
     return [float(label % 2 or len(each) % 2) for each, label in zip(responses, labels)]
 
 
-def shortness(responses):
-    return [1 - len(each) / 8 for each in responses]
-
-
 def count(responses):
     return [each.count("a") / (1 + len(each)) for each in responses]
 """
@@ -118,13 +114,7 @@ tasks:
   - {name: talk, agent: "../inputs/agent.py:talk", data: ../inputs/prompts.jsonl, ratio: 0.3, options: {max_turns: 1}}
   - {name: game, ratio: 0.2, options: {environment: "../inputs/game.py:Game"}}
 """
-FUNCTIONS = """
-tasks:
-  - {name: letters, data: ../inputs/prompts.jsonl, reward: "../inputs/reward.py:count", ratio: 0.5}
-  - {name: long, data: ../inputs/documents.jsonl, reward: "../inputs/reward.py:shortness", ratio: 0.5}
-"""
 CODE = {
-    "functions.yaml": FUNCTIONS,
     "reward.py": REWARD,
     "game.py": GAME,
     "tools.py": TOOLS,

@@ -60,7 +60,7 @@ def classify(recordings: Sequence[Leaves]) -> dict[Path, int]:
     unsteady = {path[-1] for path, level in levels.items() if path[0] == "metrics" and level == FREE}
     by_chance = any(level == FREE and path[0] in ("samples", "outputs") for path, level in levels.items())
     last_bits = any(level != EXACT and path[0] in BY_BITS[1:] for path, level in levels.items())
-    checks = {path[:3] for path, level in levels.items() if path[2:3] == ("self-check",) and level != EXACT}
+    wholes = {place for path, level in levels.items() if level != EXACT and (place := counted_in(path))}
     for path in levels:
         if path[0] in BY_BITS and by_chance:
             levels[path] = FREE
@@ -70,9 +70,16 @@ def classify(recordings: Sequence[Leaves]) -> dict[Path, int]:
             levels[path] = FREE
         if last_bits and path[0] == "weights" and path[-1] == "checksum":
             levels[path] = FREE
-        if path[:3] in checks:
+        if counted_in(path) in wholes:
             levels[path] = FREE
     return levels
+
+
+def counted_in(path: Path) -> Path | None:
+    """The self-check or the histogram that a leaf is one line or bar of; unsteady ones may get others."""
+    if path[0] == "log" and path[2] == "self-check":
+        return path[:3]
+    return path[:-1] if path[0] == "invariants" and len(path) == 5 else None
 
 
 def agreement(values: Sequence[Any]) -> int:
