@@ -15,7 +15,7 @@ from tests.golden.house.cases import BY_NAME, Case
 from tests.golden.house.compare import Recording, differences, unused
 from tests.golden.house.files import load, load_all, save
 from tests.golden.house.record import TIMES, recorder
-from tests.golden.house.references import Starts
+from tests.golden.house.references import NoStart, Starts
 from tests.golden.house.renames import RENAMES
 
 SHOWN = 15
@@ -70,7 +70,10 @@ def check_cases(cases: Sequence[Case], is_whole: bool) -> int:
     recorded, now = {}, {}
     with recorder() as played, Starts() as starts:
         for case in cases:
-            recorded[case.name] = starts.reference(case)
+            try:
+                recorded[case.name] = starts.reference(case)
+            except NoStart as reason:
+                sys.exit(f"{case.name}: {reason}")
             now[case.name] = played.record(case, times=1)
     return report(recorded, now, is_whole)
 

@@ -44,7 +44,9 @@ def git(*words: str, repo: Path = REPO) -> str:
 
 
 def commit_of(repo: Path = REPO) -> str:
-    """The newest commit that changed the package, with ``+`` if the work tree has changed it since."""
+    """The newest commit that changed the package, and ``+`` if the work tree did since; ``+`` alone without git."""
+    if not (repo / ".git").exists():
+        return "+"
     changed = git("status", "--porcelain", "--", *PACKAGE, repo=repo)
     return git("log", "-1", "--format=%H", "--", *PACKAGE, repo=repo) + ("+" if changed else "")
 
