@@ -23,27 +23,55 @@ SHOWN = 15
 
 
 def main() -> None:
-    """Parse the command line and run one of the three commands."""
+    """Run the command that the first word names."""
+    commands = {"record": record, "compare": compare, "check": check}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    record = commands.add_parser("record", help="play cases several times and write what they leave")
-    record.add_argument("folder", type=Path, help="where CASE.json is written, such as tests/golden/house/recorded")
-    record.add_argument("--package", type=Path, help="a checkout of another commit, whose openppo is run")
-    record.add_argument("--times", type=int, default=TIMES, help="how often each case is played")
-    record.add_argument("cases", nargs="*", metavar="CASE", help="all without one")
-    compare = commands.add_parser("compare", help="compare two folders of recordings")
-    compare.add_argument("recorded", type=Path, help="what should be")
-    compare.add_argument("now", type=Path, help="what is")
-    check = commands.add_parser("check", help="play cases once and compare them with the committed recordings")
-    check.add_argument("cases", nargs="*", metavar="CASE", help="all without one")
-    args = parser.parse_args()
-    if args.command == "record":
-        record_cases(args.folder, chosen(args.cases), args.package and args.package.resolve(), args.times)
-    elif args.command == "compare":
-        recorded, now = load_all(args.recorded), load_all(args.now)
-        sys.exit(report(recorded, now, is_whole=True))
-    else:
-        sys.exit(check_cases(chosen(args.cases), is_whole=not args.cases))
+    parser.add_argument("command", choices=commands, help="what to do")
+    sys.exit(commands[parser.parse_args(sys.argv[1:2]).command](sys.argv[2:]))
+
+
+def record(words: list[str]) -> int:
+    """Play cases several times and write what they leave."""
+    parser = argparse.ArgumentParser(prog="record", description=record.__doc__)
+    parser.add_argument("folder", type=Path, help="where CASE.json is written, such as tests/golden/house/recorded")
+    parser.add_argument("--package", type=Path, help="a checkout of another commit, whose openppo is run")
+    parser.add_argument("--times", type=int, default=TIMES, help="how often each case is played at least")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="all without one")
+    args = parser.parse_intermixed_args(words)
+    cases = chosen(args.cases)
+    with recorder(args.package and args.package.resolve()) as played:
+        for case in cases:
+            start, file = time.monotonic(), args.folder / f"{case.name}.json"
+            recording = played.record(case, args.times, load(file) if file.exists() else None)
+            save(recording, args.folder)
+            unsteady = f"close: {len(recording.close)}, free: {len(recording.free)}"
+            print(f"{case.name}: {time.monotonic() - start:.1f} s; {unsteady}", flush=True)
+    return 0
+
+
+def compare(words: list[str]) -> int:
+    """Compare two folders of recordings."""
+    parser = argparse.ArgumentParser(prog="compare", description=compare.__doc__)
+    parser.add_argument("recorded", type=Path, help="what should be")
+    parser.add_argument("now", type=Path, help="what is")
+    args = parser.parse_args(words)
+    return report(load_all(args.recorded), load_all(args.now), is_whole=True)
+
+
+def check(words: list[str]) -> int:
+    """Play cases once and compare them with the committed recordings."""
+    parser = argparse.ArgumentParser(prog="check", description=check.__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="all without one")
+    args = parser.parse_args(words)
+    recorded, now = {}, {}
+    with recorder() as played, Starts() as starts:
+        for case in chosen(args.cases):
+            try:
+                recorded[case.name] = starts.reference(case)
+            except NoStart as reason:
+                sys.exit(f"{case.name}: {reason}")
+            now[case.name] = played.record(case, times=1)
+    return report(recorded, now, is_whole=not args.cases)
 
 
 def chosen(names: Sequence[str]) -> list[Case]:
@@ -51,31 +79,6 @@ def chosen(names: Sequence[str]) -> list[Case]:
     if unknown := [name for name in names if name not in BY_NAME]:
         sys.exit(f"no case is called {', '.join(unknown)}. The cases are {', '.join(BY_NAME)}.")
     return [BY_NAME[name] for name in names or BY_NAME]
-
-
-def record_cases(folder: Path, cases: Sequence[Case], package: Path | None, times: int) -> None:
-    """Write a recording of each case into ``folder``."""
-    with recorder(package) as played:
-        for case in cases:
-            start = time.monotonic()
-            file = folder / f"{case.name}.json"
-            recording = played.record(case, times, load(file) if file.exists() else None)
-            save(recording, folder)
-            unsteady = f"; close: {len(recording.close)}, free: {len(recording.free)}"
-            print(f"{case.name}: {time.monotonic() - start:.1f} s{unsteady}", flush=True)
-
-
-def check_cases(cases: Sequence[Case], is_whole: bool) -> int:
-    """Play each case once and compare it; the exit status."""
-    recorded, now = {}, {}
-    with recorder() as played, Starts() as starts:
-        for case in cases:
-            try:
-                recorded[case.name] = starts.reference(case)
-            except NoStart as reason:
-                sys.exit(f"{case.name}: {reason}")
-            now[case.name] = played.record(case, times=1)
-    return report(recorded, now, is_whole)
 
 
 def report(recorded: Mapping[str, Recording], now: Mapping[str, Recording], is_whole: bool) -> int:

@@ -49,7 +49,12 @@ CASES = (
         f"""{MODEL} --max_epochs 2 --eval_data ../inputs/heldout.jsonl --eval_steps 1 --save_value_network
         --entropy_coef 0.01 --normalize_reward --reward_normalizer running""",
     ),
-    case("function", f"{LABELS} --reward_fn ../inputs/reward.py --reward_weights short=2 --init_kl_coef 0"),
+    case(
+        "function",
+        f"""{LABELS} --reward_fn ../inputs/reward.py --reward_weights short=2 --init_kl_coef 0
+        --prompt_data ../inputs/prompts.jsonl,../inputs/long.jsonl --prompt_data_probs 0.5,0.5
+        --eval_data ../inputs/heldout.jsonl,../inputs/words.jsonl --eval_steps 2""",
+    ),
     case(
         "prm",
         f"""{PPO} --prm_pretrain ../inputs/actor --prm_placeholder_token h --prm_reward_tokens a b --step_separator d

@@ -7,7 +7,10 @@ _NUMBER = r"(?<![A-Za-z\d])[-+]?\d+(,\d{3})*(\.\d+)*(e[-+]?\d+)?"
 _BAR = re.compile(r"\d+%\||\dit/s|s/it|\?it/s")
 _UNITS = re.compile(r"N (KiB|MiB|GiB)\b")
 _DURATION = re.compile(r"N h N min\b|N min N s\b|N (min|s|ms)\b")
-_LIBRARY = re.compile(r"\[\d{4}-\d\d-\d\d |\[rank\d+\]:? ?\[W|\[?W\d{4} |\[Gloo\]")
+_LIBRARY = re.compile(
+    r"\[\d{4}-\d\d-\d\d |\[rank\d+\]:? ?\[W|\[?W\d{4} |\[Gloo\]|(See .*)?nanobind| - (leaked|\.\.\.) "
+)
+"""Lines of deepspeed, torch, gloo and triton, which depend on how a process is started and on what is installed."""
 _TEMPORARY = re.compile(r"(\.adapters)_\w+")
 _CHECK = re.compile(r"\[openppo\] self-check( of step N|: what the first step)")
 _CHECK_ENDS = re.compile(r"\[openppo\] self-check: masks|(?!\[openppo\])")
