@@ -76,6 +76,16 @@ CASES = (
     ),
     case("dr_grpo", f"{COUNT} {GROUPS} --advantage_estimator dr_grpo --rollout_correction tis"),
     case("remax", f"{COUNT} --advantage_estimator remax"),
+    case("cispo", f"{COUNT} {GROUPS} --advantage_estimator group_norm --policy_loss_type cispo --max_epochs 2"),
+    case("double_sided", f"{MODEL} --policy_loss_type double_sided --value_clip 0.1 --max_epochs 2"),
+    case(
+        "several_rewards",
+        f"""{MODEL} --reward_fn ../inputs/reward.py:count --verifiable_reward length --verify_length 3
+        --reward_weights reward_model=0.5 length=2""",
+    ),
+    case(
+        "chat", f"train_sft {SUPERVISED} --pretrain ../inputs/chat --apply_chat_template --dataset ../inputs/sft.jsonl"
+    ),
     case("lora", f"{MODEL} --lora_rank 4 --critic_lora_rank 2 --gradient_checkpointing"),
     case("ema", f"{MODEL} --enable_ema --ema_beta 0.5 --bf16"),
     case("value_pretraining", f"{MODEL} --value_pretrain_steps 1 --freezing_actor_steps 1"),
