@@ -62,7 +62,7 @@ def test_every_option_is_used():
 
 def test_every_flag_in_documents_and_examples_exists():
     """Of any command or program; on a command line, after ``openppo.cli.X``, of X."""
-    sources = [file for folder in ("examples", "benchmarks") for file in (REPO / folder).rglob("*.py")]
+    sources = [file for folder in ("examples", "benchmarks", "tests/golden") for file in (REPO / folder).rglob("*.py")]
     declared = re.compile(r"add_argument\(\s*[\"']--([a-z][a-z0-9_-]*)")
     scripts = {flag for file in sources for flag in declared.findall(file.read_text(encoding="utf-8"))}
     scripts |= set(re.findall(r"^ +--([a-z]+)\)", (REPO / "benchmarks/gpu/run.sh").read_text("utf-8"), re.MULTILINE))
