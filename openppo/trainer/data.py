@@ -12,6 +12,7 @@ from openppo import logger
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets.media import RowVision
 from openppo.datasets.sources import ShowRows, value_of
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.maker import forward_size
@@ -81,43 +82,78 @@ def load_ppo_data(
     ``own`` may hold the prompts. With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError``
     names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
-    options, evaluation, seed, show = config.data, config.evaluation, config.deepspeed.seed, tokenizing(comm)
-    new_tokens = config.generation.generate_max_len
-    vision = policy_vision(config.model, tokenizer, actor_config, options)
-
-    def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
-        if not source or not prompts:
-            return []
-        if flag == "--prompt_data" and own.prompts is not None:
-            return own.read_prompts(tokenizer, options, empty=agent is not None)
-        load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
-        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
-        return load_rows(rows, tokenizer, options, show, vision)
-
-    def load_all() -> PPOData:
-        read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)
-        prints = {"--prompt_data": examples_fingerprint(map(_content, read))} if read else {}
-        read = read or seed_prompts(config.agents.n_envs or 0)
-        held_out = load("--eval_data", evaluation.eval_data, None, evaluation.eval_split)
-        held_out = held_out or seed_prompts(config.agents.eval_n_envs)
-        longest = max((len(p.token_ids) for p in [*read, *held_out]), default=options.prompt_max_len) + new_tokens
-        if agent is not None:  # how long its prompts are is not known, and its episodes end where the context does
-            agent.check_prompts([*read, *held_out])
-            episode = config.agents.episode_max_len or options.prompt_max_len + new_tokens
-            longest = min(episode, context_length(actor_config) or episode)
-        for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
-            model_config = own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
-            check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
-        documents, texts = _load_documents(config, tokenizer, longest, show)
-        prints |= {"--pretrain_data": examples_fingerprint(texts)} if documents else {}
-        ids = (x.token_ids for x in chain[Any](read, held_out, documents))
-        check_token_ids(actor_config, f"--pretrain {config.model.pretrain}", tokenizer, ids)
-        return PPOData(read, held_out, documents, prints, longest)
-
-    data = once_per_host(comm, options, load_all)
-    read = {"--prompt_data": list(map(_content, data.prompts)), "--eval_data": list(map(_content, data.held_out))}
-    check_same(comm, read | {"--pretrain_data": data.documents})
+    loading = _Loading(
+        config, tokenizer, actor_config, reads_prompts=prompts, agent=agent, own=own, show=tokenizing(comm)
+    )
+    data = once_per_host(comm, config.data, loading.run)
+    rows = {"--prompt_data": list(map(_content, data.prompts)), "--eval_data": list(map(_content, data.held_out))}
+    check_same(comm, rows | {"--pretrain_data": data.documents})
     return data
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """Reads the data of a run, as ``load_ppo_data`` says."""
+
+    config: TrainPPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    actor_config: PreTrainedConfig
+    reads_prompts: bool
+    agent: SamplerMaker | None
+    own: OwnObjects
+    show: ShowRows
+
+    def run(self) -> PPOData:
+        """Prompts, held-out ones and documents, each within its length."""
+        config, options, evaluation = self.config, self.config.data, self.config.evaluation
+        vision = policy_vision(config.model, self.tokenizer, self.actor_config, options)
+        prompts = self._prompts(
+            "--prompt_data", options.prompt_data, options.prompt_data_probs, split=options.prompt_split, vision=vision
+        )
+        prints = {"--prompt_data": examples_fingerprint(map(_content, prompts))} if prompts else {}
+        prompts = prompts or seed_prompts(config.agents.n_envs or 0)
+        held_out = self._prompts("--eval_data", evaluation.eval_data, None, split=evaluation.eval_split, vision=vision)
+        held_out = held_out or seed_prompts(config.agents.eval_n_envs)
+
+        longest = self._longest([*prompts, *held_out])
+        self._check_contexts(longest)
+        documents, texts = _load_documents(config, self.tokenizer, longest, self.show)
+        prints |= {"--pretrain_data": examples_fingerprint(texts)} if documents else {}
+        ids = (x.token_ids for x in chain[Any](prompts, held_out, documents))
+        check_token_ids(self.actor_config, f"--pretrain {config.model.pretrain}", self.tokenizer, ids)
+        return PPOData(prompts, held_out, documents, prints, longest)
+
+    def _prompts(
+        self, flag: str, source: str | None, probs: str | None, *, split: str, vision: RowVision | None
+    ) -> list[Prompt]:
+        if not source or not self.reads_prompts:
+            return []
+        options, agent = self.config.data, self.agent
+        if flag == "--prompt_data" and self.own.prompts is not None:
+            return self.own.read_prompts(self.tokenizer, options, empty=agent is not None)
+        load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
+        seed = self.config.deepspeed.seed
+        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
+        return load_rows(rows, self.tokenizer, options, show=self.show, vision=vision)
+
+    def _longest(self, prompts: Sequence[Prompt]) -> int:
+        """Tokens of the longest prompt with its response, or of an agent's episode."""
+        new_tokens, most = self.config.generation.generate_max_len, self.config.data.prompt_max_len
+        if self.agent is None:
+            return max((len(prompt.token_ids) for prompt in prompts), default=most) + new_tokens
+        # How long an agent's prompts are is not known, and its episodes end where the context does.
+        self.agent.check_prompts(prompts)
+        episode = self.config.agents.episode_max_len or most + new_tokens
+        return min(episode, context_length(self.actor_config) or episode)
+
+    def _check_contexts(self, longest: int) -> None:
+        config, new_tokens = self.config, self.config.generation.generate_max_len
+        models = _other_models(config)
+        if self.reads_prompts:
+            models = [("--pretrain", config.model.pretrain), *models]
+        for flag, name in models:
+            model_config = self.own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
+            check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
 
 
 def _load_documents(
