@@ -10,7 +10,8 @@ from typing import Any, Unpack
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
-from openppo.experience.maker import ExperienceMaker, Hooks
+from openppo.experience.hooks import Hooks
+from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import freeze_vision, model_error_context

@@ -15,7 +15,7 @@ from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load
 from openppo.datasets.media import RowVision
 from openppo.datasets.sources import ShowRows, value_of
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.maker import forward_size
+from openppo.experience.forwards import forward_size
 from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.models.size import check_cache

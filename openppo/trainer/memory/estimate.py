@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig
 from openppo.config.commands import SupervisedCommand
-from openppo.experience.maker import forward_size
+from openppo.experience.forwards import forward_size
 from openppo.models.batching import MicroBatchSize
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU, logits_at_once
 from openppo.models.size import ModelSize
