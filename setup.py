@@ -48,7 +48,7 @@ setup(
     entry_points={"console_scripts": ["openppo=openppo.__main__:main"]},
     install_requires=[
         "torch>=2.11",  # tested with 2.11 and 2.13
-        "deepspeed>=0.19.2",
+        "deepspeed>=0.19.8",  # the first whose ZeRO-1 and 2 skip a step, or report it, by the norm
         "transformers>=5.17",  # tested with 5.17 and 5.23
         "accelerate>=1.1",  # transformers loads with it in partitions, and peft needs it
         "aiohttp>=3.12",
@@ -84,6 +84,7 @@ setup(
             "vaderSentiment",
             "wandb",
         ],
+        "gpu": ["liger-kernel==0.8.5"],
         "docs": ["mkdocs-material>=9.7", "mike>=2.1"],
         "flash": ["flash-attn"],
         "math": ["math-verify"],

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Tests with exactly the lowest versions that setup.py declares: models, rollout, trainer, and PPO steps in bfloat16.
+# Tests with exactly the lowest versions that setup.py declares: models, rollout, trainer, PPO steps in bfloat16, and
+# steps that are skipped.
 #
 #     bash tests/lowest.sh [FOLDER]
 #
@@ -27,3 +28,4 @@ export PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=""
 "$python" -m pytest tests/unit/models tests/unit/rollout tests/unit/trainer
 "$python" -m pytest tests/distributed/test_export.py -k averaged
+"$python" -m pytest tests/distributed/test_not_finite.py

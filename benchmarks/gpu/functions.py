@@ -13,7 +13,8 @@ from benchmarks.gpu.runs import GRPO, Run, difference, peak_and_estimate, rounde
 COMPARED = "reward kl policy_loss value_loss grad_norm actor_grad_norm response_length entropy".split()
 VARIANTS: dict[str, tuple[str, ...]] = {
     "base": (),
-    "compile": ("--compile",),
+    "uncompiled": ("--compile", "off"),
+    "unfused": ("--fused_kernels", "off"),
     "ZeRO-3": ("--zero_stage", "3"),
     "EMA": ("--enable_ema",),
     "offload_idle": ("--offload_idle",),

@@ -1,10 +1,10 @@
-"""Stage of parts of a step: a decode step and a training micro-batch alone, by lengths and under a mask."""
+"""Stage of parts of a step: a decode step and a training micro-batch alone, in each way to compute layers."""
 
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,9 @@ from openppo.models.lengths import decide_alike, lengths_are_exact
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.comm import set_up_gpu
-from openppo.types import SamplingParams
+from openppo.strategy.compilation import compile_layers
+from openppo.strategy.fused_kernels import fuse_kernels, has_kernels
+from openppo.types import SamplingParams, SingleProcess
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -27,21 +29,38 @@ BATCHES = ((32, 512, False), (32, 512, True)) if ON_GPU else ((2, 16, True),)
 """Rows, tokens of the longest, and whether they are of unequal lengths."""
 
 
+class Way(NamedTuple):
+    """How layers are computed: attention by lengths or under a mask, fused kernels, torch.compile."""
+
+    by_lengths: bool
+    fuses: bool
+    compiles: bool
+
+
 def parts() -> None:
-    """Milliseconds, kernels and shares of the device's limits, for each attention that this GPU has."""
+    """Milliseconds, kernels and shares of the device's limits, of each way that this GPU has to compute layers."""
     set_up_gpu(bf16=True)
-    for by_lengths in (True, False) if lengths_are_exact() else (False,):
-        decide_alike([by_lengths])  # as if it failed on another rank
+    by_lengths, fused = lengths_are_exact(), has_kernels(torch.device(DEVICE), SingleProcess())
+    ways = [Way(by_lengths, fuses, compiles) for fuses in (fused, False) for compiles in (False, ON_GPU)]
+    if by_lengths:
+        ways.append(Way(by_lengths=False, fuses=False, compiles=False))
+    for way in dict.fromkeys(ways):
+        decide_alike([way.by_lengths])  # as if it failed on another rank
         actor = Actor(str(assets_of("0.5b") / "policy"), bf16=True).eval().to(DEVICE)
+        if way.fuses:
+            fuse_kernels(actor, torch.device(DEVICE), SingleProcess())
+        if way.compiles:
+            compile_layers(actor)
         name = str(actor.model.config._attn_implementation)
+        layers = {"attention": name, "fused": way.fuses, "compiled": way.compiles}
         cases = [(n, recorder, 1.0) for n in N_ROWS for recorder in ((CUDARecorder, None) if ON_GPU else (None,))]
-        if ON_GPU and by_lengths:
+        if ON_GPU and way.by_lengths:
             cases.append((N_ROWS[0], CUDARecorder, 0.95))
-        for n_rows, recorder, top_p in cases:
-            row = {"attention": name, "rows": n_rows, "graphs": recorder is not None, "top_p": top_p}
+        for n_rows, recorder, top_p in [] if way.compiles else cases:  # decode steps are never compiled
+            row = {**layers, "rows": n_rows, "graphs": recorder is not None, "top_p": top_p}
             attempt("decode", partial(decode, actor.model, recorder, row), **row)
         for n_rows, length, ragged in BATCHES:
-            row = {"attention": name, "rows": n_rows, "length": length, "ragged": ragged}
+            row = {**layers, "rows": n_rows, "length": length, "ragged": ragged}
             attempt("training", partial(train, actor, row), **row)
         del actor
         if ON_GPU:
@@ -124,7 +143,7 @@ def train(actor: Actor, row: dict[str, Any]) -> None:
         actor.zero_grad(set_to_none=True)
         (actor(*inputs).sum() / 1000).backward()
 
-    work()
+    first = seconds(work)
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     took = statistics.median(seconds(work) for _ in range(3))
@@ -138,6 +157,7 @@ def train(actor: Actor, row: dict[str, Any]) -> None:
         **row,
         tokens=n_tokens,
         ms=round(1e3 * took, 1),
+        first_ms=round(1e3 * first, 1),
         host_ms=round(1e3 * launching, 1),
         busy_ms=round(busy, 1),
         kernels=sum(kernel[1] for kernel in longest),

@@ -36,7 +36,7 @@ STAGES = {
     "ppo": Stage("steps:ppo", seconds=22, limit=110),
     "tests": Stage("device:tests", seconds=60, limit=110),
     "peers": Stage("peers:peers", seconds=44, limit=130),
-    "parts": Stage("parts:parts", seconds=40, limit=110),
+    "parts": Stage("parts:parts", seconds=80, limit=140),
     "profile": Stage("steps:profile", seconds=41, limit=100),
     "large": Stage("steps:large", seconds=50, limit=170),
     "launched": Stage("steps:launched", seconds=29, limit=80),

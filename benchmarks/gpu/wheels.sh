@@ -35,7 +35,7 @@ print(re.search(r"^Requires-Dist: (pydantic-core==[\d.]+)", archive.read(name).d
 PYTHON
 )"
 for package in "$core" annotated-types typing-inspection "typing-extensions>=4.16" "$(pin datasets)" "dill<0.4.2" \
-    "multiprocess<0.70.20" "$(pin tyro)" docstring-parser typeguard "$(pin peft)" hjson trl==1.12.0 \
+    "multiprocess<0.70.20" "$(pin tyro)" docstring-parser typeguard "$(pin peft)" hjson liger-kernel==0.8.5 trl==1.12.0 \
     "$(pin vaderSentiment)" "$(pin transformers)"; do
     fetch "$package"
 done

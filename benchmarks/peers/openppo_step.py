@@ -133,9 +133,10 @@ def main() -> None:
     turns.use_threads()
     given = options(arguments, os.environ["RUN_FOLDER"])
     if arguments.compile:
-        if "compile" not in flat_dict(from_options(TrainPPOConfig, **given)):
+        defaults = flat_dict(from_options(TrainPPOConfig, **given))
+        if "compile" not in defaults:
             clock.skip("this OpenPPO has no option --compile")
-        given["compile"] = True
+        given["compile"] = True if isinstance(defaults["compile"], bool) else "on"  # a bool in earlier commits
     trainer = build_ppo_trainer(from_options(TrainPPOConfig, **given))
     timers = time_parts(trainer) if arguments.parts else None
     batches = trainer.prompt_batches()

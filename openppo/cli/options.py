@@ -34,8 +34,13 @@ _SECONDS_FOR_FIRST_RANK = 20
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
 _OF_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
-_ALONE = {"__use_wandb": KEY_FROM_ELSEWHERE, "__overlap_comm": "on"}
-"""Values of options that may stand without one."""
+_ALONE = {
+    "use_wandb": f"use_wandb={KEY_FROM_ELSEWHERE}",
+    "overlap_comm": "overlap_comm=on",
+    "compile": "compile=on",
+    "no_compile": "compile=off",
+}
+"""Options that may stand without a value, and what they stand for."""
 
 Config = TypeVar("Config", bound=Options)
 
@@ -179,8 +184,8 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
             given[i] = "=".join([f"--{name}", *value_of_flag])
         if argument.startswith("--") and name.removeprefix("no_") not in ("", "help", *known):
             raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
-        if (value := _ALONE.get(argument.replace("-", "_"))) is not None and following.startswith("--"):
-            given[i] = f"--{name}={value}"
+        if argument.startswith("--") and name in _ALONE and not value_of_flag and following.startswith("--"):
+            given[i] = f"--{_ALONE[name]}"
     called = sys.argv[0]  # by "openppo COMMAND" that
     arguments = [*(_arguments_of_file(found.config, known) if found.config else []), *given]
     with _tyro_errors(first_rank):

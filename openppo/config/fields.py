@@ -191,9 +191,9 @@ def mask_credentials(text: str) -> str:
 def from_options(command: type[Command], **options: Any) -> Command:
     """Make the config of a command from its options by name; the inverse of ``flat_dict``.
 
-    A list, or one text, may stand for a tuple, a path for a text, and one of ``SPELLINGS`` for its option. Raises
-    ``ValueError`` for an option that the command does not have, or that is given under two names, and ``TypeError`` if
-    a required option is missing; ``validate`` checks values.
+    A list, or one text, may stand for a tuple, a path for a text, a bool for on or off, and one of ``SPELLINGS`` for
+    its option. Raises ``ValueError`` for an option that the command does not have, or that is given under two names,
+    and ``TypeError`` if a required option is missing; ``validate`` checks values.
     """
     for other in SPELLINGS.keys() & options.keys():
         require(SPELLINGS[other] not in options, f"{other} is {SPELLINGS[other]} under another name: give one of them.")
@@ -216,4 +216,6 @@ def _as_parsed(hint: Any, value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, str) and typing.get_args(hint)[1:] == (...,):
         return (value,)
+    if isinstance(value, bool) and "on" in typing.get_args(hint):
+        return "on" if value else "off"
     return tuple(value) if isinstance(value, list) else value

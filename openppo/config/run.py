@@ -107,8 +107,11 @@ class DeepSpeedConfig(Options):
     """Clip the gradient to this L2 norm (0: no clipping)."""
     zpg: int = option(1, at_least(1))
     """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
-    compile: bool = False
-    """Compile trained models' layers with torch.compile (not with --zero_stage 3; needs a C compiler, on CPUs C++)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile trained models' layers with torch.compile (auto: on GPUs; not with --zero_stage 3; needs a C compiler, on
+    CPUs C++)."""
+    fused_kernels: Literal["auto", "off"] = "auto"
+    """Norms, rotary embeddings and gated MLPs in one kernel each (auto: on GPUs, with liger-kernel installed)."""
     overlap_comm: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients during the backward pass, in one more bucket of memory (auto: on several GPUs or for ZeRO-3)."""
     deterministic: bool = False
@@ -121,7 +124,7 @@ class DeepSpeedConfig(Options):
         zero = self.zero_stage
         if self.zpg > 1 and zero != 3:
             yield f"--zpg {self.zpg} partitions weights, which --zero_stage {zero} does not: use --zero_stage 3."
-        if self.compile and zero == 3:
+        if self.compile == "on" and zero == 3:
             yield "--compile does not see how --zero_stage 3 gathers weights: use stage 0, 1 or 2, or leave it out."
         if self.adam_offload and zero == 0:
             yield "--adam_offload needs partitioned optimizer states: use --zero_stage 1, 2 or 3."

@@ -30,6 +30,8 @@ class PromptsConfig(SamplingConfig, PromptDataConfig, ModelConfig):
     """Samples that are decoded or scored together."""
     bf16: bool = False
     """Load models in bfloat16."""
+    fused_kernels: Literal["auto", "off"] = "auto"
+    """Norms, rotary embeddings and gated MLPs in one kernel each (auto: on GPUs, with liger-kernel installed)."""
     seed: int = option(42, not_negative)
     """Seed of sampling."""
 
@@ -134,6 +136,8 @@ class ServeAgentConfig(ConversationConfig, ResponseConfig, ModelConfig):
     """Arguments of the chat template, a JSON object: '{"enable_thinking": false}'."""
     bf16: bool = False
     """Load the model in bfloat16."""
+    fused_kernels: Literal["auto", "off"] = "auto"
+    """Norms, rotary embeddings and gated MLPs in one kernel each (auto: on GPUs, with liger-kernel installed)."""
     seed: int = option(42, not_negative)
     """Seed of sampling."""
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from openppo import logger
+from openppo.strategy.fused_kernels import fuse_kernels, has_kernels
 from openppo.strategy.launcher_summary import record_uncaught
 from openppo.strategy.worlds import Launch
 from openppo.types import Comm
@@ -178,10 +179,17 @@ class InferenceStrategy:
     default, since ranks meet only at the end.
     """
 
-    def __init__(self, bf16: bool, timeout: timedelta = timedelta(hours=24), rollout_ranks: int = 0) -> None:
+    def __init__(
+        self,
+        bf16: bool,
+        timeout: timedelta = timedelta(hours=24),
+        rollout_ranks: int = 0,
+        fused_kernels: Literal["auto", "off"] = "auto",
+    ) -> None:
         self.device, self.launch = init_process_group(timeout, rollout_ranks)
         set_up_gpu(bf16)
         self.comm = TorchComm()
+        self.fuses = fused_kernels == "auto" and has_kernels(self.device, self.comm)
 
     @property
     def is_main(self) -> bool:
@@ -195,7 +203,13 @@ class InferenceStrategy:
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
         """A module for evaluation only, on this rank's device."""
         module.requires_grad_(False)
-        return module.eval().to(self.device)
+        self.fuse(module.eval().to(self.device))
+        return module
+
+    def fuse(self, module: nn.Module) -> None:
+        """Have fused kernels compute what they can of ``module``, which is on the device; on all ranks together."""
+        if self.fuses:
+            fuse_kernels(module, self.device, self.comm)
 
     def close(self) -> None:
         """Wait for all ranks. The process leaves their group at its end: DeepSpeed needs it for another trainer."""

@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import random
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,9 +31,17 @@ from transformers.integrations import HfDeepSpeedConfig
 from openppo import logger
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import InferenceStrategy, collective
+from openppo.strategy.compilation import (
+    compile_layers,
+    compiles_by_default,
+    missing_compiler,
+    missing_tool,
+    obstacle,
+)
 from openppo.strategy.cpu_adam import load_cpu_adam
 from openppo.strategy.determinism import fixed_order, prepare_fixed_order
 from openppo.strategy.ds_config import eval_config, merge, train_config
+from openppo.strategy.gradient_norm import join_gradient_norms
 from openppo.strategy.launches import LaunchWatch
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import TrainableModel, adapted_layers
@@ -69,7 +76,7 @@ class DeepspeedStrategy(InferenceStrategy):
         config.validate()
         if config.deterministic:
             prepare_fixed_order()
-        super().__init__(config.bf16, timeout, rollout_ranks)
+        super().__init__(config.bf16, timeout, rollout_ranks, config.fused_kernels)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         self.config = config
         self.overrides = overrides or {}
@@ -82,7 +89,8 @@ class DeepspeedStrategy(InferenceStrategy):
             logger.info(
                 "--bf16 with --zero_stage 0: optimizer states are partitioned as with --zero_stage 1, %s.", reason
             )
-        if config.compile and self.device.type == "cpu":
+        self.compiles = config.compile == "on" or self._compiles_by_default()
+        if config.compile == "on" and self.device.type == "cpu":
             logger.info(
                 "--compile gains a few percent on CPUs, or loses them: compare time/training_s with and without."
             )
@@ -121,9 +129,9 @@ class DeepspeedStrategy(InferenceStrategy):
         """Wrap a module whose parameters with ``requires_grad`` are trained with AdamW for ``total_steps`` steps."""
         if self.config.gradient_checkpointing:
             _enable_gradient_checkpointing(module)
-        if self.config.compile:
-            _compile_layers(module, self.device)
-        module.to(self.device)
+        if self.compiles:
+            self._compile_layers(module)
+        self.fuse(module.to(self.device))
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = self._adam(trained, adam, learning_rate)
         scheduler = learning_rate_schedule(optimizer, adam, total_steps)
@@ -138,6 +146,8 @@ class DeepspeedStrategy(InferenceStrategy):
             # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would
             # hold the memory of moments that rest on the host.
             engine.optimizer._hp_optimizer_states_linked = True
+        if self.zero_stage in (1, 2):
+            join_gradient_norms(engine.optimizer, on_gpu=self.device.type == "cuda")
         self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled, self._launches))
         return model
 
@@ -150,6 +160,7 @@ class DeepspeedStrategy(InferenceStrategy):
         if self.zero_stage < 3:
             return super().prepare_frozen(module)
         module.requires_grad_(False)
+        self.fuse(module)
         engine, *_ = deepspeed.initialize(model=module, config=merge(eval_config(self.config.bf16), self.overrides))
         engine.eval()
         return engine
@@ -203,7 +214,29 @@ class DeepspeedStrategy(InferenceStrategy):
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Inside, compiled layers run as they are; other passes than training would compile them once more."""
-        return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
+        return torch.compiler.set_stance("force_eager") if self.compiles else nullcontext()
+
+    def _compiles_by_default(self) -> bool:
+        """Decide ``--compile auto`` alike on all ranks; collective on GPUs."""
+        if self.config.compile == "off" or not compiles_by_default(self.device):
+            return False
+        reason = obstacle(self.config, self.device)
+        if not self.any_rank(bool(reason)):
+            return True
+        if self.is_main:
+            _log_uncompiled(reason or "another rank cannot compile them")
+        return False
+
+    def _compile_layers(self, module: nn.Module) -> None:
+        """Compile the layers of ``module``; ``ValueError`` for ``--compile on`` where that is not possible."""
+        if self.config.compile == "on":
+            _require("--compile", missing_tool(self.device))
+        if compile_layers(module):
+            return
+        if self.config.compile == "on":
+            raise ValueError(f"--compile: {type(module).__name__} does not name its layers; omit the flag.")
+        if self.is_main:
+            _log_uncompiled(f"{type(module).__name__} does not name them")
 
     def save_pretrained(self, model: Any, folder: str | Path, tokenizer: Any = None) -> None:
         """Write a model (of PEFT: the adapters) and tokenizer; on all ranks, which raise ``OSError`` alike."""
@@ -220,7 +253,7 @@ class DeepspeedStrategy(InferenceStrategy):
         options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
         if not self.config.adam_offload:
             return torch.optim.AdamW(parameters, fused=True, **options)
-        _require_compiler("--adam_offload", "CXX", "c++")
+        _require("--adam_offload", missing_compiler("CXX", "c++"))
         load_cpu_adam()
         return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
 
@@ -247,25 +280,14 @@ def _numel(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _compile_layers(module: nn.Module, device: torch.device) -> None:
-    """Have torch.compile take the repeated layers one by one: all of a model share one graph, whatever the shapes."""
-    _require_compiler("--compile", *(("CXX", "g++") if device.type == "cpu" else ("CC", "gcc", "clang")))  # Triton's
-    names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
-    layers = [child for child in module.modules() if type(child).__name__ in names]
-    if not layers:
-        raise ValueError(f"--compile: {type(module).__name__} does not name its layers; omit the flag.")
-    # Beyond its limit of 8, torch mixes compiled and plain passes, and gradients of checkpointed layers were wrong.
-    torch._dynamo.config.recompile_limit = 64
-    for layer in layers:
-        layer.compile(dynamic=True)
+def _log_uncompiled(reason: str) -> None:
+    logger.info("--compile auto: layers of trained models are not compiled, which is slower: %s.", reason)
 
 
-def _require_compiler(flag: str, variable: str, *names: str) -> None:
-    """``ValueError`` if there is neither the compiler that the environment names nor one of ``names``."""
-    compilers = [os.environ[variable]] if variable in os.environ else names
-    if not any(map(shutil.which, compilers)):
-        need = f"{flag} needs a {'C++' if variable == 'CXX' else 'C'} compiler"
-        raise ValueError(f"{need}, and there is none ({' or '.join(compilers)}): install one, or omit the flag.")
+def _require(flag: str, missing: str) -> None:
+    """``ValueError`` if something that ``flag`` needs is missing."""
+    if missing:
+        raise ValueError(f"{flag} needs {missing}: install one, or omit the flag.")
 
 
 def _enable_gradient_checkpointing(module: nn.Module) -> None:

@@ -210,7 +210,8 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
         return build_ppo_trainer(config, source=maker)
     if config.run.dry_run:  # estimates what trainers need
         sys.exit()
-    strategy = InferenceStrategy(config.deepspeed.bf16, rollout_ranks=n_sampling)
+    deepspeed = config.deepspeed
+    strategy = InferenceStrategy(deepspeed.bf16, rollout_ranks=n_sampling, fused_kernels=deepspeed.fused_kernels)
     tokenizer, actor_config = check_models(config, strategy)
     tasks = TaskMaker.of(config, maker)
     tasks.check(tokenizer)
@@ -219,8 +220,9 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
     with model_error_context("--pretrain", config.model.pretrain), strategy.loading():
         actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **loading(config))
     policy: Any = actor.eval().to(strategy.device).model  # not frozen: torch rounds otherwise with frozen weights
-    if config.deepspeed.bf16:
+    if deepspeed.bf16:
         to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
+    strategy.fuse(policy)
     engine = new_engine(config, policy, tokenizer, StopCheck(), actor_config)
     engine.decode = decoder(tokenizer)
     shows_images = strategy.launch.wait_for(_SHOWS_IMAGES) == "yes"

@@ -94,7 +94,11 @@ class Checkpointer:
         collective(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
         self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
         contents = {flag: model_fingerprint(name) for flag, name in config.input_models.items() if name is not None}
-        self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents | data}
+        options = flat_dict(config)
+        # Not auto: both change rounding.
+        options |= {"compile": "on" if strategy.compiles else "off"}
+        options |= {"fused_kernels": "auto" if strategy.fuses else "off"}
+        self.identity: dict[str, Any] = {"kind": kind, "options": options, "contents": contents | data}
         self.identity["user_files"] = user_files or {}
         self.models: dict[str, TrainableModel] = {}
         self.ema: ParameterAverage | None = None

@@ -13,7 +13,9 @@ from openppo.config import TrainPPOConfig, mask_credentials
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.size import n_elements
 from openppo.rewards.model import ModelScorer, ProcessScorer
+from openppo.strategy.compilation import has_compiled_layers
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.fused_kernels import fused_in
 from openppo.tracking.console import log_lines, table_lines
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.data import critic_start
@@ -85,6 +87,10 @@ def model_role(name: str, model: str, module: Any, strategy: DeepspeedStrategy, 
     if is_trained and strategy.config.bf16:
         dtype += " + fp32 master"
     facts = [*counts, dtype, device, f"ZeRO-{stage}" if stage > 0 else "whole"]
+    if kernels := fused_in(module):
+        facts.append(f"fused {', '.join(kernels)}")
+    if is_trained and has_compiled_layers(module):
+        facts.append("layers compiled")
     return [(name, model), ("", ", ".join(facts))]
 
 

@@ -1,5 +1,6 @@
 """Compilations of DeepSpeed's CPU Adam that are killed, wait for each other, or fail."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.distributed.watched import descendants, small_ppo, watch
@@ -58,11 +60,20 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
+def names_below(pid: int) -> set[str]:
+    """Names of the processes that a process has started, and those that they have."""
+    names = set[str]()
+    for process in descendants(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            names.add(process.name())
+    return names
+
+
 def test_a_killed_compilation_ends_whole_and_blocks_nobody(start, tmp_path):
     killed = start(SLEEPS)
     wait_until((tmp_path / "built/cpu_adam/compiling").exists, 120)
+    wait_until(lambda: {"ninja", "sleep"} <= names_below(killed.pid), 30)
     compilers = descendants(killed.pid)
-    assert {"ninja", "sleep"} <= {process.name() for process in compilers}
     assert killed.stdout is not None
     assert "compiling DeepSpeed's CPU Adam, about 100 seconds the first time" in killed.stdout.readline()
     waiting = start(FAILS)

@@ -165,6 +165,7 @@ FLOAT32 = [
     # What makes training faster does not change it: compiled layers, the engine's log-probs for the old policy's, and
     # the critic's values from the forward that is trained on, as without a limit on the buffer in "step" and "values".
     *(Case("step", 0, 4, 4, "--compile"), Case("step", 2, 4, 4, "--compile --gradient_checkpointing")) * CAN_COMPILE,
+    *(Case("step", 2, 4, 4, f"{LORA} --compile"), Case("images_sft", 2, 3, more="--compile")) * CAN_COMPILE,
     Case("steps", 3, 4, 4, "--old_log_probs recompute"),
     *(Case("step", stage, 4, 4, "--buffer_limit 14" + " --offload_idle" * (stage == 3)) for stage in (0, 3)),
     *(Case("values", stage, 3, 4, "--buffer_limit 14") for stage in (0, 1)),

@@ -24,7 +24,15 @@ from openppo import __version__
 
 REPO = Path(__file__).parents[2]
 SHIPPED = ("openppo", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
-OPTIONAL = {"vllm": "vllm", "math_verify": "math", "flash_attn": "flash", "wandb": "wandb", "av": "vision"}
+OPTIONAL = {
+    "liger_kernel": "gpu",
+    "triton": "gpu",
+    "vllm": "vllm",
+    "math_verify": "math",
+    "flash_attn": "flash",
+    "wandb": "wandb",
+    "av": "vision",
+}
 """Packages that are imported where an option asks for them, and the extra that installs each."""
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 """Names of packages that differ from what they are imported as."""

@@ -239,7 +239,7 @@ ppo old_log_probs=rollout top_k=5 | rollout: with --top_p, --top_k or --min_new_
 ppo top_k=-2 | must be at least -1, got -2
 ppo min_new_tokens=9 generate_max_len=8 | 9 exceeds --generate_max_len 8
 ppo rollout_correction=tis old_log_probs=rollout | tis compares the engine
-sft zero_stage=3 compile=true | ...--compile does not see how --zero_stage 3 gathers...leave it out
+sft zero_stage=3 compile="'on'" | ...--compile does not see how --zero_stage 3 gathers...leave it out
 ppo profile_steps=3- | 3-: give steps from 1 and rising ranges
 ppo profile_steps=0 | 0: give steps from 1 and rising ranges
 ppo profile_steps=1,,2 | 1,,2: give steps from 1 and rising ranges
@@ -337,6 +337,11 @@ def test_weights_have_names_shares_sum_to_one_and_steps_have_ranges():
     assert parse_probs("a,b", None, "prompt_data") == [("a", None), ("b", None)]
     for given, steps in (("3", {3}), ("2-4,7", {2, 3, 4, 7}), (" 1 , 1-2 ", {1, 2}), (None, set())):
         assert TrackingConfig(profile_steps=given).profiled_steps() == steps
+
+
+def test_a_bool_stands_for_on_or_off_as_in_configs_of_earlier_runs():
+    configs = (from_options(commands.TrainPPOConfig, pretrain="m", compile=value) for value in (True, False))
+    assert [config.deepspeed.compile for config in configs] == ["on", "off"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -47,7 +47,10 @@ class AgentServer:
         """Open the port and load the model; ``ValueError`` names the flag to change."""
         self.gateway, self.seed = Gateway(port=options.port, newcomer=self._session), options.seed
         self.ended = asyncio.Event()
-        self.strategy, policy = InferenceStrategy(options.bf16), FrozenPolicy(options)
+        self.strategy, policy = (
+            InferenceStrategy(options.bf16, fused_kernels=options.fused_kernels),
+            FrozenPolicy(options),
+        )
         name = f"--pretrain {options.pretrain}"
         parser = choose_parser(policy.tokenizer.chat_template, options.tool_parser, name)
         policy.load(self.strategy.prepare_frozen)

@@ -54,7 +54,7 @@ class _Job:
     def __init__(self, options: PromptsConfig, output_path: str | None, maker: SamplerMaker | None = None) -> None:
         self.options, model = options, f"--pretrain {options.pretrain}"
         self.output = None if output_path is None else check_output(options, output_path)
-        self.strategy = InferenceStrategy(options.bf16)
+        self.strategy = InferenceStrategy(options.bf16, fused_kernels=options.fused_kernels)
         self.comm, self.policy = self.strategy.comm, FrozenPolicy(options)
         self.tokenizer = tokenizer = self.policy.tokenizer
         if maker is not None:

@@ -160,11 +160,12 @@ class SupervisedTrainer(ABC, Generic[Example]):
         metrics, size = Metrics(), self.config.batch.train_batch_size
         self.model.train(False)
         starts = range(0, len(examples), size)
-        for start in progress_bar(starts, "evaluation", enabled=self.components.strategy.is_main):
-            batch = self.make_batch(examples[start : start + size])
-            for micro in batch.micro_batches:
-                stop()
-                self.loss(micro, batch.n_targets, metrics)
+        with self.components.strategy.uncompiled():
+            for start in progress_bar(starts, "evaluation", enabled=self.components.strategy.is_main):
+                batch = self.make_batch(examples[start : start + size])
+                for micro in batch.micro_batches:
+                    stop()
+                    self.loss(micro, batch.n_targets, metrics)
         return {f"eval_{name}": value for name, value in metrics.reduced(self.comm).items()}
 
     def report(self, metrics: dict[str, float]) -> None:
