@@ -10,7 +10,8 @@ from transformers import LlamaConfig, Qwen2Config
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.models.size import model_size
-from openppo.trainer.memory.estimate import Lengths, Machine, estimate_ppo
+from openppo.trainer.memory.estimate import Machine
+from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
 
 GIB = 2**30
 GPUS = (1, 2, 4, 8, 16, 32, 64)

@@ -170,6 +170,21 @@ class TrainPPOConfig(TrainingConfig):
 
     def problems_on(self, ranks: int) -> Iterator[str]:
         yield from super().problems_on(ranks)
+        yield from self._sampling_problems(ranks)
+        if self.ppo.offload_idle and self.deepspeed.adam_offload:
+            yield "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out."
+        if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
+            yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
+        yield from self._count_problems(ranks)
+        yield from self._async_problems()
+        buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
+        if buffer is not None and buffer > longest:
+            yield f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter."
+        if self.orchestrator.tasks is None:  # else each task has a size of its own
+            yield from self.group_problems()
+        yield from self._reward_problems()
+
+    def _sampling_problems(self, ranks: int) -> Iterator[str]:
         sampling = self.generation
         cut = sampling.top_p < 1 or sampling.top_k is not None or sampling.min_new_tokens > 0
         if self.loss.old_log_probs == "rollout" and cut:
@@ -178,36 +193,27 @@ class TrainPPOConfig(TrainingConfig):
             yield f"--vllm_tensor_parallel_size {pieces} does not divide the {ranks} ranks: use a divisor."
         if self.lora.load_in_4bit and sampling.rollout_engine == "vllm":
             yield "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out."
-        if self.ppo.offload_idle and self.deepspeed.adam_offload:
-            yield "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out."
-        if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
-            yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
+
+    def _count_problems(self, ranks: int) -> Iterator[str]:
         batch, prompts, n = self.batch.train_batch_size, self.prompts_per_step, self.ppo.n_samples_per_prompt
-        counts = []
         if self.agents.n_envs is not None and self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size:
             yield "--n_envs says how many seeds a step has, and so does --rollout_batch_size: leave one of them out."
+        flag = "--n_envs" if self.agents.n_envs else "--rollout_batch_size"
         if prompts % ranks != 0:
-            counts.append(
-                f"--rollout_batch_size {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
-            )
+            yield f"{flag} {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
         if prompts * n % batch != 0:
-            counts.append(
-                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
-                f"into optimizer steps of --train_batch_size {batch}: make it a divisor of that number."
+            yield (
+                f"{flag} {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide into "
+                f"optimizer steps of --train_batch_size {batch}: make it a divisor of that number."
             )
-        yield from (text.replace("--rollout_batch_size", "--n_envs") if self.agents.n_envs else text for text in counts)
         if self.agents.form is not None:
             yield from self.data.unread_by_agents()
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
             yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
         if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:
             yield f"--buffer_limit {limit} on {ranks} ranks holds less than --train_batch_size {batch}: raise it."
-        yield from self._async_problems()
-        buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
-        if buffer is not None and buffer > longest:
-            yield f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter."
-        if self.orchestrator.tasks is None:  # else each task has a size of its own
-            yield from self.group_problems()
+
+    def _reward_problems(self) -> Iterator[str]:
         best = self.checkpoint.keep_best or ""
         pass_reward, pass_on = self.evaluation.pass_reward, self.evaluation.pass_on
         yield from self.eval_rewards.pass_problems(pass_reward, pass_on)

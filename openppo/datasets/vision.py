@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -189,14 +189,8 @@ class Vision:
             frames, fps = read_frames(value, options.video_fps, options.max_frames, near)
         else:
             frames, fps = [read_image(value, near)], 1.0
-        if kind == "video" and len(frames) == 1:
-            frames = frames * 2  # Qwen's patches are of two
         fitted = [within_pixels(frame, options.min_pixels, options.max_pixels) for frame in frames]
-        given: dict[str, Any] = {"images": fitted}
-        if kind == "video":
-            about = {"fps": fps, "total_num_frames": len(frames), "frames_indices": [*range(len(frames))]}
-            about["duration"] = len(frames) / fps
-            given = {"videos": [fitted], "do_sample_frames": False, "video_metadata": [about]}
+        given = _video_inputs(fitted, fps) if kind == "video" else {"images": fitted}
         made = processor(text=[self.tokens[kind]], add_special_tokens=False, return_tensors="pt", **given)
         return self._item(made, kind, thumbnail(frames[0]))
 
@@ -210,12 +204,9 @@ class Vision:
         if len(counts) != 1:
             raise ValueError(f"{type(self.processor).__name__} writes {len(counts)} kinds of tokens for an {kind}.")
         ((token_id, n_tokens),) = counts.items()
-        digest = hashlib.sha256(kind.encode())
-        for name, x in inputs.items():
-            digest.update(name.encode() + x.contiguous().view(torch.uint8).numpy().tobytes())
         as_written = {"clean_up_tokenization_spaces": False, "spaces_between_special_tokens": False}
         text = str(self.tokenizer.decode(ids, **as_written))
-        return MediaItem(inputs, token_id, n_tokens, int.from_bytes(digest.digest()[:6], "big"), kind, text, picture)
+        return MediaItem(inputs, token_id, n_tokens, _number_of(kind, inputs), kind, text, picture)
 
     def blank(self, kinds: Iterable[str]) -> Prompt:
         """A prompt of a grey item of each of ``kinds``, for batches that have none."""
@@ -223,3 +214,19 @@ class Vision:
         items = tuple(self.item([grey, grey] if kind == "video" else grey, kind) for kind in kinds)
         text = "".join(self.placeholders[item.kind] for item in items)
         return Prompt(text, self.encode(text, items), media=items)
+
+
+def _video_inputs(frames: list[Image.Image], fps: float) -> dict[str, Any]:
+    """Arguments of a processor for one video; a single frame is given twice, since Qwen's patches are of two."""
+    frames = frames * 2 if len(frames) == 1 else frames
+    about = {"fps": fps, "total_num_frames": len(frames), "frames_indices": [*range(len(frames))]}
+    about["duration"] = len(frames) / fps
+    return {"videos": [frames], "do_sample_frames": False, "video_metadata": [about]}
+
+
+def _number_of(kind: str, inputs: Mapping[str, torch.Tensor]) -> int:
+    """Equal for equal items, and for no others: 48 bits of a hash of all that the model reads."""
+    digest = hashlib.sha256(kind.encode())
+    for name, x in inputs.items():
+        digest.update(name.encode() + x.contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()[:6], "big")

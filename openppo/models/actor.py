@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -95,37 +96,37 @@ class Actor(nn.Module):
             media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask, action_mask)
             sequences, attention_mask, action_mask = tensors
         wanted = F.pad(action_mask.bool()[:, 1:], (1, 0))  # (B, L)
-        temperature, device = self.temperature if temperature is None else temperature, device_of(self.model)
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
         is_one = self.packs_rows or self.shares_prompts
         one_row = row_inputs(self, sequences, attention_mask, position_ids, media) if is_one else None
         if one_row is not None:
-            inputs, in_row = one_row
-            places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch
-            places = places if len(places) > 0 else places.new_full((1,), wanted.numel() - 1)
-            labels, kept, dim = sequences.flatten()[places], in_row[places - 1], 0  # (K,)
+            selection = _Selection.of_one_row(sequences, wanted, *one_row)
         else:
-            kept = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token kept + 1
-            kept = kept if len(kept) > 0 else kept.new_zeros(1)  # a row without any action still takes part
-            places = (kept + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
-            if position_ids is None:
-                ids = pad_width(sequences, self.model)
-                inputs = {"input_ids": ids} | (model_inputs(base_of(self.model), ids, media) if any(media) else {})
-            else:
-                inputs = {"input_ids": on_device(sequences, device), "position_ids": on_device(position_ids, device)}
-            labels, dim = sequences[:, places], 1  # (B, K)
-        labels, places, kept, wanted = (on_device(tensor, device) for tensor in (labels, places, kept, wanted))
-        sampled = ALL_IDS if whole_vocabulary else self.sampled_ids
-        inputs["logits_to_keep"] = kept
-        values = self._selected(inputs, labels, temperature=temperature, with_entropy=return_entropy, ids=sampled)
+            inputs = self._inputs(sequences, position_ids, media)
+            selection = _Selection.of_rows(sequences, wanted, inputs)
+        selection = selection.on_device(device_of(self.model))
+        values = self._selected(
+            selection.inputs,
+            selection.labels,
+            temperature=self.temperature if temperature is None else temperature,
+            with_entropy=return_entropy,
+            ids=ALL_IDS if whole_vocabulary else self.sampled_ids,
+        )
 
-        def placed(values: Tensor) -> Tensor:
-            """``values`` at their places of a (B, L) tensor, 0 elsewhere."""
-            empty = torch.zeros(wanted.flatten(dim).shape, dtype=values.dtype, device=values.device)
-            made = torch.where(wanted, empty.index_copy(dim, places, values).view(wanted.shape), 0.0)
-            return made[:n_rows, :length]
+        log_probs = selection.placed(values[..., 0])[:n_rows, :length]
+        if not return_entropy:
+            return log_probs
+        return log_probs, selection.placed(values[..., 1])[:n_rows, :length]
 
-        return (placed(values[..., 0]), placed(values[..., 1])) if return_entropy else placed(values[..., 0])
+    def _inputs(self, sequences: Tensor, position_ids: Tensor | None, media: Sequence[Media]) -> dict[str, Tensor]:
+        """Inputs of the model for rows that stay rows."""
+        if position_ids is not None:
+            device = device_of(self.model)
+            return {"input_ids": on_device(sequences, device), "position_ids": on_device(position_ids, device)}
+        ids = pad_width(sequences, self.model)
+        if any(media):
+            return {"input_ids": ids} | model_inputs(base_of(self.model), ids, media)
+        return {"input_ids": ids}
 
     def _selected(
         self, inputs: dict[str, Tensor], labels: Tensor, *, temperature: float, with_entropy: bool, ids: SampledIds
@@ -143,6 +144,58 @@ class Actor(nn.Module):
         if with_entropy:
             return torch.stack(log_probs_and_entropy(logits, labels, temperature, sampled_ids=ids), -1)
         return log_probs_from_logits(logits, labels, temperature, sampled_ids=ids)[..., None]
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Inputs of a model, and the tokens whose log-probs are taken from its outputs."""
+
+    inputs: dict[str, Tensor]
+    """With ``logits_to_keep``: the states before these tokens."""
+    labels: Tensor
+    """Their ids: (K,) of one row, else (B, K)."""
+    places: Tensor
+    """(K,): in the flat batch if all is one row, else columns."""
+    wanted: Tensor
+    """(B, L): entries that get a value."""
+    dim: int
+    """Of ``places`` in the batch, flattened from there on."""
+
+    @classmethod
+    def of_one_row(cls, sequences: Tensor, wanted: Tensor, inputs: dict[str, Tensor], in_row: Tensor) -> "_Selection":
+        """For a batch that goes through the model as one row, where token i lies at ``in_row[i]``."""
+        places = wanted.flatten().nonzero()[:, 0]
+        if len(places) == 0:
+            places = places.new_full((1,), wanted.numel() - 1)
+        inputs["logits_to_keep"] = in_row[places - 1]
+        return cls(inputs, labels=sequences.flatten()[places], places=places, wanted=wanted, dim=0)
+
+    @classmethod
+    def of_rows(cls, sequences: Tensor, wanted: Tensor, inputs: dict[str, Tensor]) -> "_Selection":
+        """For rows of one width, where columns are kept in which some row has an action."""
+        kept = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token kept + 1
+        if len(kept) == 0:
+            kept = kept.new_zeros(1)  # a row without any action still takes part
+        places = (kept + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
+        inputs["logits_to_keep"] = kept
+        return cls(inputs, labels=sequences[:, places], places=places, wanted=wanted, dim=1)
+
+    def on_device(self, device: torch.device) -> "_Selection":
+        """All but the inputs that lie where they should."""
+        kept = on_device(self.inputs["logits_to_keep"], device)
+        return replace(
+            self,
+            inputs=self.inputs | {"logits_to_keep": kept},
+            labels=on_device(self.labels, device),
+            places=on_device(self.places, device),
+            wanted=on_device(self.wanted, device),
+        )
+
+    def placed(self, values: Tensor) -> Tensor:
+        """``values``, shaped as ``labels``, at their places of a (B, L) tensor, 0 elsewhere."""
+        empty = torch.zeros(self.wanted.flatten(self.dim).shape, dtype=values.dtype, device=values.device)
+        whole = empty.index_copy(self.dim, self.places, values).view(self.wanted.shape)
+        return torch.where(self.wanted, whole, 0.0)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from torch import nn
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.maker import Hooks
+from openppo.experience.hooks import Hooks
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.groups import GroupPlan, GroupPlayer
 from openppo.orchestrator.schedule import TaskSchedule

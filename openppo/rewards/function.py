@@ -13,19 +13,23 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
-from openppo.datasets.row_formats import extra_info
-from openppo.datasets.templates import text_of
 from openppo.rewards.answer_process import FunctionProcesses
+from openppo.rewards.function_values import (
+    BATCH_NAMES,
+    BEHIND_COLUMNS,
+    IN_BOTH_FORMS,
+    SINGLE_NAMES,
+    VERL_NAMES,
+    Sample,
+    make_samples,
+)
 from openppo.rewards.scoring import (
-    answer_text,
     check_number,
-    episode_messages,
     finite_number,
     is_number,
     name_sample,
     score_of_steps,
     step_tokens,
-    turn_texts,
 )
 from openppo.types import Score, Trajectory
 
@@ -36,82 +40,21 @@ _OF_OTHER_THREADS = ("main thread", "same thread", "no current event loop in thr
 """In errors of ``signal``, ``sqlite3`` and ``asyncio``."""
 _MAIN_THREAD = "It needs the main thread: use --reward_workers 1, which calls a plain function of a file on one."
 
-Sample = dict[str, Any]
-"""What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.
-
-prompt, response and completion (the response again) are texts, of the response without what ends or pads it; query is
-the text of all tokens, those included, as OpenRLHF gives it; row holds the data columns and source is the data set
-that it is of; messages is None without a chat template; token_ids are those that the policy sampled. Of an episode,
-response is the policy's last message, messages the whole conversation, turns the texts of the policy's messages,
-tool_results those of the tools', and tool_rewards their rewards (see ``Episode``), an empty dict without any.
-
-verl's names: data_source is the column, or source in a row without it; solution_str is the response, ground_truth the
-label, and extra_info the column, or an empty dict.
-"""
-_IN_BOTH_FORMS = {name: name for name in ("messages", "token_ids", "turns", "tool_results", "tool_rewards")}
-_VERL_NAMES = {
-    **{"data_sources": "data_source", "solution_strs": "solution_str"},
-    **{"ground_truths": "ground_truth", "extra_infos": "extra_info"},
-}
-BATCH_NAMES = {
-    **{"prompts": "prompt", "responses": "response", "completions": "completion", "labels": "label"},
-    **{"queries": "query", "rows": "row", "sources": "source", **_IN_BOTH_FORMS, **_VERL_NAMES},
-}
-"""Parameter of a function for a batch -> what it gets a list of."""
-SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
-"""The same for a function that is called for each sample."""
-_ALIASES = {*_VERL_NAMES, *_VERL_NAMES.values()}
-_SAY_NOTHING = {*_IN_BOTH_FORMS, "data_source", "data_sources", "extra_info", "extra_infos"}
-"""Parameters that functions of both forms may have, or that are about rows alone."""
-_BEHIND_COLUMNS = {"source", "sources", "tool_rewards", *_ALIASES} - {"data_source", "extra_info"}
-"""Parameters that get the column of their name where the data has one; the two left out get it row by row."""
-
-
-def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """One sample per trajectory, decoded with the policy's tokenizer."""
-    responses = [answer_text(trajectory, tokenizer) for trajectory in trajectories]
-    return [
-        {
-            "prompt": t.prompt.text,
-            "response": response,
-            "completion": response,
-            "label": t.prompt.label,
-            "query": tokenizer.decode(t.token_ids, skip_special_tokens=False),
-            "row": t.prompt.row,
-            "source": t.prompt.source,
-            "data_source": _present(t.prompt.row.get("data_source"), t.prompt.source),
-            "solution_str": response,
-            "ground_truth": t.prompt.label,
-            "extra_info": extra_info(t.prompt.row),
-            "messages": t.prompt.messages if t.episode is None else t.episode.messages,
-            "token_ids": t.action_ids,
-            "turns": turn_texts(t, tokenizer),
-            "tool_results": [text_of(m.get("content")) for m in episode_messages(t) if m["role"] == "tool"],
-            "tool_rewards": {} if t.episode is None else t.episode.tool_rewards,
-        }
-        for t, response in zip(trajectories, responses, strict=True)
-    ]
-
-
-def _present(value: Any, default: Any) -> Any:
-    """``value``, or ``default`` where it is None, which Parquet puts for what is missing."""
-    return default if value is None else value
-
 
 class RewardFunction:
     """A user's function, called with what the names of its parameters say.
 
     With names of ``BATCH_NAMES`` it is called once with lists (``is_batch``), with names of ``SINGLE_NAMES`` once for
     each sample; further parameters may name data ``columns``, and ``**kwargs`` gets everything, but not under verl's
-    names. A column named as a parameter of ``_BEHIND_COLUMNS`` goes before it. ``source`` is the flag and file of the
+    names. A column named as a parameter of ``BEHIND_COLUMNS`` goes before it. ``source`` is the flag and file of the
     function, for messages; ``ValueError`` names it and a parameter that nothing is known for.
     """
 
     def __init__(self, function: Callable[..., Any], source: str, columns: Collection[str]) -> None:
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        telling = {p.name for p in named} - _SAY_NOTHING
-        columns_first = _BEHIND_COLUMNS.intersection(columns)
+        telling = {p.name for p in named} - IN_BOTH_FORMS
+        columns_first = BEHIND_COLUMNS.intersection(columns)
         if columns_named := sorted(columns_first & {p.name for p in named}):
             are = "is a column" if len(columns_named) == 1 else "are columns"
             logger.info("%s: %s %s of the data here, and gets its values", source, " and ".join(columns_named), are)
@@ -155,7 +98,7 @@ class RewardFunction:
         """Call the function with copies of ``samples``."""
         columns = [column for sample in samples for column in sample["row"]]
         arguments = {}
-        known = [name for name in self.known if name not in _ALIASES]
+        known = [name for name in self.known if name not in VERL_NAMES]
         for name in dict.fromkeys([*self.names, *columns, *known] if self.takes_all else self.names):
             own = self.known.get(name)
             values = [copy.deepcopy(sample["row"].get(name) if own is None else sample[own]) for sample in samples]

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import RewardConfig, mask_credentials
 from openppo.datasets.templates import shortened
-from openppo.rewards.function import make_samples
+from openppo.rewards.function_values import make_samples
 from openppo.rewards.scoring import check_scores
 from openppo.types import Score, Trajectory
 

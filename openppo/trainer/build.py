@@ -2,21 +2,19 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import LoRAConfig, TrainPPOConfig
-from openppo.experience.maker import ExperienceMaker, Hooks
+from openppo.config import TrainPPOConfig
+from openppo.experience.hooks import Hooks
+from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
-from openppo.models.adapters import AdapterOffReference
-from openppo.models.loading import freeze_vision, model_error_context
+from openppo.models.loading import model_error_context
 from openppo.models.merge_lora import to_bf16
-from openppo.models.padding import pack_where_exact
-from openppo.models.prefixes import share_where_exact
 from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id, sampled_ids
 from openppo.models.sampled_ids import SampledIds
 from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
@@ -30,36 +28,25 @@ from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
-from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import (
     PPOComponents,
     check_run_with_images,
-    has_groups,
-    load_actor,
-    load_critic,
     sharing,
 )
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
-from openppo.trainer.data import (
-    PPOData,
-    TaskRewards,
-    check_models,
-    critic_lora,
-    critic_start,
-    load_ppo_data,
-    load_tasks_data,
-    loading,
-)
+from openppo.trainer.data import PPOData, TaskRewards, load_ppo_data, load_tasks_data
 from openppo.trainer.engines import new_engine, training_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
-from openppo.trainer.objects import Given, OwnObjects, Role
+from openppo.trainer.models import Models, load_models
+from openppo.trainer.objects import Given, OwnObjects
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.resume.edited_files import user_files
+from openppo.trainer.roles import check_models, loading
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, rollout_trackers, run_vision, start_trackers
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
@@ -83,54 +70,141 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """A trainer; ``objects`` fill ``OwnObjects``, ``trackers`` log on rank 0. ``ValueError`` names flag or object."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
-    strategy, samples = strategy or _strategy(config), source is None
-    comm, device, run, own = strategy.comm, strategy.device, config.run, OwnObjects(**objects)
-    config = own.named(config, comm, samples, isinstance(maker, TaskMaker))
+    strategy = strategy or DeepspeedStrategy(config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks)
+    run = _before_models(config, strategy, OwnObjects(**objects), maker=maker, source=source)
+    config, components = _with_models(run, strategy, trackers)
+    if config.run.stop_when:
+        callbacks = [*callbacks, StopWhen(config.run.stop_conditions)]
+    source = source or _source(config, components, maker, run.actor_config)
+    trainer = PPOTrainer(config, components, source, callbacks)
+    run.checkpointer.begin(trainer.load_checkpoint)
+    log_ppo_start(config, components, run.plan)
+    return trainer
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run before its models are loaded: all is checked that needs no weights."""
+
+    config: TrainPPOConfig
+    own: OwnObjects
+    tokenizer: PreTrainedTokenizerBase
+    actor_config: PreTrainedConfig
+    data: PPOData
+    estimate: Estimate | None
+    plan: BatchPlan
+    checkpointer: Checkpointer
+    samples: bool
+    """Whether it samples from a policy, or trains on a ``source`` of the caller."""
+    scorer: Any
+    eval_scorer: Any
+
+
+def _before_models(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    own: OwnObjects,
+    *,
+    maker: SamplerMaker | None,
+    source: RolloutSource | None,
+) -> _Run:
+    """Check options, read data, plan, and build rewards, whose models are loaded first."""
+    samples = source is None
+    config = own.named(config, strategy.comm, samples, isinstance(maker, TaskMaker))
     tokenizer, actor_config, data = checked = _checked(config, strategy, samples, maker, own)
     config, estimate, rewards = _estimated(config, strategy, samples, maker, own, checked)
-    plan = _plan(config, comm.world_size, len(data.prompts), source, maker)
+    plan = _plan(config, strategy.comm.world_size, len(data.prompts), source, maker)
     files = user_files(config, rewards.tasks.tasks)
-    checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints | own.fingerprints(), user_files=files)
-    scorer, eval_scorer = (rewards.build(), rewards.build_held_out()) if samples else (None, None)  # before models
-    ids_of = partial(sampled_ids, tokenizer, actor_config)
-    prepared = partial(_prepared, config, strategy, own, ids_of)
-    critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
-    actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
-    reference = _reference(config, actor, prepared)
-    config = sharing(config, strategy, actor, critic, reference)
-    traced, peaks = StepProfiler(run.save_path, config.tracking, comm.rank).phase, estimate.peaks if estimate else None
-    hooks = Hooks(PhaseTimer(traced, peaks), SignalStop(comm), strategy.uncompiled, data.source_names, ids_of())
-    engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
+    prints = data.fingerprints | own.fingerprints()
+    return _Run(
+        config=config,
+        own=own,
+        tokenizer=tokenizer,
+        actor_config=actor_config,
+        data=data,
+        estimate=estimate,
+        plan=plan,
+        checkpointer=Checkpointer(config, strategy, "ppo", prints, user_files=files),
+        samples=samples,
+        scorer=rewards.build() if samples else None,
+        eval_scorer=rewards.build_held_out() if samples else None,
+    )
+
+
+def _with_models(
+    run: _Run, strategy: DeepspeedStrategy, trackers: Sequence[Tracker]
+) -> tuple[TrainPPOConfig, PPOComponents]:
+    """Load models, start the engine, and put the parts together; the config says what models can do."""
+    config, tokenizer, data, comm = run.config, run.tokenizer, run.data, strategy.comm
+    ids_of = partial(sampled_ids, tokenizer, run.actor_config)
+    models = load_models(config, strategy, run.own, plan=run.plan, ids_of=ids_of)
+    actor, critic = models.actor, models.critic
+    config = sharing(config, strategy, actor, critic, models.reference)
+    hooks = _hooks(run, strategy, ids_of())
+    engine = None
+    if run.samples:
+        engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, run.actor_config)
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
-    ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(estimate)) if config.ppo.enable_ema else None
-    checkpointer.attach({"actor": actor, "critic": critic}, ema)
+    ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(run.estimate)) if config.ppo.enable_ema else None
+    run.checkpointer.attach({"actor": actor, "critic": critic}, ema)
     with strategy.uncompiled():
-        pack_documents_to = packed_row_length(actor, data.documents, data.longest, device)
-    critic_step = None if critic is None else CriticStep(critic, config, comm, device)
-    one_pass = partial(OnePassCritic, critic_step) if critic_step and OnePassCritic.is_exact(config) else None
-    make: Any = one_pass or ExperienceMaker
+        pack_documents_to = packed_row_length(actor, data.documents, data.longest, strategy.device)
+    critic_step = None if critic is None else CriticStep(critic, config, comm, strategy.device)
     components = PPOComponents(
         strategy=strategy,
         tokenizer=tokenizer,
         actor=actor,
         critic_step=critic_step,
-        maker=make(actor, critic, reference, config, comm, device, pad_token_id(tokenizer), hooks),
+        maker=_maker(config, strategy, models, critic_step, pad_token_id(tokenizer), hooks),
         engine=engine,
-        scorer=scorer,
+        scorer=run.scorer,
         data=data,
-        trackers=_trackers(config, strategy, plan, checkpointer, trackers),
-        grading=Grading.of(comm, config.eval_rewards, config.evaluation, eval_scorer),
+        trackers=_trackers(config, strategy, run.plan, run.checkpointer, trackers),
+        grading=Grading.of(comm, config.eval_rewards, config.evaluation, run.eval_scorer),
         ema=ema,
         pack_documents_to=pack_documents_to,
-        checkpointer=checkpointer,
+        checkpointer=run.checkpointer,
         stop=hooks.stop,
-        estimate=estimate,
+        estimate=run.estimate,
     )
-    callbacks = [*callbacks, StopWhen(run.stop_conditions)] if run.stop_when else callbacks
-    trainer = PPOTrainer(config, components, source or _source(config, components, maker, actor_config), callbacks)
-    checkpointer.begin(trainer.load_checkpoint)
-    log_ppo_start(config, components, plan)
-    return trainer
+    return config, components
+
+
+def _hooks(run: _Run, strategy: DeepspeedStrategy, ids: SampledIds) -> Hooks:
+    config, comm = run.config, strategy.comm
+    traced = StepProfiler(config.run.save_path, config.tracking, comm.rank).phase
+    return Hooks(
+        timer=PhaseTimer(traced, run.estimate.peaks if run.estimate else None),
+        stop=SignalStop(comm),
+        uncompiled=strategy.uncompiled,
+        sources=run.data.source_names,
+        sampled_ids=ids,
+    )
+
+
+def _maker(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    models: Models,
+    critic_step: CriticStep | None,
+    pad: int,
+    hooks: Hooks,
+) -> ExperienceMaker:
+    """The experience maker; where one optimizer step is all, it trains the critic in the same pass."""
+    make: Any = ExperienceMaker
+    if critic_step is not None and OnePassCritic.is_exact(config):
+        make = partial(OnePassCritic, critic_step)
+    maker: ExperienceMaker = make(
+        actor=models.actor,
+        critic=models.critic,
+        reference=models.reference,
+        config=config,
+        comm=strategy.comm,
+        device=strategy.device,
+        pad_token_id=pad,
+        hooks=hooks,
+    )
+    return maker
 
 
 def _checked(
@@ -198,10 +272,6 @@ def _is_async(config: TrainPPOConfig, maker: SamplerMaker | None) -> bool:
     return config.orchestrator.is_async or isinstance(maker, TaskMaker)
 
 
-def _strategy(config: TrainPPOConfig) -> DeepspeedStrategy:
-    return DeepspeedStrategy(config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks)
-
-
 def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPOTrainer | RolloutRank:
     """What this rank of a launch runs: a trainer or, on the last ``--rollout_ranks``, what samples for trainers."""
     n_sampling = config.orchestrator.rollout_ranks
@@ -264,46 +334,6 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Lea
     return SamplerParts(*given, context_length(actor_config), has_rewards, leave)
 
 
-def _prepared(
-    config: TrainPPOConfig,
-    strategy: DeepspeedStrategy,
-    own: OwnObjects,
-    ids_of: Callable[[int], SampledIds],
-    role: Role,
-    n_steps: int = 0,
-) -> Any:
-    """The model of ``role``, given or loaded, wrapped for training or as a frozen one; it packs rows where exact.
-
-    ``ids_of`` returns the ids that the actor can sample, by the number of the model's logits.
-    """
-    lora = {"actor": config.lora, "critic": critic_lora(config), "reference": LoRAConfig()}[role]
-    module = own.module(role, config.generation.temperature, lora)
-    if module is None:
-        with strategy.loading():
-            module = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
-    freeze_vision(module, config.model.freeze_vision_tower, config.model.freeze_connector)
-    if role == "reference":
-        model: Any = strategy.prepare_frozen(module)
-    else:
-        rate = config.ppo.actor_learning_rate if role == "actor" else config.ppo.critic_learning_rate
-        model = strategy.prepare(module, config.adam, rate, n_steps)
-    with strategy.uncompiled():
-        pack_where_exact(module, model, strategy.device, role)
-        if has_groups(config):
-            share_where_exact(module, model, strategy.device, role)
-    if role != "critic":  # after probes of tiny rows, which may be of any ids
-        module.sampled_ids = ids_of(module.model.config.get_text_config().vocab_size)
-    return model
-
-
 def _spare(estimate: Estimate | None) -> int:
     """Bytes of the device that an estimate leaves free, but for a tenth of all."""
     return 0 if estimate is None else estimate.machine.room * 9 // 10 - estimate.phases[estimate.largest]
-
-
-def _reference(config: TrainPPOConfig, actor: TrainableModel, prepared: Callable[..., Any]) -> Any:
-    """None without a KL penalty; of a policy with adapters that policy without them."""
-    if config.kl.init_kl_coef == 0:
-        return None
-    shares_weights = config.lora.lora_rank > 0 and config.model.ref_pretrain is None
-    return AdapterOffReference(actor) if shares_weights else prepared("reference")

@@ -25,9 +25,10 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Trackers
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticStep
-from openppo.trainer.data import PPOData, critic_lora, critic_start, loading
+from openppo.trainer.data import PPOData
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory.estimate import Estimate
+from openppo.trainer.roles import critic_lora, critic_start, loading
 from openppo.trainer.startup import policy_vision
 from openppo.types import StopCheck
 

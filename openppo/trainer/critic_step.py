@@ -72,8 +72,8 @@ class OnePassCritic(ExperienceMaker):
     are made and trained on as usual. ``build_ppo_trainer`` chooses it; nothing else depends on it.
     """
 
-    def __init__(self, critic_step: CriticStep, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, critic_step: CriticStep, **parts: Any) -> None:
+        super().__init__(**parts)
         self.critic_step = critic_step
 
     @staticmethod

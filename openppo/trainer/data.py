@@ -1,40 +1,34 @@
-"""What a PPO run reads and is rewarded by, or each of its tasks; and whether models and options fit together."""
+"""Data and rewards of a PPO run, or of each of its tasks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
-from openppo.config import LoRAConfig, TrainPPOConfig
-from openppo.config.fields import declared_options, given_options, rules_of
+from openppo.config import TrainPPOConfig
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets.media import RowVision
 from openppo.datasets.sources import ShowRows, value_of
-from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.maker import forward_size
-from openppo.models.loading import load_options
+from openppo.experience.forwards import forward_size
 from openppo.models.pretrained import check_model, check_token_ids, context_length
-from openppo.models.size import check_cache
 from openppo.rewards import Scorer
-from openppo.rewards.build import ScorerSetup, own_tokenizer
+from openppo.rewards.build import ScorerSetup
 from openppo.rewards.scoring import TaskScorer
-from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import RunTask, TaskMaker
-from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.tracking.console import log_lines
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.reward_trial import trial_lines
+from openppo.trainer.roles import loading, other_models
 from openppo.trainer.startup import (
     blank_prompt,
     check_context,
-    load_policy_tokenizer,
     once_per_host,
     policy_vision,
     tokenizing,
@@ -81,43 +75,78 @@ def load_ppo_data(
     ``own`` may hold the prompts. With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError``
     names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
-    options, evaluation, seed, show = config.data, config.evaluation, config.deepspeed.seed, tokenizing(comm)
-    new_tokens = config.generation.generate_max_len
-    vision = policy_vision(config.model, tokenizer, actor_config, options)
-
-    def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
-        if not source or not prompts:
-            return []
-        if flag == "--prompt_data" and own.prompts is not None:
-            return own.read_prompts(tokenizer, options, empty=agent is not None)
-        load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
-        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
-        return load_rows(rows, tokenizer, options, show, vision)
-
-    def load_all() -> PPOData:
-        read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)
-        prints = {"--prompt_data": examples_fingerprint(map(_content, read))} if read else {}
-        read = read or seed_prompts(config.agents.n_envs or 0)
-        held_out = load("--eval_data", evaluation.eval_data, None, evaluation.eval_split)
-        held_out = held_out or seed_prompts(config.agents.eval_n_envs)
-        longest = max((len(p.token_ids) for p in [*read, *held_out]), default=options.prompt_max_len) + new_tokens
-        if agent is not None:  # how long its prompts are is not known, and its episodes end where the context does
-            agent.check_prompts([*read, *held_out])
-            episode = config.agents.episode_max_len or options.prompt_max_len + new_tokens
-            longest = min(episode, context_length(actor_config) or episode)
-        for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
-            model_config = own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
-            check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
-        documents, texts = _load_documents(config, tokenizer, longest, show)
-        prints |= {"--pretrain_data": examples_fingerprint(texts)} if documents else {}
-        ids = (x.token_ids for x in chain[Any](read, held_out, documents))
-        check_token_ids(actor_config, f"--pretrain {config.model.pretrain}", tokenizer, ids)
-        return PPOData(read, held_out, documents, prints, longest)
-
-    data = once_per_host(comm, options, load_all)
-    read = {"--prompt_data": list(map(_content, data.prompts)), "--eval_data": list(map(_content, data.held_out))}
-    check_same(comm, read | {"--pretrain_data": data.documents})
+    loading = _Loading(
+        config, tokenizer, actor_config, reads_prompts=prompts, agent=agent, own=own, show=tokenizing(comm)
+    )
+    data = once_per_host(comm, config.data, loading.run)
+    rows = {"--prompt_data": list(map(_content, data.prompts)), "--eval_data": list(map(_content, data.held_out))}
+    check_same(comm, rows | {"--pretrain_data": data.documents})
     return data
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """Reads the data of a run, as ``load_ppo_data`` says."""
+
+    config: TrainPPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    actor_config: PreTrainedConfig
+    reads_prompts: bool
+    agent: SamplerMaker | None
+    own: OwnObjects
+    show: ShowRows
+
+    def run(self) -> PPOData:
+        """Prompts, held-out ones and documents, each within its length."""
+        config, options, evaluation = self.config, self.config.data, self.config.evaluation
+        vision = policy_vision(config.model, self.tokenizer, self.actor_config, options)
+        prompts = self._prompts(
+            "--prompt_data", options.prompt_data, options.prompt_data_probs, split=options.prompt_split, vision=vision
+        )
+        prints = {"--prompt_data": examples_fingerprint(map(_content, prompts))} if prompts else {}
+        prompts = prompts or seed_prompts(config.agents.n_envs or 0)
+        held_out = self._prompts("--eval_data", evaluation.eval_data, None, split=evaluation.eval_split, vision=vision)
+        held_out = held_out or seed_prompts(config.agents.eval_n_envs)
+
+        longest = self._longest([*prompts, *held_out])
+        self._check_contexts(longest)
+        documents, texts = _load_documents(config, self.tokenizer, longest, self.show)
+        prints |= {"--pretrain_data": examples_fingerprint(texts)} if documents else {}
+        ids = (x.token_ids for x in chain[Any](prompts, held_out, documents))
+        check_token_ids(self.actor_config, f"--pretrain {config.model.pretrain}", self.tokenizer, ids)
+        return PPOData(prompts, held_out, documents, prints, longest)
+
+    def _prompts(
+        self, flag: str, source: str | None, probs: str | None, *, split: str, vision: RowVision | None
+    ) -> list[Prompt]:
+        if not source or not self.reads_prompts:
+            return []
+        options, agent = self.config.data, self.agent
+        if flag == "--prompt_data" and self.own.prompts is not None:
+            return self.own.read_prompts(self.tokenizer, options, empty=agent is not None)
+        load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
+        seed = self.config.deepspeed.seed
+        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
+        return load_rows(rows, self.tokenizer, options, show=self.show, vision=vision)
+
+    def _longest(self, prompts: Sequence[Prompt]) -> int:
+        """Tokens of the longest prompt with its response, or of an agent's episode."""
+        new_tokens, most = self.config.generation.generate_max_len, self.config.data.prompt_max_len
+        if self.agent is None:
+            return max((len(prompt.token_ids) for prompt in prompts), default=most) + new_tokens
+        # How long an agent's prompts are is not known, and its episodes end where the context does.
+        self.agent.check_prompts(prompts)
+        episode = self.config.agents.episode_max_len or most + new_tokens
+        return min(episode, context_length(self.actor_config) or episode)
+
+    def _check_contexts(self, longest: int) -> None:
+        config, new_tokens = self.config, self.config.generation.generate_max_len
+        models = other_models(config)
+        if self.reads_prompts:
+            models = [("--pretrain", config.model.pretrain), *models]
+        for flag, name in models:
+            model_config = self.own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
+            check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
 
 
 def _load_documents(
@@ -241,78 +270,3 @@ def _content(prompt: Prompt) -> list[object]:
     """What a prompt is, or of a task without one its row."""
     content: list[object] = [prompt.token_ids or repr(prompt.row), repr(prompt.label)]
     return [*content, [item.key for item in prompt.media]] if prompt.media else content
-
-
-def check_models(
-    config: TrainPPOConfig, strategy: InferenceStrategy, samples: bool = True, own: OwnObjects = NOTHING
-) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Check what needs neither data nor weights; tokenizer and config of the actor, which ``own`` may hold.
-
-    Only a run that ``samples`` needs an engine.
-    """
-    model, estimator, trust = config.model, config.advantage.advantage_estimator, config.model.trust_remote_code
-    given, without = given_options(config), f"--advantage_estimator {estimator} has none"
-    for name, declared in declared_options(TrainPPOConfig).items() if critic_start(config) is None else ():
-        if rules_of(declared).of_critic and given[name] != declared.default:
-            raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
-    actor_config = own.configs.get("--pretrain") or collective(
-        strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust)
-    )
-    load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
-    if samples and config.generation.cuda_graphs == "on":
-        elsewhere = config.run.dry_run  # which may be about another machine
-        choose_recorder("on", actor_config, torch.device("cuda") if elsewhere else strategy.device)
-    if samples and config.generation.rollout_engine == "vllm":
-        collective(strategy.comm, check_vllm)
-    elif samples:
-        check_cache(actor_config)
-    tokenizer = own.tokenizer or load_policy_tokenizer(model.pretrain, trust, config.data)
-    own.check_vocabularies(tokenizer, actor_config)
-    others = [(flag, name) for flag, name in _other_models(config) if flag not in own.configs]
-    if own.actor is not None and _start_from_pretrain(config):
-        others.append(("--pretrain", model.pretrain))
-    for flag, name in others:
-        check_model(name, flag, trust)
-        if own_tokenizer(flag, name, actor_config, tokenizer, trust) is not None:
-            role = "a reference" if flag == "--ref_pretrain" else "a critic"
-            own_flag = flag != "--reward_pretrain"
-            other = "use one of the same family" if own_flag else "name another with --critic_pretrain"
-            raise ValueError(
-                f"{flag} {name} has another vocabulary than --pretrain {model.pretrain}, and as {role} it would read "
-                f"token ids that are not its own: {other}."
-            )
-    return tokenizer, actor_config
-
-
-def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
-    """Flag and name of the model that the critic starts from; None for an estimator without one."""
-    if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
-        return None
-    model = config.model
-    named = {"--critic_pretrain": model.critic_pretrain, "--reward_pretrain": config.rewards.reward_pretrain}
-    return next(((flag, name) for flag, name in named.items() if name), ("--pretrain", model.pretrain))
-
-
-def loading(config: TrainPPOConfig) -> dict[str, bool]:
-    """How models of the run are loaded."""
-    model = config.model
-    options = {"flash_attn": model.flash_attn, "trust_remote_code": model.trust_remote_code}
-    return options | {"bf16": config.deepspeed.bf16}
-
-
-def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
-    """The critic's adapters, if it has any."""
-    rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
-    return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
-
-
-def _start_from_pretrain(config: TrainPPOConfig) -> bool:
-    """Whether critic or reference are read from ``--pretrain``."""
-    has_reference = config.kl.init_kl_coef > 0 and config.model.ref_pretrain is None and config.lora.lora_rank == 0
-    return has_reference or (critic_start(config) or ("", ""))[0] == "--pretrain"
-
-
-def _other_models(config: TrainPPOConfig) -> list[tuple[str, str]]:
-    """Flag and name of what critic and reference start from, where it is not the actor's model."""
-    starts = [critic_start(config) or ("--pretrain", ""), ("--ref_pretrain", config.model.ref_pretrain)]
-    return [(flag, name) for flag, name in starts if flag != "--pretrain" and name is not None]

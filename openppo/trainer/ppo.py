@@ -1,6 +1,5 @@
 """The story of PPO: sample, make experience, train, report."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,12 +13,13 @@ from openppo.strategy.checkpoint.random_state import RandomState, get_random_sta
 from openppo.strategy.fault_report import ExplainMemory
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import evaluation, phase
-from openppo.trainer.callbacks import STOPPED_EARLY, Callback, notify, restore_callbacks
+from openppo.trainer.callbacks import STOPPED_EARLY, Callback, notify
 from openppo.trainer.checkpointer import ended_by_failures, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import evaluate_alone
 from openppo.trainer.evaluation.passing import PassWatch
 from openppo.trainer.memory.shortage import explain_shortage
+from openppo.trainer.resume.trainer_state import restore_trainer, trainer_state
 from openppo.trainer.sample_log import StepDiagnostics
 from openppo.trainer.source import PromptSource
 from openppo.trainer.update import Update
@@ -136,24 +136,13 @@ class PPOTrainer:
     @phase("saving")
     def save_checkpoint(self, random_state: RandomState | None = None) -> Path:
         """Write all that ``--load_checkpoint`` needs to resume after the last step; randomness is of now by default."""
-        state = {
-            "state": dataclasses.asdict(self.state),
-            "source": self.source.state_dict(),
-            "maker": self.maker.state_dict(),
-            "skipped": self.update.skipped.state_dict(),
-            "should_stop": self.should_stop,
-            "callbacks": [{"class": type(each).__name__, "state": each.state_dict()} for each in self.callbacks],
-        }
-        return self.components.checkpointer.save(self.global_step, state, self.components.write_policy, random_state)
+        return self.components.checkpointer.save(
+            self.global_step, trainer_state(self), self.components.write_policy, random_state
+        )
 
     def load_checkpoint(self) -> None:
         """Resume from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
-        saved = self.components.checkpointer.load()
-        vars(self.state).update(saved["state"])
-        self.source.load_state_dict(saved["source"])
-        self.maker.load_state_dict(saved["maker"])
-        self.update.load_state_dict(saved["skipped"])
-        self.should_stop = restore_callbacks(self.callbacks, saved["callbacks"]) and saved["should_stop"]
+        restore_trainer(self, self.components.checkpointer.load())
         self.source.publish(self.global_step)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:

@@ -30,7 +30,7 @@ from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.tracking.phase import timed
 from openppo.trainer.components import PPOComponents
-from openppo.types import Prompt, Trajectory
+from openppo.types import Comm, Prompt, Trajectory
 
 _ALL_EQUAL = "--dynamic_sampling: the rewards of each group are equal. Use other prompts, or a finer reward"
 
@@ -251,16 +251,17 @@ class PromptSource:
             self.failures.drop_groups(_ALL_EQUAL)
         metrics.add("sampled_batches", n_batches, reduce="max")
         metrics.add("useful_groups", n_groups, reduce="max")
-        return Rollout(self._first_groups(kept), metrics, failed=failed[:N_SHOWN])
+        return Rollout(first_groups(kept, wanted, self.comm), metrics, failed=failed[:N_SHOWN])
 
-    def _first_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The first groups of all ranks' groups, dealt out as a rollout deals prompts."""
-        everyones = [t for rank in self.comm.all_gather_object(list(trajectories)) for t in rank]
-        groups = sorted({t.group for t in everyones})[: self.config.prompts_per_step]
-        if not groups and self.comm.rank == 0:
-            logger.warning("no prompt's responses got different rewards: nothing to train on")
-        mine = set(shard(groups, self.comm.rank, self.comm.world_size))
-        return sorted((t for t in everyones if t.group in mine), key=lambda t: t.group)
+
+def first_groups(trajectories: Sequence[Trajectory], most: int, comm: Comm) -> list[Trajectory]:
+    """This rank's part of the first groups of all ranks, dealt out as a rollout deals prompts. Collective."""
+    everyones = [t for rank in comm.all_gather_object(list(trajectories)) for t in rank]
+    groups = sorted({t.group for t in everyones})[:most]
+    if not groups and comm.rank == 0:
+        logger.warning("no prompt's responses got different rewards: nothing to train on")
+    of_this_rank = set(shard(groups, comm.rank, comm.world_size))
+    return sorted((t for t in everyones if t.group in of_this_rank), key=lambda t: t.group)
 
 
 def as_prompt(prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig) -> Prompt:

@@ -18,7 +18,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.fused_kernels import fused_in
 from openppo.tracking.console import log_lines, table_lines
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.data import critic_start
+from openppo.trainer.roles import critic_start
 from openppo.trainer.supervised.loop import SupervisedTrainer
 from openppo.types import RolloutSource
 

@@ -24,7 +24,7 @@ from openppo.config import (
     tools,
 )
 from openppo.config.fields import Options, declared_options, rules_of
-from openppo.experience.maker import old_log_probs_from
+from openppo.experience.forwards import old_log_probs_from
 
 COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "ppo": (commands.TrainPPOConfig, {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}),

@@ -4,22 +4,14 @@ States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
-from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig
+from openppo.config import DeepSpeedConfig, LoRAConfig
 from openppo.config.commands import SupervisedCommand
-from openppo.experience.maker import forward_size
-from openppo.models.batching import MicroBatchSize
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU, logits_at_once
 from openppo.models.size import ModelSize
-from openppo.rollout.decode_graphs import COLUMNS_TOGETHER
-from openppo.rollout.hf_engine import ROWS_ON_CPU, ROWS_ON_GPU
-from openppo.rollout.requests import prefill_tokens
-from openppo.rollout.row_cache import SLACK_COLUMNS, rows_that_fit
 from openppo.strategy.ds_config import LARGEST_BUCKET
 from openppo.tracking.console import table_lines
-from openppo.trainer.data import critic_lora
 
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
@@ -185,66 +177,6 @@ def format_bytes(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
 
 
-class Lengths(NamedTuple):
-    """Tokens of the data; ``document`` is the longest row of the PTX loss. ``patches`` are of one prompt's images."""
-
-    shortest_prompt: int
-    longest_prompt: int
-    document: int = 0
-    patches: int = 0
-
-
-def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
-    """Memory of a train_ppo run; ``sizes`` has its models by role in the order of loading."""
-    ppo, batch, loras = config.ppo, config.batch, {"critic": critic_lora(config), "actor": config.lora}
-    samples = machine.share(config.prompts_per_step) * ppo.n_samples_per_prompt
-    longest = lengths.longest_prompt + config.generation.generate_max_len
-    scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
-    rows = min(samples, forward_size(config).rows_of(longest))
-    train_rows = MicroBatchSize(batch.micro_rows, ppo.micro_train_tokens).rows_of(length)
-    train_rows = min(machine.share(batch.train_batch_size), train_rows)
-    models = {role: model_memory(size, machine, loras.get(role)) for role, size in sizes.items()}
-    trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items() if role in sizes}
-    resting = sum(model.moments for model in models.values()) if ppo.offload_idle else 0
-    buffer = _EXPERIENCE * samples * longest * (1 + (machine.n_ranks if machine.n_ranks > 1 else 0))
-    host = sum(model.host + model.resting * ppo.offload_idle for model in models.values())
-    host += buffer * ppo.buffer_cpu_offload + 4 * machine.share(trained["actor"]) * ppo.enable_ema
-    lasting = sum(model.lasting for model in models.values()) + host * machine.on_cpu
-    resident = lasting - resting * (not machine.on_cpu)
-    loaded = accumulate(model.lasting - model.moments for model in models.values())
-    seen = lengths.patches
-    passes = {role: pass_bytes(size, machine, rows, longest, scored, patches=seen) for role, size in sizes.items()}
-    inference = max(passes[role] + machine.live(model.gathered) for role, model in models.items())
-    work = machine, train_rows, length, max(scored, lengths.document), seen
-    training = max(_training(sizes[role], models[role], loras[role], *work) for role in trained)
-    actor, whole, options, s = sizes["actor"], models["actor"].gathered, config.generation, machine.element
-    if options.rollout_engine == "vllm":
-        copy = s * actor.n_parameters // options.vllm_tensor_parallel_size
-        generation = max(int(options.vllm_gpu_memory_utilization * machine.memory), copy)
-    else:  # the engine's cache, and reading prompts or sampling
-        free = 2**62 if machine.on_cpu else max(0, machine.room - machine.workspaces - resident)
-        gathered = whole if whole <= free // 2 else machine.live(whole)  # then ranks decode in lockstep
-        copies = s * actor.n_quantized * (config.lora.lora_rank > 0 and not config.lora.load_in_4bit)
-        gathered += copies * (gathered == whole and whole + copies <= free // 2)  # adapters are merged if they fit
-        most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * actor.cache * (longest + SLACK_COLUMNS)
-        rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
-        sampling = rows * actor.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))
-        prompt = lengths.longest_prompt
-        prompts = s * actor.width // 2 * min(rows * prompt, max(prefill_tokens(machine.on_cpu), prompt))
-        graphs = 0  # logits of each: for rows, half of them and so on, and for each width of the cache
-        if options.cuda_graphs != "off" and not machine.on_cpu:
-            graphs = 2 * rows * actor.vocabulary * s * -(-longest // COLUMNS_TOGETHER)
-        generation = gathered + rows * row + max(sampling, prompts) + graphs
-    phases = {
-        "loading": max(total + model.loading for total, model in zip(loaded, models.values(), strict=True)),
-        "generation": machine.workspaces + resident + generation,
-        "experience": machine.workspaces + resident + inference + 2 * _EXPERIENCE * samples * longest,
-        "training": machine.workspaces + lasting + training + buffer * (not ppo.buffer_cpu_offload),
-    }
-    checkpoint = 12 * sum(trained.values()) + 4 * trained["actor"] * ppo.enable_ema
-    return Estimate({role: model.lasting for role, model in models.items()}, phases, host, checkpoint, machine)
-
-
 def estimate_supervised(
     config: SupervisedCommand,
     longest: int,
@@ -266,12 +198,12 @@ def estimate_supervised(
         "training": machine.workspaces
         + model.lasting
         + model.host * machine.on_cpu
-        + _training(size, model, config.lora, machine, *work),
+        + training_bytes(size, model, config.lora, machine, *work),
     }
     return Estimate({"model": model.lasting}, phases, model.host, 12 * size.n_trained(config.lora.lora_rank), machine)
 
 
-def _training(
+def training_bytes(
     size: ModelSize,
     model: ModelMemory,
     lora: LoRAConfig,

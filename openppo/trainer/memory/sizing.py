@@ -17,8 +17,10 @@ from openppo.media import n_patches
 from openppo.models.pretrained import check_model
 from openppo.models.size import ModelSize, model_size
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer.data import PPOData, critic_start
-from openppo.trainer.memory.estimate import Estimate, Lengths, Machine, estimate_ppo
+from openppo.trainer.data import PPOData
+from openppo.trainer.memory.estimate import Estimate, Machine
+from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
+from openppo.trainer.roles import critic_start
 from openppo.trainer.supervised.batches import PACKED_ROW
 
 Sizes = dict[str, ModelSize]

@@ -1,26 +1,29 @@
 """From options to trainers of causal language models, reward models and process reward models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import load_mixed_rows, load_preferences, load_process_examples, load_sft_examples
+from openppo.datasets.media import RowVision
 from openppo.media import check_images, n_patches
 from openppo.models.actor import Actor
 from openppo.models.loading import freeze_vision, load_options, model_error_context
 from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.models.size import ModelSize
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.memory.estimate import estimate_supervised
+from openppo.trainer.memory.estimate import Estimate, Machine, estimate_supervised
 from openppo.trainer.memory.sizing import log_memory
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.resume.edited_files import user_files
@@ -49,8 +52,59 @@ _TRAINERS: dict[type, tuple[type[SupervisedTrainer[Any]], Callable[..., Any]]] =
 def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = None) -> SupervisedTrainer[Any]:
     """The trainer of a supervised command, ready for ``fit()``; ``ValueError`` names the flag to change."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
+    trainer_class, _ = _TRAINERS[type(config)]
+    comm = strategy.comm
+    data = _load_data(config, strategy)
+    role = "reward model" if isinstance(config, TrainRMConfig) else "model"
+    estimate = log_memory(partial(_estimate, config, data), {role: ("--pretrain", options.pretrain)}, config, strategy)
+    prints = {"--dataset": examples_fingerprint(data.train)}
+    checkpointer = Checkpointer(config, strategy, trainer_class.kind, prints, user_files=user_files(config))
+    n_steps = total_optimizer_steps(config, len(data.train))
+    with strategy.loading():
+        module = load_model(config, data.tokenizer)
+    freeze_vision(module, options.freeze_vision_tower, options.freeze_connector)
+    model = strategy.prepare(module, config.adam, options.learning_rate, n_steps)
+    if not isinstance(module, ProcessRewardModel):
+        with strategy.uncompiled():
+            pack_where_exact(module, model, strategy.device, role)
+    checkpointer.attach({"model": model})
+    components = SupervisedComponents(
+        strategy=strategy,
+        tokenizer=data.tokenizer,
+        model=model,
+        train_examples=data.train,
+        eval_examples=data.held_out,
+        trackers=start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step),
+        checkpointer=checkpointer,
+        stop=SignalStop(comm),
+        estimate=estimate,
+    )
+    trainer = trainer_class(config, components)
+    if data.vision.kinds and comm.world_size > 1 and isinstance(module, Actor | ScalarHeadModel):
+        module.stand_in = data.vision.blank(data.vision.kinds)  # after checks, whose rows may hold placeholders
+    checkpointer.begin(trainer.load_checkpoint)
+    log_supervised_start(trainer)
+    return trainer
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Examples, within what the model reads, and what read them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PreTrainedConfig
+    vision: RowVision
+    train: list[Any]
+    held_out: list[Any]
+    longest: int
+    """Tokens of the longest row."""
+
+
+def _load_data(config: Any, strategy: DeepspeedStrategy) -> _Data:
+    """Check options and model, and read the examples; ``ValueError`` names the flag to change."""
+    options, comm = config.supervised, strategy.comm
     trainer_class, load_examples = _TRAINERS[type(config)]
-    comm, name, trust = strategy.comm, options.pretrain, options.trust_remote_code
+    name, trust = options.pretrain, options.trust_remote_code
     check_options(config, comm)
     model_config = collective(comm, lambda: check_model(name, "--pretrain", trust))
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)  # what they need is installed
@@ -66,7 +120,35 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
         check_images(model_config, f"--pretrain {name}")
         if config.pack_to is not None:
             raise ValueError("--packing puts samples without images into a row, and these have some: leave it out.")
-    rows = [row for example in (*train, *held_out) for row in trainer_class.rows_of(example)]
+    longest = _check_rows(config, trainer_class, [*train, *held_out], tokenizer, model_config)
+    return _Data(tokenizer, model_config, vision, train=train, held_out=held_out, longest=longest)
+
+
+def _estimate(config: Any, data: _Data, sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
+    trainer_class, _ = _TRAINERS[type(config)]
+    examples = [*data.train, *data.held_out]
+    with_images = examples if data.vision.kinds else []
+    return estimate_supervised(
+        config,
+        longest=max(data.longest, config.pack_to or 0),
+        rows=max(len(trainer_class.rows_of(example)) for example in examples),
+        scored=max(config.pack_to or 0, *map(trainer_class.n_scored, examples)),
+        patches=max((n_patches(example.media, data.model_config) for example in with_images), default=0),
+        sizes=sizes,
+        machine=machine,
+    )
+
+
+def _check_rows(
+    config: Any,
+    trainer_class: type[SupervisedTrainer[Any]],
+    examples: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+) -> int:
+    """Tokens of the longest row; ``ValueError`` if the model cannot read it, or an id."""
+    options, name = config.supervised, config.supervised.pretrain
+    rows = [row for example in examples for row in trainer_class.rows_of(example)]
     longest, context = max(map(len, rows)), context_length(model_config)
     if context is not None and longest > context:
         raise ValueError(
@@ -74,33 +156,7 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
             f"{context}. Lower --max_len to {context}: longer rows are left out."
         )
     check_token_ids(model_config, f"--pretrain {name}", tokenizer, rows)
-    most_scored = max(config.pack_to or 0, *map(trainer_class.n_scored, (*train, *held_out)))
-    role = "reward model" if isinstance(config, TrainRMConfig) else "model"
-    most_rows = max(len(trainer_class.rows_of(example)) for example in (*train, *held_out))
-    shown: list[Any] = [*train, *held_out] if vision.kinds else []
-    patches = max((n_patches(example.media, model_config) for example in shown), default=0)
-    most = max(longest, config.pack_to or 0), most_rows, most_scored, patches
-    estimated = partial(estimate_supervised, config, *most)
-    estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
-    data = {"--dataset": examples_fingerprint(train)}
-    checkpointer = Checkpointer(config, strategy, trainer_class.kind, data, user_files=user_files(config))
-    n_steps = total_optimizer_steps(config, len(train))
-    with strategy.loading():
-        module = load_model(config, tokenizer)
-    freeze_vision(module, options.freeze_vision_tower, options.freeze_connector)
-    model = strategy.prepare(module, config.adam, options.learning_rate, n_steps)
-    if not isinstance(module, ProcessRewardModel):
-        with strategy.uncompiled():
-            pack_where_exact(module, model, strategy.device, role)
-    checkpointer.attach({"model": model})
-    trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
-    parts = strategy, tokenizer, model, train, held_out, trackers, checkpointer, SignalStop(comm), estimate
-    trainer = trainer_class(config, SupervisedComponents(*parts))
-    if vision.kinds and comm.world_size > 1 and isinstance(module, Actor | ScalarHeadModel):
-        module.stand_in = vision.blank(vision.kinds)  # after checks, whose rows may hold placeholders
-    checkpointer.begin(trainer.load_checkpoint)
-    log_supervised_start(trainer)
-    return trainer
+    return longest
 
 
 def load_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module:

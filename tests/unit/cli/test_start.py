@@ -115,7 +115,7 @@ def test_out_of_memory_the_watch_can_say_what_each_model_takes(line, run_line, m
 )
 def test_each_model_goes_without_padding_where_it_can(line, roles, run_line, monkeypatch):
     tried: list[str] = []
-    for module in ("trainer.build", "trainer.supervised.build", "rewards.build"):
+    for module in ("trainer.models", "trainer.supervised.build", "rewards.build"):
         monkeypatch.setattr(f"openppo.{module}.pack_where_exact", lambda *given: tried.append(given[3]))
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.experience import ExperienceMaker, ReplayBuffer
-from openppo.experience.maker import Hooks
+from openppo.experience.hooks import Hooks
 from openppo.experience.replay_buffer import join_rows
 from openppo.models import Actor, ScalarHeadModel, batching
 from openppo.models.sampled_ids import SampledIds
@@ -237,7 +237,7 @@ def test_forwards_are_dealt_by_groups_where_prompts_are_shared(trajectory, monke
             super().__init__(lengths, comm, given)
 
     seen: list[list[tuple[int, int]]] = []
-    monkeypatch.setattr("openppo.experience.maker.Deal", Dealt)
+    monkeypatch.setattr("openppo.experience.forwards.Deal", Dealt)
     rows = [trajectory([3, 4, 5], [6, 7]), dataclasses.replace(trajectory([3, 4], [6]), group=7)]
     make(rows, share_prompts=share)
     assert seen == [prompts]

@@ -20,11 +20,11 @@ BY_GROUP = {"normalize_reward": True, "reward_normalizer": "group"}
 REQUIRED = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "n_samples_per_prompt": 4}
 
 
-def maker(name, reference=None, **options):
-    """Without any model: log-probs are those of the trajectories."""
+def maker(name, reference=None, critic=None, **options):
+    """Without an actor: log-probs are those of the trajectories."""
     config = from_options(TrainPPOConfig, **REQUIRED, advantage_estimator=name, **options)
     where = SingleProcess(), torch.device("cpu")
-    return ExperienceMaker(lambda *_: None, None, reference, config, *where, pad_token_id=0)
+    return ExperienceMaker(lambda *_: None, critic, reference, config, *where, pad_token_id=0)
 
 
 def response(steps, score=0.0, group=0, after=0, greedy=None):
@@ -80,8 +80,8 @@ def test_group_norm_by_hand(rows, expected):
 
 
 def test_rewards_normalized_by_group_are_penalized_and_clipped_before_gae():
-    one = maker("gae", **BY_GROUP, missing_eos_penalty=0.25, reward_clip_range=(-0.9, 2.0), lambd=1.0)
-    one.critic = lambda ids, mask: torch.full(ids.shape, 0.5)
+    options = {"missing_eos_penalty": 0.25, "reward_clip_range": (-0.9, 2.0), "lambd": 1.0}
+    one = maker("gae", critic=lambda ids, mask: torch.full(ids.shape, 0.5), **BY_GROUP, **options)
     rows = [response([], score, group, after=2) for score, group in ((3.0, 7), (5.0, 8), (1.0, 7), (5.0, 8))]
     rows[2].finish_reason = rows[3].finish_reason = FinishReason.LENGTH
     metrics = Metrics()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from openppo.rewards import FunctionScorer, RewardFunction, start_scoring
-from openppo.rewards.function import make_samples
+from openppo.rewards.function_values import make_samples
 from openppo.types import Prompt, Score
 from openppo.user_code import load_callable
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from openppo.rewards import response_text
-from openppo.rewards.function import make_samples
+from openppo.rewards.function_values import make_samples
 from openppo.rewards.model import RewardModelText
 from openppo.rewards.scoring import answer_text, step_ends, step_tokens, turn_texts
 from openppo.rollout.rollout import make_trajectory as make_one

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
-from openppo.experience.maker import Hooks
+from openppo.experience.hooks import Hooks
 from openppo.tracking import PhaseTimer, StepProfiler, Trackers
 from openppo.trainer import PPOTrainer
 from openppo.trainer.components import PPOComponents

@@ -14,15 +14,8 @@ from openppo.media import n_patches
 from openppo.models import Actor
 from openppo.models.loading import freeze_vision
 from openppo.models.size import ModelSize, model_size
-from openppo.trainer.memory.estimate import (
-    Estimate,
-    Lengths,
-    Machine,
-    estimate_ppo,
-    estimate_supervised,
-    model_memory,
-    pass_bytes,
-)
+from openppo.trainer.memory.estimate import Estimate, Machine, estimate_supervised, model_memory, pass_bytes
+from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
 from openppo.trainer.memory.shortage import compare
 from openppo.trainer.memory.sizing import TOKEN_BUDGETS, log_memory, sizes_for_gpu, token_budgets
 from tests.images import IMAGE, llava, random_image

@@ -17,7 +17,7 @@ from openppo.rollout.failures import NothingTrainedError
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation.evaluator import Grading
-from openppo.trainer.source import PromptSource
+from openppo.trainer.source import PromptSource, first_groups
 from openppo.trainer.update import SkippedSteps
 from openppo.types import Completion, FinishReason, Prompt, Score, SingleProcess, Trajectory
 from tests.unit.trainer.conftest import OneOf, Scorer, StopIn, Strategy, prompts, trainer_of
@@ -398,4 +398,4 @@ def test_groups_with_one_reward_are_of_no_use_and_of_too_many_the_first_are_kept
     assert useful_groups([*same, *unequal], True, {}) == unequal
     assert useful_groups([*same, *unequal], False, {}) == []
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
-    assert source_of()._first_groups([*third, *first, *second]) == [*first, *second]
+    assert first_groups([*third, *first, *second], most=2, comm=SingleProcess()) == [*first, *second]

@@ -310,8 +310,9 @@ def maker_of(one_pass, config, scalar, comm):
     """A maker without an actor, the step of its critic, and the critic."""
     model = PlainModel(ScalarHeadModel(copy.deepcopy(scalar), "critic"), rate=0.1)
     step = CriticStep(model, config, comm, CPU)
-    arguments = (lambda *_, **__: None, model, None, config, comm, CPU, 0)
-    return OnePassCritic(step, *arguments) if one_pass else ExperienceMaker(*arguments), step, model
+    models = {"actor": lambda *_, **__: None, "critic": model, "reference": None}
+    parts = {**models, "config": config, "comm": comm, "device": CPU, "pad_token_id": 0}
+    return OnePassCritic(step, **parts) if one_pass else ExperienceMaker(**parts), step, model
 
 
 def outcome(one_pass, scalar, n, **options):

@@ -1,0 +1,87 @@
+"""Load and prepare the models of a PPO run: trained ones, and the reference."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from openppo.config import LoRAConfig, TrainPPOConfig
+from openppo.models.adapters import AdapterOffReference
+from openppo.models.loading import freeze_vision
+from openppo.models.padding import pack_where_exact
+from openppo.models.prefixes import share_where_exact
+from openppo.models.sampled_ids import SampledIds
+from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.trainable_model import TrainableModel
+from openppo.trainer.components import (
+    has_groups,
+    load_actor,
+    load_critic,
+)
+from openppo.trainer.objects import OwnObjects, Role
+from openppo.trainer.roles import critic_lora, critic_start
+from openppo.trainer.summary import BatchPlan
+
+
+class Models(NamedTuple):
+    """Prepared models by role."""
+
+    actor: Any
+    critic: Any
+    reference: Any
+
+
+def load_models(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    own: OwnObjects,
+    plan: BatchPlan,
+    ids_of: Callable[..., SampledIds],
+) -> Models:
+    """Load and prepare the models of a run, the critic first.
+
+    ``ids_of`` returns the ids that the actor can sample, by the number of a model's logits.
+    """
+    prepared = partial(_prepared, config, strategy, own, ids_of)
+    critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
+    actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
+    return Models(actor, critic, _reference(config, actor, prepared))
+
+
+def _prepared(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    own: OwnObjects,
+    ids_of: Callable[[int], SampledIds],
+    role: Role,
+    n_steps: int = 0,
+) -> Any:
+    """The model of ``role``, given or loaded, wrapped for training or as a frozen one; it packs rows where exact.
+
+    ``ids_of`` returns the ids that the actor can sample, by the number of the model's logits.
+    """
+    lora = {"actor": config.lora, "critic": critic_lora(config), "reference": LoRAConfig()}[role]
+    module = own.module(role, config.generation.temperature, lora)
+    if module is None:
+        with strategy.loading():
+            module = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
+    freeze_vision(module, config.model.freeze_vision_tower, config.model.freeze_connector)
+    if role == "reference":
+        model: Any = strategy.prepare_frozen(module)
+    else:
+        rate = config.ppo.actor_learning_rate if role == "actor" else config.ppo.critic_learning_rate
+        model = strategy.prepare(module, config.adam, rate, n_steps)
+    with strategy.uncompiled():
+        pack_where_exact(module, model, strategy.device, role)
+        if has_groups(config):
+            share_where_exact(module, model, strategy.device, role)
+    if role != "critic":  # after probes of tiny rows, which may be of any ids
+        module.sampled_ids = ids_of(module.model.config.get_text_config().vocab_size)
+    return model
+
+
+def _reference(config: TrainPPOConfig, actor: TrainableModel, prepared: Callable[..., Any]) -> Any:
+    """None without a KL penalty; of a policy with adapters that policy without them."""
+    if config.kl.init_kl_coef == 0:
+        return None
+    shares_weights = config.lora.lora_rank > 0 and config.model.ref_pretrain is None
+    return AdapterOffReference(actor) if shares_weights else prepared("reference")
