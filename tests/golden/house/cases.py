@@ -126,7 +126,6 @@ CASES = (
         f"{COUNT} {GROUPS} --advantage_estimator group_norm --rollout_ranks 1 --max_staleness 1 --max_steps 4",
         ranks=2,
     ),
-    case("staleness_1_in_turn", f"{COUNT} {GROUPS} --advantage_estimator group_norm --max_staleness 1 --max_steps 4"),
     case("images", f"{COUNT} --pretrain ../inputs/llava --prompt_data ../inputs/llava/images.jsonl --image_key images"),
     case(
         "shared_prompts",
