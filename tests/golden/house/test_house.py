@@ -48,7 +48,7 @@ def test_a_run_leaves_what_was_recorded(name: str, recorder: Recorder, starts: S
     except NoStart as reason:
         pytest.skip(str(reason))
     assert recorder.checksum == recorded.inputs, "inputs.py makes other inputs: record all cases anew"
-    unlike = differences(recorded, recorder.play(BY_NAME[name]), RENAMES)
+    unlike = differences(recorded, recorder.play_as(recorded, RENAMES), RENAMES)
     assert not unlike, "\n".join(map(str, unlike[:30]))
 
 
