@@ -10,6 +10,8 @@ from tests.rules.scopes import Binding, Source, is_decorated
 
 WITHOUT_NAMES = 3
 """So many arguments of a call need no names."""
+UNKNOWN = {"typing.Any", "collections.abc.Callable"}
+"""Annotations that tell nothing of an object."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Function:
     """A function as a call sees it: whether ``self`` or ``cls`` is filled by the call, or the first argument."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef
+    file: str
     fills_first: bool = False
     takes_self: bool = False
 
@@ -40,7 +43,8 @@ class Class:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
                 is_static = is_decorated(node, "staticmethod")
                 is_bound = of_object or is_decorated(node, "classmethod")
-                return Function(node, is_bound and not is_static, takes_self=not is_bound and not is_static)
+                fills_first, takes_self = is_bound and not is_static, not is_bound and not is_static
+                return Function(node, self.file, fills_first=fills_first, takes_self=takes_self)
         return None
 
 
@@ -62,11 +66,17 @@ class Ours:
         self.files = {module_name(file): file for file in sources}
         self.methods: dict[str, list[Function]] = defaultdict(list)
         self.declared: dict[str, set[ast.ClassDef]] = defaultdict(set)
+        self.foreign_parents: set[str] = set()
+        self._under_way: set[ast.expr] = set()
         for file, source in sources.items():
             for node in source.nodes(ast.ClassDef):
                 self._add(Class(node, file))
             for node, attribute in source.attributes:
                 self.declared[attribute].add(node)
+        for file, source in sources.items():
+            for node in source.nodes(ast.ClassDef):
+                parents = self._parents(Class(node, file))
+                self.foreign_parents |= {parent.name for parent in parents if isinstance(parent, Other)}
 
     def unnamed(self, file: str) -> Iterator[ast.AST]:
         """Calls of functions and classes of ours that leave out the name of an argument after the third."""
@@ -105,10 +115,79 @@ class Ours:
             parents = self._line(Class(around, file))[1:]
             return self._method(parents, value.attr, of_object=True)
         owners = self.meanings(value.value, file)
-        if not owners or any(isinstance(owner, Function) for owner in owners):
-            is_field = value.attr in self.declared  # which may hold any function
-            return [] if is_field else list(self.methods.get(value.attr, []))
-        return self._of_all(self._attribute(owner, value.attr, source.is_object(value.value)) for owner in owners)
+        if owners and not any(isinstance(owner, Function) for owner in owners):
+            of_object = source.is_object(value.value)
+            return self._of_all(self._attribute(owner, value.attr, of_object) for owner in owners)
+        kind = self.type_of(value.value, file)
+        if kind is not None:
+            return self._attribute(kind, value.attr, of_object=True)
+        is_field = value.attr in self.declared  # which may hold any function
+        return [] if is_field else list(self.methods.get(value.attr, []))
+
+    def type_of(self, value: ast.expr, file: str) -> Class | Other | None:
+        """The class of an object by annotations and by calls of constructors; ``None`` if these do not tell one.
+
+        A class of another package that one of ours inherits from tells nothing: the object may be one of ours.
+        """
+        if value in self._under_way:
+            return None
+        self._under_way.add(value)
+        kinds = set(self._types(value, file))
+        self._under_way.remove(value)
+        kind = kinds.pop() if len(kinds) == 1 else None
+        return None if isinstance(kind, Other) and kind.name in self.foreign_parents | UNKNOWN else kind
+
+    def _types(self, value: ast.expr, file: str) -> Iterator[Class | Other | None]:
+        source = self.sources[file]
+        if isinstance(value, ast.Name):
+            own = source.own_class(value)
+            if own is not None:
+                yield Class(own, file)
+            else:
+                yield from (self._type_of_binding(binding, file) for binding in source.reaching(value))
+        elif isinstance(value, ast.Call):
+            for called in self.meanings(value.func, file):
+                yield self._annotated(called.node.returns, called.file) if isinstance(called, Function) else called
+        elif isinstance(value, ast.Attribute):
+            owner = self.type_of(value.value, file)
+            if isinstance(owner, Class):
+                yield from self._types_of_field(owner, value.attr)
+        elif isinstance(value, ast.Await):
+            yield self.type_of(value.value, file)
+
+    def _type_of_binding(self, binding: Binding, file: str) -> Class | Other | None:
+        if isinstance(binding.node, ast.arg):
+            return self._annotated(binding.node.annotation, file)
+        is_single = binding.kind == "assignment" and len(binding.values) == 1
+        return self.type_of(binding.values[0], file) if is_single else None
+
+    def _types_of_field(self, owner: Class, name: str) -> Iterator[Class | Other | None]:
+        for each in self._line(owner):
+            declared = [node for node in each.node.body if isinstance(node, ast.AnnAssign)]
+            notes = [node.annotation for node in declared if ast.unparse(node.target) == name]
+            method = each.method(name, of_object=True)
+            if method is not None and is_decorated(method.node, "property", "cached_property"):
+                notes.append(method.node.returns)
+            if notes:
+                yield self._annotated(notes[0], each.file)
+            else:
+                values = self.sources[each.file].attributes.get((each.node, name), [])
+                yield from (self.type_of(value, each.file) for value in values)
+
+    def _annotated(self, note: ast.expr | None, file: str) -> Class | Other | None:
+        """What an annotation names, without ``None``; nothing for other unions, and for what is a list or dict."""
+        if isinstance(note, ast.Constant) and isinstance(note.value, str):
+            note = ast.parse(note.value, mode="eval").body
+        if isinstance(note, ast.BinOp):
+            sides = [side for side in (note.left, note.right) if ast.unparse(side) != "None"]
+            return self._annotated(sides[0], file) if len(sides) == 1 else None
+        if isinstance(note, ast.Attribute):
+            owner = self._annotated(note.value, file)
+            several = self._of_module(owner.name, note.attr) if isinstance(owner, Other) else []
+        else:
+            bindings = self.sources[file].module.bindings.get(note.id, []) if isinstance(note, ast.Name) else []
+            several = self._bound(bindings, file)
+        return next((each for each in several if not isinstance(each, Function)), None)
 
     def _attribute(self, owner: Meaning, name: str, of_object: bool) -> list[Meaning]:
         if isinstance(owner, Class):
@@ -132,7 +211,7 @@ class Ours:
         if isinstance(node, ast.ClassDef):
             return [Class(node, file)]
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return [Function(node)]
+            return [Function(node, file)]
         if isinstance(node, ast.Import):
             is_whole = binding.name not in [alias.name.split(".")[0] for alias in node.names if not alias.asname]
             names = [alias.name for alias in node.names if alias.asname == binding.name]
@@ -150,12 +229,12 @@ class Ours:
 
     def _line(self, first: Class) -> list[Class]:
         """A class with those of ours that it inherits from, in the order in which methods are looked up."""
-        line = [first]
-        for base in first.node.bases:
-            name = base.value if isinstance(base, ast.Subscript) else base
-            parents = [each for each in self.meanings(name, first.file) if isinstance(each, Class)]
-            line += [each for parent in parents if parent != first for each in self._line(parent)]
-        return line
+        parents = [each for each in self._parents(first) if isinstance(each, Class) and each != first]
+        return [first, *(each for parent in parents for each in self._line(parent))]
+
+    def _parents(self, child: Class) -> list[Meaning]:
+        bases = [base.value if isinstance(base, ast.Subscript) else base for base in child.node.bases]
+        return [each for base in bases for each in self.meanings(base, child.file)]
 
     @staticmethod
     def _method(line: list[Class], name: str, of_object: bool) -> list[Meaning]:
@@ -188,7 +267,8 @@ class Ours:
         classes = self.declared.get(attribute, set())
         if not classes or source.own_class(owner) is not None or ast.unparse(owner) == "ctx":
             return False
-        is_foreign = any(isinstance(each, Other) for each in self.meanings(owner, file))
+        kinds = [*self.meanings(owner, file), self.type_of(owner, file)]
+        is_foreign = any(isinstance(each, Other) for each in kinds)
         return not is_foreign and classes != {source.sites[owner].scope.class_around()}
 
     def _add(self, added: Class) -> None:

@@ -321,11 +321,11 @@ def parameters(arguments: ast.arguments) -> list[ast.arg]:
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *stars]
 
 
-def is_decorated(node: ast.AST, name: str) -> bool:
-    """Whether a decorator has this last name: ``@dataclass``, ``@dataclasses.dataclass(frozen=True)``."""
+def is_decorated(node: ast.AST, *names: str) -> bool:
+    """Whether a decorator has one of these last names: ``@dataclass``, ``@dataclasses.dataclass(frozen=True)``."""
     decorators = getattr(node, "decorator_list", [])
     called = [each.func if isinstance(each, ast.Call) else each for each in decorators]
-    return name in [ast.unparse(each).split(".")[-1] for each in called]
+    return any(ast.unparse(each).split(".")[-1] in names for each in called)
 
 
 def _functions_around(scope: Scope) -> list[ast.AST]:
