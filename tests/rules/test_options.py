@@ -20,11 +20,11 @@ OTHER_PROGRAMS = set(
     rdzv_backend rdzv_endpoint module
     job-name nodes ntasks-per-node gpus-per-node cpus-per-task time signal output kill-on-bad-exit requeue open-mode
     quiet version clear disable-pip-version-check no-deps upgrade editable index-url extra-index-url no-build-isolation
-    update-aliases push slow import-mode durations check strict logdir
+    update-aliases push slow import-mode durations check strict logdir shrink
     user map-current-user net pid fork kill-child rm network
     """.split()
 )
-"""Flags of torchrun and deepspeed; of Slurm; of pip; of mike, pytest, ruff, mypy and tensorboard."""
+"""Flags of torchrun and deepspeed; of Slurm; of pip; of mike, pytest, ruff, mypy, tensorboard and our rules."""
 FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
 OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 
