@@ -76,7 +76,7 @@ class DeepspeedStrategy(InferenceStrategy):
         config.validate()
         if config.deterministic:
             prepare_fixed_order()
-        super().__init__(config.bf16, timeout, rollout_ranks, config.fused_kernels)
+        super().__init__(config.bf16, timeout, rollout_ranks, fused_kernels=config.fused_kernels)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         self.config = config
         self.overrides = overrides or {}
@@ -148,7 +148,7 @@ class DeepspeedStrategy(InferenceStrategy):
             engine.optimizer._hp_optimizer_states_linked = True
         if self.zero_stage in (1, 2):
             join_gradient_norms(engine.optimizer, on_gpu=self.device.type == "cuda")
-        self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled, self._launches))
+        self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled, launches=self._launches))
         return model
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:

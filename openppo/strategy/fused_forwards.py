@@ -103,7 +103,7 @@ def joined_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
     else:
         joined = self.gate_up_proj(hidden_states)
         rows = function.apply(joined.flatten(0, -2))  # whose gradient has no more dimensions than that
-        output = self.down_proj(rows.view(*joined.shape[:-1], -1))
+        output = self.down_proj(rows.unflatten(0, joined.shape[:-1]))
     return output
 
 

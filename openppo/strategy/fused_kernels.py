@@ -29,7 +29,9 @@ from openppo.strategy.fused_forwards import (
 )
 from openppo.types import Comm
 
-NORM, ROTARY, MLP = "RMSNorm", "rotary embedding", "gated MLP"
+NORM = "RMSNorm"
+ROTARY = "rotary embedding"
+MLP = "gated MLP"
 _LARGEST_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Norm of the difference over that of the plain module's output or gradient; rounding leaves less than a third."""
 _SHAPES = ((2, 7), (3, 1))
@@ -58,7 +60,9 @@ def fuse_kernels(module: nn.Module, device: torch.device, comm: Comm) -> Counter
     bindings = {binding.name: binding for binding, _ in modules if binding is not None}
     choices: Choices = {name: binding.choose(device) for name, binding in sorted(bindings.items())}
     everyones = comm.all_gather_object(choices)
-    agreed = {name: choice for name, choice in choices.items() if all(other.get(name) == choice for other in everyones)}
+    agreed = dict(choices)
+    for of_rank in everyones:
+        agreed = {name: choice for name, choice in agreed.items() if of_rank.get(name) == choice}
 
     counts = Counter[str]()
     for binding, child in modules:
@@ -166,11 +170,15 @@ class _Norm(_Binding):
             def kernel(x: Tensor, parameter: nn.Parameter = parameter) -> Tensor:
                 return load_kernels().rms_norm.apply(x, parameter, *settings, False)
 
-            errors.append(_difference(type(self.module).forward.__get__(probe), kernel, [x], [parameter], [out]))
+            errors.append(
+                _difference(
+                    type(self.module).forward.__get__(probe), kernel, [x], parameters=[parameter], weights=[out]
+                )
+            )
         return max(errors)
 
     def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
-        attach(module, norm_forward, self.kind, (load_kernels().rms_norm, settings, device_type))
+        attach(module, norm_forward, self.kind, settings=(load_kernels().rms_norm, settings, device_type))
 
 
 class _MLP(_Binding):
@@ -200,13 +208,13 @@ class _MLP(_Binding):
         for shape in _SHAPES:
             x, out = (_random((*shape, 64), device, dtype) for _ in range(2))
             out = out[..., :32] if self.joined else out
-            errors.append(_difference(forward.__get__(probe), fused.forward, [x], [], [out]))
+            errors.append(_difference(forward.__get__(probe), fused.forward, [x], parameters=[], weights=[out]))
         return max(errors)
 
     def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
         function = getattr(load_kernels(), settings[0])
         forward = joined_mlp_forward if self.joined else mlp_forward
-        attach(module, forward, self.kind, (function, settings, device_type))
+        attach(module, forward, self.kind, settings=(function, settings, device_type))
 
 
 class _Rotary(_Binding):
@@ -236,13 +244,15 @@ class _Rotary(_Binding):
                 return by(*states, *limits)
 
             errors.append(
-                _difference(rotate, lambda *states, rotate=rotate: rotate(*states, by=fused), heads, [], outs)
+                _difference(
+                    rotate, lambda *states, rotate=rotate: rotate(*states, by=fused), heads, parameters=[], weights=outs
+                )
             )
         return max(errors)
 
     def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
         forward = with_rotary(type(module).forward, load_kernels().rotary, device_type)
-        attach(module, forward, self.kind, None)
+        attach(module, forward, self.kind, settings=None)
 
 
 def _binding_of(module: nn.Module) -> _Binding | None:

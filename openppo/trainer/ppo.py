@@ -142,7 +142,7 @@ class PPOTrainer:
 
     def load_checkpoint(self) -> None:
         """Resume from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
-        restore_trainer(self, self.components.checkpointer.load())
+        self.should_stop = restore_trainer(self, self.components.checkpointer.load())
         self.source.publish(self.global_step)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:

@@ -21,11 +21,11 @@ def trainer_state(trainer: "PPOTrainer") -> dict[str, Any]:
     }
 
 
-def restore_trainer(trainer: "PPOTrainer", saved: dict[str, Any]) -> None:
-    """Continue from a state; models and optimizers have theirs again."""
+def restore_trainer(trainer: "PPOTrainer", saved: dict[str, Any]) -> bool:
+    """Continue from a state; models and optimizers have theirs again. Returns ``should_stop``."""
     vars(trainer.state).update(saved["state"])
     trainer.source.load_state_dict(saved["source"])
     trainer.maker.load_state_dict(saved["maker"])
     trainer.update.load_state_dict(saved["skipped"])
     has_same_callbacks = restore_callbacks(trainer.callbacks, saved["callbacks"])
-    trainer.should_stop = has_same_callbacks and saved["should_stop"]
+    return has_same_callbacks and saved["should_stop"]
