@@ -160,7 +160,10 @@ def measure(n_sessions: int, n_turns: int, step_seconds: float) -> Measured:
         made.before, memory = now(), psutil.Process().memory_info()
         watcher, cpu = loop.create_task(watch()), time.thread_time()
         command = [sys.executable, __file__, "--client"]
-        run = lambda: subprocess.run(command, input=given, capture_output=True, text=True, check=True)  # noqa: E731
+
+        def run() -> "subprocess.CompletedProcess[str]":
+            return subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+
         with _cpu_of_turns(made.turn_seconds):
             made.client = json.loads((await loop.run_in_executor(None, run)).stdout)
         made.cpu_seconds = time.thread_time() - cpu

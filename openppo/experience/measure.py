@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openppo.experience.replay_buffer import join_rows
 from openppo.models.correction import RatioRange
-from openppo.models.log_probs import compute_approx_kl, masked_sum, policy_ratio
+from openppo.models.log_probs import KLEstimator, compute_approx_kl, masked_sum, policy_ratio
 from openppo.rollout.rollout import by_episode, episode_reward, whole_rewards
 from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
@@ -146,8 +146,9 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
     """
     mask = batch.action_mask
     if batch.ref_log_probs is not None:
-        for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):
-            kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, estimator)  # type: ignore[arg-type]
+        estimators: dict[str, KLEstimator] = {"kl": "k1", "kl_k3": "k3"}
+        for name, estimator in estimators.items():
+            kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, kl_estimator=estimator)
             metrics.add_tensor(name, kl, mask)
             metrics.add_tensor(f"{name}_per_response", masked_sum(kl, mask, -1))
     if batch.entropy is not None:
