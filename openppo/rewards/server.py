@@ -102,9 +102,7 @@ class RewardServer:
         try:
             body = await body_of(request)
         except web.HTTPRequestEntityTooLarge as error:
-            says = (
-                f"the request has over {most:g} MiB: send fewer texts, or start the server with more --max_request_mb"
-            )
+            says = f"the request has over {most:g} MiB: send fewer texts, or raise --max_request_mb of the server"
             raise web.HTTPRequestEntityTooLarge(request.client_max_size, text=says) from error
         rows = await loop.run_in_executor(self._encoding, self._rows, body)
         rewards: list[asyncio.Future[Any]] = [loop.create_future() for _ in rows]

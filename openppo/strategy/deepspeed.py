@@ -187,9 +187,7 @@ class DeepspeedStrategy(InferenceStrategy):
                 logger.info("--load_in_4bit: responses are sampled with the adapters beside the weights, not merged")
             return False
         whole = list(engine.module.parameters()) if self.zero_stage == 3 else []
-        otherwise = (
-            "A copy of the adapted weights does not fit on a GPU, so responses are sampled unmerged, which is slower"
-        )
+        otherwise = "A copy of the adapted weights does not fit on a GPU, so sampling adds adapters, which is slower"
         return self._fits(whole + weights, moments_offloaded, otherwise)
 
     def _fits(self, weights: Sequence[Any], moments_offloaded: bool, otherwise: str) -> bool:

@@ -233,7 +233,8 @@ def test_other_tools_or_an_edited_answer_begin_a_segment(make_sampler):
 def test_an_answer_that_the_template_refuses_is_continued_and_reported(make_sampler, chat_tokenizer, monkeypatch):
     """As of Llama 3.1, whose template takes one call in a message."""
     refusing = (
-        "{% for m in messages if m.tool_calls and m.tool_calls|length > 1 %}{{ raise_exception('one!') }}{% endfor %}"
+        "{% for m in messages if m.tool_calls and m.tool_calls|length > 1 %}"
+        + "{{ raise_exception('one!') }}{% endfor %}"
     )
     monkeypatch.setattr(chat_tokenizer, "chat_template", refusing + chat_tokenizer.chat_template)
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'

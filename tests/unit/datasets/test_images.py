@@ -39,7 +39,8 @@ ONLY_PARTS = (
 )
 """As that of LLaVA: images first, and nothing of a content that is a text."""
 TEXTS = (
-    "{% for m in messages %}{{ m.role[0] + ':' + m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content }};{% endfor %}"
+    + "{% if add_generation_prompt %}a:{% endif %}"
 )
 
 

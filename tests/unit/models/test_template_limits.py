@@ -48,7 +48,8 @@ def test_a_template_that_takes_too_long_is_refused(template, save, monkeypatch):
     monkeypatch.setattr(template_limits, "_SECONDS", 1)
     folder = save(template)
     says = (
-        f"^--pretrain {folder}: its chat template takes over 1 s of CPU time for a short conversation, and was stopped"
+        f"^--pretrain {folder}: its chat template takes over 1 s of CPU time for a short"
+        + " conversation, and was stopped"
     )
     with pytest.raises(ValueError, match=says):
         load_tokenizer(folder, "--pretrain")

@@ -115,7 +115,7 @@ def test_a_bad_request_is_told_why():
             status, answer = await post(session, body)
             assert (status, answer["error"][:48]) == (400, 'the request must be JSON, {"query": [texts]}; "p')
         status, answer = await post(session, {"query": ["a" * 200_000]})
-        remedy = "send fewer texts, or start the server with more --max_request_mb"
+        remedy = "send fewer texts, or raise --max_request_mb of the server"
         assert (status, answer["error"]) == (413, f"the request has over 0.1 MiB: {remedy}")
         assert await post(session, {"query": []}) == (200, {"rewards": []})
 

@@ -218,7 +218,7 @@ def test_adapters_are_merged_where_two_copies_fit(free, merges, monkeypatch, cap
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free / 2 * copies + moments, 0))
     with caplog.at_level(logging.WARNING, "openppo"):
         assert strategy.fits_merged(model) == merges
-    assert ("responses are sampled unmerged" in caplog.text) != merges
+    assert ("sampling adds adapters" in caplog.text) != merges
 
 
 def test_adapters_are_not_merged_into_4_bits(caplog):
