@@ -6,7 +6,12 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 here = Path(__file__).parent
-version = (here / "openppo" / "__init__.py").read_text(encoding="utf-8").split('__version__ = "')[1].split('"')[0]
+version = (
+    (here / "openppo" / "__init__.py")
+    .read_text(encoding="utf-8")
+    .split('__version__ = "')[1]
+    .split('"')[0]
+)
 repository = "https://github.com/openppo/openppo"
 
 
@@ -41,7 +46,15 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    keywords=["PPO", "RLHF", "GRPO", "reinforcement learning", "language models", "DeepSpeed", "LoRA"],
+    keywords=[
+        "PPO",
+        "RLHF",
+        "GRPO",
+        "reinforcement learning",
+        "language models",
+        "DeepSpeed",
+        "LoRA",
+    ],
     python_requires=">=3.11",
     packages=find_packages(include=["openppo", "openppo.*"]),
     package_data={"": ["py.typed", "**/*.html", "**/*.css", "**/*.js"]},

@@ -50,7 +50,9 @@ LIMITS = 90.0, 3.0
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, with a chat template."""
     special = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
-    core = Tokenizer(WordLevel({t: i for i, t in enumerate([*special, *string.printable])}, unk_token="<unk>"))
+    core = Tokenizer(
+        WordLevel({t: i for i, t in enumerate([*special, *string.printable])}, unk_token="<unk>")
+    )
     core.add_special_tokens(special)
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
@@ -109,20 +111,27 @@ def make_sampler(
     engine = HFEngine(model, [], tokenizer.pad_token_id)
     engine.decode = decoder(tokenizer)
     source = AgentSource(agent(turns, branches), AgentConfig(check_rendering="off"))
-    parts = SamplerParts(engine, tokenizer, [tokenizer.eos_token_id], SingleProcess(), StopCheck(), longest=4000)
+    parts = SamplerParts(
+        engine, tokenizer, [tokenizer.eos_token_id], SingleProcess(), StopCheck(), longest=4000
+    )
     return source.make(parts)
 
 
 def rollout(sampler: AgentSampler, sessions: int) -> tuple[float, Timed, float]:
     """Play all sessions; seconds of the whole and of the engine's steps, and the share of prompt tokens reused."""
     engine: Any = sampler.parts.engine
-    prompts = [Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i}) for i in range(sessions)]
+    prompts = [
+        Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i})
+        for i in range(sessions)
+    ]
     steps, began = timed(engine), time.perf_counter()
     sampler.sample(SampleRequest(prompts, SamplingParams(SAMPLED), 1, 1, 0, Metrics()))
     return time.perf_counter() - began, steps, engine.reused_tokens / engine.read_tokens
 
 
-def read(engine: HFEngine, prompts: Sequence[tuple[list[int], int | None]]) -> tuple[float, list[Completion]]:
+def read(
+    engine: HFEngine, prompts: Sequence[tuple[list[int], int | None]]
+) -> tuple[float, list[Completion]]:
     """Seconds until the first token of each prompt is sampled."""
     one, began = SamplingParams(1), time.perf_counter()
     numbers = [engine.submit(ids, one, i, False, handle) for i, (ids, handle) in enumerate(prompts)]
@@ -139,7 +148,9 @@ def train(model: LlamaForCausalLM, trajectories: Sequence[Trajectory], rounds: i
     actor, seconds, tokens, gradients = Actor(model), [], [], []
     share_where_exact(actor, actor, torch.device("cpu"), "actor")
     assert actor.shares_prompts
-    model.get_input_embeddings().register_forward_hook(lambda _, given, __: tokens.append(given[0].numel()))
+    model.get_input_embeddings().register_forward_hook(
+        lambda _, given, __: tokens.append(given[0].numel())
+    )
     passes = []
     for shares in (False, True):
         buffer = ReplayBuffer(shares_prompts=shares)
@@ -154,7 +165,9 @@ def train(model: LlamaForCausalLM, trajectories: Sequence[Trajectory], rounds: i
             for micro in micros:
                 actor(micro.sequences, micro.attention_mask, micro.action_mask).sum().backward()
             seconds.append((time.perf_counter() - began, sum(tokens)))
-            gradients.append(torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None]))
+            gradients.append(
+                torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])
+            )
     (apart, n_apart), (together, n_together) = (
         (statistics.median(took for took, _ in seconds[2 + i :: 2]), seconds[i][1]) for i in (0, 1)
     )
@@ -169,7 +182,9 @@ def train(model: LlamaForCausalLM, trajectories: Sequence[Trajectory], rounds: i
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="measured ones, after one to warm up")
@@ -193,9 +208,15 @@ def main() -> None:
             seconds.append(whole)
             with_reuse.append(took)
             without.append(took_whole)
-    share, ratio = statistics.median(shares), statistics.median(map(float.__truediv__, without, with_reuse))
+    share, ratio = (
+        statistics.median(shares),
+        statistics.median(map(float.__truediv__, without, with_reuse)),
+    )
     tokens = statistics.mean(len(ids) for ids, _ in last)
-    verdicts = ["yes" if value >= limit else "no" for value, limit in zip((share, ratio), LIMITS, strict=True)]
+    verdicts = [
+        "yes" if value >= limit else "no"
+        for value, limit in zip((share, ratio), LIMITS, strict=True)
+    ]
     print(
         f"{arguments.sessions} sessions of {arguments.turns} turns, medians of {arguments.rounds} rounds\n\n"
         "| rollout, s | engine steps | engine busy, % | prompt tokens reused, % | at least 90 % busy |\n"
@@ -207,8 +228,12 @@ def main() -> None:
         f"| {statistics.median(without):.3f} | {statistics.median(with_reuse):.3f} | {ratio:.1f} | {verdicts[1]} |"
     )
     branching = make_sampler(model, tokenizer, arguments.turns, branches=True)
-    prompts = [Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i}) for i in range(8)]
-    trajectories = branching.sample(SampleRequest(prompts, SamplingParams(SAMPLED), 4, 1, 0, Metrics()))
+    prompts = [
+        Prompt((f"{i:03d} solve the task " * TASK)[:TASK], [5], row={"number": i}) for i in range(8)
+    ]
+    trajectories = branching.sample(
+        SampleRequest(prompts, SamplingParams(SAMPLED), 4, 1, 0, Metrics())
+    )
     branching.close()
     print("\nTraining on 8 groups of 4 sessions, of which each tries its last turn twice:\n")
     print("\n".join(train(model.train(), trajectories, arguments.rounds)))

@@ -55,7 +55,9 @@ class Measured:
 
 def _quantiles(seconds: list[float]) -> str:
     at = sorted(1000 * each for each in seconds)
-    return f"median {at[len(at) // 2]:.1f}, 99 % {at[len(at) * 99 // 100]:.1f}, most {at[-1]:.1f} ms"
+    return (
+        f"median {at[len(at) // 2]:.1f}, 99 % {at[len(at) * 99 // 100]:.1f}, most {at[-1]:.1f} ms"
+    )
 
 
 @contextmanager
@@ -89,7 +91,11 @@ def _cpu_of_turns(costs: list[float]) -> Iterator[None]:
         spent.get()[0] = 0.0
         return sent
 
-    asyncio.Handle._run, RequestHandler.__init__, server._send = timed_run, marked_connect, counted_send
+    asyncio.Handle._run, RequestHandler.__init__, server._send = (
+        timed_run,
+        marked_connect,
+        counted_send,
+    )
     try:
         yield
     finally:
@@ -103,14 +109,19 @@ async def _client(urls: list[str], n_turns: int) -> dict[str, Any]:
     async def talk(http: aiohttp.ClientSession, url: str, number: int) -> None:
         messages: list[Any] = [{"role": "user", "content": f"hello from {number}"}]
         for turn in range(n_turns):
-            async with http.post(f"{url}/chat/completions", json={"model": "any", "messages": messages}) as got:
+            async with http.post(
+                f"{url}/chat/completions", json={"model": "any", "messages": messages}
+            ) as got:
                 answer = await got.json()
             if got.status != 200:
                 found["errors"] += 1
                 return
             found["turns"] += 1
             found["tokens"] += answer["usage"]["completion_tokens"]
-            messages += [answer["choices"][0]["message"], {"role": "user", "content": f"and {turn}?"}]
+            messages += [
+                answer["choices"][0]["message"],
+                {"role": "user", "content": f"and {turn}?"},
+            ]
 
     started = time.perf_counter()
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
@@ -138,9 +149,14 @@ def measure(n_sessions: int, n_turns: int, step_seconds: float) -> Measured:
     tokenizer = make_chat_tokenizer()
     engine = SlowEngine(tokenizer, lambda prompt: "<think>hm</think>yes")
     driver = EngineDriver(engine)
-    renderer, options = Renderer(tokenizer, "hermes", [tokenizer.eos_token_id]), AgentConfig(max_turns=n_turns)
+    renderer, options = (
+        Renderer(tokenizer, "hermes", [tokenizer.eos_token_id]),
+        AgentConfig(max_turns=n_turns),
+    )
     setup = SessionSetup(renderer, driver.generate, SamplingParams(100), options, 10_000)
-    made = Measured([Session(setup, Task(Prompt("", [1]), i)) for i in range(n_sessions)], engine.journal)
+    made = Measured(
+        [Session(setup, Task(Prompt("", [1]), i)) for i in range(n_sessions)], engine.journal
+    )
 
     def now() -> tuple[int, int]:
         return len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
@@ -184,7 +200,9 @@ def measure(n_sessions: int, n_turns: int, step_seconds: float) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sessions", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--step", type=float, default=0.05, help="seconds of a step of the engine")

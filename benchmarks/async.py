@@ -65,7 +65,9 @@ class Run:
 
     def median(self, name: str, by: list[float] | None = None) -> float:
         """The median of a metric over repetitions, divided by what ``by`` says of each."""
-        return statistics.median(map(float.__truediv__, self.measured[name], by or [1.0] * len(self.measured[name])))
+        return statistics.median(
+            map(float.__truediv__, self.measured[name], by or [1.0] * len(self.measured[name]))
+        )
 
     def idle(self) -> str:
         """Shares of time in percent."""
@@ -82,15 +84,30 @@ class Run:
         words = f"{OPTIONS} {self.options}".format_map(given).split()
         own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
         how = {"cwd": folder, "env": os.environ | own, "stderr": subprocess.STDOUT}
-        ended = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=False, **how)
+        ended = subprocess.run(
+            [sys.executable, *words], stdout=subprocess.PIPE, text=True, check=False, **how
+        )
         if ended.returncode != 0:
             sys.exit(f"{self.name} ended with status {ended.returncode}:\n{ended.stdout[-4000:]}")
-        rows = [json.loads(line) for line in (folder / saved / "logs/metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (folder / saved / "logs/metrics.jsonl").read_text().splitlines()
+        ]
         counted = rows[EDGE:-EDGE]
         seconds = counted[-1]["time"] - rows[EDGE - 1]["time"]
-        tokens = sum(row["speed/generation_tokens_per_s"] * row["time/generation_s"] for row in counted)
-        found = {name: statistics.mean(row[name] for row in counted) for name in METRICS if name in rows[-1]}
-        for name, value in {**found, "seconds": seconds / len(counted), "tokens_per_s": tokens / seconds}.items():
+        tokens = sum(
+            row["speed/generation_tokens_per_s"] * row["time/generation_s"] for row in counted
+        )
+        found = {
+            name: statistics.mean(row[name] for row in counted)
+            for name in METRICS
+            if name in rows[-1]
+        }
+        for name, value in {
+            **found,
+            "seconds": seconds / len(counted),
+            "tokens_per_s": tokens / seconds,
+        }.items():
             self.measured[name].append(value)
         say(f"  {self.name}: {tokens / seconds:.0f} tokens/s; load {os.getloadavg()[0]:.1f}")
 
@@ -99,10 +116,18 @@ def prepare(folder: Path) -> None:
     """A small random model with a tokenizer of characters, and prompts."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SIZES, **HEADS, **ends)).save_pretrained(folder / "model")
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), **SIZES, **HEADS, **ends)
+    ).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / "prompts.jsonl").write_text("".join(f'{{"input": "{i:02d} write vowels"}}\n' for i in range(64)))
+    (folder / "prompts.jsonl").write_text(
+        "".join(f'{{"input": "{i:02d} write vowels"}}\n' for i in range(64))
+    )
 
 
 def table(runs: list[Run]) -> list[str]:
@@ -110,23 +135,51 @@ def table(runs: list[Run]) -> list[str]:
     head = ["", "s per step", "trained tokens/s", "times as fast", "idle, %", "stale episodes, %"]
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for run in runs:
-        cells = [run.name, f"{run.median('seconds'):.2f}", f"{run.median('tokens_per_s'):.0f}", "", run.idle(), ""]
+        cells = [
+            run.name,
+            f"{run.median('seconds'):.2f}",
+            f"{run.median('tokens_per_s'):.0f}",
+            "",
+            run.idle(),
+            "",
+        ]
         if run.options:
             cells[3] = f"{run.median('tokens_per_s', runs[run.base].measured['tokens_per_s']):.2f}"
             cells[5] = f"{100 * run.median('stale/share'):.0f}"
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", f"Waiting is {runs[0].idle()} % of a synchronous step on 2 ranks, {runs[3].idle()} % on 1.", ""]
+    return [
+        *lines,
+        "",
+        f"Waiting is {runs[0].idle()} % of a synchronous step on 2 ranks, {runs[3].idle()} % on 1.",
+        "",
+    ]
 
 
 def main() -> None:
     """Parse the command line, run, print and perhaps write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--waits", type=float, nargs="+", default=[0.3, 0.0], help="medians in seconds")
-    for name, default in {"turns": 4, "tokens": 6, "groups": 8, "max_staleness": 2, "steps": 6, "repeat": 3}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--waits", type=float, nargs="+", default=[0.3, 0.0], help="medians in seconds"
+    )
+    for name, default in {
+        "turns": 4,
+        "tokens": 6,
+        "groups": 8,
+        "max_staleness": 2,
+        "steps": 6,
+        "repeat": 3,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--write", action="store_true", help="keep the tables in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the tables in benchmarks/results"
+    )
     arguments = parser.parse_args()
-    given = vars(arguments) | {"all_steps": arguments.steps + 2 * EDGE, "samples": 4 * arguments.groups}
+    given = vars(arguments) | {
+        "all_steps": arguments.steps + 2 * EDGE,
+        "samples": 4 * arguments.groups,
+    }
     lines, ahead = list[str](), "--max_staleness {max_staleness}"
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
@@ -135,12 +188,21 @@ def main() -> None:
             (Path(folder) / "agent.py").write_text(AGENT.format_map(given | {"wait": wait}))
             apart = Run("1 rank trains, 1 samples", 2, f"--rollout_ranks 1 {ahead}")
             runs = [Run("synchronous, 2 ranks", 2), apart, Run("overlapping, 2 ranks", 2, ahead)]
-            runs += [Run("synchronous, 1 rank", 1, base=3), Run("overlapping, 1 rank", 1, ahead, base=3)]
+            runs += [
+                Run("synchronous, 1 rank", 1, base=3),
+                Run("overlapping, 1 rank", 1, ahead, base=3),
+            ]
             for _ in range(arguments.repeat):
                 for run in runs:
                     run.measure(Path(folder), given)
-            lines += [f"## Waits of {1000 * wait:.0f} ms" if wait else "## Without waits", "", *table(runs)]
-    lines += describe_machine({"Packages": {name: version(name) for name in ("torch", "transformers", "deepspeed")}})
+            lines += [
+                f"## Waits of {1000 * wait:.0f} ms" if wait else "## Without waits",
+                "",
+                *table(runs),
+            ]
+    lines += describe_machine(
+        {"Packages": {name: version(name) for name in ("torch", "transformers", "deepspeed")}}
+    )
     say("\n" + "\n".join(lines))
     if arguments.write:
         write_results("async", "Synchronous and asynchronous training of agents that wait", lines)

@@ -37,7 +37,11 @@ from peers.measure import STALL_BOUND, ratio_table, same_numbers, speed_table
 
 CELLS = {
     **{"w1-float32": "W1 float32", "w1-bf16": "W1 bf16", "w2-float32": "W2 float32"},
-    **{f"{w}-{kind}": f"{w.upper()} {kind}" for w in ("w3", "w4") for kind in ("float32", "bf16", "float32-kl")},
+    **{
+        f"{w}-{kind}": f"{w.upper()} {kind}"
+        for w in ("w3", "w4")
+        for kind in ("float32", "bf16", "float32-kl")
+    },
 }
 PARTICIPANTS = ("openppo", "openppo-compile", "trl", "openrlhf")
 FULL, QUICK = Rounds(2, 7, 7), Rounds(1, 3, 1)
@@ -65,7 +69,9 @@ def entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
         "trl": [Entry("TRL 1.12.0", "trl_step.py", environment="trl")],
         "openrlhf": [openrlhf],
     }
-    if cell == "w2-float32":  # at 64 its padding follows the longest response, at 8 it decodes eight times
+    if (
+        cell == "w2-float32"
+    ):  # at 64 its padding follows the longest response, at 8 it decodes eight times
         by_eight = Entry("TRL 1.12.0 (rollout 8)", "trl_step.py", ("--rollout_micro", "8"), "trl")
         found["trl"] = [by_eight] if quick else [by_eight, *found["trl"]]
     return [entry for name in only for entry in found[name]]
@@ -73,16 +79,31 @@ def entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
 
 def main() -> None:
     """Parse the command line, run, print and perhaps write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one warm-up and at most three iterations each")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one warm-up and at most three iterations each"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTICIPANTS, default=list(PARTICIPANTS))
-    parser.add_argument("--before", type=Path, help="another checkout of OpenPPO, which takes turns with this one")
+    parser.add_argument(
+        "--before", type=Path, help="another checkout of OpenPPO, which takes turns with this one"
+    )
     several = {name[:2] for name in CELLS}  # w3: all of its cells
     names = [*CELLS, "decode", *sorted(several)]
     parser.add_argument("--workloads", nargs="+", choices=names, default=[*CELLS, "decode"])
-    parser.add_argument("--environments", type=Path, default=CACHE, help="the folder given to peers/setup.sh")
-    parser.add_argument("--assets", type=Path, default=CACHE / "assets", help="models and prompts, built on first use")
-    parser.add_argument("--write", action="store_true", help="keep the tables in benchmarks/results")
+    parser.add_argument(
+        "--environments", type=Path, default=CACHE, help="the folder given to peers/setup.sh"
+    )
+    parser.add_argument(
+        "--assets",
+        type=Path,
+        default=CACHE / "assets",
+        help="models and prompts, built on first use",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the tables in benchmarks/results"
+    )
     arguments = parser.parse_args()
     prepare_assets(arguments.assets)
 
@@ -93,11 +114,20 @@ def main() -> None:
         rounds = QUICK if arguments.quick else FULL
         deadline = time.monotonic() + (QUICK_CELL_S if arguments.quick else float("inf"))
         workload, dtype, *kl = cell.split("-")
-        given = ["--assets", str(arguments.assets.resolve()), "--workload", workload, "--dtype", dtype]
+        given = [
+            "--assets",
+            str(arguments.assets.resolve()),
+            "--workload",
+            workload,
+            "--dtype",
+            dtype,
+        ]
         given += ["--kl", "0.04"] if kl else []
         taking_part = entries(cell, arguments.only, arguments.quick)
         if arguments.before is not None:
-            taking_part.append(Entry("OpenPPO before", "openppo_step.py", checkout=arguments.before.resolve()))
+            taking_part.append(
+                Entry("OpenPPO before", "openppo_step.py", checkout=arguments.before.resolve())
+            )
         summaries, used = run_cell(
             taking_part,
             given,
@@ -106,7 +136,14 @@ def main() -> None:
         )
         versions |= used
         if summaries:
-            lines += [f"## {CELLS[cell]}", "", *speed_table(summaries), "", *ratio_table(CELLS[cell], summaries), ""]
+            lines += [
+                f"## {CELLS[cell]}",
+                "",
+                *speed_table(summaries),
+                "",
+                *ratio_table(CELLS[cell], summaries),
+                "",
+            ]
             lines += same_numbers(summaries)
     if "decode" in arguments.workloads:
         table, used = decode.measure(arguments.assets, arguments.environments, arguments.quick)

@@ -12,7 +12,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from peers.interleave import CACHE, Entry, Rounds, describe_machine, prepare_assets, run_cell, say, write_results
+from peers.interleave import (
+    CACHE,
+    Entry,
+    Rounds,
+    describe_machine,
+    prepare_assets,
+    run_cell,
+    say,
+    write_results,
+)
 from peers.measure import Summary, decode_table
 
 CELLS = {
@@ -51,15 +60,28 @@ def measure(
 
 def main() -> None:
     """Parse the command line, run, print and perhaps write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="float32 only, one warm-up and three iterations each")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="float32 only, one warm-up and three iterations each"
+    )
     parser.add_argument("--workloads", nargs="+", choices=list(CELLS), default=[])
-    parser.add_argument("--environments", type=Path, default=CACHE, help="the folder given to peers/setup.sh")
-    parser.add_argument("--assets", type=Path, default=CACHE / "assets", help="models and prompts, built on first use")
+    parser.add_argument(
+        "--environments", type=Path, default=CACHE, help="the folder given to peers/setup.sh"
+    )
+    parser.add_argument(
+        "--assets",
+        type=Path,
+        default=CACHE / "assets",
+        help="models and prompts, built on first use",
+    )
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results")
     arguments = parser.parse_args()
     prepare_assets(arguments.assets)
-    table, versions = measure(arguments.assets, arguments.environments, arguments.quick, arguments.workloads)
+    table, versions = measure(
+        arguments.assets, arguments.environments, arguments.quick, arguments.workloads
+    )
     lines = [*table, "", *describe_machine(versions)]
     say("\n" + "\n".join(lines))
     if arguments.write:

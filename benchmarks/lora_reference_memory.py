@@ -20,7 +20,12 @@ from openppo.models import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.strategy import DeepspeedStrategy
 
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+}
 
 
 def resident_mib() -> float:
@@ -38,7 +43,9 @@ def measure(kind: str, folder: Path) -> None:
     sequences = torch.arange(256).view(2, 128)
     mask = torch.ones_like(sequences, dtype=torch.bool)
     with torch.no_grad():
-        actor(sequences, mask)  # weights that are mapped from a file become resident when they are read
+        actor(
+            sequences, mask
+        )  # weights that are mapped from a file become resident when they are read
     before = resident_mib()
     if kind == "adapters off":
         reference = AdapterOffReference(actor)
@@ -50,7 +57,10 @@ def measure(kind: str, folder: Path) -> None:
     torch.save(log_probs, folder / f"{kind}.pt")
     n_bytes = sum(p.numel() * p.element_size() for p in parameters)
     row = f"{kind:>14}  parameters of actor and reference {n_bytes / 2**20:7.1f} MiB"
-    print(f"{row}  resident: actor {before:7.1f}, and its reference {resident_mib() - before:+7.1f} MiB", flush=True)
+    print(
+        f"{row}  resident: actor {before:7.1f}, and its reference {resident_mib() - before:+7.1f} MiB",
+        flush=True,
+    )
     strategy.close()
 
 
@@ -61,7 +71,9 @@ def main() -> None:
         LlamaForCausalLM(LlamaConfig(vocab_size=16000, **SIZES)).save_pretrained(folder)
         kinds = ("adapters off", "separate model")
         for kind in kinds:
-            subprocess.run([sys.executable, __file__, kind, name], check=True, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, __file__, kind, name], check=True, stderr=subprocess.DEVNULL
+            )
         ours, theirs = (torch.load(folder / f"{kind}.pt", weights_only=True) for kind in kinds)
         print(f"largest difference of a log-prob: {(ours - theirs).abs().max().item():.1e}")
 

@@ -26,7 +26,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.strategy import DeepspeedStrategy
@@ -34,8 +39,18 @@ from openppo.tracking import PhaseTimer
 from openppo.trainer import PPOTrainer, build_ppo_trainer
 
 VOCABULARY = 4096
-W1 = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
-TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+W1 = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 SHORT = {
     "rollout_batch_size": 32,
     "micro_rollout_batch_size": 32,
@@ -61,7 +76,11 @@ def cases() -> Iterator[tuple[str, int, dict[str, Any]]]:
     yield "float32, ZeRO-2, LoRA 16", 1, {**SHORT, "zero_stage": 2, "lora_rank": 16}
     yield "float32, ZeRO-3, LoRA 16", 2, {**SHORT, "zero_stage": 3, "lora_rank": 16}
     yield "bf16, ZeRO-2, LoRA 16", 2, {**SHORT, "zero_stage": 2, "lora_rank": 16, "bf16": True}
-    yield "float32, ZeRO-2, checkpointing", 1, {**SHORT, "zero_stage": 2, "gradient_checkpointing": True}
+    yield (
+        "float32, ZeRO-2, checkpointing",
+        1,
+        {**SHORT, "zero_stage": 2, "gradient_checkpointing": True},
+    )
     offloaded = {"zero_stage": 2, "adam_offload": True, "enable_ema": True}
     yield "float32, ZeRO-2, Adam offloaded, EMA", 2, SHORT | offloaded
     grpo = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 4, "rollout_batch_size": 8}
@@ -73,10 +92,14 @@ def cases() -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 def write_models(folder: Path, sizes: dict[str, int]) -> None:
     """Policy and reward model with a tokenizer of whole words, as in the speed benchmarks."""
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCABULARY)}
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3} | {
+        f"w{i}": i for i in range(4, VOCABULARY)
+    }
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         num_key_value_heads=sizes["num_attention_heads"] // 2,
@@ -140,9 +163,13 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
     def config(kind: str) -> TrainPPOConfig:
         paths = {"prompt_data": str(folder / f"{kind}.jsonl"), "save_path": str(folder / "run")}
         if kind == "stories260K":
-            return from_options(TrainPPOConfig, pretrain=options["stories"], reward_fn=__file__, **paths, **own)
+            return from_options(
+                TrainPPOConfig, pretrain=options["stories"], reward_fn=__file__, **paths, **own
+            )
         rewards = {"reward_pretrain": str(folder / kind / "reward")}
-        return from_options(TrainPPOConfig, pretrain=str(folder / kind / "policy"), **rewards, **paths, **own)
+        return from_options(
+            TrainPPOConfig, pretrain=str(folder / kind / "policy"), **rewards, **paths, **own
+        )
 
     own = {key: value for key, value in options.items() if key != "stories"}
     strategy = DeepspeedStrategy(config("tiny").deepspeed)
@@ -164,7 +191,9 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
     assert estimate is not None
     if strategy.is_main:
         measured = {phase: max(rank[phase] for rank in gathered) for phase in PHASES}
-        print("RESULT", json.dumps({"measured": measured, "estimated": estimate.phases}), flush=True)
+        print(
+            "RESULT", json.dumps({"measured": measured, "estimated": estimate.phases}), flush=True
+        )
     trainer.close()
 
 
@@ -173,11 +202,21 @@ def reward_fn(response: str) -> float:
     return float(len(response) % 7)
 
 
-def run_case(folder: Path, ranks: int, options: dict[str, Any], library_defaults: bool) -> dict[str, dict[str, float]]:
+def run_case(
+    folder: Path, ranks: int, options: dict[str, Any], library_defaults: bool
+) -> dict[str, dict[str, float]]:
     """Estimated and measured bytes by phase."""
     kind = "stories260K" if "stories" in options else "w1"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [sys.executable, *torchrun, __file__, "--measure", str(folder), kind, json.dumps(options)]
+    command = [
+        sys.executable,
+        *torchrun,
+        __file__,
+        "--measure",
+        str(folder),
+        kind,
+        json.dumps(options),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if not library_defaults:
         environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -190,10 +229,18 @@ def run_case(folder: Path, ranks: int, options: dict[str, Any], library_defaults
 
 def main() -> None:
     """Print a row for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="run cases whose 'name, N ranks' starts with this")
-    parser.add_argument("--library_defaults", action="store_true", help="with allocator and oneDNN as they come")
-    parser.add_argument("--stories", default=os.environ.get("OPENPPO_ASSETS", "") + "/models/stories260K")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="run cases whose 'name, N ranks' starts with this"
+    )
+    parser.add_argument(
+        "--library_defaults", action="store_true", help="with allocator and oneDNN as they come"
+    )
+    parser.add_argument(
+        "--stories", default=os.environ.get("OPENPPO_ASSETS", "") + "/models/stories260K"
+    )
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
@@ -215,8 +262,12 @@ def main() -> None:
                 options = options | {"stories": given.stories}
             got = run_case(folder, ranks, options, given.library_defaults)
             pairs = [(got["estimated"][phase], got["measured"][phase]) for phase in PHASES]
-            cells = [f"{estimated / MIB:.0f} / {measured / MIB:.0f}" for estimated, measured in pairs]
-            estimated, measured = (max(got[kind][phase] for phase in PHASES) for kind in ("estimated", "measured"))
+            cells = [
+                f"{estimated / MIB:.0f} / {measured / MIB:.0f}" for estimated, measured in pairs
+            ]
+            estimated, measured = (
+                max(got[kind][phase] for phase in PHASES) for kind in ("estimated", "measured")
+            )
             cells.append(f"{estimated / MIB:.0f} / {measured / MIB:.0f}")
             cells.append(f"{100 * (estimated / measured - 1):+.0f} %")
             print(f"| {case} | {ranks} | {' | '.join(cells)} |", flush=True)

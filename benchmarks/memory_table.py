@@ -25,10 +25,25 @@ MODELS = {  # hidden, intermediate, layers, heads, key-value heads
     "7B": (Qwen2Config, (3584, 18944, 28, 28, 4), QWEN),
     "14B": (Qwen2Config, (5120, 13824, 48, 40, 8), QWEN),
     "32B": (Qwen2Config, (5120, 27648, 64, 40, 8), QWEN),
-    "70B": (LlamaConfig, (8192, 28672, 80, 64, 8), {"vocab_size": 128256, "tie_word_embeddings": False}),
+    "70B": (
+        LlamaConfig,
+        (8192, 28672, 80, 64, 8),
+        {"vocab_size": 128256, "tie_word_embeddings": False},
+    ),
 }
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-OPTIONS = {"bf16": True, "gradient_checkpointing": True, "rollout_batch_size": 512, "train_batch_size": 128}
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+OPTIONS = {
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "rollout_batch_size": 512,
+    "train_batch_size": 128,
+}
 LENGTHS = Lengths(shortest_prompt=100, longest_prompt=1024)
 
 
@@ -51,12 +66,19 @@ def table(name: str) -> list[str]:
         cells = []
         for n in GPUS:
             options = config(stage)
-            estimate = estimate_ppo(options, LENGTHS, sizes, Machine(options.deepspeed, n, memory=ROOM * GIB))
+            estimate = estimate_ppo(
+                options, LENGTHS, sizes, Machine(options.deepspeed, n, memory=ROOM * GIB)
+            )
             peak = estimate.peaks["step"] / GIB
             cells.append(f"{peak:.0f}" if peak <= ROOM else f"({peak:.0f})")
         lines.append(f"| {'0, 1' if stage == 1 else stage} | {' | '.join(cells)} |")
     loading = estimate.phases["loading"] / GIB
-    return [*lines, "", f"Loading with ZeRO-3 on 64: {loading:.0f}. A checkpoint: {estimate.checkpoint / GIB:.0f}.", ""]
+    return [
+        *lines,
+        "",
+        f"Loading with ZeRO-3 on 64: {loading:.0f}. A checkpoint: {estimate.checkpoint / GIB:.0f}.",
+        "",
+    ]
 
 
 def main() -> None:

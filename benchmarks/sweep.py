@@ -13,7 +13,15 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from peers.interleave import CACHE, Entry, Participant, describe_machine, prepare_assets, say, write_results
+from peers.interleave import (
+    CACHE,
+    Entry,
+    Participant,
+    describe_machine,
+    prepare_assets,
+    say,
+    write_results,
+)
 from peers.measure import Iteration, undisturbed
 
 SETUPS = (("1 x 2", 1, 2), ("2 x 1", 2, 1))
@@ -61,10 +69,21 @@ def sweep(workload: str, dtype: str, assets: Path, sizes: Sequence[int], repeat:
     turns = [*[sizes[0]] * WARM_UP, *(size for size in sizes for _ in range(repeat))]
     running: list[Participant] = []
     measured: dict[tuple[str, int], list[Iteration]] = {}
-    given = ["--assets", str(assets.resolve()), "--workload", workload, "--dtype", dtype, "--parts", "--sizes"]
+    given = [
+        "--assets",
+        str(assets.resolve()),
+        "--workload",
+        workload,
+        "--dtype",
+        dtype,
+        "--parts",
+        "--sizes",
+    ]
     try:
         for name, n_ranks, threads in SETUPS:
-            participant = Participant(Entry(name, "openppo_step.py", n_ranks=n_ranks, threads=threads))
+            participant = Participant(
+                Entry(name, "openppo_step.py", n_ranks=n_ranks, threads=threads)
+            )
             running.append(participant)
             participant.start(assets, [*given, *map(str, turns)])
             participant.wait_until_ready()
@@ -74,7 +93,9 @@ def sweep(workload: str, dtype: str, assets: Path, sizes: Sequence[int], repeat:
                 if number >= WARM_UP:
                     measured.setdefault((participant.entry.name, size), []).append(iteration)
                 seconds, stall = iteration["total"], iteration["stall"]
-                say(f"  {participant.entry.name}: {size} responses {seconds:.2f} s stall {stall:.2f}")
+                say(
+                    f"  {participant.entry.name}: {size} responses {seconds:.2f} s stall {stall:.2f}"
+                )
         for participant in running:
             participant.finish()
     finally:
@@ -85,13 +106,28 @@ def sweep(workload: str, dtype: str, assets: Path, sizes: Sequence[int], repeat:
 
 def main() -> None:
     """Parse the command line, run, print and perhaps write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", nargs="+", choices=["w1", "w2"], default=["w1", "w2"])
     parser.add_argument("--dtype", choices=["float32", "bf16"], default="float32")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[16, 32, 64, 128, 256, 512], help="responses of a step")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=[16, 32, 64, 128, 256, 512],
+        help="responses of a step",
+    )
     parser.add_argument("--repeat", type=int, default=3, help="steps of each size")
-    parser.add_argument("--assets", type=Path, default=CACHE / "assets", help="models and prompts, built on first use")
-    parser.add_argument("--write", action="store_true", help="keep the tables in benchmarks/results")
+    parser.add_argument(
+        "--assets",
+        type=Path,
+        default=CACHE / "assets",
+        help="models and prompts, built on first use",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the tables in benchmarks/results"
+    )
     arguments = parser.parse_args()
     prepare_assets(arguments.assets)
     lines: list[str] = []

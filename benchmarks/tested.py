@@ -44,7 +44,11 @@ def page() -> str:
 def row(file: Path) -> str:
     """The row of one table."""
     title, *lines = file.read_text(encoding="utf-8").splitlines()[:8]
-    head = {match[1]: match[2] for line in lines if (match := re.match(r"- (Device|Versions|What): (.+)", line))}
+    head = {
+        match[1]: match[2]
+        for line in lines
+        if (match := re.match(r"- (Device|Versions|What): (.+)", line))
+    }
     what = head.get("What", re.sub(r", [\d-]+$", "", title.removeprefix("# ")))
     link = f"[{file.name[:10]}](../benchmarks/results/{file.name})"
     return f"| {link} | {what} | {head['Device']} | {head['Versions']} |"
@@ -52,7 +56,9 @@ def row(file: Path) -> str:
 
 def lowest(package: str) -> str:
     """The lowest version that setup.py declares."""
-    declared = re.findall(rf'"{package}>=([\d.]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8"))
+    declared = re.findall(
+        rf'"{package}>=([\d.]+)"', (REPOSITORY / "setup.py").read_text(encoding="utf-8")
+    )
     return declared[0]
 
 

@@ -26,7 +26,9 @@ class MLflowTracker(Tracker):
     """Metrics of each step; options as parameters; samples as JSON."""
 
     name = "MLflow"
-    errors = (Exception,)  # what a service raises may be anything: it is left out then, and the run continues
+    errors = (
+        Exception,
+    )  # what a service raises may be anything: it is left out then, and the run continues
 
     def __init__(self, config: TrainPPOConfig) -> None:
         self.config = config
@@ -48,7 +50,9 @@ class MLflowTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics; MLflow takes fewer characters in names."""
-        self.mlflow.log_metrics({re.sub(r"[^\w\-. /]", "_", name): value for name, value in metrics.items()}, step=step)
+        self.mlflow.log_metrics(
+            {re.sub(r"[^\w\-. /]", "_", name): value for name, value in metrics.items()}, step=step
+        )
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Log the samples of a step, or of its evaluation."""

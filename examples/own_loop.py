@@ -16,7 +16,9 @@ from openppo.trainer import build_ppo_trainer, quiet_libraries
 
 def right_places(label: str, response: str) -> float:
     """Return the share of letters that stand where they should: partial credit that exact match does not give."""
-    return sum(a == b for a, b in zip(label, response, strict=False)) / max(len(label), len(response))
+    return sum(a == b for a, b in zip(label, response, strict=False)) / max(
+        len(label), len(response)
+    )
 
 
 def train(model: str, data: str, save_path: str, steps: int) -> None:
@@ -47,9 +49,13 @@ def train(model: str, data: str, save_path: str, steps: int) -> None:
 
     say(f"exact match before {trainer.evaluate()['eval_pass@1']:.3f}")
     for prompts in islice(trainer.prompt_batches(), steps):
-        trajectories = trainer.rollout(prompts)  # this rank's share, with the scores of --verifiable_reward
+        trajectories = trainer.rollout(
+            prompts
+        )  # this rank's share, with the scores of --verifiable_reward
         for trajectory in trajectories:
-            response = trainer.components.tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
+            response = trainer.components.tokenizer.decode(
+                trajectory.response_ids, skip_special_tokens=True
+            )
             trajectory.scores = {"right_places": right_places(trajectory.prompt.label, response)}
         metrics = trainer.train_on(trajectories)
         trainer.report(metrics)  # logs; evaluates at the end of an episode
@@ -61,7 +67,9 @@ def train(model: str, data: str, save_path: str, steps: int) -> None:
 
 def main() -> None:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="the model to train")
     parser.add_argument("--data", required=True, help="the folder that sort_letters.py wrote")
     parser.add_argument("--save_path", required=True, help="the folder for the trained model")

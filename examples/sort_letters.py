@@ -25,7 +25,13 @@ from pathlib import Path
 ALPHABET = "abcdefgh"
 LENGTH = 5  # letters in a prompt; a letter may occur more than once
 STRAY = (">", "<pad>", "<bos>", "<unk>")  # tokens that stand in no answer
-SIZES = {"heldout": 500, "preference_heldout": 1000, "sft": 2400, "preference": 40000, "prompts": 24576}
+SIZES = {
+    "heldout": 500,
+    "preference_heldout": 1000,
+    "sft": 2400,
+    "preference": 40000,
+    "prompts": 24576,
+}
 
 
 def correct_answer(prompt: str) -> str:
@@ -60,10 +66,14 @@ def damage(letters: list[str], rng: random.Random) -> list[str]:
         letters[i : i + rng.randrange(2)] = [rng.choice(STRAY)]  # beside a letter or in its place
     elif kind == "ramble":
         said = letters[: rng.randrange(LENGTH + 1)]
-        more = rng.choice([letters, letters[i : i + 1], [*ALPHABET, *STRAY]])  # any of them, or one again and again
+        more = rng.choice(
+            [letters, letters[i : i + 1], [*ALPHABET, *STRAY]]
+        )  # any of them, or one again and again
         letters = said + rng.choices(more, k=rng.randint(LENGTH + 1, 16) - len(said))
     else:  # the order is kept, as in most mistakes of a half-trained model
-        letters[i : i + (kind != "add")] = [] if kind == "drop" else [rng.choice([*ALPHABET, *letters])]
+        letters[i : i + (kind != "add")] = (
+            [] if kind == "drop" else [rng.choice([*ALPHABET, *letters])]
+        )
         letters.sort()
     return letters
 
@@ -97,7 +107,9 @@ def write_data(out: Path, rng: random.Random) -> None:
             if name == "sft":
                 rows.append({"input": prompt, "output": answer})
             elif name.startswith("preference"):
-                rows.append({"prompt": prompt, "chosen": answer, "rejected": wrong_answer(prompt, rng)})
+                rows.append(
+                    {"prompt": prompt, "chosen": answer, "rejected": wrong_answer(prompt, rng)}
+                )
             else:
                 rows.append({"input": prompt, "label": answer})
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -111,9 +123,13 @@ def write_model(out: Path, seed: int) -> None:
 
     logging.disable_progress_bar()
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, if installed, warns that it found no GPU
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # or DeepSpeed, if installed, warns that it found no GPU
 
-    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", ">", *ALPHABET])}
+    vocab = {
+        token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", ">", *ALPHABET])
+    }
     characters = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
@@ -121,7 +137,11 @@ def write_model(out: Path, seed: int) -> None:
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", vocab["<bos>"])]
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=characters,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )
     config = LlamaConfig(
         vocab_size=len(vocab),
@@ -141,10 +161,16 @@ def write_model(out: Path, seed: int) -> None:
 
 def main() -> None:
     """Parse the command line and write the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    make = parser.add_subparsers(dest="command", required=True).add_parser("make", help="write the data and the model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    make = parser.add_subparsers(dest="command", required=True).add_parser(
+        "make", help="write the data and the model"
+    )
     make.add_argument("--out", type=Path, required=True, help="the folder to write to")
-    make.add_argument("--seed", type=int, default=0, help="seed of the data and of the model's weights")
+    make.add_argument(
+        "--seed", type=int, default=0, help="seed of the data and of the model's weights"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_data(args.out, random.Random(args.seed))

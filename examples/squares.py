@@ -46,7 +46,9 @@ def draw(number: int, colour: str, rng: random.Random) -> Image.Image:
     cells = [(x, y) for x in range(0, PIXELS, PATCH) for y in range(0, PIXELS, PATCH)]
     for x, y in rng.sample(cells, number):
         left, top = x + rng.randrange(PATCH - SQUARE), y + rng.randrange(PATCH - SQUARE)
-        ImageDraw.Draw(image).rectangle((left, top, left + SQUARE - 1, top + SQUARE - 1), COLOURS[colour])
+        ImageDraw.Draw(image).rectangle(
+            (left, top, left + SQUARE - 1, top + SQUARE - 1), COLOURS[colour]
+        )
     return image
 
 
@@ -94,20 +96,35 @@ def write_model(out: Path, seed: int) -> None:
 
     logging.disable_progress_bar()
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, if installed, warns that it found no GPU
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # or DeepSpeed, if installed, warns that it found no GPU
 
     names = ["<pad>", "<eos>", "<unk>", "<image>", "squares", "?", *NUMBERS, *COLOURS]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=["<image>"], **special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, additional_special_tokens=["<image>"], **special
+    )
     sides = {"shortest_edge": PIXELS}
     pictures = CLIPImageProcessorPil(size=sides, crop_size={"height": PIXELS, "width": PIXELS})
     processor = LlavaProcessor(
         pictures, tokenizer, PATCH, "default", image_token="<image>", num_additional_image_tokens=1
     )
-    width = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    width = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(image_size=PIXELS, patch_size=PATCH, **width),
         text_config=LlamaConfig(vocab_size=len(names), max_position_embeddings=64, **width, **ids),
@@ -122,10 +139,16 @@ def write_model(out: Path, seed: int) -> None:
 
 def main() -> None:
     """Parse the command line and write the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    make = parser.add_subparsers(dest="command", required=True).add_parser("make", help="write the data and the model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    make = parser.add_subparsers(dest="command", required=True).add_parser(
+        "make", help="write the data and the model"
+    )
     make.add_argument("--out", type=Path, required=True, help="the folder to write to")
-    make.add_argument("--seed", type=int, default=0, help="seed of the data and of the model's weights")
+    make.add_argument(
+        "--seed", type=int, default=0, help="seed of the data and of the model's weights"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_data(args.out, random.Random(args.seed))

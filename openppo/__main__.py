@@ -25,7 +25,9 @@ def main() -> None:
     """Entry point of ``openppo`` and of ``python -m openppo``."""
     asked, known = sys.argv[1:2], commands()
     if asked in ([], ["-h"], ["--help"], ["--version"]):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if the reader leaves: --help | head
+        signal.signal(
+            signal.SIGPIPE, signal.SIG_DFL
+        )  # end quietly if the reader leaves: --help | head
         if asked == ["--version"]:
             return print_versions()
         listed = "\n".join(f"  {name:<10}  {purpose}" for name, purpose in known.items())
@@ -45,7 +47,10 @@ def commands() -> dict[str, str]:
     """Purpose of each module of ``openppo.cli`` that runs, by the command's name; none is imported."""
     texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(_CLI.glob("*.py"))}
     runnable = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}
-    return {name: (ast.get_docstring(ast.parse(text)) or "").split("\n")[0] for name, text in runnable.items()}
+    return {
+        name: (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+        for name, text in runnable.items()
+    }
 
 
 if __name__ == "__main__":

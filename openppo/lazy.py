@@ -11,7 +11,11 @@ from typing import Any
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` from the imports in the package's ``if TYPE_CHECKING:``."""
     module = sys.modules[package]
-    imports = [n for n in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes())) if isinstance(n, ast.ImportFrom)]
+    imports = [
+        n
+        for n in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes()))
+        if isinstance(n, ast.ImportFrom)
+    ]
     homes = {alias.name: node.module for node in imports for alias in node.names if alias.asname}
 
     def load(name: str) -> Any:

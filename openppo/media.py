@@ -65,7 +65,9 @@ def copy_processor(name: str, folder: Path) -> None:
     Of a PEFT folder they are those of its base model.
     """
     if name and (adapters := Path(name) / "adapter_config.json").is_file():
-        name = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or name
+        name = (
+            json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or name
+        )
     for file in _PROCESSOR_FILES.split() if name else ():
         found: Any = Path(name) / file
         if not Path(name).is_dir():
@@ -86,7 +88,10 @@ def n_patches(items: Sequence[MediaItem], config: Any) -> int:
     vision = getattr(config, "vision_config", None)
     size = 3 * getattr(vision, "patch_size", 1) ** 2 * getattr(vision, "temporal_patch_size", 1)
     return sum(
-        x.numel() // size for item in items for name, x in item.inputs.items() if name.startswith("pixel_values")
+        x.numel() // size
+        for item in items
+        for name, x in item.inputs.items()
+        if name.startswith("pixel_values")
     )
 
 
@@ -112,7 +117,9 @@ def distinct_ids(token_ids: Sequence[int], media: Media = ()) -> list[int]:
 def item_places(token_ids: Sequence[int], media: Media) -> Iterator[tuple[MediaItem, list[int]]]:
     """Each item with the places of its tokens."""
     kinds = {item.token_id for item in media}
-    free = {token_id: iter([t for t, i in enumerate(token_ids) if i == token_id]) for token_id in kinds}
+    free = {
+        token_id: iter([t for t, i in enumerate(token_ids) if i == token_id]) for token_id in kinds
+    }
     for item in media:
         yield item, list(islice(free[item.token_id], item.n_tokens))
 
@@ -124,7 +131,10 @@ def model_inputs(model: Any, input_ids: Tensor, media: Sequence[Media]) -> dict[
     """
     items = list(chain.from_iterable(media))
     made = {name: tensor.to(input_ids.device) for name, tensor in joined(items).items()}
-    made = {name: x.to(model.dtype) if name.startswith("pixel_values") else x for name, x in made.items()}
+    made = {
+        name: x.to(model.dtype) if name.startswith("pixel_values") else x
+        for name, x in made.items()
+    }
     parts = model, *model.children()  # a classifier's own forward may not be the one that is called
     accepted = {name for part in parts for name in inspect.signature(type(part).forward).parameters}
     for name in {"token_type_ids", "mm_token_type_ids"} & accepted:
@@ -143,8 +153,13 @@ def token_kinds(input_ids: Tensor, config: Any) -> Tensor:
 def joined(items: Sequence[MediaItem]) -> dict[str, Tensor]:
     """Inputs of all items, one after the other; other dimensions are padded with zeros to the largest."""
     names = dict.fromkeys(name for item in items for name in item.inputs)
-    made = {name: _joined([item.inputs[name] for item in items if name in item.inputs]) for name in names}
-    if "pixel_attention_mask" in made:  # Idefics 3 and SmolVLM: images of a batch's first row are enough
+    made = {
+        name: _joined([item.inputs[name] for item in items if name in item.inputs])
+        for name in names
+    }
+    if (
+        "pixel_attention_mask" in made
+    ):  # Idefics 3 and SmolVLM: images of a batch's first row are enough
         made = {name: tensor[None] for name, tensor in made.items()}
     return made
 
@@ -157,7 +172,11 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _room(part: Tensor, largest: Sequence[int]) -> list[int]:
     """Padding behind each dimension after the first, the last one first, as ``F.pad`` takes it."""
-    return [n for size, most in zip(part.shape[:0:-1], largest[::-1], strict=True) for n in (0, most - size)]
+    return [
+        n
+        for size, most in zip(part.shape[:0:-1], largest[::-1], strict=True)
+        for n in (0, most - size)
+    ]
 
 
 def rope_positions(model: Any, input_ids: Tensor, media: Sequence[Media]) -> Tensor | None:
@@ -169,7 +188,10 @@ def rope_positions(model: Any, input_ids: Tensor, media: Sequence[Media]) -> Ten
     if index is None or not any(media):
         return None
     inputs: Mapping[str, Tensor] = joined(list(chain.from_iterable(media)))
-    grids = {name: inputs.get(name) for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
+    grids = {
+        name: inputs.get(name)
+        for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    }
     accepted = inspect.signature(index).parameters
     given = {name: value for name, value in grids.items() if name in accepted}
     positions, _ = index(input_ids, mm_token_type_ids=token_kinds(input_ids, model.config), **given)
@@ -199,10 +221,20 @@ def media_key(part: Any) -> int | None:
     """Key of the item that a part stands for; None for an image of another form."""
     given = part.get("image_url") or part.get("video_url") if isinstance(part, dict) else None
     url = given.get("url") if isinstance(given, dict) else None
-    return int(url.removeprefix(_SCHEME)) if isinstance(url, str) and re.fullmatch(rf"{_SCHEME}\d+", url) else None
+    return (
+        int(url.removeprefix(_SCHEME))
+        if isinstance(url, str) and re.fullmatch(rf"{_SCHEME}\d+", url)
+        else None
+    )
 
 
 def media_parts(messages: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
     """Parts of the messages' contents that are images or videos."""
     contents = (message.get("content") for message in messages)
-    return (part for content in contents if isinstance(content, list) for part in content if media_kind(part))
+    return (
+        part
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if media_kind(part)
+    )

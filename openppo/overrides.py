@@ -19,7 +19,10 @@ def restore_overridden(file: Path) -> None:
     """Rewrite the JSON file of a config with its options as they were before any override."""
     text = file.read_text(encoding="utf-8")
     if KEY in text:
-        file.write_text(json.dumps(_restored(json.loads(text)), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        file.write_text(
+            json.dumps(_restored(json.loads(text)), indent=2, sort_keys=True) + "\n",
+            encoding="utf-8",
+        )
 
 
 def _restored(value: Any) -> Any:

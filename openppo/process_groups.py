@@ -95,13 +95,19 @@ def _start_guardian() -> "subprocess.Popen[bytes]":
 
 
 def _kill(group: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # on macOS the latter if only its dead are left
+    with suppress(
+        ProcessLookupError, PermissionError
+    ):  # on macOS the latter if only its dead are left
         os.killpg(group, signal.SIGKILL)
 
 
 def guard() -> None:
     """Kill the groups of the last whole line of stdin, when that is closed."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # Slurm sends signals to all processes
+    for number in (
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # Slurm sends signals to all processes
         signal.signal(number, signal.SIG_IGN)
     groups = ""
     for line in sys.stdin:

@@ -68,7 +68,9 @@ class Completion:
     log_probs: list[float]
     versions: list[int]  # of the policy
     finish_reason: FinishReason
-    parked: int | None = None  # handle of the keys and values that the engine keeps of both, if it was asked to
+    parked: int | None = (
+        None  # handle of the keys and values that the engine keeps of both, if it was asked to
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class Episode:
     ending: Ending
     n_turns: int
     error: str = ""  # what went wrong
-    output: str = ""  # what followed the last turn: a program's last lines, an environment's last words
+    output: str = (
+        ""  # what followed the last turn: a program's last lines, an environment's last words
+    )
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
     """By tool: rewards of its calls in their order, then that of its ``calc_reward``."""
 
@@ -117,15 +121,26 @@ class Trajectory:
     step_ends: list[bool] | None = None
     greedy: tuple[Trajectory, ...] = ()
     episode: Episode | None = None  # of an agent
-    extras: dict[str, float] = field(default_factory=dict)  # numbers of a reward function that are only logged
-    notes: dict[str, str] = field(default_factory=dict)  # texts of a reward function, for dumps and samples
+    extras: dict[str, float] = field(
+        default_factory=dict
+    )  # numbers of a reward function that are only logged
+    notes: dict[str, str] = field(
+        default_factory=dict
+    )  # texts of a reward function, for dumps and samples
     trained_mask: list[bool] | None = None
     stop: tuple[str, ...] = ()  # texts that end a response, and belong to it
     reward_error: str | None = None  # why the reward function failed; None: it did not
 
     def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
-        assert len(lengths) == 1 and self.weight >= 0, f"unequal lengths {lengths} or negative weight {self.weight}"
+        lengths = {
+            len(self.token_ids),
+            len(self.action_mask),
+            len(self.log_probs),
+            len(self.versions),
+        }
+        assert len(lengths) == 1 and self.weight >= 0, (
+            f"unequal lengths {lengths} or negative weight {self.weight}"
+        )
 
     @property
     def logged(self) -> dict[str, float | str]:
@@ -153,7 +168,11 @@ class Trajectory:
     @property
     def action_ids(self) -> list[int]:
         """Token ids that the policy sampled, of all spans."""
-        return [token_id for token_id, is_action in zip(self.token_ids, self.action_mask, strict=True) if is_action]
+        return [
+            token_id
+            for token_id, is_action in zip(self.token_ids, self.action_mask, strict=True)
+            if is_action
+        ]
 
     @property
     def response_ids(self) -> list[int]:
@@ -165,7 +184,9 @@ class Trajectory:
         """Rewards of the steps in order; of the actions where no steps are known."""
         if self.token_rewards is None:
             return []
-        rows = zip(self.token_rewards, self.step_ends or self.action_mask, self.action_mask, strict=True)
+        rows = zip(
+            self.token_rewards, self.step_ends or self.action_mask, self.action_mask, strict=True
+        )
         return [reward for reward, end, action in rows if end and action]
 
     def total_score(self, weights: Mapping[str, float]) -> float:
@@ -221,7 +242,9 @@ class Experience:
     def __post_init__(self) -> None:
         if self.attention_mask.is_floating_point():
             order = "sequences, attention_mask, action_mask, rollout_log_probs, truncated"
-            raise TypeError(f"attention_mask is {self.attention_mask.dtype}, no mask: the order is {order}. Use names.")
+            raise TypeError(
+                f"attention_mask is {self.attention_mask.dtype}, no mask: the order is {order}. Use names."
+            )
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -242,7 +265,9 @@ class Experience:
 
     def to(self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to) -> Experience:
         """A copy on ``device``, where ``move`` takes each tensor."""
-        return self.with_fields(**{name: move(tensor, device) for name, tensor in self.tensors().items()})
+        return self.with_fields(
+            **{name: move(tensor, device) for name, tensor in self.tensors().items()}
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are set."""

@@ -24,7 +24,15 @@ from jinja2 import TemplateError
 
 from openppo import logger
 
-TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 """Exceptions that a chat template may raise: it is a program too (``OverflowError``: a loop that is too long)."""
 _FOLDERS = set[Path]()  # of files that were loaded
 
@@ -56,7 +64,9 @@ def find_callable(location: str, flag: str, default_names: Sequence[str] = ()) -
     for name in names:
         if callable(value := members.get(name)):
             return FoundCallable(file, name, value)
-    functions = sorted(key for key, value in members.items() if callable(value) and not key.startswith("_"))
+    functions = sorted(
+        key for key, value in members.items() if callable(value) and not key.startswith("_")
+    )
     has = f"{file} has no function {' or '.join(map(repr, names))}. It has: {', '.join(functions) or 'none'}."
     raise ValueError(f"{flag} {location}: {has} Name one of them as {file}:NAME.")
 
@@ -80,13 +90,17 @@ def load_module(file: Path, source: str) -> ModuleType:
     flag = source.partition(" ")[0].removeprefix("--")
     spec = spec_from_file_location(f"{flag}_{file.stem}", file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
-    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses and pickle look it up there
+    module = sys.modules[spec.name] = module_from_spec(
+        spec
+    )  # dataclasses and pickle look it up there
     with leaving_no_trace(source):
         try:
             _import_beside(file.resolve(), source)
             spec.loader.exec_module(module)
         except (ImportError, SyntaxError) as error:
-            raise ValueError(f"{source}: cannot be imported ({error}). Install what it needs.") from error
+            raise ValueError(
+                f"{source}: cannot be imported ({error}). Install what it needs."
+            ) from error
     return module
 
 
@@ -103,9 +117,15 @@ def _import_beside(file: Path, source: str) -> None:
     for name in _names_beside(file):
         homes = _homes(find_spec(name))
         if other := sorted(homes & _FOLDERS - {folder}):
-            raise ValueError(f"{source}: it imports {name}, which is in {folder} and in {other[0]}. Rename one.")
+            raise ValueError(
+                f"{source}: it imports {name}, which is in {folder} and in {other[0]}. Rename one."
+            )
         if folder not in homes:
-            logger.warning("%s: it imports %s, which is an installed module and not the file beside it", source, name)
+            logger.warning(
+                "%s: it imports %s, which is an installed module and not the file beside it",
+                source,
+                name,
+            )
 
 
 def _names_beside(file: Path) -> list[str]:
@@ -114,7 +134,11 @@ def _names_beside(file: Path) -> list[str]:
     while files:
         for name in _imported(files.pop()):
             module, package = file.with_name(f"{name}.py"), file.with_name(name)
-            if name not in names and module != file and (module.is_file() or any(package.glob("*.py"))):
+            if (
+                name not in names
+                and module != file
+                and (module.is_file() or any(package.glob("*.py")))
+            ):
                 names[name] = None
                 files += [each for each in (module, package / "__init__.py") if each.is_file()]
     return list(names)
@@ -138,7 +162,9 @@ def _imported(file: Path) -> list[str]:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         steps = [step for step in get_instructions(code) if step.opname != "EXTENDED_ARG"]
         for place, step in enumerate(steps):
-            if step.opname == "IMPORT_NAME" and steps[place - 2].argval == 0:  # the level: no relative import
+            if (
+                step.opname == "IMPORT_NAME" and steps[place - 2].argval == 0
+            ):  # the level: no relative import
                 names.append(str(step.argval).partition(".")[0])
     return names
 
@@ -158,14 +184,20 @@ def leaving_no_trace(source: str) -> Iterator[None]:
 
     ``sys.exit()`` in it is a ``ValueError`` naming ``source``. For the thread that trains, before training.
     """
-    grad, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    grad, dtype, device = (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+    )
     state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(gpus):
             yield
     except SystemExit as error:
-        raise ValueError(f"{source}: calls sys.exit() while it is loaded. Take the call out.") from error
+        raise ValueError(
+            f"{source}: calls sys.exit() while it is loaded. Take the call out."
+        ) from error
     finally:
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
@@ -208,7 +240,9 @@ class Worker:
                 except BaseException as error:  # noqa: BLE001 (raised again where it is awaited)
                     # A coroutine cannot raise StopIteration, and what is no Exception would end the event loop.
                     is_one = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                    future.set_exception(error if is_one else RuntimeError(f"{type(error).__name__}: {error}"))
+                    future.set_exception(
+                        error if is_one else RuntimeError(f"{type(error).__name__}: {error}")
+                    )
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -25,7 +25,9 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 def set_usual_mode(files: Iterable[Path]) -> None:
     """Make files as open to others as the umask says: safetensors 0.8 writes them for their owner alone."""
     for file in files:
-        probe = file.with_name(f".{file.name}.mode")  # the umask itself cannot be read without a change to it
+        probe = file.with_name(
+            f".{file.name}.mode"
+        )  # the umask itself cannot be read without a change to it
         probe.touch()
         shutil.copymode(probe, file)
         probe.unlink()

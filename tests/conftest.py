@@ -26,10 +26,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
 
 
-def save_tokenizer(folder: Path, tokens: Iterable[str], special: Iterable[str] = (), **more: str) -> Any:
+def save_tokenizer(
+    folder: Path, tokens: Iterable[str], special: Iterable[str] = (), **more: str
+) -> Any:
     """A tokenizer of one token per character without BOS: <pad>, <eos>, <unk>, more special ones, then ``tokens``."""
     first = ["<pad>", "<eos>", "<unk>", *special]
-    core = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*first, *tokens])}, unk_token="<unk>"))
+    core = Tokenizer(
+        models.WordLevel({t: i for i, t in enumerate([*first, *tokens])}, unk_token="<unk>")
+    )
     core.add_special_tokens(first if special else [])
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
@@ -63,14 +67,18 @@ def launch(launcher: Launcher) -> Callable[..., str]:
     Returns its output. Fails with it if the exit status is not ``status``. ``real`` starts new processes.
     """
 
-    def run(ranks: int, *words: object, cwd: Path | None = None, status: int = 0, real: bool = False) -> str:
+    def run(
+        ranks: int, *words: object, cwd: Path | None = None, status: int = 0, real: bool = False
+    ) -> str:
         try:
             done = launcher.run(words, ranks, cwd, real)
         except subprocess.TimeoutExpired as error:
             output = error.output.decode(errors="replace") if error.output else ""
             pytest.fail(f"{error.cmd}\ndid not end within {error.timeout} s. Its output:\n{output}")
         if done.returncode != status:
-            pytest.fail(f"{done.args}\nended with status {done.returncode}. Its output:\n{done.stdout}")
+            pytest.fail(
+                f"{done.args}\nended with status {done.returncode}. Its output:\n{done.stdout}"
+            )
         return done.stdout
 
     return run
@@ -87,8 +95,12 @@ def run(launcher: Launcher) -> Callable[..., str]:
         else:
             path = {"PATH": f"{launcher.programs()}:{os.environ['PATH']}"}
             environment = os.environ | ENVIRONMENT | path | env
-            done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+            done = subprocess.run(
+                words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+            )
+        assert done.returncode == 0, (
+            f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+        )
         return done.stdout
 
     return run_in
@@ -98,7 +110,17 @@ def run(launcher: Launcher) -> Callable[..., str]:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pages, built as they are published, without a single warning."""
     folder, config = tmp_path_factory.mktemp("site"), REPO / "mkdocs.yml"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder, "--config-file", config]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        folder,
+        "--config-file",
+        config,
+    ]
     environment = os.environ | {"PYTHONPATH": PYTHON_PATH, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, "WARNING" in done.stderr) == (0, False), done.stderr

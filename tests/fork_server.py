@@ -43,7 +43,11 @@ READ_AT_IMPORT = tuple(
 PYTHON_PATH = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Before what is there: a machine may have its packages in folders that only this variable names."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "HF_HUB_OFFLINE": "1"}
-ONE_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+ONE_THREAD = {
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "OPENBLAS_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+}
 OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it
 SECONDS_TO_END_AFTER_SIGTERM = 30  # the default of torchrun
@@ -76,11 +80,22 @@ class Launcher:
         import torch
 
         words = [str(word) for word in words]
-        environment = {k: v for k, v in os.environ.items() if k not in OF_RANKS} | ENVIRONMENT | variables
+        environment = (
+            {k: v for k, v in os.environ.items() if k not in OF_RANKS} | ENVIRONMENT | variables
+        )
         if real or sys.platform != "linux" or torch.cuda.is_available():
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+            torchrun = (
+                ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+                if ranks
+                else []
+            )
             stderr, pipe = subprocess.PIPE if separate else subprocess.STDOUT, subprocess.PIPE
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": stderr, "text": True}
+            streams: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": pipe,
+                "stderr": stderr,
+                "text": True,
+            }
             command = [sys.executable, *torchrun, *words]
             return subprocess.run(command, cwd=cwd, env=environment, timeout=timeout, **streams)
         request = {"words": words, "ranks": ranks, "cwd": str(cwd or Path.cwd())}
@@ -88,7 +103,9 @@ class Launcher:
         with contextlib.ExitStack() as stack:
             stdin = stack.enter_context(open(os.devnull))
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1 + separate)]
-            status = ask(self._address(), request, stdin.fileno(), files[0].fileno(), files[-1].fileno())
+            status = ask(
+                self._address(), request, stdin.fileno(), files[0].fileno(), files[-1].fileno()
+            )
             printed = []
             for file in files:
                 file.seek(0)
@@ -116,7 +133,9 @@ class Launcher:
                 Path(path).unlink(missing_ok=True)
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
                 command = [sys.executable, __file__, path]
-                self._server = subprocess.Popen(command, env=self._environment, start_new_session=True, **pipes)
+                self._server = subprocess.Popen(
+                    command, env=self._environment, start_new_session=True, **pipes
+                )
                 assert self._server.stdout is not None
                 said = self._server.stdout.readline()
                 assert said == b"ready\n", said
@@ -181,7 +200,10 @@ def serve(path: str) -> None:
 
 def fork() -> int:
     """``os.fork`` in a process of one thread; the child dies with it."""
-    tasks = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    tasks = [
+        Path(f"/proc/self/task/{task}/comm").read_text().strip()
+        for task in os.listdir("/proc/self/task")
+    ]
     assert len(tasks) == 1, f"a fork would lose locks that these hold: {tasks}"
     gc.freeze()
     parent = os.getpid()
@@ -198,9 +220,15 @@ def act(connection: socket.socket, environment: Mapping[str, str]) -> int:
     _, fds, _, _ = socket.recv_fds(connection, 1, 3)
     request = json.loads(connection.makefile().readline())
     ranks, deadline = request["ranks"], time.monotonic() + request["timeout"]
-    names = [n for n in {*request["env"], *environment} - ONE_THREAD.keys() if n.startswith(READ_AT_IMPORT)]
+    names = [
+        n
+        for n in {*request["env"], *environment} - ONE_THREAD.keys()
+        if n.startswith(READ_AT_IMPORT)
+    ]
     if differ := [name for name in names if request["env"].get(name) != environment.get(name)]:
-        connection.sendall(json.dumps(f"{differ} are read at import: needs real=True").encode() + b"\n")
+        connection.sendall(
+            json.dumps(f"{differ} are read at import: needs real=True").encode() + b"\n"
+        )
         return 1
     address, tell = os.pipe()
     pids = []
@@ -211,7 +239,9 @@ def act(connection: socket.socket, environment: Mapping[str, str]) -> int:
             become(request, rank, address, fds)
         pids.append(pid)
     if ranks:  # only now, since it has threads
-        store = sys.modules["torch.distributed"].TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        store = sys.modules["torch.distributed"].TCPStore(
+            "localhost", 0, is_master=True, wait_for_workers=False
+        )
         os.write(tell, f"{store.port:5d}".encode() * ranks)
     statuses, failed_at = {}, None
     running = {os.pidfd_open(pid): pid for pid in pids}
@@ -225,7 +255,9 @@ def act(connection: socket.socket, environment: Mapping[str, str]) -> int:
             if statuses[pid] != 0 and failed_at is None:
                 failed_at = time.monotonic()
                 end(running.values(), signal.SIGTERM)
-        if time.monotonic() > (deadline if failed_at is None else failed_at + SECONDS_TO_END_AFTER_SIGTERM):
+        if time.monotonic() > (
+            deadline if failed_at is None else failed_at + SECONDS_TO_END_AFTER_SIGTERM
+        ):
             end(running.values(), signal.SIGKILL)
     end(pids, signal.SIGKILL)  # what ranks have left in their sessions
     status: int | str = int(any(statuses.values())) if ranks else statuses[pids[0]]
@@ -246,8 +278,13 @@ def become(request: dict[str, Any], rank: int, address: int, fds: list[int]) -> 
     """Run ``python WORDS`` in this process, and end it."""
     os.setsid()
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if signal.getsignal(number) not in (None, signal.SIG_IGN):  # ignored ones stay so, as with nohup
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if signal.getsignal(number) not in (
+            None,
+            signal.SIG_IGN,
+        ):  # ignored ones stay so, as with nohup
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
@@ -258,9 +295,15 @@ def become(request: dict[str, Any], rank: int, address: int, fds: list[int]) -> 
     if ranks := request["ranks"]:
         port = os.read(address, 5).decode().strip()
         os.environ |= dict.fromkeys(("LOCAL_RANK", "RANK", "ROLE_RANK"), str(rank))
-        os.environ |= dict.fromkeys(("LOCAL_WORLD_SIZE", "WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
+        os.environ |= dict.fromkeys(
+            ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)
+        )
         os.environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ |= {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         os.environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
         os.environ["TORCHELASTIC_RUN_ID"] = "forked"
     os.close(address)
@@ -293,7 +336,10 @@ def execute(words: list[str]) -> None:
     sys.orig_argv = [sys.executable, *words]
     if words[0] == "-c":
         sys.path.insert(0, "")
-        code, sys.argv = compile(words[1], "<string>", "exec", dont_inherit=True), ["-c", *words[2:]]
+        code, sys.argv = (
+            compile(words[1], "<string>", "exec", dont_inherit=True),
+            ["-c", *words[2:]],
+        )
     elif words[0] == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = ["-m", *words[2:]]

@@ -50,13 +50,34 @@ from openppo.models.sampled_ids import SampledIds
 
 IMAGE, VIDEO, OPEN, CLOSE = 60, 61, 62, 63
 SAMPLED = SampledIds((range(IMAGE, VIDEO + 1),))
-_WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_WIDTH = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-TEXT = {"vocab_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
+TEXT = {
+    "vocab_size": 64,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
 TEXT |= {**_WIDTH, **_NO_IDS}
-_GRID = {"num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_GRID = {
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
 _GRID |= {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
-_QWEN = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": OPEN, "vision_end_token_id": CLOSE}
+_QWEN = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": OPEN,
+    "vision_end_token_id": CLOSE,
+}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _SEEN = {**_WIDTH, "image_size": 16, "patch_size": 4, "initializer_range": 0.2}
 
@@ -64,24 +85,40 @@ _SEEN = {**_WIDTH, "image_size": 16, "patch_size": 4, "initializer_range": 0.2}
 def llava():
     vision = CLIPVisionConfig(**_SEEN | {"patch_size": 8})
     given = {"image_token_index": IMAGE, "vision_feature_layer": -1, **_NO_IDS}
-    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT), **given))
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT), **given)
+    )
 
 
 def qwen2_5_vl():
     vision = {**_GRID, "window_size": 16, "fullatt_block_indexes": [1]}
     text = {**TEXT, "rope_parameters": _ROPE}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_QWEN))
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_QWEN)
+    )
 
 
 def qwen3_vl():
     vision = {**_GRID, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     text = {**TEXT, "head_dim": 8, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_QWEN))
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=text, vision_config=vision, **_QWEN)
+    )
 
 
 def gemma3():
-    text = {**TEXT, "head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-    given = {"image_token_index": IMAGE, "boi_token_index": OPEN, "eoi_token_index": CLOSE, **_NO_IDS}
+    text = {
+        **TEXT,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    given = {
+        "image_token_index": IMAGE,
+        "boi_token_index": OPEN,
+        "eoi_token_index": CLOSE,
+        **_NO_IDS,
+    }
     return Gemma3ForConditionalGeneration(
         Gemma3Config(text_config=text, vision_config=_SEEN, mm_tokens_per_image=4, **given)
     )
@@ -89,7 +126,11 @@ def gemma3():
 
 def smolvlm(config=SmolVLMConfig, model=SmolVLMForConditionalGeneration):
     text = {"model_type": "llama", **TEXT}
-    return model(config(text_config=text, vision_config=_SEEN, image_token_id=IMAGE, scale_factor=2, **_NO_IDS))
+    return model(
+        config(
+            text_config=text, vision_config=_SEEN, image_token_id=IMAGE, scale_factor=2, **_NO_IDS
+        )
+    )
 
 
 def idefics3():
@@ -114,7 +155,9 @@ def random_image(family, key):
         grid = torch.tensor([[1, 4, 4 + 4 * (key % 2)]])
         n_patches = int(grid.prod())
         patches = torch.randn(n_patches, 3 * 2 * 4 * 4, generator=generator)
-        return MediaItem({"pixel_values": patches, "image_grid_thw": grid}, IMAGE, n_patches // 4, key)
+        return MediaItem(
+            {"pixel_values": patches, "image_grid_thw": grid}, IMAGE, n_patches // 4, key
+        )
     n_tiles = 1 + key % 2 if family in ("smolvlm", "idefics3") else 1
     inputs = {"pixel_values": torch.randn(n_tiles, 3, 16, 16, generator=generator)}
     if family in ("smolvlm", "idefics3"):
@@ -150,7 +193,11 @@ def tokenizer_of(family):
     letters = [*PLAIN, *"\n <>_.", *string.ascii_lowercase, *string.digits]
     places = {text: i for i, text in enumerate(letters)}
     places |= {f"<{i}>": i for i in range(len(letters), IMAGE)}
-    core = Tokenizer(models.WordLevel(places | {image: IMAGE, video: VIDEO, opened: OPEN, closed: CLOSE}, "<unk>"))
+    core = Tokenizer(
+        models.WordLevel(
+            places | {image: IMAGE, video: VIDEO, opened: OPEN, closed: CLOSE}, "<unk>"
+        )
+    )
     core.add_special_tokens([*PLAIN, image, video, opened, closed])
     core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
@@ -175,11 +222,19 @@ def processor_of(family):
             "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
         }[family]
         given = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-        frames = video(**given, size={"shortest_edge": 64, "longest_edge": 4 * 256}, cap_pixels_per_frame=False)
+        frames = video(
+            **given, size={"shortest_edge": 64, "longest_edge": 4 * 256}, cap_pixels_per_frame=False
+        )
         return kind(Qwen2VLImageProcessorPil(**given, size=SMALL), tokenizer, frames)
     if family == "gemma3":
-        return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokenizer, None, 4)
-    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
+        return Gemma3Processor(
+            Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokenizer, None, 4
+        )
+    sizes = {
+        "size": {"longest_edge": 32},
+        "max_image_size": {"longest_edge": 16},
+        "do_image_splitting": False,
+    }
     if family == "idefics3":
         return Idefics3Processor(Idefics3ImageProcessorPil(**sizes), tokenizer, 4)
     frames = SmolVLMVideoProcessor(size={"longest_edge": 16}, max_image_size={"longest_edge": 16})
@@ -195,4 +250,6 @@ def load(processor, rows, **options):
     videos = "videos" if "videos" in rows[0] else None
     options = PromptDataConfig(prompt_data="-", image_key="images", video_key=videos, **options)
     vision = RowVision(lambda: processor, [IMAGE, VIDEO], processor.tokenizer, options)
-    return load_prompts(number_rows(rows, flag="--prompt_data"), processor.tokenizer, options, vision=vision)
+    return load_prompts(
+        number_rows(rows, flag="--prompt_data"), processor.tokenizer, options, vision=vision
+    )

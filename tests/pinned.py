@@ -7,7 +7,11 @@ import transformers
 from packaging.version import Version
 
 _PINS = (Path(__file__).resolve().parents[1] / "requirements.txt").read_text()
-_PINNED = next(line.removeprefix("transformers==") for line in _PINS.splitlines() if line.startswith("transformers=="))
+_PINNED = next(
+    line.removeprefix("transformers==")
+    for line in _PINS.splitlines()
+    if line.startswith("transformers==")
+)
 
 pinned_transformers = pytest.mark.skipif(
     Version(transformers.__version__) < Version(_PINNED),

@@ -17,7 +17,9 @@ class _Scalar(float):
 
 
 _convert = interpreter._implicit_cvt
-interpreter._implicit_cvt = lambda value: _Scalar(value) if isinstance(value, float) else _convert(value)
+interpreter._implicit_cvt = lambda value: (
+    _Scalar(value) if isinstance(value, float) else _convert(value)
+)
 # CUDA's library of functions is not interpreted.
 rms_norm.rsqrt = lambda x: tl.math.rsqrt(x)
 geglu.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1

@@ -23,7 +23,9 @@ def shape_of(name: str) -> Shape:
 def model_size(shape: Shape) -> ModelSize:
     """A shape as operations and bytes are counted by."""
     kv_width = shape.hidden // shape.heads * shape.kv_heads
-    return ModelSize(shape.layers, shape.hidden, shape.hidden, kv_width, shape.intermediate, shape.vocabulary)
+    return ModelSize(
+        shape.layers, shape.hidden, shape.hidden, kv_width, shape.intermediate, shape.vocabulary
+    )
 
 
 def adapter_entries(shape: Shape, rank: int) -> int:

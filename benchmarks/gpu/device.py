@@ -16,7 +16,9 @@ from benchmarks.gpu.assets import cpu_count, seconds
 from benchmarks.gpu.rows import DRY, REPOSITORY, WORK, attempt, emit, keep_finding, log
 
 PACKAGES = "transformers deepspeed accelerate peft datasets trl triton numpy pyarrow pydantic huggingface_hub"
-IMPORTS = "import torch, transformers, deepspeed, datasets; from openppo.trainer import build_ppo_trainer"
+IMPORTS = (
+    "import torch, transformers, deepspeed, datasets; from openppo.trainer import build_ppo_trainer"
+)
 
 
 def environment() -> None:
@@ -27,7 +29,9 @@ def environment() -> None:
     keep_finding("device", torch.cuda.get_device_name() if on_gpu else "CPU")
     keep_finding("versions", _versions())
     if on_gpu:
-        keep_finding("GPU memory, GiB", round(torch.cuda.get_device_properties(0).total_memory / 2**30, 2))
+        keep_finding(
+            "GPU memory, GiB", round(torch.cuda.get_device_properties(0).total_memory / 2**30, 2)
+        )
         keep_finding("compute capability", list(torch.cuda.get_device_capability()))
     keep_finding("host", _host())
     for part in (_copy, _product, _launch, _from_host, _lengths, _imports):
@@ -62,7 +66,9 @@ def _copy() -> None:
     import torch
 
     n_bytes = 1 << (32 if torch.cuda.is_available() else 22)
-    source = torch.randint(0, 255, (n_bytes // 8,), dtype=torch.int64, device=_device()).view(torch.uint8)
+    source = torch.randint(0, 255, (n_bytes // 8,), dtype=torch.int64, device=_device()).view(
+        torch.uint8
+    )
     target = torch.empty_like(source)
     target.copy_(source)
     took = statistics.median(seconds(lambda: target.copy_(source)) for _ in range(10))
@@ -113,12 +119,16 @@ def _lengths() -> None:
     if DRY:
         keep_finding("attention by lengths", "not on a CPU")
     else:
-        keep_finding("attention by lengths", difference_from_sdpa(torch.device("cuda")) or "agrees with SDPA")
+        keep_finding(
+            "attention by lengths", difference_from_sdpa(torch.device("cuda")) or "agrees with SDPA"
+        )
 
 
 def _imports() -> None:
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-800:])
     keep_finding("imports of a run, s", round(time.perf_counter() - began, 1))
@@ -134,12 +144,23 @@ def tests() -> None:
     """Run tests/gpu, in several processes where pytest can: a row of counts, and one for each failure."""
     report = WORK / "tests.xml"
     report.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=12", f"--junitxml={report}"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--durations=12",
+        f"--junitxml={report}",
+    ]
     words += ["-k", "border or counted or seen"] if DRY else ["-m", "gpu"]
     if importlib.util.find_spec("xdist"):
         words += ["-n", "1" if DRY else "8", "--dist", "worksteal"]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run([*words, "tests/gpu"], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*words, "tests/gpu"], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
     log("tests/gpu", done.stdout + done.stderr[-3000:], 30000)
     lines = (done.stdout.strip() or done.stderr.strip() or "nothing was printed").splitlines()
     emit("tests", status=done.returncode, summary=lines[-1][:200])
@@ -151,4 +172,9 @@ def _failures(report: Path) -> None:
         for kind in ("failure", "error"):
             for failure in case.findall(kind):
                 took = round(float(case.get("time", 0)), 1)
-                emit("tests", test=case.get("name"), seconds=took, failed=(failure.get("message") or "")[:500])
+                emit(
+                    "tests",
+                    test=case.get("name"),
+                    seconds=took,
+                    failed=(failure.get("message") or "")[:500],
+                )

@@ -36,7 +36,9 @@ def equal_runs() -> None:
 def resume() -> None:
     """Six steps at once, and two, SIGTERM and a resumed run: do all metrics agree?"""
     assets_of("small")
-    whole, parts = (Run(f"resume {name}", "small", *FLAGS, *EXACT, steps=6) for name in ("whole", "parts"))
+    whole, parts = (
+        Run(f"resume {name}", "small", *FLAGS, *EXACT, steps=6) for name in ("whole", "parts")
+    )
     for run in (parts, whole):
         run.begin()
     parts.wait(2)
@@ -48,8 +50,12 @@ def resume() -> None:
     except subprocess.TimeoutExpired:
         parts.stop()
         status = "killed after 60 s"
-    n_bytes = sum(file.stat().st_size for file in parts.folder.rglob("step_*/**/*") if file.is_file())
-    emit("resume", what="SIGTERM after two steps", value=f"{status} and {len(parts.metrics())} steps")
+    n_bytes = sum(
+        file.stat().st_size for file in parts.folder.rglob("step_*/**/*") if file.is_file()
+    )
+    emit(
+        "resume", what="SIGTERM after two steps", value=f"{status} and {len(parts.metrics())} steps"
+    )
     emit("resume", what="checkpoint, GiB", value=round(n_bytes / 2**30, 2))
     parts.begin("--load_checkpoint")
     for run in (parts, whole):
@@ -74,7 +80,18 @@ def _compare(one: Run, other: Run) -> None:
     by_step = [{row["step"]: row for row in run.metrics()} for run in (one, other)]
     for step in sorted(by_step[0].keys() & by_step[1].keys()):
         ours, theirs = (rows[step] for rows in by_step)
-        names = [name for name, value in ours.items() if isinstance(value, int | float) and not name.startswith(TIMED)]
+        names = [
+            name
+            for name, value in ours.items()
+            if isinstance(value, int | float) and not name.startswith(TIMED)
+        ]
         unequal = [name for name in names if ours[name] != theirs.get(name)]
         row = {"differ by": difference(ours, theirs, names), "metrics that differ": len(unequal)}
-        emit("compared", run=one.name, beside=other.name, step=step, **row, first=" ".join(unequal[:6]))
+        emit(
+            "compared",
+            run=one.name,
+            beside=other.name,
+            step=step,
+            **row,
+            first=" ".join(unequal[:6]),
+        )

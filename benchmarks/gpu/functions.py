@@ -10,7 +10,9 @@ from benchmarks.gpu.assets import assets_of
 from benchmarks.gpu.rows import DRY, SECONDS_LEFT, WORK, Row, emit, log
 from benchmarks.gpu.runs import GRPO, Run, difference, peak_and_estimate, rounded
 
-COMPARED = "reward kl policy_loss value_loss grad_norm actor_grad_norm response_length entropy".split()
+COMPARED = (
+    "reward kl policy_loss value_loss grad_norm actor_grad_norm response_length entropy".split()
+)
 VARIANTS: dict[str, tuple[str, ...]] = {
     "base": (),
     "uncompiled": ("--compile", "off"),
@@ -28,7 +30,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "base again": (),
 }
 """Those that take longest first."""
-SHOWN = ("policy_loss", "value_loss", "rollout_log_prob_gap", "time/generation_s", "time/training_s")
+SHOWN = (
+    "policy_loss",
+    "value_loss",
+    "rollout_log_prob_gap",
+    "time/generation_s",
+    "time/training_s",
+)
 IN_A_DRY_RUN = ("base", "GRPO")
 
 
@@ -36,14 +44,19 @@ def functions() -> None:
     """Variants of PPO on a small model, several at a time: do they run, and how far is step 1 from the base's?"""
     names, at_once = (IN_A_DRY_RUN, 1) if DRY else (tuple(VARIANTS), 5)
     assets_of("small")
-    waiting = [Run(name, "small", "--micro_train_tokens", "8192", *VARIANTS[name], steps=2) for name in names]
+    waiting = [
+        Run(name, "small", "--micro_train_tokens", "8192", *VARIANTS[name], steps=2)
+        for name in names
+    ]
     running, firsts = list[Run](), dict[str, Row]()
     latest = time.time() + SECONDS_LEFT - 5
     while (waiting or running) and time.time() < latest:
         while waiting and len(running) < at_once:
             running.append(waiting.pop(0))
             running[-1].begin()
-        for run in [run for run in running if run.process is not None and run.process.poll() is not None]:
+        for run in [
+            run for run in running if run.process is not None and run.process.poll() is not None
+        ]:
             running.remove(run)
             _show_variant(run)
             if metrics := run.metrics():
@@ -52,22 +65,38 @@ def functions() -> None:
         time.sleep(0.2)
     for run in [*running, *waiting]:
         run.stop()
-        emit("functions", variant=run.name, failed="out of time: " + " | ".join(run.lines()[-4:])[-300:])
+        emit(
+            "functions",
+            variant=run.name,
+            failed="out of time: " + " | ".join(run.lines()[-4:])[-300:],
+        )
     for name, first in firsts.items():
         if name != "base" and "base" in firsts:
-            emit("compared", variant=name, step_1_differs_by=difference(firsts["base"], first, COMPARED))
+            emit(
+                "compared",
+                variant=name,
+                step_1_differs_by=difference(firsts["base"], first, COMPARED),
+            )
 
 
 def _show_variant(run: Run) -> None:
     assert run.process is not None
     metrics, status = run.metrics(), run.process.returncode
-    row: Row = {"variant": run.name, "flags": " ".join(run.flags[2:]), "status": status, "steps": len(metrics)}
+    row: Row = {
+        "variant": run.name,
+        "flags": " ".join(run.flags[2:]),
+        "status": status,
+        "steps": len(metrics),
+    }
     if status != 0:
         row["failed"] = " | ".join(run.lines()[-8:])[-700:]
     if metrics:
         last = metrics[-1]
         row |= rounded(last, *SHOWN)
-        row |= {f"{phase} GiB / estimate": peak_and_estimate(last, phase) for phase in ("generation", "training")}
+        row |= {
+            f"{phase} GiB / estimate": peak_and_estimate(last, phase)
+            for phase in ("generation", "training")
+        }
     emit("functions", **row, wall_s=round(time.time() - run.began, 1))
     run.show_remarks()
 
@@ -80,7 +109,9 @@ def memory() -> None:
     run = Run("out of memory", "small", steps=2, reward="reward.py:fill_memory")
     run.begin()
     emit("memory", what="status", value=run.wait())
-    lines = [line for line in run.lines() if any(word in line for word in ("memory", "try", "GiB", "--"))]
+    lines = [
+        line for line in run.lines() if any(word in line for word in ("memory", "try", "GiB", "--"))
+    ]
     for line in lines[-12:]:
         emit("memory", what="line", value=line.strip()[:300])
     log(run.name, "\n".join(run.lines()))
@@ -94,7 +125,9 @@ def commands() -> None:
     script_log = WORK / "logs" / "commands.sh.txt"
     n_shown = 0
     with open(script_log, "wb") as output:
-        process = subprocess.Popen(["bash", str(script), str(folder)], env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            ["bash", str(script), str(folder)], env=environment, stdout=output, stderr=output
+        )
     while process.poll() is None:
         time.sleep(0.5)
         n_shown = _show_statuses(folder / "status.txt", n_shown)
@@ -102,7 +135,15 @@ def commands() -> None:
     log("commands.sh", script_log.read_text(encoding="utf-8", errors="replace")[-6000:])
     for file in sorted(folder.glob("*/logs/metrics.jsonl")):
         last = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])
-        shown = rounded(last, "reward", "loss", "kl", "rollout_log_prob_gap", "time/generation_s", "time/training_s")
+        shown = rounded(
+            last,
+            "reward",
+            "loss",
+            "kl",
+            "rollout_log_prob_gap",
+            "time/generation_s",
+            "time/training_s",
+        )
         emit("last steps", run=file.parent.parent.name, step=last["step"], **shown)
 
 

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-N_WORDS = 4096  # of the tokenizer; a model may have more rows, which are sampled and decode to nothing
+N_WORDS = (
+    4096  # of the tokenizer; a model may have more rows, which are sampled and decode to nothing
+)
 PAD, BOS, EOS = 0, 1, 2
 SHARED, EOS_WEIGHT = 0.3, -30000.0
 """The shared channel's value, and the weight with which EOS reads it."""
@@ -103,15 +105,26 @@ def _save_tokenizer(folder: Path, longest: int) -> None:
     from transformers import PreTrainedTokenizerFast
 
     names = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, N_WORDS)]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=longest, **special).save_pretrained(folder)
+    special = {
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+    }
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, model_max_length=longest, **special
+    ).save_pretrained(folder)
 
 
 def main() -> None:
     """Parse the command line and build."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()

@@ -41,7 +41,9 @@ def parts() -> None:
     """Milliseconds, kernels and shares of the device's limits, of each way that this GPU has to compute layers."""
     set_up_gpu(bf16=True)
     by_lengths, fused = lengths_are_exact(), has_kernels(torch.device(DEVICE), SingleProcess())
-    ways = [Way(by_lengths, fuses, compiles) for fuses in (fused, False) for compiles in (False, ON_GPU)]
+    ways = [
+        Way(by_lengths, fuses, compiles) for fuses in (fused, False) for compiles in (False, ON_GPU)
+    ]
     if by_lengths:
         ways.append(Way(by_lengths=False, fuses=False, compiles=False))
     for way in dict.fromkeys(ways):
@@ -53,10 +55,16 @@ def parts() -> None:
             compile_layers(actor)
         name = str(actor.model.config._attn_implementation)
         layers = {"attention": name, "fused": way.fuses, "compiled": way.compiles}
-        cases = [(n, recorder, 1.0) for n in N_ROWS for recorder in ((CUDARecorder, None) if ON_GPU else (None,))]
+        cases = [
+            (n, recorder, 1.0)
+            for n in N_ROWS
+            for recorder in ((CUDARecorder, None) if ON_GPU else (None,))
+        ]
         if ON_GPU and way.by_lengths:
             cases.append((N_ROWS[0], CUDARecorder, 0.95))
-        for n_rows, recorder, top_p in [] if way.compiles else cases:  # decode steps are never compiled
+        for n_rows, recorder, top_p in (
+            [] if way.compiles else cases
+        ):  # decode steps are never compiled
             row = {**layers, "rows": n_rows, "graphs": recorder is not None, "top_p": top_p}
             attempt("decode", partial(decode, actor.model, recorder, row), **row)
         for n_rows, length, ragged in BATCHES:
@@ -76,7 +84,9 @@ def kernels(work: Callable[[], Any]) -> list[tuple[str, int, float]]:
         seconds(work)
     wanted = torch.autograd.DeviceType.CUDA if ON_GPU else torch.autograd.DeviceType.CPU
     events = [event for event in recorded.key_averages() if event.device_type == wanted]
-    times = [event.self_device_time_total if ON_GPU else event.self_cpu_time_total for event in events]
+    times = [
+        event.self_device_time_total if ON_GPU else event.self_cpu_time_total for event in events
+    ]
     rows = [(event.key, event.count, time / 1e3) for event, time in zip(events, times, strict=True)]
     return sorted(rows, key=lambda row: -row[2])
 
@@ -112,7 +122,10 @@ def decode(model: Any, recorder: Any, row: dict[str, Any]) -> None:
         first_ms=round(1e3 * first_s, 1),
         prefill_s=round(prefill_s, 2),
         tokens_s=round(1e3 * n_rows / min(times)),
-        **{f"% of {name}": round(100 * read / min(times) / 1e9 / tb_s, 1) for name, tb_s in bandwidths().items()},
+        **{
+            f"% of {name}": round(100 * read / min(times) / 1e9 / tb_s, 1)
+            for name, tb_s in bandwidths().items()
+        },
     )
     for name, n_calls, ms in longest[:6]:
         emit("decode kernels", **row, kernel=name[:100], calls=n_calls / 4, ms=round(ms / 4, 3))
@@ -151,7 +164,9 @@ def train(actor: Actor, row: dict[str, Any]) -> None:
     peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
     longest = kernels(work)
     n_tokens, busy = int(mask.sum()), sum(kernel[2] for kernel in longest)
-    flops = n_rows * training_flops(size, length // 2, length - length // 2) * n_tokens / mask.numel()
+    flops = (
+        n_rows * training_flops(size, length // 2, length - length // 2) * n_tokens / mask.numel()
+    )
     emit(
         "training",
         **row,
@@ -167,4 +182,11 @@ def train(actor: Actor, row: dict[str, Any]) -> None:
     )
     for name, n_calls, ms in longest[:8]:
         share = f"{ms / max(busy, 1e-9):.1%}"
-        emit("training kernels", **row, kernel=name[:100], calls=n_calls, ms=round(ms, 2), share=share)
+        emit(
+            "training kernels",
+            **row,
+            kernel=name[:100],
+            calls=n_calls,
+            ms=round(ms, 2),
+            share=share,
+        )

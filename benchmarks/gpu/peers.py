@@ -24,17 +24,30 @@ class Side:
         words += [str(assets_of("0.5b")), folder]
         with open(self.file, "w", encoding="utf-8") as errors:
             self.process: Any = subprocess.Popen(
-                words, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                words,
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
             )
 
     def answer(self, **row: Any) -> Row | None:
         """Its next row, which is written; None if it has ended."""
         line = self.process.stdout.readline()
         if not line:
-            emit("peers", side=self.name, **row, failed="it ended: " + " | ".join(self._lines()[-10:])[-900:])
+            emit(
+                "peers",
+                side=self.name,
+                **row,
+                failed="it ended: " + " | ".join(self._lines()[-10:])[-900:],
+            )
             return None
         answer = json.loads(line)
-        shown = {name: round(value, 3) if isinstance(value, float) else value for name, value in answer.items()}
+        shown = {
+            name: round(value, 3) if isinstance(value, float) else value
+            for name, value in answer.items()
+        }
         emit("peers", side=self.name, **row, **shown)
         return answer
 

@@ -93,10 +93,15 @@ class Plan:
         for name in self.names:
             stage, left = STAGES[name], self.budget - (time.time() - BEGAN)
             if left < stage.seconds and not DRY:
-                self.states[name] = f"left out: {left:.0f} s are left, and it takes about {stage.seconds}"
+                self.states[name] = (
+                    f"left out: {left:.0f} s are left, and it takes about {stage.seconds}"
+                )
             else:
                 limit = SECONDS_IN_A_DRY_RUN if DRY else int(min(stage.limit, max(left, 20)))
-                print(f"== {name}: about {stage.seconds} s, at most {limit}; {left:.0f} s are left", flush=True)
+                print(
+                    f"== {name}: about {stage.seconds} s, at most {limit}; {left:.0f} s are left",
+                    flush=True,
+                )
                 self._run_stage(name, limit)
                 print(f"-- {name}: {self.states[name]}", flush=True)
             write_tables(self.states)
@@ -107,7 +112,12 @@ class Plan:
         words = [sys.executable, "-u", "-m", "benchmarks.gpu.plan", "--stage", name]
         with open(file, "wb") as output:
             process = subprocess.Popen(
-                words, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, start_new_session=True
+                words,
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         self.process, self.states[name] = process, "running"
         while process.poll() is None and time.time() - began < limit:
@@ -138,8 +148,12 @@ class Plan:
 
 def main() -> None:
     """Parse the command line; run a plan, or one stage of it in this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=480, help="seconds since the start of run.sh")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--budget", type=float, default=480, help="seconds since the start of run.sh"
+    )
     parser.add_argument("--stage", choices=list(STAGES), help="run it here")
     parser.add_argument("stages", nargs="*", help="default: all")
     arguments = parser.parse_args()

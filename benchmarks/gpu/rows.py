@@ -29,7 +29,11 @@ _TB_S = {"H200": 4.8, "H100": 3.35}
 
 def emit(table: str, **row: Any) -> None:
     """Append a row to ``table`` of this stage, and print it."""
-    place = {"stage": os.environ.get("KIT_STAGE", ""), "table": table, "at_s": round(time.time() - BEGAN, 1)}
+    place = {
+        "stage": os.environ.get("KIT_STAGE", ""),
+        "table": table,
+        "at_s": round(time.time() - BEGAN, 1),
+    }
     line = json.dumps(place | row, default=str)
     with open(OUT / "results.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")
@@ -44,7 +48,12 @@ def attempt(table: str, work: Callable[[], Any], **row: Any) -> Any:
         return work()
     except Exception as error:
         calls = traceback.format_exc().strip().splitlines()[-7:-1]
-        emit(table, **row, failed=f"{type(error).__name__}: {error}"[:600], where=" | ".join(calls)[-600:])
+        emit(
+            table,
+            **row,
+            failed=f"{type(error).__name__}: {error}"[:600],
+            where=" | ".join(calls)[-600:],
+        )
         return None
 
 
@@ -57,7 +66,9 @@ def log(name: str, text: str, most: int = 12000) -> None:
 def keep_finding(name: str, value: Any) -> None:
     """A row of the environment, which later stages can look up."""
     emit("environment", what=name, value=value)
-    (WORK / _FINDINGS).write_text(json.dumps(findings() | {name: value}, default=str), encoding="utf-8")
+    (WORK / _FINDINGS).write_text(
+        json.dumps(findings() | {name: value}, default=str), encoding="utf-8"
+    )
 
 
 def findings() -> Row:
@@ -93,11 +104,17 @@ def write_tables(states: dict[str, str]) -> None:
     lines = ["# OpenPPO on a GPU", ""]
     if DRY:
         lines += ["A dry run on a CPU: its figures mean nothing.", ""]
-    lines += [*_table([{"stage": stage, "how it went": state} for stage, state in states.items()]), ""]
+    lines += [
+        *_table([{"stage": stage, "how it went": state} for stage, state in states.items()]),
+        "",
+    ]
     for stage, table in dict.fromkeys((row["stage"], row["table"]) for row in rows):
         lines += [f"## {stage}: {table}", ""]
         chosen = [row for row in rows if (row["stage"], row["table"]) == (stage, table)]
-        shown = [{name: row[name] for name in row if name not in ("stage", "table", "at_s")} for row in chosen]
+        shown = [
+            {name: row[name] for name in row if name not in ("stage", "table", "at_s")}
+            for row in chosen
+        ]
         if whole := [row for row in shown if "failed" not in row]:
             lines += [*_table(whole), ""]
         for row in (row for row in shown if "failed" in row):
@@ -113,7 +130,9 @@ def _table(rows: list[Row]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
     for row in rows:
-        lines.append(f"| {' | '.join(str(row.get(name, '-')).replace('|', '/') for name in names)} |")
+        lines.append(
+            f"| {' | '.join(str(row.get(name, '-')).replace('|', '/') for name in names)} |"
+        )
     return lines
 
 

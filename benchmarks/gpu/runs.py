@@ -8,11 +8,29 @@ import sys
 import time
 
 from benchmarks.gpu.assets import adapter_entries, assets_of, model_size, scratch, shape_of
-from benchmarks.gpu.rows import DRY, OUT, PEAK_TFLOPS, SECONDS_LEFT, Row, attempt, bandwidths, emit, log, read_rows
+from benchmarks.gpu.rows import (
+    DRY,
+    OUT,
+    PEAK_TFLOPS,
+    SECONDS_LEFT,
+    Row,
+    attempt,
+    bandwidths,
+    emit,
+    log,
+    read_rows,
+)
 from benchmarks.peers.measure import decode_bytes, training_flops
 
 PHASES = ("generation", "experience", "training")
-GRPO = ("--advantage_estimator", "group_norm", "--n_samples_per_prompt", "2" if DRY else "8", "--init_kl_coef", "0")
+GRPO = (
+    "--advantage_estimator",
+    "group_norm",
+    "--n_samples_per_prompt",
+    "2" if DRY else "8",
+    "--init_kl_coef",
+    "0",
+)
 REWARD = """import torch
 
 def reward_fn(response):
@@ -29,13 +47,22 @@ REMARKS = re.compile(
     re.I,
 )
 """Lines of a log that say how a run ran."""
-_COUNTED = ("rollout_log_prob_gap", "rollout_log_prob_gap_max", "kl", "grad_norm", "actor_grad_norm", "skipped_steps")
+_COUNTED = (
+    "rollout_log_prob_gap",
+    "rollout_log_prob_gap_max",
+    "kl",
+    "grad_norm",
+    "actor_grad_norm",
+    "skipped_steps",
+)
 
 
 class Run:
     """One train_ppo in a folder of its own."""
 
-    def __init__(self, name: str, model: str, *flags: str, steps: int = 3, reward: str = "reward.py") -> None:
+    def __init__(
+        self, name: str, model: str, *flags: str, steps: int = 3, reward: str = "reward.py"
+    ) -> None:
         self.name, self.shape, self.flags = name, shape_of(model), flags
         self.folder = scratch(6) / "runs" / re.sub(r"\W+", "-", name)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -57,7 +84,9 @@ class Run:
             "save_steps": 0,
         }
         self.words = [sys.executable, "-m", "openppo.cli.train_ppo"]
-        self.words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        self.words += [
+            word for name, value in options.items() for word in (f"--{name}", str(value))
+        ]
         self.words += ["--bf16", *flags]
         self.process: subprocess.Popen[bytes] | None = None
         self.n_shown, self.began = 0, time.time()
@@ -70,7 +99,9 @@ class Run:
         """Start it; its output goes to a file."""
         self.began = time.time()
         with open(self.folder / "output.txt", "ab") as output:
-            self.process = subprocess.Popen([*self.words, *more], cwd=self.folder, stdout=output, stderr=output)
+            self.process = subprocess.Popen(
+                [*self.words, *more], cwd=self.folder, stdout=output, stderr=output
+            )
 
     def metrics(self) -> list[Row]:
         """Metrics of the steps so far."""
@@ -86,7 +117,11 @@ class Run:
         """Write a row for each new step, and its metrics whole."""
         for metrics in self.metrics()[self.n_shown :]:
             if self.n_shown == 0:
-                emit("starts", run=self.name, seconds_to_end_of_step_1=round(time.time() - self.began, 1))
+                emit(
+                    "starts",
+                    run=self.name,
+                    seconds_to_end_of_step_1=round(time.time() - self.began, 1),
+                )
             self.n_shown += 1
             with open(OUT / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"run": self.name} | metrics) + "\n")
@@ -117,7 +152,11 @@ class Run:
         self.begin()
         status = self.wait()
         if status != 0:
-            emit("runs", run=self.name, failed=f"status {status}: " + " | ".join(self.lines()[-10:])[-900:])
+            emit(
+                "runs",
+                run=self.name,
+                failed=f"status {status}: " + " | ".join(self.lines()[-10:])[-900:],
+            )
         self.show_remarks()
 
     def show_remarks(self) -> None:
@@ -140,7 +179,11 @@ def step_row(run: Run, metrics: Row) -> Row:
             row[f"{phase} s"] = round(took, 3)
     rates = attempt("steps", lambda: rates_of(run, metrics), run=run.name) or {}
     row |= {name: round(value, 1 if value > 10 else 3) for name, value in rates.items()}
-    row |= {f"{phase} GiB / estimate": pair for phase in PHASES if (pair := peak_and_estimate(metrics, phase))}
+    row |= {
+        f"{phase} GiB / estimate": pair
+        for phase in PHASES
+        if (pair := peak_and_estimate(metrics, phase))
+    }
     return row | rounded(metrics, *_COUNTED, "response_length")
 
 
@@ -174,5 +217,9 @@ def rounded(metrics: Row, *names: str) -> Row:
 
 def difference(one: Row, other: Row, names: list[str]) -> float:
     """The largest of the metrics' differences, relative to those above 1."""
-    gaps = [abs(one[name] - other[name]) / max(1.0, abs(one[name])) for name in names if name in one and name in other]
+    gaps = [
+        abs(one[name] - other[name]) / max(1.0, abs(one[name]))
+        for name in names
+        if name in one and name in other
+    ]
     return float(f"{max(gaps, default=float('nan')):.2g}")

@@ -18,7 +18,9 @@ def main() -> None:
     quiet_libraries()
     on_gpu, shape = torch.cuda.is_available(), shape_of("0.5b")
     assets, folder = folders()
-    (folder / "reward.py").write_text("def reward_fn(response):\n    return float(len(response) % 7)\n")
+    (folder / "reward.py").write_text(
+        "def reward_fn(response):\n    return float(len(response) % 7)\n"
+    )
     options = {
         "pretrain": str(assets / "policy"),
         "prompt_data": str(assets / "prompts.jsonl"),
@@ -36,16 +38,26 @@ def main() -> None:
         "save_path": str(folder / "model"),
     }
     if on_gpu:
-        options["micro_train_tokens"] = options["micro_rollout_tokens"] = 16384  # the other side is on the GPU, too
+        options["micro_train_tokens"] = options["micro_rollout_tokens"] = (
+            16384  # the other side is on the GPU, too
+        )
     trainer = build_ppo_trainer(from_options(TrainPPOConfig, **options))
     batches, steps = trainer.prompt_batches(), list[dict[str, float]]()
     attention = trainer.components.actor.module.model.config._attn_implementation
-    answer(stream, ready_s=time.perf_counter() - began, torch=torch.__version__, attention=attention)
+    answer(
+        stream, ready_s=time.perf_counter() - began, torch=torch.__version__, attention=attention
+    )
     for _ in sys.stdin:
         total = seconds(lambda: steps.append(trainer.step(next(batches))))
         metrics = steps[-1]
-        times = {phase: metrics[f"time/{phase}_s"] for phase in ("generation", "experience", "training")}
-        peaks = [value for name, value in metrics.items() if name.startswith("memory/") and name.endswith("_peak_gib")]
+        times = {
+            phase: metrics[f"time/{phase}_s"] for phase in ("generation", "experience", "training")
+        }
+        peaks = [
+            value
+            for name, value in metrics.items()
+            if name.startswith("memory/") and name.endswith("_peak_gib")
+        ]
         n_tokens = metrics["response_length"] * shape.n_responses
         answer(stream, total=total, **times, tokens=n_tokens, peak_gib=max(peaks, default=0.0))
         if on_gpu:

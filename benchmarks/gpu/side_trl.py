@@ -23,7 +23,9 @@ def main() -> None:
 
     from benchmarks.gpu.assets import shape_of
 
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as OpenPPO: it would plan anew for each length of the cache
+    torch.backends.cuda.enable_cudnn_sdp(
+        False
+    )  # as OpenPPO: it would plan anew for each length of the cache
     on_gpu, shape, times = torch.cuda.is_available(), shape_of("0.5b"), dict[str, float]()
 
     def now() -> float:
@@ -67,7 +69,9 @@ def main() -> None:
             )
 
     assets, folder = folders()
-    prompts = [json.loads(line)["input"] for line in (assets / "prompts.jsonl").read_text().splitlines()]
+    prompts = [
+        json.loads(line)["input"] for line in (assets / "prompts.jsonl").read_text().splitlines()
+    ]
     config = GRPOConfig(
         output_dir=str(folder / "unused"),
         per_device_train_batch_size=MICRO_BATCH,

@@ -26,7 +26,9 @@ def launched() -> None:
 
 def large() -> None:
     """Two GRPO steps of 7B with LoRA: decoding against the bandwidth, peaks against the estimate."""
-    _run("GRPO, 7B LoRA", "--lora_rank", "16", "--gradient_checkpointing", *GRPO, steps=2, model="7b")
+    _run(
+        "GRPO, 7B LoRA", "--lora_rank", "16", "--gradient_checkpointing", *GRPO, steps=2, model="7b"
+    )
 
 
 def _run(name: str, *flags: str, steps: int = 3, model: str = "0.5b") -> None:
@@ -37,14 +39,23 @@ def _run(name: str, *flags: str, steps: int = 3, model: str = "0.5b") -> None:
 
 def large_full() -> None:
     """The estimate of 7B in full, which is near the memory of one GPU; nothing is loaded."""
-    _run("GRPO, 7B full, estimate", "--gradient_checkpointing", *GRPO, "--dry_run", steps=1, model="7b")
+    _run(
+        "GRPO, 7B full, estimate",
+        "--gradient_checkpointing",
+        *GRPO,
+        "--dry_run",
+        steps=1,
+        model="7b",
+    )
 
 
 def profile() -> None:
     """The longest kernels of each phase of one step, from --profile_steps."""
     run = Run("PPO, profiled", "0.5b", "--profile_steps", "2", steps=2)
     run.to_end()
-    traces = sorted((run.folder / "model" / "logs" / "profile").glob("*.json.gz"))  # of the rollout and of training
+    traces = sorted(
+        (run.folder / "model" / "logs" / "profile").glob("*.json.gz")
+    )  # of the rollout and of training
     if not traces:
         emit("kernels", failed="no trace")
     for number, trace in enumerate(traces, 1):
@@ -73,7 +84,13 @@ def _show_phase(phase: dict[str, Any], kernels: list[Row]) -> None:
     for kernel in inside:
         total_ms[kernel["name"]] += kernel["dur"] / 1e3
     busy = total_ms.total()
-    emit("phases", phase=phase["name"], ms=round(phase["dur"] / 1e3, 1), busy_ms=round(busy, 1), kernels=len(inside))
+    emit(
+        "phases",
+        phase=phase["name"],
+        ms=round(phase["dur"] / 1e3, 1),
+        busy_ms=round(busy, 1),
+        kernels=len(inside),
+    )
     for name, ms in total_ms.most_common(10):
         row = {"ms": round(ms, 2), "calls": calls[name], "share": f"{ms / max(busy, 1e-9):.1%}"}
         emit("kernels", phase=phase["name"], kernel=name[:110], **row)

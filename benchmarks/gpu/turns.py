@@ -15,7 +15,9 @@ GROUP = 2 if DRY else 8
 
 def answers() -> TextIO:
     """The stream of answers; what libraries print goes to stderr from here on."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the command sets it
+    os.environ.setdefault(
+        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+    )  # as the command sets it
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return stream

@@ -20,8 +20,13 @@ def smooth(run: Run) -> list[float]:
 
 def average(runs: Sequence[Run]) -> dict[str, list[float]]:
     """By rollout: samples, mean seconds, and of the smoothed rewards mean, least and greatest over the runs."""
-    steps, rewards = zip(*(run["curve"] for run in runs), strict=True), list(zip(*map(smooth, runs), strict=True))
-    places = [(step[0]["samples"], statistics.mean(point["seconds"] for point in step)) for step in steps]
+    steps, rewards = (
+        zip(*(run["curve"] for run in runs), strict=True),
+        list(zip(*map(smooth, runs), strict=True)),
+    )
+    places = [
+        (step[0]["samples"], statistics.mean(point["seconds"] for point in step)) for step in steps
+    ]
     return {
         "samples": [samples for samples, _ in places],
         "seconds": [seconds for _, seconds in places],
@@ -45,7 +50,10 @@ def is_below(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 def rewards(runs: Sequence[Run]) -> dict[str, list[float]]:
     """Those of each seed, at parts of the samples and of held-out prompts."""
     curves = [smooth(run) for run in runs]
-    found = {part: [curve[math.ceil(share * len(curve)) - 1] for curve in curves] for part, share in PARTS.items()}
+    found = {
+        part: [curve[math.ceil(share * len(curve)) - 1] for curve in curves]
+        for part, share in PARTS.items()
+    }
     return found | {"held-out": [run["heldout"]["reward"] for run in runs]}
 
 
@@ -57,14 +65,18 @@ def table(by_name: Mapping[str, Sequence[Run]]) -> list[str]:
     for name, runs in by_name.items():
         digits = 3 if max(map(abs, found[name]["all"])) < 2 else 2
         cells = [
-            f"{statistics.mean(values):.{digits}f} ± {deviation(values):.{digits}f}" for values in found[name].values()
+            f"{statistics.mean(values):.{digits}f} ± {deviation(values):.{digits}f}"
+            for values in found[name].values()
         ]
         kl = [run["heldout"]["kl"] for run in runs]
         cells.append(f"{statistics.mean(kl):.2f} ± {deviation(kl):.2f}")
         seconds = statistics.mean(run["curve"][-1]["seconds"] for run in runs)
         lines.append(f"| {' | '.join([name, *cells, f'{seconds:.0f}'])} |")
     pairs = [
-        (a, b) for a in found for b in found if "OpenPPO" in a and "OpenPPO" not in b and a.split()[-1] == b.split()[-1]
+        (a, b)
+        for a in found
+        for b in found
+        if "OpenPPO" in a and "OpenPPO" not in b and a.split()[-1] == b.split()[-1]
     ]
     below = [
         f"{a} is below {b} at {part}."
@@ -72,7 +84,11 @@ def table(by_name: Mapping[str, Sequence[Run]]) -> list[str]:
         for part in found[a]
         if is_below(found[a][part], found[b][part])
     ]
-    return [*lines, "", " ".join(below) or "OpenPPO is below no peer by more than the spread of the seeds."]
+    return [
+        *lines,
+        "",
+        " ".join(below) or "OpenPPO is below no peer by more than the spread of the seeds.",
+    ]
 
 
 def draw(tasks: Mapping[str, Mapping[str, Sequence[Run]]]) -> str:
@@ -85,20 +101,26 @@ def draw(tasks: Mapping[str, Mapping[str, Sequence[Run]]]) -> str:
         curves = [average(runs) for runs in by_name.values()]
         for column, unit in enumerate(("samples", "seconds")):
             parts.append(f'<g transform="translate({60 + 450 * column} {70 + 310 * row})">')
-            parts.append(f'<text y="-8" font-weight="bold">{task}: mean reward of {WINDOW} rollouts, by {unit}</text>')
+            parts.append(
+                f'<text y="-8" font-weight="bold">{task}: mean reward of {WINDOW} rollouts, by {unit}</text>'
+            )
             parts += [*panel(curves, unit), "</g>"]
     size = f'viewBox="0 0 910 {70 + 310 * len(tasks)}" font-family="sans-serif" font-size="12"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *parts, "</svg>", ""])
 
 
-def panel(curves: Sequence[dict[str, list[float]]], unit: str, wide: int = 380, high: int = 240) -> list[str]:
+def panel(
+    curves: Sequence[dict[str, list[float]]], unit: str, wide: int = 380, high: int = 240
+) -> list[str]:
     """A frame with axes and all curves."""
     low, top = min(min(c["least"]) for c in curves), max(max(c["most"]) for c in curves)
     end = max(curve[unit][-1] for curve in curves)
     parts = [f'<rect width="{wide}" height="{high}" fill="none" stroke="#999"/>']
     for share in (0, 0.25, 0.5, 0.75, 1):
         value = f"{low + share * (top - low):.{2 if top < 2 else 0}f}"
-        parts.append(f'<text x="{share * wide}" y="{high + 16}" text-anchor="middle">{share * end:,.0f}</text>')
+        parts.append(
+            f'<text x="{share * wide}" y="{high + 16}" text-anchor="middle">{share * end:,.0f}</text>'
+        )
         parts.append(f'<text x="-6" y="{(1 - share) * high + 4}" text-anchor="end">{value}</text>')
     for curve, color in zip(curves, COLORS, strict=False):
 
@@ -108,5 +130,7 @@ def panel(curves: Sequence[dict[str, list[float]]], unit: str, wide: int = 380, 
 
         band = [*points("least"), *reversed(points("most"))]
         parts.append(f'<polygon points="{" ".join(band)}" fill="{color}" fill-opacity="0.15"/>')
-        parts.append(f'<polyline points="{" ".join(points("mean"))}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts.append(
+            f'<polyline points="{" ".join(points("mean"))}" fill="none" stroke="{color}" stroke-width="2"/>'
+        )
     return parts

@@ -74,7 +74,9 @@ class Participant:
     entry: Entry
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     log: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
-    run_folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
+    run_folder: tempfile.TemporaryDirectory[str] = field(
+        default_factory=tempfile.TemporaryDirectory
+    )
     versions: dict[str, str] = field(default_factory=dict)
     iterations: list[Iteration] = field(default_factory=list)
     peak_mb: float = 0.0
@@ -82,20 +84,32 @@ class Participant:
     def start(self, folder: Path, arguments: Sequence[str]) -> None:
         """Begin to load; ``folder`` has the environments."""
         entry = self.entry
-        python = Path(sys.executable) if entry.environment is None else folder / entry.environment / "bin" / "python"
+        python = (
+            Path(sys.executable)
+            if entry.environment is None
+            else folder / entry.environment / "bin" / "python"
+        )
         if not python.exists():
             raise ParticipantError(f"there is no {python}: run {SETUP} {folder}")
         environment = os.environ | {
             "OMP_NUM_THREADS": str(entry.threads),
-            "PYTHONPATH": python_path(entry.checkout or REPOSITORY) if entry.environment is None else "",
+            "PYTHONPATH": python_path(entry.checkout or REPOSITORY)
+            if entry.environment is None
+            else "",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "RUN_FOLDER": self.run_folder.name,
         }
         if entry.n_ranks > 1:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(entry.n_ranks)}
-        script = (HERE if entry.checkout is None else entry.checkout / "benchmarks" / "peers") / entry.script
+            environment |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": _free_port(),
+                "WORLD_SIZE": str(entry.n_ranks),
+            }
+        script = (
+            HERE if entry.checkout is None else entry.checkout / "benchmarks" / "peers"
+        ) / entry.script
         for rank in range(entry.n_ranks):
             ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if entry.n_ranks > 1 else {}
             process = subprocess.Popen(
@@ -125,7 +139,9 @@ class Participant:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
         answer = self._answers(ITERATION_S)[0]
-        return answer | {"others": (self._cpu_seconds_of_others() - others) / (time.monotonic() - start)}
+        return answer | {
+            "others": (self._cpu_seconds_of_others() - others) / (time.monotonic() - start)
+        }
 
     def finish(self) -> None:
         """No more turns: take the peak of all ranks together."""
@@ -149,9 +165,13 @@ class Participant:
         sessions, own = {process.pid for process in self.processes}, 0
         for file in Path("/proc").glob("[0-9]*/stat"):
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                numbers = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                numbers = (
+                    file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                )
                 if int(numbers[3]) in sessions:
-                    own += sum(map(int, numbers[11:15]))  # user and system, of it and of its children that ended
+                    own += sum(
+                        map(int, numbers[11:15])
+                    )  # user and system, of it and of its children that ended
         return cpu_seconds() - own / os.sysconf("SC_CLK_TCK")
 
     def _answers(self, timeout: float) -> list[dict[str, Any]]:
@@ -265,17 +285,27 @@ def say(text: str) -> None:
 def prepare_assets(folder: Path) -> None:
     """Build models and prompts on first use."""
     if not Path("/proc/pressure/cpu").exists():
-        sys.exit("This kernel has no /proc/pressure/cpu, which says whether others were at work: boot it with psi=1.")
+        sys.exit(
+            "This kernel has no /proc/pressure/cpu, which says whether others were at work: boot it with psi=1."
+        )
     if not folder.exists():
         say(f"building models and prompts in {folder}")
-        subprocess.run([sys.executable, str(HERE / "workload.py"), str(folder)], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, str(HERE / "workload.py"), str(folder)],
+            check=True,
+            capture_output=True,
+        )
 
 
 def describe_machine(versions: dict[str, dict[str, str]]) -> list[str]:
     """What the numbers depend on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     lines = [
         f"{processor()}, {memory:.0f} GB, Linux {platform.release()}, Python "
@@ -283,14 +313,19 @@ def describe_machine(versions: dict[str, dict[str, str]]) -> list[str]:
         "",
     ]
     for name, packages in versions.items():
-        lines.append(f"- {name}: {', '.join(f'{package} {version}' for package, version in packages.items())}")
+        lines.append(
+            f"- {name}: {', '.join(f'{package} {version}' for package, version in packages.items())}"
+        )
     return lines
 
 
 def processor() -> str:
     """The CPU's name, cores, and units that matter here."""
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in cpu if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.split(":", 1)[1].strip() for line in cpu if line.startswith("model name")),
+        platform.machine(),
+    )
     flags = next((line.split() for line in cpu if line.startswith("flags")), [])
     units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     return f"{model}, {os.cpu_count()} cores ({', '.join(units)})"
@@ -306,9 +341,14 @@ def own_versions() -> str:
 def write_results(name: str, title: str, lines: Sequence[str]) -> None:
     """A dated table in benchmarks/results."""
     file = REPOSITORY / "benchmarks" / "results" / f"{date.today().isoformat()}-{name}.md"
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]  # not where on this machine
+    words = [
+        Path(word).name if word.startswith("/") else word for word in sys.argv[1:]
+    ]  # not where on this machine
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
-    head = [f"- Device: {processor()}", f"- Versions: {own_versions()}"]  # which benchmarks/tested.py reads
+    head = [
+        f"- Device: {processor()}",
+        f"- Versions: {own_versions()}",
+    ]  # which benchmarks/tested.py reads
     text = [f"# {title}, {date.today().isoformat()}", "", *head, "", f"`{command}`", "", *lines]
     file.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     say(f"written to {file}")

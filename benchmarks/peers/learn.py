@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 GROUP, BETA = 8, 0.04  # of GRPO: responses to a prompt, and the coefficient of the KL in the loss
-ADAM_BETAS, WARM_UP, LEAST_RATE = (0.9, 0.95), 0.03, 0.1  # which OpenRLHF has; the last is a share of the peak
+ADAM_BETAS, WARM_UP, LEAST_RATE = (
+    (0.9, 0.95),
+    0.03,
+    0.1,
+)  # which OpenRLHF has; the last is a share of the peak
 NO_CLIP = 1e6  # a range of rewards that clips none
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))  # reward_sentiment
 
@@ -49,8 +53,12 @@ TASKS = {  # after examples/scripts/quickstart.sh and stories.sh
 
 def options(description: str | None) -> argparse.Namespace:
     """What every participant is told."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--assets", type=Path, required=True, help="the folder that learning.py prepared")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--assets", type=Path, required=True, help="the folder that learning.py prepared"
+    )
     parser.add_argument("--task", choices=sorted(TASKS), required=True)
     parser.add_argument("--algorithm", choices=["ppo", "grpo"], default="ppo")
     parser.add_argument("--rollouts", type=int, required=True)
@@ -76,7 +84,11 @@ class Curve:
     def step(self, reward: float) -> None:
         """A rollout of this mean reward was trained on."""
         self._samples += self._samples_of_a_step
-        line = {"samples": self._samples, "seconds": time.perf_counter() - self._began, "reward": reward}
+        line = {
+            "samples": self._samples,
+            "seconds": time.perf_counter() - self._began,
+            "reward": reward,
+        }
         self._answers.write(json.dumps(line) + "\n")
 
 
@@ -95,5 +107,7 @@ def scores(model: Any, sequences: Sequence[Sequence[int]]) -> list[float]:
     ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])  # (B, L)
     last = torch.tensor([len(ids) - 1 for ids in sequences])
     with torch.no_grad():
-        hidden = model.model(ids, attention_mask=torch.arange(longest) <= last[:, None]).last_hidden_state
+        hidden = model.model(
+            ids, attention_mask=torch.arange(longest) <= last[:, None]
+        ).last_hidden_state
         return model.score(hidden)[torch.arange(len(last)), last, 0].tolist()

@@ -12,7 +12,9 @@ def engine_decoder(model: Any, rows: list[list[int]], new_tokens: int) -> Callab
     from openppo.rollout.hf_engine import HFEngine
     from openppo.types import SamplingParams
 
-    engine = HFEngine(model, [model.config.eos_token_id], model.config.pad_token_id, max_batch_size=len(rows))
+    engine = HFEngine(
+        model, [model.config.eos_token_id], model.config.pad_token_id, max_batch_size=len(rows)
+    )
     params = SamplingParams(new_tokens, 1.0, 1.0, None)
 
     def decode(turn: int) -> int:
@@ -23,7 +25,9 @@ def engine_decoder(model: Any, rows: list[list[int]], new_tokens: int) -> Callab
     return decode
 
 
-def transformers_decoder(model: Any, rows: list[list[int]], new_tokens: int) -> Callable[[int], int]:
+def transformers_decoder(
+    model: Any, rows: list[list[int]], new_tokens: int
+) -> Callable[[int], int]:
     """The same with ``model.generate``."""
     import torch
     from transformers import GenerationConfig
@@ -45,7 +49,10 @@ def transformers_decoder(model: Any, rows: list[list[int]], new_tokens: int) -> 
     @torch.no_grad()
     def decode(turn: int) -> int:
         torch.manual_seed(turn)
-        ended = model.generate(input_ids=ids, attention_mask=mask, generation_config=options)[:, width:] == eos
+        ended = (
+            model.generate(input_ids=ids, attention_mask=mask, generation_config=options)[:, width:]
+            == eos
+        )
         whole = torch.tensor(ended.shape[1])
         return int(torch.where(ended.any(1), ended.int().argmax(1) + 1, whole).sum())
 
@@ -68,7 +75,9 @@ def main() -> None:
     if arguments.engine == "openppo":
         from openppo.models.loading import load_causal_lm, load_options
 
-        model = load_causal_lm(str(policy), **load_options(dtype is torch.bfloat16, flash_attn=False)).eval()
+        model = load_causal_lm(
+            str(policy), **load_options(dtype is torch.bfloat16, flash_attn=False)
+        ).eval()
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=dtype).eval()
     with open(arguments.assets / "prompts.jsonl", encoding="utf-8") as file:

@@ -85,7 +85,9 @@ def summarize(name: str, iterations: Sequence[Iteration], peak_mb: float) -> Sum
 def best(summaries: Sequence[Summary], peer: str) -> Summary | None:
     """The fastest of ``peer``'s settings; an undisturbed one goes before a disturbed one."""
     mine = [summary for summary in summaries if summary.name.split()[0] == peer]
-    return min(mine, key=lambda summary: (summary.disturbed, summary.medians["total"]), default=None)
+    return min(
+        mine, key=lambda summary: (summary.disturbed, summary.medians["total"]), default=None
+    )
 
 
 def speed_table(summaries: Sequence[Summary]) -> list[str]:
@@ -106,7 +108,10 @@ def speed_table(summaries: Sequence[Summary]) -> list[str]:
 
 def ratio_table(cell: str, summaries: Sequence[Summary]) -> list[str]:
     """Peer / OpenPPO of the median iteration and of each phase, beside the target; then the peaks of memory."""
-    lines = [f"| peer / OpenPPO | iteration | {' | '.join(PHASES)} | target | reached |", "| --- " * 7 + "|"]
+    lines = [
+        f"| peer / OpenPPO | iteration | {' | '.join(PHASES)} | target | reached |",
+        "| --- " * 7 + "|",
+    ]
     memory: list[str] = []
     for ours in (summary for summary in summaries if summary.name.split()[0] == "OpenPPO"):
         for peer in MEMORY_TARGETS:
@@ -118,13 +123,27 @@ def ratio_table(cell: str, summaries: Sequence[Summary]) -> list[str]:
             bound = target.compiled if "compile" in ours.name else target.eager
             said = verdict(ratios["total"] >= bound, ours, theirs)
             cells = [f"{ratio:.2f}" for ratio in ratios.values()]
-            lines.append(f"| {theirs.name} / {ours.name} | {' | '.join(cells)} | >= {bound} | {said} |")
-            if "float32" in cell and ours.n_kept + ours.n_discarded and ours.peak_mb and theirs.peak_mb:
+            lines.append(
+                f"| {theirs.name} / {ours.name} | {' | '.join(cells)} | >= {bound} | {said} |"
+            )
+            if (
+                "float32" in cell
+                and ours.n_kept + ours.n_discarded
+                and ours.peak_mb
+                and theirs.peak_mb
+            ):
                 share, most = ours.peak_mb / theirs.peak_mb, MEMORY_TARGETS[peer]
                 reached = "yes" if share <= most else "no"
-                memory.append(f"| {ours.name} / {theirs.name} | {share:.2f} | <= {most} | {reached} |")
+                memory.append(
+                    f"| {ours.name} / {theirs.name} | {share:.2f} | <= {most} | {reached} |"
+                )
     if memory:
-        lines += ["", "| peak memory | share | target | reached |", "| --- | --- | --- | --- |", *memory]
+        lines += [
+            "",
+            "| peak memory | share | target | reached |",
+            "| --- | --- | --- | --- |",
+            *memory,
+        ]
     return lines
 
 
@@ -132,7 +151,11 @@ def same_numbers(summaries: Sequence[Summary]) -> list[str]:
     """How far numbers named ``same_...`` of OpenPPO are from those with separate rows, where both are there."""
     lines, by_name = [], {summary.name: summary.first for summary in summaries}
     for name, other in by_name.items():
-        ours = by_name.get(name.replace("separate rows", "OpenPPO"), {}) if "separate rows" in name else {}
+        ours = (
+            by_name.get(name.replace("separate rows", "OpenPPO"), {})
+            if "separate rows" in name
+            else {}
+        )
         gaps = {
             key.removeprefix("same_"): abs(ours[key] - other[key]) / max(1.0, abs(other[key]))
             for key in sorted(ours.keys() & other.keys())
@@ -140,13 +163,18 @@ def same_numbers(summaries: Sequence[Summary]) -> list[str]:
         }
         if gaps:
             said = ", ".join(f"{key} {gap:.1e}" for key, gap in gaps.items())
-            lines += [f"OpenPPO and {name}, first step, differ by: {said} (relative above 1; updates of Adam).", ""]
+            lines += [
+                f"OpenPPO and {name}, first step, differ by: {said} (relative above 1; updates of Adam).",
+                "",
+            ]
     return lines
 
 
 def decode_table(decoded: Mapping[str, Sequence[Summary]]) -> list[str]:
     """Tokens per second by cell; OpenPPO over vLLM has the target 1 in float32."""
-    names = list(dict.fromkeys(summary.name for summaries in decoded.values() for summary in summaries))
+    names = list(
+        dict.fromkeys(summary.name for summaries in decoded.values() for summary in summaries)
+    )
     lines = [
         f"| tokens/s, 64 rows | {' | '.join(names)} | OpenPPO / vLLM | target | reached |",
         "| --- " * (len(names) + 4) + "|",
@@ -203,7 +231,9 @@ class ModelSize:
         return self.vocabulary * self.hidden
 
 
-def training_flops(size: ModelSize, prompt: int, response: int, adapters: int = 0, has_head: bool = True) -> float:
+def training_flops(
+    size: ModelSize, prompt: int, response: int, adapters: int = 0, has_head: bool = True
+) -> float:
     """Floating-point operations of a forward and backward over one sequence, without any that are done twice.
 
     6 x entries of the layers' matrices x tokens, 6 x entries of the output matrix x response tokens (others need no
@@ -211,11 +241,16 @@ def training_flops(size: ModelSize, prompt: int, response: int, adapters: int = 
     With ``adapters`` (entries of LoRA's matrices) frozen matrices have no gradient: 4 instead of 6.
     """
     tokens, factor = prompt + response, 4 if adapters else 6
-    matrices = factor * (size.body * tokens + (size.head * response if has_head else 0)) + 6 * adapters * tokens
+    matrices = (
+        factor * (size.body * tokens + (size.head * response if has_head else 0))
+        + 6 * adapters * tokens
+    )
     return matrices + 6.0 * size.layers * size.heads_width * tokens**2
 
 
-def decode_bytes(size: ModelSize, rows: int, prompt: int, response: int, adapters: int = 0) -> float:
+def decode_bytes(
+    size: ModelSize, rows: int, prompt: int, response: int, adapters: int = 0
+) -> float:
     """Bytes read by the decode steps after the prompts are read, in bf16: all matrices once in each step, and the keys
     and values of all tokens before."""
     steps = response - 1  # the first token comes from reading the prompt

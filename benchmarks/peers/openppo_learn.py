@@ -11,7 +11,11 @@ def options(arguments: Any, task: learn.Task) -> dict[str, Any]:
     """Options of train_ppo by name."""
     of_task: dict[str, Any] = {"reward_pretrain": str(arguments.folder / "critic")}
     if arguments.task == "stories":
-        of_task = {"reward_fn": str(Path(__file__).resolve().parents[2] / "examples" / "reward_sentiment.py")}
+        of_task = {
+            "reward_fn": str(
+                Path(__file__).resolve().parents[2] / "examples" / "reward_sentiment.py"
+            )
+        }
     given = of_task | {
         "pretrain": str(arguments.folder / "policy"),
         "prompt_data": str(arguments.folder / "prompts.jsonl"),

@@ -56,7 +56,10 @@ def time_parts(trainer: Any) -> PartTimers:
     timers.wrap(TrainableModel, "__call__", "forward")
     timers.wrap(TrainableModel, "backward", "backward")
     timers.wrap(TrainableModel, "step", "optimizer")
-    for frozen in (parts.maker.reference, getattr(parts.scorer, "model", None)):  # a reward function has no model
+    for frozen in (
+        parts.maker.reference,
+        getattr(parts.scorer, "model", None),
+    ):  # a reward function has no model
         if frozen is not None:
             timers.wrap(frozen, "forward", "forward")
     return timers
@@ -64,9 +67,13 @@ def time_parts(trainer: Any) -> PartTimers:
 
 def group_options(arguments: Any, folder: Path) -> dict[str, Any]:
     """Options of a workload with groups, whose files are written to ``folder``."""
-    prompts = "".join(json.dumps({"input": text}) + "\n" for text in turns.group_prompts(arguments.workload))
+    prompts = "".join(
+        json.dumps({"input": text}) + "\n" for text in turns.group_prompts(arguments.workload)
+    )
     (folder / "prompts.jsonl").write_text(prompts, encoding="utf-8")
-    (folder / "reward.py").write_text("def reward_fn(response):\n    return float(len(response) % 7)\n")
+    (folder / "reward.py").write_text(
+        "def reward_fn(response):\n    return float(len(response) % 7)\n"
+    )
     return {
         "pretrain": str(arguments.assets / "w1" / "policy"),
         "reward_fn": str(folder / "reward.py"),
@@ -112,13 +119,19 @@ def options(arguments: Any, folder: str) -> dict[str, Any]:
 def main() -> None:
     """Load, then take turns."""
     parser = turns.options(__doc__)
-    parser.add_argument("--compile", action="store_true", help="with the option --compile of train_ppo")
+    parser.add_argument(
+        "--compile", action="store_true", help="with the option --compile of train_ppo"
+    )
     parser.add_argument("--old_log_probs", default="auto", help="as of train_ppo")
     parser.add_argument("--micro_rollout_batch_size", type=int, default=8, help="as of train_ppo")
     parser.add_argument("--share_prompts", help="as of train_ppo")
-    parser.add_argument("--micro", type=int, default=turns.MICRO_TRAIN_BATCH, help="samples of a micro-batch")
+    parser.add_argument(
+        "--micro", type=int, default=turns.MICRO_TRAIN_BATCH, help="samples of a micro-batch"
+    )
     parser.add_argument("--parts", action="store_true", help="time the engines' calls too")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[], help="responses of each turn; all else 64")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[], help="responses of each turn; all else 64"
+    )
     arguments = parser.parse_args()
     clock = turns.Turns()
 
@@ -136,11 +149,17 @@ def main() -> None:
         defaults = flat_dict(from_options(TrainPPOConfig, **given))
         if "compile" not in defaults:
             clock.skip("this OpenPPO has no option --compile")
-        given["compile"] = True if isinstance(defaults["compile"], bool) else "on"  # a bool in earlier commits
+        given["compile"] = (
+            True if isinstance(defaults["compile"], bool) else "on"
+        )  # a bool in earlier commits
     trainer = build_ppo_trainer(from_options(TrainPPOConfig, **given))
     timers = time_parts(trainer) if arguments.parts else None
     batches = trainer.prompt_batches()
-    clock.ready(torch=torch.__version__, transformers=transformers.__version__, deepspeed=deepspeed.__version__)
+    clock.ready(
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        deepspeed=deepspeed.__version__,
+    )
     same: dict[str, float] = {}
     for turn in clock:
         prompts = next(batches)
@@ -153,7 +172,10 @@ def main() -> None:
         n_responses = len(prompts) * trainer.config.ppo.n_samples_per_prompt
         more = timers.take() if timers else {}
         if has_groups and not same:  # later steps may sample other tokens, by rounding
-            same = {f"same_{name}": metrics[name] for name in ("reward", "policy_loss", "actor_grad_norm")}
+            same = {
+                f"same_{name}": metrics[name]
+                for name in ("reward", "policy_loss", "actor_grad_norm")
+            }
             same["same_update"] = (projected(trainer) - before) / metrics["actor_learning_rate"]
         clock.report(**phases(metrics, n_responses), **more, **same)
     trainer.close()

@@ -34,7 +34,11 @@ def command(arguments: Any, task: learn.Task) -> list[str]:
     options = {
         "pretrain": folder / "policy",
         "critic_pretrain": folder / "critic",
-        **({"remote_rm_url": Path(__file__).resolve()} if stories else {"reward_pretrain": folder / "critic"}),
+        **(
+            {"remote_rm_url": Path(__file__).resolve()}
+            if stories
+            else {"reward_pretrain": folder / "critic"}
+        ),
         "prompt_data": folder / "prompts.jsonl",
         "input_key": "with_bos",
         "max_samples": arguments.rollouts * task.samples,
@@ -54,7 +58,13 @@ def command(arguments: Any, task: learn.Task) -> list[str]:
         "save_path": arguments.save_path,
     }
     given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return ["train_ppo", *given, "--reward_clip_range", str(-int(learn.NO_CLIP)), str(int(learn.NO_CLIP))]
+    return [
+        "train_ppo",
+        *given,
+        "--reward_clip_range",
+        str(-int(learn.NO_CLIP)),
+        str(int(learn.NO_CLIP)),
+    ]
 
 
 def main() -> None:
@@ -71,7 +81,11 @@ def main() -> None:
     from openrlhf.trainer.ppo_utils.experience_maker import NaiveExperienceMaker
 
     openrlhf_step.replace_fused_adam()
-    fit, make, train = PPOTrainer.fit, NaiveExperienceMaker.make_experience_list, PPOTrainer.ppo_train
+    fit, make, train = (
+        PPOTrainer.fit,
+        NaiveExperienceMaker.make_experience_list,
+        PPOTrainer.ppo_train,
+    )
     rewards: list[float] = []
 
     def timed_fit(*args: Any, **kwargs: Any) -> None:
@@ -80,7 +94,9 @@ def main() -> None:
 
     def watched_experience(*args: Any, **kwargs: Any) -> Any:
         experiences = make(*args, **kwargs)
-        rewards[:] = [reward for experience in experiences for reward in experience.info["reward"].tolist()]
+        rewards[:] = [
+            reward for experience in experiences for reward in experience.info["reward"].tolist()
+        ]
         return experiences
 
     def watched_training(*args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,9 @@ def describe_group_of_one() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+    )
 
 
 class _NoTurnLeftError(Exception):
@@ -74,7 +76,9 @@ def move_cuda_to_cpu() -> None:
 
     torch.cuda.current_device = lambda: 0
     for name in ("empty_cache", "synchronize", "set_device", "manual_seed_all"):
-        setattr(torch.cuda, name, lambda *_, **__: None)  # one each: torch's compiler has rules by function
+        setattr(
+            torch.cuda, name, lambda *_, **__: None
+        )  # one each: torch's compiler has rules by function
 
     def on_cpu(device: Any) -> Any:
         named = isinstance(device, str) and device.startswith("cuda")

@@ -45,7 +45,11 @@ def load(arguments: Any, clock: turns.Turns) -> Any:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             took, scored = time.perf_counter() - seen["began"], seen["scored"]
             experience = scored - seen["generation"]
-            phases = {"generation": seen["generation"], "experience": experience, "training": took - scored}
+            phases = {
+                "generation": seen["generation"],
+                "experience": experience,
+                "training": took - scored,
+            }
             clock.report(**phases, tokens=seen["tokens"])
 
     folder = arguments.assets / "w1" / "policy"
@@ -84,7 +88,9 @@ def load(arguments: Any, clock: turns.Turns) -> Any:
 def main() -> None:
     """Load, then take a turn for each step."""
     parser = turns.options(__doc__)
-    parser.add_argument("--micro", type=int, default=turns.MICRO_TRAIN_BATCH, help="per_device_train_batch_size")
+    parser.add_argument(
+        "--micro", type=int, default=turns.MICRO_TRAIN_BATCH, help="per_device_train_batch_size"
+    )
     arguments = parser.parse_args()
     clock = turns.Turns()
 

@@ -64,8 +64,13 @@ def load_ppo(arguments: Any, task: learn.Task, tokenizer: Any) -> Any:
 
     rows = learn.prompts(arguments.folder / "prompts.jsonl", arguments.rollouts * task.samples)
     data = Dataset.from_dict({"input_ids": [row["ids"] for row in rows]})
-    policy, reference = (AutoModelForCausalLM.from_pretrained(arguments.folder / "policy") for _ in range(2))
-    critic, reward = (AutoModelForSequenceClassification.from_pretrained(arguments.folder / "critic") for _ in range(2))
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(arguments.folder / "policy") for _ in range(2)
+    )
+    critic, reward = (
+        AutoModelForSequenceClassification.from_pretrained(arguments.folder / "critic")
+        for _ in range(2)
+    )
     if arguments.task == "stories":
         module.get_reward = with_function(module.get_reward, reward, tokenizer)
     config = PPOConfig(
@@ -119,7 +124,9 @@ def load_grpo(arguments: Any, task: learn.Task, tokenizer: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = learn.prompts(arguments.folder / "prompts.jsonl", arguments.rollouts * task.samples // learn.GROUP)
+    rows = learn.prompts(
+        arguments.folder / "prompts.jsonl", arguments.rollouts * task.samples // learn.GROUP
+    )
     model = AutoModelForSequenceClassification.from_pretrained(arguments.folder / "critic")
 
     def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -161,7 +168,9 @@ def main() -> None:
 
     turns.use_threads()
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder / "policy", padding_side="left")
-    load, key = {"ppo": (load_ppo, "objective/scores"), "grpo": (load_grpo, "reward")}[arguments.algorithm]
+    load, key = {"ppo": (load_ppo, "objective/scores"), "grpo": (load_grpo, "reward")}[
+        arguments.algorithm
+    ]
     trainer = load(arguments, task, tokenizer)
     log = trainer.log
 

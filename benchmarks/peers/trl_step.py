@@ -35,7 +35,9 @@ def load(arguments: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=dtype)
 
     def scores() -> Any:
-        return AutoModelForSequenceClassification.from_pretrained(folder / "reward", num_labels=1, dtype=dtype)
+        return AutoModelForSequenceClassification.from_pretrained(
+            folder / "reward", num_labels=1, dtype=dtype
+        )
 
     lines = (arguments.assets / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line)["ids"] for line in lines]
@@ -86,7 +88,12 @@ def response_tokens(sequences: Any, width: int, eos: int) -> int:
 def main() -> None:
     """Load, then take a turn between two calls of the trainer's log."""
     parser = turns.options(__doc__)
-    parser.add_argument("--rollout_micro", type=int, default=turns.BATCH, help="its local_rollout_forward_batch_size")
+    parser.add_argument(
+        "--rollout_micro",
+        type=int,
+        default=turns.BATCH,
+        help="its local_rollout_forward_batch_size",
+    )
     arguments = parser.parse_args()
     clock = turns.Turns()
 
@@ -105,7 +112,9 @@ def main() -> None:
         sequences, logits = generate(model, queries, *args, **kwargs)
         seen["generated"] = time.perf_counter()
         seen["generation"] = seen["generated"] - start
-        seen["tokens"] = response_tokens(sequences, queries.shape[1], trainer.processing_class.eos_token_id)
+        seen["tokens"] = response_tokens(
+            sequences, queries.shape[1], trainer.processing_class.eos_token_id
+        )
         return sequences, logits
 
     def watched_forward(model: Any, *args: Any, **kwargs: Any) -> Any:

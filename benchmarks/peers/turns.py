@@ -16,25 +16,37 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 NEW_TOKENS = {"w1": 128, "w2": 256, "w3": 64, "w4": 128}
-PROMPT_TOKENS, GROUP = {"w3": 256, "w4": 64}, 8  # of the workloads with several responses to a prompt
+PROMPT_TOKENS, GROUP = (
+    {"w3": 256, "w4": 64},
+    8,
+)  # of the workloads with several responses to a prompt
 BATCH = 64
 MICRO_TRAIN_BATCH = 8
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
     """What every participant is told."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--assets", type=Path, required=True, help="the folder that workload.py wrote")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--assets", type=Path, required=True, help="the folder that workload.py wrote"
+    )
     parser.add_argument("--workload", choices=sorted(NEW_TOKENS), default="w1")
     parser.add_argument("--dtype", choices=["float32", "bf16"], default="float32")
-    parser.add_argument("--kl", type=float, default=0.0, help="coefficient of the KL loss where there are groups")
+    parser.add_argument(
+        "--kl", type=float, default=0.0, help="coefficient of the KL loss where there are groups"
+    )
     return parser
 
 
 def group_prompts(workload: str) -> list[str]:
     """Random prompts of a workload with groups, as text."""
     choose = random.Random(3)
-    return [" ".join(f"w{choose.randrange(4, 4096)}" for _ in range(PROMPT_TOKENS[workload])) for _ in range(512)]
+    return [
+        " ".join(f"w{choose.randrange(4, 4096)}" for _ in range(PROMPT_TOKENS[workload]))
+        for _ in range(512)
+    ]
 
 
 def use_threads() -> None:
@@ -49,10 +61,14 @@ def disturbance() -> float:
 
     Two threads on two cores do not wait for each other: it grows when other processes are at work.
     """
-    pressure = Path("/proc/pressure/cpu").read_text(encoding="utf-8")  # some avg10=... total=MICROSECONDS
+    pressure = Path("/proc/pressure/cpu").read_text(
+        encoding="utf-8"
+    )  # some avg10=... total=MICROSECONDS
     waited = int(pressure.splitlines()[0].rsplit("total=", 1)[1]) / 1e6
     counters = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
-    return waited + int(counters[8]) / os.sysconf("SC_CLK_TCK")  # cpu user nice system idle iowait irq softirq steal
+    return waited + int(counters[8]) / os.sysconf(
+        "SC_CLK_TCK"
+    )  # cpu user nice system idle iowait irq softirq steal
 
 
 def peak_megabytes() -> float:

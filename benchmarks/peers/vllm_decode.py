@@ -11,14 +11,18 @@ def main() -> None:
     arguments = turns.options(__doc__).parse_args()
     clock = turns.Turns()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{int(os.environ['OMP_NUM_THREADS']) - 1}")
+    os.environ.setdefault(
+        "VLLM_CPU_OMP_THREADS_BIND", f"0-{int(os.environ['OMP_NUM_THREADS']) - 1}"
+    )
 
     import torch
     import vllm
 
     dtype = "float32" if arguments.dtype == "float32" else "bfloat16"
     policy = arguments.assets / arguments.workload / "policy"
-    model = vllm.LLM(model=str(policy), dtype=dtype, max_model_len=512, max_num_seqs=turns.BATCH, seed=0)
+    model = vllm.LLM(
+        model=str(policy), dtype=dtype, max_model_len=512, max_num_seqs=turns.BATCH, seed=0
+    )
     limit = turns.NEW_TOKENS[arguments.workload]
     params = vllm.SamplingParams(
         temperature=1.0, top_p=1.0, top_k=-1, max_tokens=limit, logprobs=0, detokenize=False

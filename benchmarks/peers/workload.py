@@ -22,7 +22,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY, PAD, BOS, EOS = 4096, 0, 1, 2
 N_PROMPTS = 2048
@@ -74,17 +79,30 @@ def _config(**more: Any) -> LlamaConfig:
 
 def _save_tokenizer(folder: Path) -> None:
     names = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, VOCABULARY)]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    special = {
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+    }
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, padding_side="left", model_max_length=SIZES["max_position_embeddings"], **special
+        tokenizer_object=words,
+        padding_side="left",
+        model_max_length=SIZES["max_position_embeddings"],
+        **special,
     )
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
     # transformers 5 writes its own name for this class, which OpenRLHF's transformers 4 does not know
-    file.write_text(json.dumps(written | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2), encoding="utf-8")
+    file.write_text(
+        json.dumps(written | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2),
+        encoding="utf-8",
+    )
 
 
 @torch.no_grad()
@@ -105,7 +123,9 @@ def _fix_eos_probability(policy: LlamaForCausalLM) -> None:
 
 def main() -> None:
     """Parse the command line and build."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     build(parser.parse_args().folder)
 

@@ -44,7 +44,9 @@ Python: `from_options({config}, name=value)` of `openppo.config`; the code reads
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the section of the navigation that mkdocs.yml leaves empty."""
     section = next(entry for entry in config.nav or [] if "Options" in entry)
-    section["Options"] = [{command: f"flags/{command}.md"} for command in sorted(commands(), key=_train_first)]
+    section["Options"] = [
+        {command: f"flags/{command}.md"} for command in sorted(commands(), key=_train_first)
+    ]
     return config
 
 
@@ -60,7 +62,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     if page.file.src_uri.startswith("flags/"):
         return html
     homes = {
-        name: command for command in sorted(commands(), key=_train_first, reverse=True) for name in _names(command)
+        name: command
+        for command in sorted(commands(), key=_train_first, reverse=True)
+        for name in _names(command)
     }
 
     def linked(match: re.Match[str]) -> str:
@@ -88,17 +92,30 @@ def page(command: str) -> str:
         groups = {"options": config} | groups
     name, group = next(iter(groups.items()))
     how = _HOW.format(
-        config=config.__name__, option=own[0].name if own else f"{name}.{dataclasses.fields(group)[0].name}"
+        config=config.__name__,
+        option=own[0].name if own else f"{name}.{dataclasses.fields(group)[0].name}",
     )
-    positional = "PositionalRequiredArgs" in inspect.getsource(import_module(f"openppo.cli.{command}"))
-    return "\n".join([head, how, *(_table(name, group, positional) for name, group in groups.items())])
+    positional = "PositionalRequiredArgs" in inspect.getsource(
+        import_module(f"openppo.cli.{command}")
+    )
+    return "\n".join(
+        [head, how, *(_table(name, group, positional) for name, group in groups.items())]
+    )
 
 
 def config_type(command: str) -> type | None:
     """The dataclass of a command's options, which its source imports from ``openppo.config``."""
     tree = ast.parse(inspect.getsource(import_module(f"openppo.cli.{command}")))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "openppo.config"]
-    found = [getattr(import_module("openppo.config"), name.name) for node in imports for name in node.names]
+    imports = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "openppo.config"
+    ]
+    found = [
+        getattr(import_module("openppo.config"), name.name)
+        for node in imports
+        for name in node.names
+    ]
     return next((kind for kind in found if dataclasses.is_dataclass(kind)), None)
 
 
@@ -109,7 +126,11 @@ def docstrings(group: type) -> dict[str, str]:
     (node,) = ast.parse(inspect.getsource(group)).body
     assert isinstance(node, ast.ClassDef)
     for field, text in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+        ):
             found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
     return found
 
@@ -126,7 +147,14 @@ def _train_first(command: str) -> tuple[bool, str]:
 def _table(name: str, group: type, positional: bool) -> str:
     """``positional``: what is required is given without its name."""
     meanings, types = docstrings(group), typing.get_type_hints(group)
-    lines = [f"## {name}", "", inspect.getdoc(group) or "", "", "| option | default | meaning |", "| --- | --- | --- |"]
+    lines = [
+        f"## {name}",
+        "",
+        inspect.getdoc(group) or "",
+        "",
+        "| option | default | meaning |",
+        "| --- | --- | --- |",
+    ]
     for option in dataclasses.fields(group):
         if is_group(types[option.name]):
             continue

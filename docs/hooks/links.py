@@ -23,7 +23,9 @@ def documented(root: Path) -> str:
     """The tag of a release where ``root`` is a checkout of it, else the main branch."""
     tag = f"v{__version__}"
     try:
-        tags = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=root, capture_output=True, text=True)
+        tags = subprocess.run(
+            ["git", "tag", "--points-at", "HEAD"], cwd=root, capture_output=True, text=True
+        )
     except FileNotFoundError:  # no git
         return "main"
     return tag if tag in tags.stdout.split() else "main"

@@ -19,10 +19,14 @@ class FrozenLake:
 
     rules = RULES
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Lay out the map of ``seed``, or of the row's column ``map``."""
         lake = generate_random_map(size=4, seed=seed if options is None else options["map"])
-        self.game = gymnasium.make("FrozenLake-v1", desc=lake, is_slippery=False, max_episode_steps=30)
+        self.game = gymnasium.make(
+            "FrozenLake-v1", desc=lake, is_slippery=False, max_episode_steps=30
+        )
         place, info = self.game.reset(seed=seed)
         return self.rules + self.shown(place), info
 

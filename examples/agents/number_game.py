@@ -11,7 +11,9 @@ from typing import Any
 class NumberGame:
     """An environment: gymnasium's methods, with text for observations."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Choose a number; the same for the same seed."""
         self.number, self.guesses = random.Random(seed).randrange(10), 0
         return "I think of a number from 0 to 9. Guess it, with one digit, in four guesses.", {}

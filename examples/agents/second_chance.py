@@ -18,7 +18,10 @@ def chat(messages: list[dict[str, str]]) -> dict[str, str]:
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
         json.dumps({"model": "any", "messages": messages}).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+        {
+            "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+            "Content-Type": "application/json",
+        },
     )
     with urllib.request.urlopen(request) as answer:
         message: dict[str, str] = json.load(answer)["choices"][0]["message"]

@@ -14,6 +14,10 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-agent = Agent(name="Calculator", instructions="Use the tool for every sum. End with the number alone.", tools=[add])
+agent = Agent(
+    name="Calculator",
+    instructions="Use the tool for every sum. End with the number alone.",
+    tools=[add],
+)
 result = Runner.run_sync(agent, sys.stdin.read())
 print(result.final_output)

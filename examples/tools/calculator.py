@@ -19,7 +19,15 @@ OPERATORS = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-FUNCTIONS = {"sqrt": math.sqrt, "log": math.log, "exp": math.exp, "abs": abs, "round": round, "min": min, "max": max}
+FUNCTIONS = {
+    "sqrt": math.sqrt,
+    "log": math.log,
+    "exp": math.exp,
+    "abs": abs,
+    "round": round,
+    "min": min,
+    "max": max,
+}
 LONGEST = 1000  # characters: deep nesting exhausts the stack
 
 
@@ -33,7 +41,11 @@ def calculate(expression: str) -> str:
     if len(expression) > LONGEST:
         raise ValueError(f"the expression is longer than {LONGEST} characters")
     value = evaluate(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
-    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
+    return (
+        str(int(value))
+        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+        else str(value)
+    )
 
 
 def evaluate(node: ast.expr) -> float:

@@ -18,14 +18,18 @@ from openppo.process_groups import bound
 class MCPTool(BaseTool):
     """One tool of a server; ``config`` has ``command``, a list, and ``tool``, its name there."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+    ) -> None:
         if not isinstance(config.get("command"), list) or "tool" not in config:
             raise ValueError(
                 "an MCP tool needs 'command', a list that starts a server which talks over stdin and stdout, and "
                 "'tool', the name there. For a server over HTTP let command start a bridge, such as mcp-proxy."
             )
         self.program = config["command"][0]
-        command, *arguments = bound(*config["command"])  # a server that does not read on ends with this process too
+        command, *arguments = bound(
+            *config["command"]
+        )  # a server that does not read on ends with this process too
         self.server = StdioServerParameters(command=command, args=arguments, env=config.get("env"))
         self.tool = config["tool"]
         self.connection: asyncio.Future[ClientSession] | None = None
@@ -38,8 +42,12 @@ class MCPTool(BaseTool):
         await self._session()
         return instance_id
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResponse:
-        result = (await (await self._session()).call_tool(self.tool, parameters)).model_dump(by_alias=True)
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> ToolResponse:
+        result = (await (await self._session()).call_tool(self.tool, parameters)).model_dump(
+            by_alias=True
+        )
         text = "\n".join(part["text"] for part in result["content"] if part["type"] == "text")
         return ToolResponse(text=f"Error: {text}" if result.get("isError") else text)
 
@@ -61,17 +69,30 @@ class MCPTool(BaseTool):
         """Hand on what went wrong; the next episode connects again."""
         connection, self.connection = self.connection, None
         if connection is not None and not connection.done():
-            connection.set_exception(RuntimeError(f"the MCP server {self.program} could not be started"))
+            connection.set_exception(
+                RuntimeError(f"the MCP server {self.program} could not be started")
+            )
 
     async def _ask_schema(self) -> OpenAIFunctionToolSchema:
         try:
             async with stdio_client(self.server) as streams, ClientSession(*streams) as session:
                 await session.initialize()
-                found = {each.name: each.model_dump(by_alias=True) for each in (await session.list_tools()).tools}
+                found = {
+                    each.name: each.model_dump(by_alias=True)
+                    for each in (await session.list_tools()).tools
+                }
         except Exception as error:  # groups of groups
-            raise ValueError(f"the MCP server {self.program} does not answer; see its output.") from error
+            raise ValueError(
+                f"the MCP server {self.program} does not answer; see its output."
+            ) from error
         if self.tool not in found:
-            raise ValueError(f"the MCP server has no tool {self.tool!r}; it has: {', '.join(found) or 'none'}.")
+            raise ValueError(
+                f"the MCP server has no tool {self.tool!r}; it has: {', '.join(found) or 'none'}."
+            )
         it = found[self.tool]
-        function = {"name": it["name"], "description": it["description"] or "", "parameters": it["inputSchema"]}
+        function = {
+            "name": it["name"],
+            "description": it["description"] or "",
+            "parameters": it["inputSchema"],
+        }
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})

@@ -51,19 +51,25 @@ def unlimited() -> list[str]:
         "use of processors and disks",
     ]
     if not CONFINED:
-        missing.append("network, signals to this user's processes, processes that leave their group (no unshare here)")
+        missing.append(
+            "network, signals to this user's processes, processes that leave their group (no unshare here)"
+        )
     return missing
 
 
 CONFINED = has_namespaces()
 LIMITS = unlimited()
-logging.getLogger("openppo").warning("examples/tools/sandbox.py does not limit: %s", "; ".join(LIMITS))
+logging.getLogger("openppo").warning(
+    "examples/tools/sandbox.py does not limit: %s", "; ".join(LIMITS)
+)
 
 
 class Sandbox(BaseTool):
     """Runs Python code; each episode has a folder, which its calls share."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+    ) -> None:
         super().__init__(config, tool_schema)
         self.seconds, self.memory = config.get("seconds", SECONDS), config.get("memory", MEMORY)
         self.files, self.processes = config.get("files", FILES), config.get("processes", PROCESSES)
@@ -77,7 +83,9 @@ class Sandbox(BaseTool):
                     "description": "Run Python code and return what it prints. Files stay until the task is done.",
                     "parameters": {
                         "type": "object",
-                        "properties": {"code": {"type": "string", "description": "Python code that prints"}},
+                        "properties": {
+                            "code": {"type": "string", "description": "Python code that prints"}
+                        },
                         "required": ["code"],
                     },
                 },
@@ -87,12 +95,20 @@ class Sandbox(BaseTool):
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
         return tempfile.mkdtemp(prefix="sandbox-")
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResponse:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> ToolResponse:
         folder = Path(instance_id)
         if self._is_full(folder):
             return ToolResponse(text=self._too_much(f"{self.files // 2**20} MiB of files"))
         process = await asyncio.create_subprocess_exec(
-            *held(*(NAMESPACES if CONFINED else []), sys.executable, "-I", "-c", str(parameters.get("code", ""))),
+            *held(
+                *(NAMESPACES if CONFINED else []),
+                sys.executable,
+                "-I",
+                "-c",
+                str(parameters.get("code", "")),
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -120,7 +136,9 @@ class Sandbox(BaseTool):
         watching = asyncio.create_task(self._passed(process.pid, folder))
         try:
             tasks = [watching, printing]
-            done, _ = await asyncio.wait(tasks, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                tasks, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             printing.cancel()
             watching.cancel()

@@ -13,7 +13,11 @@ from pathlib import Path
 from openppo.agents.tools import tool
 
 FILE = Path(os.environ.get("OPENPPO_SEARCH_FILE", Path(__file__).with_name("passages.txt")))
-PASSAGES = [passage.strip() for passage in re.split(r"\n\s*\n", FILE.read_text(encoding="utf-8")) if passage.strip()]
+PASSAGES = [
+    passage.strip()
+    for passage in re.split(r"\n\s*\n", FILE.read_text(encoding="utf-8"))
+    if passage.strip()
+]
 
 
 @tool
@@ -25,9 +29,16 @@ def search(query: str, n: int = 3) -> str:
         n: How many passages, at most 10.
     """
     wanted = words(query)
-    shares = [(sum((wanted & words(passage)).values()), -i, passage) for i, passage in enumerate(PASSAGES)]
-    found = [passage for share, _, passage in sorted(shares, reverse=True)[: min(n, 10)] if share > 0]
-    return "\n\n".join(f"[{i}] {passage}" for i, passage in enumerate(found, start=1)) or "Nothing was found."
+    shares = [
+        (sum((wanted & words(passage)).values()), -i, passage) for i, passage in enumerate(PASSAGES)
+    ]
+    found = [
+        passage for share, _, passage in sorted(shares, reverse=True)[: min(n, 10)] if share > 0
+    ]
+    return (
+        "\n\n".join(f"[{i}] {passage}" for i, passage in enumerate(found, start=1))
+        or "Nothing was found."
+    )
 
 
 def words(text: str) -> Counter[str]:

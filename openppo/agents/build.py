@@ -29,7 +29,9 @@ class FunctionAgent(Agent):
 
     def __init__(self, solve: Solve, source: str) -> None:
         if not inspect.iscoroutinefunction(solve) or len(inspect.signature(solve).parameters) != 2:
-            raise ValueError(f"{source} is no coroutine of two arguments: write 'async def solve(task, session)'.")
+            raise ValueError(
+                f"{source} is no coroutine of two arguments: write 'async def solve(task, session)'."
+            )
         self.solve = solve
 
     async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
@@ -41,7 +43,11 @@ class AgentSource(SamplerMaker):
     """Episodes of ``agent``, a coroutine ``solve(task, session)`` or an ``Agent``, in place of single responses."""
 
     def __init__(self, agent: Agent | Solve, options: AgentConfig | None = None) -> None:
-        self.agent = agent if isinstance(agent, Agent) else FunctionAgent(agent, getattr(agent, "__name__", "agent"))
+        self.agent = (
+            agent
+            if isinstance(agent, Agent)
+            else FunctionAgent(agent, getattr(agent, "__name__", "agent"))
+        )
         self.options = options or AgentConfig()
         self.parser: str = self.options.tool_parser
         self.gives_rewards = not isinstance(agent, ToolAgent) or agent.gives_rewards
@@ -51,27 +57,41 @@ class AgentSource(SamplerMaker):
         """``ValueError`` if the tokenizer has no chat template; chooses the parser of tool calls."""
         if isinstance(self.agent, OpenRLHFAgent):  # its texts have their own role marks
             if self.options.check_rendering != "off":
-                raise ValueError("--check_rendering: an agent file of OpenRLHF uses no chat template: leave it out.")
+                raise ValueError(
+                    "--check_rendering: an agent file of OpenRLHF uses no chat template: leave it out."
+                )
             return
-        self.parser = choose_parser(tokenizer.chat_template, self.parser, f"--{self.options.form or 'pretrain'}")
+        self.parser = choose_parser(
+            tokenizer.chat_template, self.parser, f"--{self.options.form or 'pretrain'}"
+        )
         missing = left_out(tokenizer) if isinstance(self.agent, ToolAgent) else set()
         if "results" in missing:
-            raise ValueError("--tools: the chat template refuses or leaves out what tools return. Use another model.")
+            raise ValueError(
+                "--tools: the chat template refuses or leaves out what tools return. Use another model."
+            )
         if missing:
             names = " and ".join(sorted(missing))
-            logger.warning("the chat template does not write %s: say in the prompt how tools are called", names)
+            logger.warning(
+                "the chat template does not write %s: say in the prompt how tools are called", names
+            )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """``ValueError`` for rows that the agent cannot play."""
         if any(prompt.media for prompt in prompts) and isinstance(self.agent, OpenRLHFAgent):
-            raise ValueError("--image_key: an agent file of OpenRLHF reads texts: write a coroutine for --agent.")
+            raise ValueError(
+                "--image_key: an agent file of OpenRLHF reads texts: write a coroutine for --agent."
+            )
         if any(prompt.media and prompt.messages is None for prompt in prompts):
-            raise ValueError("--image_key: agents get images in chat messages: add --apply_chat_template.")
+            raise ValueError(
+                "--image_key: agents get images in chat messages: add --apply_chat_template."
+            )
         self.agent.check(prompts)
 
     def make(self, parts: SamplerParts) -> AgentSampler:
         """The sampler."""
-        return AgentSampler(self.agent, self.options, "json" if self.parser == "auto" else self.parser, parts)
+        return AgentSampler(
+            self.agent, self.options, "json" if self.parser == "auto" else self.parser, parts
+        )
 
 
 def agent_source(options: AgentConfig) -> AgentSource | None:
@@ -79,11 +99,16 @@ def agent_source(options: AgentConfig) -> AgentSource | None:
     if options.tools is not None:
         return AgentSource(ToolAgent(load_tools(options.tools), options), options)
     if options.environment is not None:
-        return AgentSource(EnvironmentAgent(load_callable(options.environment, "--environment"), options), options)
+        return AgentSource(
+            EnvironmentAgent(load_callable(options.environment, "--environment"), options), options
+        )
     if options.agent_command is not None:
         return AgentSource(ProgramAgent(options), options)
     if options.agent is not None:
         if options.agent.endswith(".py"):  # a coroutine would be named: path.py:name
             return AgentSource(OpenRLHFAgent(options.agent), options)
-        return AgentSource(FunctionAgent(load_callable(options.agent, "--agent"), f"--agent {options.agent}"), options)
+        return AgentSource(
+            FunctionAgent(load_callable(options.agent, "--agent"), f"--agent {options.agent}"),
+            options,
+        )
     return None

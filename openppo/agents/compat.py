@@ -30,7 +30,9 @@ from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, T
 
 NotifyScore = Callable[[str, float | None, int], Any]
 """Called at an episode's end with its id, its score (None if it failed) and its number of turns."""
-BeginGroup = Callable[[int, Sequence[str]], Future[None]]  # of a row's group and episodes: they begin when it is done
+BeginGroup = Callable[
+    [int, Sequence[str]], Future[None]
+]  # of a row's group and episodes: they begin when it is done
 
 
 @dataclass(eq=False)
@@ -73,7 +75,9 @@ class MultiRoundBufferDataset(BufferDataset):
         super().__init__()
         self._rounds: dict[str, list[tuple[PromptRequest, Trajectory]]] = defaultdict(list)
 
-    def put_batch(self, requests: Sequence[PromptRequest], completions: Sequence[Completion]) -> None:
+    def put_batch(
+        self, requests: Sequence[PromptRequest], completions: Sequence[Completion]
+    ) -> None:
         """Answer ``requests``; those that were given up meanwhile are left out."""
         for request, completion in zip(requests, completions, strict=True):
             if request.answer.set_running_or_notify_cancel():
@@ -81,21 +85,31 @@ class MultiRoundBufferDataset(BufferDataset):
                 self._rounds[request.request_id].append((request, turn))
                 request.answer.set_result(completion)
 
-    def notify_score(self, request_id: str, score: float | None, total_round_count: int | None = None) -> None:
+    def notify_score(
+        self, request_id: str, score: float | None, total_round_count: int | None = None
+    ) -> None:
         """Put an episode's turns into the buffer; without a score they are dropped."""
         for turn in self.scored(request_id, score, total_round_count):
             self.buffer.put(turn)
 
-    def scored(self, request_id: str, score: float | None, total_round_count: int | None) -> list[Trajectory]:
+    def scored(
+        self, request_id: str, score: float | None, total_round_count: int | None
+    ) -> list[Trajectory]:
         """The turns of an episode that has ended, which are forgotten here."""
         rounds = self._rounds.pop(request_id, [])
         if score is None:
             return []
-        turns = [turn for request, turn in rounds if request.taken and turn.action_ids][:total_round_count]
+        turns = [turn for request, turn in rounds if request.taken and turn.action_ids][
+            :total_round_count
+        ]
         total = sum(len(turn.action_ids) for turn in turns)
         episode = Episode([], Ending.COMPLETED, len(turns))
         for turn in turns:
-            turn.scores, turn.episode, turn.share = {"score": score}, episode, len(turn.action_ids) / total
+            turn.scores, turn.episode, turn.share = (
+                {"score": score},
+                episode,
+                len(turn.action_ids) / total,
+            )
         return turns
 
 
@@ -120,7 +134,9 @@ class TaskPool:
         self.thread.start()
         self._finish(source.agent.start())
 
-    def enqueue_task(self, file: str, n_samples: int = 1, data: PPODataConfig | None = None) -> None:
+    def enqueue_task(
+        self, file: str, n_samples: int = 1, data: PPODataConfig | None = None
+    ) -> None:
         """Play each row of a file ``n_samples`` times; returns when all have ended, or upon ``close``."""
         data = data or PPODataConfig(apply_chat_template=True)
         rows = load_mixed_rows(data, file, flag="enqueue_task", split=data.prompt_split, seed=0)
@@ -145,24 +161,36 @@ class TaskPool:
         for prompt, group in zip(prompts, self._groups, strict=False):
             numbers = list(islice(self._episodes, n_samples))
             if self.begin_group is not None:
-                await asyncio.wrap_future(self.begin_group(group, [str(number) for number in numbers]))
-            episodes += [asyncio.create_task(self._play(prompt, group, number)) for number in numbers]
+                await asyncio.wrap_future(
+                    self.begin_group(group, [str(number) for number in numbers])
+                )
+            episodes += [
+                asyncio.create_task(self._play(prompt, group, number)) for number in numbers
+            ]
         await asyncio.gather(*episodes)
 
     async def _play(self, prompt: Prompt, group: int, number: int) -> None:
-        async def generate(ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None) -> Completion:
-            request = PromptRequest(str(number), replace(prompt, token_ids=list(ids)), params, seed, group)
+        async def generate(
+            ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None
+        ) -> Completion:
+            request = PromptRequest(
+                str(number), replace(prompt, token_ids=list(ids)), params, seed, group
+            )
             self.prompt_queue.put(request)
             completion = await asyncio.wrap_future(request.answer)
             request.taken = True
             return completion
 
-        setup = SessionSetup(self.renderer, generate, SamplingParams(self.longest), self.source.options, self.longest)
+        setup = SessionSetup(
+            self.renderer, generate, SamplingParams(self.longest), self.source.options, self.longest
+        )
         task = Task(prompt, sample_seed(0, number), sample_seed(0, group) % 2**31, group)
         played = await play(self.source.agent, task, setup, needs_reward=True)
         score, episode = None, played.episode
         if episode.ending.is_trained:
-            score = sum(played.session.rewards.values()) + sum(turn.reward for turn in played.session.turns)
+            score = sum(played.session.rewards.values()) + sum(
+                turn.reward for turn in played.session.turns
+            )
         else:
             logger.warning("episode %d: %s: %s", number, episode.ending.value, episode.error)
         self.notify(str(number), score, episode.n_turns)

@@ -59,7 +59,12 @@ class EnvironmentAgent(Agent):
                 if action is None:
                     session.counts["unreadable_actions"] += 1
                     session.add_turn_reward(-self.options.format_penalty)
-                    said.append({"role": "user", "content": getattr(environment.made, "unreadable", UNREADABLE)})
+                    said.append(
+                        {
+                            "role": "user",
+                            "content": getattr(environment.made, "unreadable", UNREADABLE),
+                        }
+                    )
                     continue
                 seen, reward, terminated, truncated = await environment.step(action)
                 session.output = "\n".join(text_of(message.get("content")) for message in seen)
@@ -103,7 +108,9 @@ class Environment:
 
     async def reset(self, task: Task) -> list[Message]:
         """The first observation, as messages; options are the task's row, if there is one."""
-        made = await self.call(self.made.reset, seed=task.env_seed, options=dict(task.prompt.row) or None)
+        made = await self.call(
+            self.made.reset, seed=task.env_seed, options=dict(task.prompt.row) or None
+        )
         if not isinstance(made, tuple) or len(made) != 2:
             raise TypeError(f"reset returned {made!r:.80}, not two values")
         return messages_of(made[0])
@@ -122,8 +129,14 @@ class Environment:
 
 def messages_of(observation: Any) -> list[Message]:
     """An observation, a text or a list of chat messages, as messages."""
-    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    if isinstance(messages, list) and messages and all(isinstance(m, Mapping) and "role" in m for m in messages):
+    messages = (
+        [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    )
+    if (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    ):
         return [dict(message) for message in messages]
     raise TypeError(
         f"a model cannot read the observation {observation!r:.80}: return a text or a list of chat messages, "

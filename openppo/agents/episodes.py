@@ -54,7 +54,9 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool
     """Play ``task`` to one of its ends. With ``needs_reward`` an episode that nothing rewards is an error."""
     session = Session(setup, task)
     async with agent.slot():
-        work = asyncio.get_running_loop().create_task(_run(agent, task, session), context=episode_context())
+        work = asyncio.get_running_loop().create_task(
+            _run(agent, task, session), context=episode_context()
+        )
         end = time.monotonic() - setup.stood() + setup.options.agent_timeout
         try:
             while not work.done() and (left := end + setup.stood() - time.monotonic()) > 0:
@@ -68,7 +70,9 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool
     error = ""
     if not ended_in_time:
         error = f"no end within {setup.options.agent_timeout:g} s"
-    elif work.cancelled():  # by a library that it uses: tasks of their own have nobody else to cancel them
+    elif (
+        work.cancelled()
+    ):  # by a library that it uses: tasks of their own have nobody else to cancel them
         session.close(Ending.CANCELLED)
         error = "its own code, or a library that it uses, cancelled it"
     elif (raised := work.exception()) is None:
@@ -130,7 +134,11 @@ def segments(session: Session, episode: Episode) -> list[Trajectory]:
     taken: set[Turn] = set()
     made = []
     for leaf in session.leaves:
-        fresh = [turn for turn in leaf.path if turn not in taken and turn.trained and turn.completion.token_ids]
+        fresh = [
+            turn
+            for turn in leaf.path
+            if turn not in taken and turn.trained and turn.completion.token_ids
+        ]
         if fresh:
             taken.update(leaf.path)
             made.append(_trajectory(session, episode, leaf, fresh))
@@ -140,14 +148,20 @@ def segments(session: Session, episode: Episode) -> list[Trajectory]:
     return made
 
 
-def _trajectory(session: Session, episode: Episode, leaf: Turn, fresh: Sequence[Turn]) -> Trajectory:
+def _trajectory(
+    session: Session, episode: Episode, leaf: Turn, fresh: Sequence[Turn]
+) -> Trajectory:
     ids = leaf.token_ids
     mask, versions = [False] * len(ids), [-1] * len(ids)
     log_probs, rewards, ends = [0.0] * len(ids), [0.0] * len(ids), [False] * len(ids)
     for turn in fresh:
         start, n = len(turn.prompt_ids), len(turn.completion.token_ids)
         span = slice(start, start + n)
-        mask[span], versions[span], log_probs[span] = [True] * n, turn.completion.versions, turn.completion.log_probs
+        mask[span], versions[span], log_probs[span] = (
+            [True] * n,
+            turn.completion.versions,
+            turn.completion.log_probs,
+        )
         rewards[start + n - 1], ends[start + n - 1] = turn.reward, True
     has_rewards = any(turn.rewarded for turn in session.turns)
     return Trajectory(
@@ -168,7 +182,11 @@ def _trajectory(session: Session, episode: Episode, leaf: Turn, fresh: Sequence[
 def failed(played: Played) -> Trajectory:
     """A trajectory without actions, of reward 0, that stands for an episode that failed."""
     task, turns = played.session.task, played.session.turns
-    prompt = replace(task.prompt, token_ids=turns[0].prompt_ids, media=turns[0].media) if turns else task.prompt
+    prompt = (
+        replace(task.prompt, token_ids=turns[0].prompt_ids, media=turns[0].media)
+        if turns
+        else task.prompt
+    )
     ids = list(prompt.token_ids) or [0]
     return Trajectory(
         token_ids=ids,
@@ -194,7 +212,9 @@ def first_difference(session: Session) -> str | None:
             return str(error)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(recorded, rendered, strict=False))
         if (place := len(list(same))) < len(recorded):
-            ours, theirs = (renderer.decode(ids[place : place + 12]) for ids in (recorded, rendered))
+            ours, theirs = (
+                renderer.decode(ids[place : place + 12]) for ids in (recorded, rendered)
+            )
             before = renderer.decode(recorded[max(0, place - 12) : place])
             return f"recorded and rendered tokens differ from token {place} on, after {before!r}: {ours!r}, {theirs!r}"
     return None

@@ -13,14 +13,19 @@ from openppo.datasets.templates import shortened
 _MOST_SECONDS, _MOST_BYTES, _MOST_REDIRECTS = 30.0, 20 * 2**20, 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _UNICAST, _NAT64 = ip_network("2000::/3"), ip_network("64:ff9b::/96")
-_OF_CLOUDS = ip_network("192.0.0.0/24"), ip_network("168.63.129.16/32")  # metadata of Oracle's, of Azure's machines
+_OF_CLOUDS = (
+    ip_network("192.0.0.0/24"),
+    ip_network("168.63.129.16/32"),
+)  # metadata of Oracle's, of Azure's machines
 
 
 def is_public(address: str) -> bool:
     """Test for an IP address of the internet; one that carries an IPv4 address is as public as that."""
     ip = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv6Address):
-        inner = IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour
+        inner = (
+            IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour
+        )
         if inner is None:
             return ip in _UNICAST and ip.is_global
         ip = inner
@@ -46,16 +51,22 @@ async def fetch(address: str) -> bytes:
     try:
         async with (
             asyncio.timeout(_MOST_SECONDS),
-            aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False) as client,
+            aiohttp.ClientSession(
+                connector=connector, headers=headers, auto_decompress=False
+            ) as client,
         ):
             return await _followed(client, address)
     except TimeoutError as error:
-        raise OSError(f"--allow_image_urls waits {_MOST_SECONDS:g} seconds for an image, and it took longer") from error
+        raise OSError(
+            f"--allow_image_urls waits {_MOST_SECONDS:g} seconds for an image, and it took longer"
+        ) from error
     except aiohttp.ClientConnectorError as error:
         if not refused:
             raise OSError(f"{type(error).__name__} {error}") from error
         where = f"{error.host} is at {', '.join(refused)}"
-        raise OSError(f"--allow_image_urls fetches from public addresses only, and {where}: send a data URL") from error
+        raise OSError(
+            f"--allow_image_urls fetches from public addresses only, and {where}: send a data URL"
+        ) from error
     except aiohttp.ClientError as error:
         raise OSError(f"{type(error).__name__} {error}") from error
 
@@ -68,7 +79,9 @@ async def _followed(client: aiohttp.ClientSession, url: str) -> bytes:
                 return await _body(answer)
             url = urljoin(url, answer.headers.get("Location", ""))
         if urlsplit(url).scheme not in ("http", "https"):
-            raise OSError(f"it redirects to {shortened(url)}, and --allow_image_urls fetches http and https only")
+            raise OSError(
+                f"it redirects to {shortened(url)}, and --allow_image_urls fetches http and https only"
+            )
     raise OSError(f"--allow_image_urls follows {_MOST_REDIRECTS} redirects, and it has more")
 
 
@@ -78,5 +91,7 @@ async def _body(answer: aiohttp.ClientResponse) -> bytes:
     async for chunk in answer.content.iter_chunked(2**16):
         content += chunk
         if len(content) > _MOST_BYTES:
-            raise OSError(f"--allow_image_urls reads {_MOST_BYTES // 2**20} MiB of an image, and it is larger")
+            raise OSError(
+                f"--allow_image_urls reads {_MOST_BYTES // 2**20} MiB of an image, and it is larger"
+            )
     return bytes(content)

@@ -25,7 +25,9 @@ class Images:
     def __init__(self, vision: Vision | None, prompt: Prompt, fetches: bool) -> None:
         self.vision, self.fetches, self.near = vision, fetches, prompt.source
         self.items = {item.key: item for item in prompt.media}
-        self._work: dict[str | bytes, asyncio.Task[Any]] = {}  # by address what was fetched, by digest the item
+        self._work: dict[
+            str | bytes, asyncio.Task[Any]
+        ] = {}  # by address what was fetched, by digest the item
 
     def of(self, messages: Sequence[Message]) -> Media:
         """Those of messages that were read, in the order of their places."""
@@ -39,7 +41,9 @@ class Images:
         if not any(media_parts([message])):
             return dict(message)
         if self.vision is None:
-            raise ValueError("a message has an image, and --pretrain reads none here: leave it out.")
+            raise ValueError(
+                "a message has an image, and --pretrain reads none here: leave it out."
+            )
         return {**message, "content": [await self._read(part) for part in message["content"]]}
 
     async def _read(self, part: Any) -> dict[str, Any]:
@@ -48,12 +52,16 @@ class Images:
         if media_key(part) in self.items:
             return dict(part)
         if kind != "image":
-            raise ValueError(f"{shortened(part)}: agents get images, no videos: give some of its frames.")
+            raise ValueError(
+                f"{shortened(part)}: agents get images, no videos: give some of its frames."
+            )
         value = given_in(part)
         try:
             item = await self._item(value)
         except UNREADABLE as error:
-            raise ValueError(f"the image {shortened(value)} cannot be read: {str(error).rstrip('.')}.") from error
+            raise ValueError(
+                f"the image {shortened(value)} cannot be read: {str(error).rstrip('.')}."
+            ) from error
         self.items[item.key] = item
         return media_part(kind, item.key)
 
@@ -70,7 +78,9 @@ class Images:
         else:
             content = read_image(content)
             digest = sha256(f"{content.size}".encode() + content.tobytes()).digest()
-        item: MediaItem = await self._once(digest, lambda: asyncio.to_thread(self._processed, content))
+        item: MediaItem = await self._once(
+            digest, lambda: asyncio.to_thread(self._processed, content)
+        )
         return item
 
     def _processed(self, content: Any) -> MediaItem:
@@ -96,4 +106,6 @@ def check_pixels(content: bytes | bytearray) -> None:
     with suppress(UnidentifiedImageError), Image.open(io.BytesIO(content)) as image:
         if image.width * image.height > _MOST_PIXELS:
             size = f"{image.width} x {image.height} pixels"
-            raise ValueError(f"it has {size}, and messages may have images of {_MOST_PIXELS}: send a smaller one")
+            raise ValueError(
+                f"it has {size}, and messages may have images of {_MOST_PIXELS}: send a smaller one"
+            )

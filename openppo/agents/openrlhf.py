@@ -32,7 +32,9 @@ class AgentInstanceBase(ABC):
 class MultiTurnAgentExecutor:
     """Names the class of the instances, which ``OpenRLHFAgent`` steps."""
 
-    def __init__(self, agent_instance_cls: type[AgentInstanceBase] | None = None, *_: Any, **__: Any) -> None:
+    def __init__(
+        self, agent_instance_cls: type[AgentInstanceBase] | None = None, *_: Any, **__: Any
+    ) -> None:
         self.agent_instance_cls = agent_instance_cls
 
 
@@ -41,12 +43,19 @@ class OpenRLHFAgent(Agent):
 
     def __init__(self, location: str) -> None:
         file = Path(location).expanduser()
-        if file.is_file() and re.search(r"^\s*(from|import) openrlhf\b", file.read_text("utf-8"), flags=re.MULTILINE):
-            raise ValueError(f"--agent {location} imports OpenRLHF: write 'from openppo.agents.openrlhf import ...'.")
+        if file.is_file() and re.search(
+            r"^\s*(from|import) openrlhf\b", file.read_text("utf-8"), flags=re.MULTILINE
+        ):
+            raise ValueError(
+                f"--agent {location} imports OpenRLHF: write 'from openppo.agents.openrlhf import ...'."
+            )
         named = vars(load_module(file, f"--agent {location}"))
         executor = named.get("AgentExecutor", MultiTurnAgentExecutor)
         if hasattr(executor, "execute"):
-            logger.warning("--agent %s: AgentExecutor.execute is not run; instances are stepped as usual", location)
+            logger.warning(
+                "--agent %s: AgentExecutor.execute is not run; instances are stepped as usual",
+                location,
+            )
         self.make: Any = named.get("AgentInstance") or executor().agent_instance_cls
         if not (isinstance(self.make, type) and issubclass(self.make, AgentInstanceBase)):
             raise ValueError(
@@ -59,10 +68,21 @@ class OpenRLHFAgent(Agent):
         instance = self.make()
         prompt, label = task.prompt.text, task.prompt.label
         states = {"observation": prompt, "prompt": prompt, "label": label}
-        text, total, sampling = str((await instance.reset(states))["observation"]), 0.0, _of_vllm(session.setup.params)
-        turn = await session.extend(None, await session.encode(text), {"role": "user", "content": text})
+        text, total, sampling = (
+            str((await instance.reset(states))["observation"]),
+            0.0,
+            _of_vllm(session.setup.params),
+        )
+        turn = await session.extend(
+            None, await session.encode(text), {"role": "user", "content": text}
+        )
         while True:
-            states = {"observation_text": text, "action_text": turn.text, "label": label, "sampling_params": sampling}
+            states = {
+                "observation_text": text,
+                "action_text": turn.text,
+                "label": label,
+                "sampling_params": sampling,
+            }
             made = await instance.step(states)
             total += float(made["rewards"])
             session.reward(total)
@@ -73,19 +93,32 @@ class OpenRLHFAgent(Agent):
                 return
             text += turn.text + feedback
             sampling = made.get("sampling_params") or sampling
-            session.counts["sampling_overridden"] += _is_other(sampling, _of_vllm(session.setup.params))
-            said, most, stop = {"role": "user", "content": feedback}, sampling.max_tokens, sampling.stop or ()
-            turn = await session.extend(turn, await session.encode(feedback), said, max_tokens=most, stop=stop)
+            session.counts["sampling_overridden"] += _is_other(
+                sampling, _of_vllm(session.setup.params)
+            )
+            said, most, stop = (
+                {"role": "user", "content": feedback},
+                sampling.max_tokens,
+                sampling.stop or (),
+            )
+            turn = await session.extend(
+                turn, await session.encode(feedback), said, max_tokens=most, stop=stop
+            )
 
 
 def _is_other(sampling: Any, ours: Any) -> bool:
     """Whether two parameters in vLLM's names sample from different distributions."""
     same_top_k = sampling.top_k == ours.top_k or {sampling.top_k, ours.top_k} == {*ALL_TOKENS}
-    return not same_top_k or (sampling.temperature, sampling.top_p) != (ours.temperature, ours.top_p)
+    return not same_top_k or (sampling.temperature, sampling.top_p) != (
+        ours.temperature,
+        ours.top_p,
+    )
 
 
 def _of_vllm(params: SamplingParams) -> SimpleNamespace:
     """Parameters by vLLM's names."""
     top_k, stop = params.top_k or -1, list(params.stop)
     named = {"temperature": params.temperature, "top_p": params.top_p, "top_k": top_k, "stop": stop}
-    return SimpleNamespace(**named, max_tokens=params.max_new_tokens, min_tokens=params.min_new_tokens, logprobs=1)
+    return SimpleNamespace(
+        **named, max_tokens=params.max_new_tokens, min_tokens=params.min_new_tokens, logprobs=1
+    )

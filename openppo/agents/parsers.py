@@ -49,7 +49,9 @@ def _parser(opening: str, read: _Read) -> Parser:
         content, done = "", 0
         while found := pattern.search(text, done):
             try:
-                more, end = read(text, found, tools) if found["thought"] is None else ([], found.end())
+                more, end = (
+                    read(text, found, tools) if found["thought"] is None else ([], found.end())
+                )
             except ValueError as problem:
                 return Parsed(text, [], str(problem))
             content += text[done : found.start() if more else end]
@@ -71,19 +73,31 @@ def _json(text: str, start: int) -> tuple[Any, int]:
     try:
         value, end = json.JSONDecoder().raw_decode(text, _past(r"\s*", text, start))
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # also NaN, half a surrogate pair, numbers of many digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also NaN, half a surrogate pair, numbers of many digits
         raise ValueError(f"The call is not valid JSON: {error}.") from error
     return value, end
 
 
 def _fields(value: object) -> list[dict[str, Any]]:
     """Name, arguments and id of each call in a JSON value, which is one or a list, flat or in OpenAI's form."""
-    calls = [one if isinstance(one, dict) else {} for one in (value if isinstance(value, list) else [value])]
-    return [call | call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
+    calls = [
+        one if isinstance(one, dict) else {}
+        for one in (value if isinstance(value, list) else [value])
+    ]
+    return [
+        call | call["function"] if isinstance(call.get("function"), dict) else call
+        for call in calls
+    ]
 
 
 def _calls(fields: list[dict[str, Any]]) -> list[ToolCall]:
-    return [_call(each.get("name"), each.get("arguments", each.get("parameters")), each.get("id")) for each in fields]
+    return [
+        _call(each.get("name"), each.get("arguments", each.get("parameters")), each.get("id"))
+        for each in fields
+    ]
 
 
 def _call(name: object, arguments: object, its_id: object = None) -> ToolCall:
@@ -127,7 +141,9 @@ _MISTRAL = r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<i
 def _mistral(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
     """A list of calls in JSON, or, in newer models, name and arguments."""
     value, end = _json(text, opening.end())
-    return [_call(opening["name"], value, opening["id"])] if opening["name"] else _calls(_fields(value)), end
+    return [_call(opening["name"], value, opening["id"])] if opening["name"] else _calls(
+        _fields(value)
+    ), end
 
 
 _DEEPSEEK = (
@@ -139,21 +155,29 @@ _DEEPSEEK = (
 def _deepseek(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
     """Type, name and a block of JSON (V3, R1), or name and JSON (V3.1)."""
     if (name := opening["typed"] or opening["name"]) is None:
-        raise ValueError("The name of a function and <｜tool▁sep｜> must follow <｜tool▁call▁begin｜>.")
+        raise ValueError(
+            "The name of a function and <｜tool▁sep｜> must follow <｜tool▁call▁begin｜>."
+        )
     arguments, end = _json(text, opening.end())
-    end = _closed(text, _past(r"\s*```", text, end) if opening["typed"] else end, "<｜tool▁call▁end｜>")
+    end = _closed(
+        text, _past(r"\s*```", text, end) if opening["typed"] else end, "<｜tool▁call▁end｜>"
+    )
     return [_call(name, arguments)], _past(r"\s*<｜tool▁calls▁end｜>", text, end)
 
 
 _QWEN = r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]*)>|<tool_call>|<function="
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]*)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL
+)
 
 
 def _qwen3_coder(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
     """A function in tags, with parameters in tags, whose types are in the tool's schema."""
     if (function := opening["name"]) is None:
         raise ValueError("<function=NAME> must follow <tool_call>.")
-    offered = [tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == function]
+    offered = [
+        tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == function
+    ]
     schemas = (offered[0] or {}).get("properties") or {} if offered else {}
     arguments, end = {}, opening.end()
     while found := _PARAMETER.match(text, end):
@@ -183,13 +207,18 @@ def _typed(name: str, text: str, types: set[str]) -> Any:
         value, end = _json(text_in_json, 0)
         if not text_in_json[end:].strip():
             return value
-    raise ValueError(f'The parameter "{name}" must be of type {" or ".join(sorted(types))}, not {text[:80]!r}.')
+    raise ValueError(
+        f'The parameter "{name}" must be of type {" or ".join(sorted(types))}, not {text[:80]!r}.'
+    )
 
 
 def _types(schema: Mapping[str, Any] | None) -> set[str]:
     """Names of the types that a JSON schema permits; empty if it says none that JSON has."""
     schema = schema or {}
-    own, parts = schema.get("type") or (), [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    own, parts = (
+        schema.get("type") or (),
+        [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())],
+    )
     return _TYPES.intersection([own] if isinstance(own, str) else own).union(*map(_types, parts))
 
 
@@ -228,6 +257,10 @@ def choose_parser(template: str | None, chosen: str, flag: str) -> str:
         return chosen
     name = next((name for sign, name in _SIGNS.items() if sign in template), "")
     if not name:
-        logger.warning("the chat template has no known format of tool calls: plain JSON is expected")
-    logger.info("--tool_parser auto: tool calls are read as %s, by the chat template", name or "json")
+        logger.warning(
+            "the chat template has no known format of tool calls: plain JSON is expected"
+        )
+    logger.info(
+        "--tool_parser auto: tool calls are read as %s, by the chat template", name or "json"
+    )
     return name or "json"

@@ -43,7 +43,9 @@ class Command:
         # Values are parameters, which a shell does not read as its language.
         self.script = _COLUMN.sub(lambda found: f'"${{{1 + self.columns.index(found[1])}}}"', text)
         if inside := _COLUMN.search(" ".join(_QUOTED.findall(text))):
-            raise ValueError(f"--agent_command: leave the quotes around {inside[0]} out; its value gets its own.")
+            raise ValueError(
+                f"--agent_command: leave the quotes around {inside[0]} out; its value gets its own."
+            )
         try:
             words = [word for word in shlex.split(text) if not re.match(r"\w+=", word)]
         except ValueError as error:
@@ -51,14 +53,20 @@ class Command:
         program, file = [*words, "", ""][:2]
         find = ["/bin/sh", "-c", 'command -v "$1" > /dev/null', "sh", program]
         if re.fullmatch(r"[\w./-]*", program) and subprocess.call(find) != 0:
-            raise ValueError(f"--agent_command: there is no program {program!r}. Install it, or write its whole path.")
+            raise ValueError(
+                f"--agent_command: there is no program {program!r}. Install it, or write its whole path."
+            )
         if re.fullmatch(r"[\w./-]+\.(py|sh|js|ts)", file) and not Path(file).is_file():
-            raise ValueError(f"--agent_command: there is no file {file} in {Path.cwd()}. Write its whole path.")
+            raise ValueError(
+                f"--agent_command: there is no file {file} in {Path.cwd()}. Write its whole path."
+            )
 
     def arguments(self, row: Mapping[str, Any]) -> list[str]:
         """What is executed for ``row``, once it reads ``RELEASE``: texts as they are, other values as JSON."""
         values = [row[column] for column in self.columns]
-        texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
+        texts = [
+            value if isinstance(value, str) else json.dumps(value, default=str) for value in values
+        ]
         return ["/bin/sh", "-c", HOLD + self.script, "sh", *texts]
 
 
@@ -105,7 +113,9 @@ class ProgramAgent(Agent):
                 self.gateway.close(key)
                 session.output = _end_of(errors, 4096)
             if status != 0 and session.ending is not Ending.COMPLETED:
-                raise ProgramError(f"exit status {status}: {(session.output.splitlines() or ['no output'])[-1]}")
+                raise ProgramError(
+                    f"exit status {status}: {(session.output.splitlines() or ['no output'])[-1]}"
+                )
             return None if session.rewards else printed_reward(_end_of(output, 65536))
 
     async def _finished(self, task: Task, key: str, output: IO[bytes], errors: IO[bytes]) -> int:
@@ -129,7 +139,11 @@ class ProgramAgent(Agent):
 
     def _of_episode(self, task: Task, key: str) -> dict[str, str]:
         url, direct = self.gateway.base_url(key), "127.0.0.1,localhost"
-        bypass = ",".join(filter(None, [self.environment.get("NO_PROXY", self.environment.get("no_proxy")), direct]))
+        bypass = ",".join(
+            filter(
+                None, [self.environment.get("NO_PROXY", self.environment.get("no_proxy")), direct]
+            )
+        )
         return {
             "OPENPPO_TASK": row_json(task.prompt.row),
             "OPENAI_BASE_URL": url,
@@ -144,7 +158,9 @@ class ProgramAgent(Agent):
 def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:
     """Variables of this process that a program gets, and ``more``: no rank, device or token."""
     if unset := sorted(set(more) - os.environ.keys()):
-        raise ValueError(f"--agent_env {unset[0]} is not set: export it before the run, or leave it out.")
+        raise ValueError(
+            f"--agent_env {unset[0]} is not set: export it before the run, or leave it out."
+        )
     return {
         name: value
         for name, value in os.environ.items()
@@ -154,7 +170,9 @@ def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:
 
 def row_json(row: Mapping[str, Any]) -> str:
     """A row in JSON, in which images that are no texts are null."""
-    return json.dumps(row, default=lambda value: None if isinstance(value, bytes | Image) else str(value))
+    return json.dumps(
+        row, default=lambda value: None if isinstance(value, bytes | Image) else str(value)
+    )
 
 
 def printed_reward(output: str) -> float | dict[str, float] | None:

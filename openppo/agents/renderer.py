@@ -58,7 +58,11 @@ class Renderer:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     def render(
-        self, messages: Sequence[Message], tools: Tools = (), media: Media = (), most: int = sys.maxsize
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        media: Media = (),
+        most: int = sys.maxsize,
     ) -> list[int]:
         """Token ids of a conversation up to where the model answers.
 
@@ -68,12 +72,20 @@ class Renderer:
         require_shown(messages, partial(self.rendered, tools=tools))
         return self.encode(self.rendered(messages, tools), media, most)
 
-    def rendered(self, messages: Sequence[Message], tools: Tools = (), for_generation: bool = True) -> str:
+    def rendered(
+        self, messages: Sequence[Message], tools: Tools = (), for_generation: bool = True
+    ) -> str:
         """Text of a conversation; ``ValueError`` if the template refuses it."""
         offered = [dict(tool) for tool in tools] or None
 
         def render(content: Callable[[Any], Any]) -> str:
-            return render_chat(messages, self.tokenizer, for_generation=for_generation, tools=offered, content=content)
+            return render_chat(
+                messages,
+                self.tokenizer,
+                for_generation=for_generation,
+                tools=offered,
+                content=content,
+            )
 
         return render(text_of) if self.vision is None else self.vision.write(messages, render, True)
 
@@ -96,25 +108,40 @@ class Renderer:
         if any(message["role"] == "assistant" for message in new):
             return None
         *asked, answer = recorded
-        for before in (asked, [{"role": "user", "content": "-"}]):  # the template may refuse what came before
+        for before in (
+            asked,
+            [{"role": "user", "content": "-"}],
+        ):  # the template may refuse what came before
             for stand_in in _stand_ins(answer):
                 with suppress(ValueError):
                     text = self.rendered([*before, stand_in, *new], tools)
                     if MARK in text:
                         after, calls = text.rpartition(MARK)[2], "tool_calls" in stand_in
-                        return self._continued(after, completion, new, calls=calls, media=media, most=most)
+                        return self._continued(
+                            after, completion, new, calls=calls, media=media, most=most
+                        )
         return None
 
     def _continued(
-        self, after: str, completion: Completion, new: Sequence[Message], calls: bool, media: Media, most: int
+        self,
+        after: str,
+        completion: Completion,
+        new: Sequence[Message],
+        calls: bool,
+        media: Media,
+        most: int,
     ) -> list[int] | None:
         """Token ids of ``after``, what follows the stand-in, from where the turn of ``completion`` ended."""
         last = completion.token_ids[-1] if completion.token_ids else None
         ended = last in self.eos_token_ids
         found = self._special.search(after)
-        while found and (ended or calls) and found[0] not in self._ends:  # tokens around texts and calls
+        while (
+            found and (ended or calls) and found[0] not in self._ends
+        ):  # tokens around texts and calls
             found = self._special.search(after, found.end())
-        if found is None or not _shows(after[found.end() :], new, self.vision.guarded if self.vision else str):
+        if found is None or not _shows(
+            after[found.end() :], new, self.vision.guarded if self.vision else str
+        ):
             return None
         end, ids = self.encode(found[0]), self.encode(after[found.start() :], media, most)
         between = "" if calls else self._special.sub("", after[: found.start()])
@@ -122,7 +149,9 @@ class Renderer:
             return None
         return ids[1:] if last == end[0] else ids
 
-    def parse(self, text: str, prompt_ids: Sequence[int], tools: Tools, number: int) -> tuple[Message, str | None]:
+    def parse(
+        self, text: str, prompt_ids: Sequence[int], tools: Tools, number: int
+    ) -> tuple[Message, str | None]:
         """Turn ``number``, sampled after ``prompt_ids``, as a message, and why a tool call could not be read.
 
         The message is in OpenAI's form, with reasoning apart and calls with ids of their own.
@@ -135,7 +164,10 @@ class Renderer:
         if thoughts is not None:
             message["reasoning_content"] = thoughts
         if parsed.calls:
-            message |= {"content": plain or None, "tool_calls": _in_openai_form(parsed.calls, number)}
+            message |= {
+                "content": plain or None,
+                "tool_calls": _in_openai_form(parsed.calls, number),
+            }
         return message, parsed.error
 
     def encode(self, text: str, media: Media = (), most: int = sys.maxsize) -> list[int]:
@@ -156,8 +188,12 @@ class Renderer:
     def text(self, completion: Completion) -> str:
         """Text of a completion without the token that ended it: EOS, or a special one that the run stops at."""
         ids = completion.token_ids
-        ended = ids and (ids[-1] in self.eos_token_ids or self._special.fullmatch(self.decode(ids[-1:])))
-        return self.decode(ids[:-1] if ended and completion.finish_reason is FinishReason.STOP else ids)
+        ended = ids and (
+            ids[-1] in self.eos_token_ids or self._special.fullmatch(self.decode(ids[-1:]))
+        )
+        return self.decode(
+            ids[:-1] if ended and completion.finish_reason is FinishReason.STOP else ids
+        )
 
     @cached_property
     def bound(self) -> TextBound | None:
@@ -167,13 +203,17 @@ class Renderer:
     @cached_property
     def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
         """One for long texts, and one for huge ones."""
-        self.encode("")  # takes truncation and padding off, which fails while another thread tokenizes
+        self.encode(
+            ""
+        )  # takes truncation and padding off, which fails while another thread tokenizes
         return ThreadPoolExecutor(1, "long texts"), ThreadPoolExecutor(1, "huge texts")
 
     @cached_property
     def _ends(self) -> set[str]:
         """Texts of the tokens that end a turn."""
-        return {str(self.tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.eos_token_ids}
+        return {
+            str(self.tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.eos_token_ids
+        }
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -184,13 +224,23 @@ class Renderer:
     def _structure(self) -> re.Pattern[str]:
         """Matches special tokens that give a chat its form: a message with one would be read as several."""
         tokenizer, template = self.tokenizer, str(self.tokenizer.chat_template)
-        named = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token, *self._ends}
+        named = {
+            tokenizer.bos_token,
+            tokenizer.eos_token,
+            tokenizer.pad_token,
+            tokenizer.unk_token,
+            *self._ends,
+        }
         return _any_of({text for text in self._special_texts if text in named or text in template})
 
     @cached_property
     def _special_texts(self) -> set[str]:
         added = self.tokenizer.added_tokens_decoder.values()
-        return {token.content for token in added if token.special} | {*self.tokenizer.all_special_tokens} | self._ends
+        return (
+            {token.content for token in added if token.special}
+            | {*self.tokenizer.all_special_tokens}
+            | self._ends
+        )
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
@@ -213,14 +263,22 @@ def _in_openai_form(calls: Sequence[ToolCall], turn: int) -> list[dict[str, Any]
     if len(set(ids)) < len(calls):
         ids = [f"c{turn:05d}{place:03d}" for place in range(len(calls))]
     texts = [json.dumps(call.arguments, ensure_ascii=False) for call in calls]
-    functions = [{"name": call.name, "arguments": text} for call, text in zip(calls, texts, strict=True)]
-    return [{"id": i, "type": "function", "function": made} for i, made in zip(ids, functions, strict=True)]
+    functions = [
+        {"name": call.name, "arguments": text} for call, text in zip(calls, texts, strict=True)
+    ]
+    return [
+        {"id": i, "type": "function", "function": made}
+        for i, made in zip(ids, functions, strict=True)
+    ]
 
 
 def _stand_ins(answer: Message) -> list[Message]:
     """Answers with the mark as text and in the arguments of calls; with less where the template refuses that much."""
     marked = json.dumps({"mark": MARK})
-    calls = [{**call, "function": {**call["function"], "arguments": marked}} for call in answer.get("tool_calls") or []]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": marked}}
+        for call in answer.get("tool_calls") or []
+    ]
     text = MARK if answer.get("content") else ""
     tried = [(text, calls), ("", calls[-1:])] if calls else []
     plain: Message = {"role": "assistant", "content": MARK}
@@ -231,7 +289,12 @@ def _shows(text: str, messages: Sequence[Message], written: Callable[[str], str]
     """Whether a rendering has the texts of all messages, as they are ``written`` or in JSON."""
     contents = (message.get("content") for message in messages)
     parts = [content if isinstance(content, list) else [content or ""] for content in contents]
-    texts = [written(text_of([part])).strip() for content in parts for part in content if not media_kind(part)]
+    texts = [
+        written(text_of([part])).strip()
+        for content in parts
+        for part in content
+        if not media_kind(part)
+    ]
     return all(said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text for said in texts)
 
 
@@ -247,7 +310,14 @@ def fingerprints(messages: Sequence[Message], tools: Tools) -> list[int]:
 
 def _said(message: Message) -> list[Any]:
     role, calls = message["role"], message.get("tool_calls") or []
-    text, images = text_of(message.get("content")), [media_key(part) for part in media_parts([message])]
-    named = [(call.get("id"), call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    said = [[call_id, name, read_arguments(arguments or "{}")] for call_id, name, arguments in named]
+    text, images = (
+        text_of(message.get("content")),
+        [media_key(part) for part in media_parts([message])],
+    )
+    named = [
+        (call.get("id"), call["function"]["name"], call["function"]["arguments"]) for call in calls
+    ]
+    said = [
+        [call_id, name, read_arguments(arguments or "{}")] for call_id, name, arguments in named
+    ]
     return [role, text.strip() if role == "assistant" else text, said, images]

@@ -10,7 +10,13 @@ from openppo.agents.episodes import Agent, Played, failed, play
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
-from openppo.rollout.rollout import SampleFailed, SampleRequest, SamplerParts, rank_share, sample_seed
+from openppo.rollout.rollout import (
+    SampleFailed,
+    SampleRequest,
+    SamplerParts,
+    rank_share,
+    sample_seed,
+)
 from openppo.tracking import Metrics, progress_bar
 from openppo.types import Ending, Prompt, SamplingParams, Trajectory
 
@@ -18,7 +24,9 @@ from openppo.types import Ending, Prompt, SamplingParams, Trajectory
 class AgentSampler:
     """Plays episodes of ``agent``, all of this rank at the same time. Collective in every method."""
 
-    def __init__(self, agent: Agent, options: AgentConfig, parser: str, parts: SamplerParts) -> None:
+    def __init__(
+        self, agent: Agent, options: AgentConfig, parser: str, parts: SamplerParts
+    ) -> None:
         self.agent, self.options, self.parts = agent, options, parts
         self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids, parts.vision)
         self.driver = parts.own_driver()
@@ -33,7 +41,11 @@ class AgentSampler:
         mine, first_group = rank_share(asked.prompts, asked.first_group, self.parts.comm)
         tasks, metrics = list[Task](), asked.metrics
         for group, prompt in enumerate(mine, first_group):
-            env_seed = self.options.eval_seed + group if asked.evaluation else sample_seed(asked.seed, group) % 2**31
+            env_seed = (
+                self.options.eval_seed + group
+                if asked.evaluation
+                else sample_seed(asked.seed, group) % 2**31
+            )
             first = group * asked.n_samples
             seeds = [sample_seed(asked.seed, first + sample) for sample in range(asked.n_samples)]
             tasks += [Task(prompt, each, env_seed, group) for each in seeds]
@@ -42,18 +54,27 @@ class AgentSampler:
         with progress_bar(len(tasks), "episodes", enabled=self.parts.comm.rank == 0) as bar:
             # Each step is a sign of progress: episodes have a time limit of their own.
             work = self._play_all(tasks, asked.params, ended)
-            played = self.driver.drive(work, lambda: bar.update(len(ended) - bar.done), self.parts.leave)
+            played = self.driver.drive(
+                work, lambda: bar.update(len(ended) - bar.done), self.parts.leave
+            )
         measure(played, metrics)
         metrics.add("time/engine_idle_s", self.driver.waited - waited)
         if (read := engine.read_tokens - read) > 0:
             metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused) / read)
         self._warn(played)
         if asked.evaluation:
-            kept = [each.trajectories if each.episode.ending.is_trained else [failed(each)] for each in played]
+            kept = [
+                each.trajectories if each.episode.ending.is_trained else [failed(each)]
+                for each in played
+            ]
         else:
             good = [each for each in played if each.episode.ending.is_trained]
             sizes = Counter(each.session.task.group for each in good)
-            kept = [each.trajectories for each in good if sizes[each.session.task.group] >= min(2, asked.n_samples)]
+            kept = [
+                each.trajectories
+                for each in good
+                if sizes[each.session.task.group] >= min(2, asked.n_samples)
+            ]
             for each in played:
                 if not each.episode.ending.is_trained:
                     asked.note_failed(failed(each))
@@ -76,7 +97,13 @@ class AgentSampler:
             await self.agent.stop()
 
     async def sample_one(
-        self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        env_seed: int,
+        group: int,
+        metrics: Metrics,
     ) -> list[Trajectory]:
         """The parts of one episode; ``SampleFailed`` if it is not trained on."""
         played = await self._play(Task(prompt, seed, env_seed, group), self._setup(params))
@@ -85,7 +112,9 @@ class AgentSampler:
             raise SampleFailed(played.episode.failure, failed(played))
         return played.trajectories
 
-    async def _play_all(self, tasks: Sequence[Task], params: SamplingParams, ended: list[Task]) -> list[Played]:
+    async def _play_all(
+        self, tasks: Sequence[Task], params: SamplingParams, ended: list[Task]
+    ) -> list[Played]:
         """Play all tasks; those that have come to an end are put into ``ended``."""
         await self.start()
         setup = self._setup(params)
@@ -105,7 +134,11 @@ class AgentSampler:
     def _tell_of_both(self, played: Played) -> None:
         """Warn once, on one rank, that rewards of tools are added to those of other sources."""
         are_added = played.episode.tool_rewards and played.session.counts["rewarded_turns"] > 0
-        if not (are_added and self.parts.has_rewards) or self._has_told_of_both or self.parts.comm.rank > 0:
+        if (
+            not (are_added and self.parts.has_rewards)
+            or self._has_told_of_both
+            or self.parts.comm.rank > 0
+        ):
             return
         self._has_told_of_both = True
         logger.warning(
@@ -115,13 +148,23 @@ class AgentSampler:
         )
 
     def _setup(self, params: SamplingParams) -> SessionSetup:
-        limits = self.options, self.options.episode_max_len or self.parts.longest, self.parts.context
-        return SessionSetup(self.renderer, self.driver.generate, params, *limits, lambda: self.driver.stood)
+        limits = (
+            self.options,
+            self.options.episode_max_len or self.parts.longest,
+            self.parts.context,
+        )
+        return SessionSetup(
+            self.renderer, self.driver.generate, params, *limits, lambda: self.driver.stood
+        )
 
     def _warn(self, played: Sequence[Played]) -> None:
-        if differ := [each.episode.error for each in played if each.session.counts["rerender_mismatch"]]:
+        if differ := [
+            each.episode.error for each in played if each.session.counts["rerender_mismatch"]
+        ]:
             how = "are rendered otherwise than they were recorded; the first"
-            logger.warning("%d of %d conversations %s: %s", len(differ), len(played), how, differ[0])
+            logger.warning(
+                "%d of %d conversations %s: %s", len(differ), len(played), how, differ[0]
+            )
         lost = [each.episode for each in played if not each.episode.ending.is_trained]
         if lost:
             what = "%d of %d episodes failed and are not trained on; the first: %s"

@@ -148,7 +148,9 @@ def finite_reward(value: Any) -> float:
     except OverflowError:  # of a whole number
         number = math.inf
     if not abs(number) <= LARGEST_REWARD:  # of NaN too
-        raise ValueError(f"the reward {shortened(value)} is no finite number of at most {LARGEST_REWARD}")
+        raise ValueError(
+            f"the reward {shortened(value)} is no finite number of at most {LARGEST_REWARD}"
+        )
     return number
 
 
@@ -185,7 +187,9 @@ class Session:
     _numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self.images = Images(self.setup.renderer.vision, self.task.prompt, self.setup.options.allow_image_urls)
+        self.images = Images(
+            self.setup.renderer.vision, self.task.prompt, self.setup.options.allow_image_urls
+        )
 
     @property
     def leaves(self) -> list[Turn]:
@@ -193,18 +197,27 @@ class Session:
         continued = {turn.parent for turn in self.turns}
         return [turn for turn in self.turns if turn not in continued]
 
-    async def chat(self, messages: Sequence[Message], tools: Tools | None = None, **limits: Unpack[Limits]) -> Turn:
+    async def chat(
+        self, messages: Sequence[Message], tools: Tools | None = None, **limits: Unpack[Limits]
+    ) -> Turn:
         """The model's answer to ``messages``; raises ``EpisodeEnded`` where a limit ends the episode.
 
         ``ValueError`` for messages that the chat template refuses.
         """
         self._check_limits(0)
-        asked, offered = [await self.images.read(message) for message in messages], list(tools or ())
+        asked, offered = (
+            [await self.images.read(message) for message in messages],
+            list(tools or ()),
+        )
         prompt_ids, parent, media = await self._prompt(asked, offered)
         return await self._sample(prompt_ids, parent, asked, offered, limits, media)
 
     async def extend(
-        self, turn: Turn | None, token_ids: Sequence[int], message: Message, **limits: Unpack[Limits]
+        self,
+        turn: Turn | None,
+        token_ids: Sequence[int],
+        message: Message,
+        **limits: Unpack[Limits],
     ) -> Turn:
         """The model's answer after ``token_ids``, the tokens of ``message``, behind a recorded turn or as the first."""
         if turn is None:
@@ -250,7 +263,9 @@ class Session:
         """End the episode; the first ending stands."""
         self.ending = self.ending or ending
 
-    async def _prompt(self, messages: list[Message], tools: Tools) -> tuple[list[int], Turn | None, Media]:
+    async def _prompt(
+        self, messages: list[Message], tools: Tools
+    ) -> tuple[list[int], Turn | None, Media]:
         """Token ids of a request, the turn whose tokens they continue, and the images among them."""
         renderer, ids, media = self.setup.renderer, None, self.images.of(messages)
         n_characters = len(repr((messages, tools)))
@@ -262,7 +277,14 @@ class Session:
             parent = self._longest(asked, lambda turn: turn.said)
             if parent is not None:
                 new = messages[len(parent.messages) :]
-                bridge = partial(renderer.bridge, parent.messages, parent.completion, new, tools, self.images.of(new))
+                bridge = partial(
+                    renderer.bridge,
+                    parent.messages,
+                    parent.completion,
+                    new,
+                    tools,
+                    self.images.of(new),
+                )
                 after = await self._aside(bridge, n_characters)
                 ids, parent = (None, None) if after is None else (parent.token_ids + after, parent)
         if self.turns:  # the first has nothing to continue
@@ -298,16 +320,23 @@ class Session:
         setup, renderer = self.setup, self.setup.renderer
         self._check_limits(len(prompt_ids))
         params, number = self._limited(len(prompt_ids), **limits), next(self._numbers)
-        resume, seed = None if parent is None else parent.completion.parked, sample_seed(self.task.seed, number)
+        resume, seed = (
+            None if parent is None else parent.completion.parked,
+            sample_seed(self.task.seed, number),
+        )
         more = {"media": media} if media else {}
         completion = await setup.generate(prompt_ids, params, seed, resume, **more)
         self._check_limits(len(prompt_ids))
-        text = text_before_stop(renderer.text(completion), completion.token_ids, params, renderer.decode)
+        text = text_before_stop(
+            renderer.text(completion), completion.token_ids, params, renderer.decode
+        )
         message, malformed = renderer.parse(text, prompt_ids, tools, number)
         self.counts["malformed_calls"] += malformed is not None
         messages = [*asked, message]
         said = fingerprints(messages, tools)
-        turn = Turn(number, messages, tools, prompt_ids, completion, text, said, parent, malformed, media)
+        turn = Turn(
+            number, messages, tools, prompt_ids, completion, text, said, parent, malformed, media
+        )
         self.turns.append(turn)
         return turn
 
@@ -323,7 +352,9 @@ class Session:
         if self.ending is not None:
             raise EpisodeEnded(self.ending)
 
-    def _limited(self, n_prompt: int, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> SamplingParams:
+    def _limited(
+        self, n_prompt: int, max_tokens: int | None = None, stop: str | Sequence[str] = ()
+    ) -> SamplingParams:
         """Sampling parameters of a turn after ``n_prompt`` tokens."""
         setup, params = self.setup, self.setup.params
         room = setup.most - n_prompt
@@ -332,4 +363,6 @@ class Session:
             raise ValueError(f"max_tokens {max_tokens}: a positive whole number is needed")
         texts = (stop,) if isinstance(stop, str) else stop
         stops = tuple(dict.fromkeys((*params.stop, *filter(None, texts))))
-        return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stops)
+        return replace(
+            params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most), stop=stops
+        )

@@ -67,9 +67,15 @@ class ToolAgent(Agent):
             lacking += not given and bool(present(extra_info(prompt.row)).get("need_tools_kwargs"))
             if unknown := sorted(given.keys() - self.tools):
                 what = f"--tools has no tool {unknown[0]!r}, which row {prompt.index + 1} of {prompt.source} names"
-                raise ValueError(f"{what} in tools_kwargs. It has: {', '.join(self.tools)}. Correct the name.")
+                raise ValueError(
+                    f"{what} in tools_kwargs. It has: {', '.join(self.tools)}. Correct the name."
+                )
         if lacking:
-            logger.warning("%d of %d rows need tools_kwargs and have none: they play without", lacking, len(prompts))
+            logger.warning(
+                "%d of %d rows need tools_kwargs and have none: they play without",
+                lacking,
+                len(prompts),
+            )
 
     async def run(self, task: Task, session: Session) -> None:
         """Play an episode, whose rewards are those of its turns."""
@@ -81,7 +87,9 @@ class ToolEpisode:
 
     def __init__(self, agent: ToolAgent, task: Task, session: Session) -> None:
         self.agent, self.session, self.given = agent, session, arguments_of(task.prompt.row)
-        self.tools = {name: tool for name, tool in agent.tools.items() if name in self.given or not self.given}
+        self.tools = {
+            name: tool for name, tool in agent.tools.items() if name in self.given or not self.given
+        }
         self.messages = [dict(message) for message in task.messages]
         self.instances: dict[str, str] = {}
         self.state = State.PENDING
@@ -114,14 +122,18 @@ class ToolEpisode:
     async def _has_calls(self) -> bool:
         """Let the model answer."""
         self.state = State.RUNNING
-        turn = await self.session.chat(self.messages, [tool.tool_schema.offered() for tool in self.tools.values()])
+        turn = await self.session.chat(
+            self.messages, [tool.tool_schema.offered() for tool in self.tools.values()]
+        )
         self.messages.append(turn.message)
         return bool(turn.tool_calls or turn.malformed)
 
     async def _execute(self) -> None:
         """Execute all calls of the last turn at the same time. The model reads their results, or what was wrong."""
         self.state, turn = State.TOOL_CALLING, self.session.turns[-1]
-        answers = await asyncio.gather(*(self._call(**made["function"]) for made in turn.tool_calls))
+        answers = await asyncio.gather(
+            *(self._call(**made["function"]) for made in turn.tool_calls)
+        )
         for made, answer in zip(turn.tool_calls, answers, strict=True):
             whose = {"tool_call_id": made["id"], "name": made["function"]["name"]}
             self.messages.append({"role": "tool", **whose, "content": answer.content})
@@ -133,20 +145,33 @@ class ToolEpisode:
     async def _call(self, name: str, arguments: str) -> Answer:
         """Result of a call, or an error that the model reads."""
         if name not in self.tools:
-            return Answer(self._error(f"there is no tool {name!r}; there are: {', '.join(self.tools)}"))
-        takes_text = [*signature(self.tools[name].execute).parameters.values()][1].annotation in (str, "str")
+            return Answer(
+                self._error(f"there is no tool {name!r}; there are: {', '.join(self.tools)}")
+            )
+        takes_text = [*signature(self.tools[name].execute).parameters.values()][1].annotation in (
+            str,
+            "str",
+        )
         given = arguments if takes_text else json.loads(arguments)
         try:
             result = await self._use(name, "execute", self.instances[name], given)
-            response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
-            answer = Answer(await self._seen(name, await self._read(name, response)), _number(name, reward))
+            response, reward, metrics = (
+                (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
+            )
+            answer = Answer(
+                await self._seen(name, await self._read(name, response)), _number(name, reward)
+            )
         except ToolError as error:
             if name not in self.agent.failing:
                 self.agent.failing.add(name)
-                logger.warning("the tool %s; the model reads that, agent/tool_errors counts it", error)
+                logger.warning(
+                    "the tool %s; the model reads that, agent/tool_errors counts it", error
+                )
             return Answer(await self._cut(self._error(str(error))))
         measured = metrics.items() if isinstance(metrics, Mapping) else ()
-        self.session.metrics |= {f"{name}/{key}": n for key, n in measured if isinstance(n, int | float)}
+        self.session.metrics |= {
+            f"{name}/{key}": n for key, n in measured if isinstance(n, int | float)
+        }
         return answer
 
     async def _use(self, name: str, method: str, *arguments: Any) -> Any:
@@ -179,12 +204,23 @@ class ToolEpisode:
         if images and self.session.setup.renderer.vision is None:
             if name not in self.agent.failing:
                 self.agent.failing.add(name)
-                logger.warning("the tool %s returns images, and --pretrain reads none: they are left out", name)
+                logger.warning(
+                    "the tool %s returns images, and --pretrain reads none: they are left out", name
+                )
             images = []
-        text = made.get("text") or "" if images or isinstance(response, ToolResponse) else made.get("text")
+        text = (
+            made.get("text") or ""
+            if images or isinstance(response, ToolResponse)
+            else made.get("text")
+        )
         if not isinstance(text, str) or made.get("video"):
-            raise ToolError(f"{name}: {shortened(response)} is no text, dict with 'text' or 'image', or ToolResponse")
-        parts = [{"type": "image", "image": image} for image in (images if isinstance(images, list) else [images])]
+            raise ToolError(
+                f"{name}: {shortened(response)} is no text, dict with 'text' or 'image', or ToolResponse"
+            )
+        parts = [
+            {"type": "image", "image": image}
+            for image in (images if isinstance(images, list) else [images])
+        ]
         return _joined([parts, await self._cut(text)])
 
     async def _seen(self, name: str, content: Content) -> Content:
@@ -239,7 +275,10 @@ def present(given: Mapping[str, Any] | None) -> dict[str, Any]:
 def arguments_of(row: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Arguments of a row by tool and by "create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs"."""
     tools = present(present(extra_info(row)).get("tools_kwargs"))
-    return {tool: {part: present(given) for part, given in parts.items()} for tool, parts in tools.items()}
+    return {
+        tool: {part: present(given) for part, given in parts.items()}
+        for tool, parts in tools.items()
+    }
 
 
 def create_arguments(create: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,10 @@ from uuid import uuid4
 import yaml
 from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError
 from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+)
 
 from openppo.user_code import call, leaving_no_trace, load_module
 
@@ -46,7 +49,10 @@ class OpenAIFunctionToolSchema(BaseModel, extra="allow"):
     def offered(self) -> dict[str, Any]:
         """What the chat template gets: all that was given, with a description and parameters in any case."""
         least = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
-        return {"type": "function", "function": least | self.function.model_dump(exclude_unset=True)}
+        return {
+            "type": "function",
+            "function": least | self.function.model_dump(exclude_unset=True),
+        }
 
 
 class ToolResponse(BaseModel):
@@ -60,15 +66,21 @@ class ToolResponse(BaseModel):
 class BaseTool:
     """A tool, made once, with an instance in each episode. Methods may be coroutines or plain functions."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+    ) -> None:
         self.config = config
-        self.tool_schema = OpenAIFunctionToolSchema.model_validate(tool_schema or self.get_openai_tool_schema())
+        self.tool_schema = OpenAIFunctionToolSchema.model_validate(
+            tool_schema or self.get_openai_tool_schema()
+        )
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema of a tool that is made without one."""
         if not hasattr(self, "tool_schema"):
-            raise ValueError(f"{type(self).__name__}: no schema. Override get_openai_tool_schema(), or put it in YAML.")
+            raise ValueError(
+                f"{type(self).__name__}: no schema. Override get_openai_tool_schema(), or put it in YAML."
+            )
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
@@ -113,7 +125,11 @@ class FunctionTool(BaseTool):
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         """Call the function."""
         result = await call(self.function, **parameters, **kwargs)
-        return result if isinstance(result, str | ToolResponse) else json.dumps(result, ensure_ascii=False, default=str)
+        return (
+            result
+            if isinstance(result, str | ToolResponse)
+            else json.dumps(result, ensure_ascii=False, default=str)
+        )
 
 
 def load_tools(location: str) -> list[BaseTool]:
@@ -126,10 +142,14 @@ def load_tools(location: str) -> list[BaseTool]:
         except (ValueError, DocstringParsingException, TypeHintParsingException) as error:
             raise ValueError(f"{where}: {_first(error)}") from error
     if not tools:
-        raise ValueError(f"{where}: it has no tools. Write a subclass of BaseTool, or mark a function with @tool.")
+        raise ValueError(
+            f"{where}: it has no tools. Write a subclass of BaseTool, or mark a function with @tool."
+        )
     names = [tool.name for tool in tools]
     if twice := sorted(name for name in names if names.count(name) > 1):
-        raise ValueError(f"{where}: two tools are named {twice[0]!r}. Give one of them another name.")
+        raise ValueError(
+            f"{where}: two tools are named {twice[0]!r}. Give one of them another name."
+        )
     return tools
 
 
@@ -137,9 +157,16 @@ def _of_module(file: Path, where: str) -> list[Callable[[], BaseTool]]:
     """Marked functions, and classes that are written in the file; names that begin with _ are no tools."""
     module = load_module(file, where)
     public = [value for name, value in vars(module).items() if not name.startswith("_")]
-    classes = [v for v in public if isinstance(v, type) and issubclass(v, BaseTool) and v.__module__ == module.__name__]
+    classes = [
+        v
+        for v in public
+        if isinstance(v, type) and issubclass(v, BaseTool) and v.__module__ == module.__name__
+    ]
     functions = [value for value in public if hasattr(value, "is_tool")]
-    return [*(partial(own, {}, None) for own in classes), *(partial(FunctionTool, marked) for marked in functions)]
+    return [
+        *(partial(own, {}, None) for own in classes),
+        *(partial(FunctionTool, marked) for marked in functions),
+    ]
 
 
 def _imported(class_name: str) -> Any:
@@ -167,11 +194,15 @@ def _of_yaml(file: Path, where: str) -> list[Callable[[], BaseTool]]:
     sys.path.append(str(file.resolve().parent))  # at its end, where it hides nothing
     form = TypeAdapter(dict[Literal["tools"], list[_Entry]])
     try:
-        entries = form.validate_python(yaml.safe_load(file.read_text(encoding="utf-8"))).get("tools", [])
+        entries = form.validate_python(yaml.safe_load(file.read_text(encoding="utf-8"))).get(
+            "tools", []
+        )
     except (OSError, yaml.YAMLError, ValueError) as error:
         form_of_file = "a list 'tools:' of class_name (of an openppo.agents.tools.BaseTool), config and tool_schema"
         problem = _first(error)
-        raise ValueError(f"{where}: {problem}{'' if problem[-1] == '.' else f'. Write {form_of_file}.'}") from error
+        raise ValueError(
+            f"{where}: {problem}{'' if problem[-1] == '.' else f'. Write {form_of_file}.'}"
+        ) from error
     return [partial(entry.class_name, entry.config or {}, entry.tool_schema) for entry in entries]
 
 

@@ -7,7 +7,12 @@ import tyro
 from openppo.cli.options import run_command
 from openppo.config import ExportConfig
 
-main = partial(run_command, ExportConfig, "openppo.trainer.resume.export:Export", tyro.conf.PositionalRequiredArgs)
+main = partial(
+    run_command,
+    ExportConfig,
+    "openppo.trainer.resume.export:Export",
+    tyro.conf.PositionalRequiredArgs,
+)
 
 if __name__ == "__main__":
     main()

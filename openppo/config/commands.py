@@ -7,11 +7,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from openppo.config.agents import FORMS, AgentConfig
-from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
-from openppo.config.fields import Options, Rules, declared_options, given_options, raise_first, rules_of
+from openppo.config.data import (
+    PPODataConfig,
+    PreferenceConfig,
+    ProcessConfig,
+    SFTDataConfig,
+    SupervisedConfig,
+)
+from openppo.config.fields import (
+    Options,
+    Rules,
+    declared_options,
+    given_options,
+    raise_first,
+    rules_of,
+)
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
 from openppo.config.orchestrator import OrchestratorConfig
-from openppo.config.ppo import GROUP_ESTIMATORS, AdvantageConfig, KLConfig, LossConfig, PolicyLossType, PPOConfig
+from openppo.config.ppo import (
+    GROUP_ESTIMATORS,
+    AdvantageConfig,
+    KLConfig,
+    LossConfig,
+    PolicyLossType,
+    PPOConfig,
+)
 from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import (
@@ -40,14 +60,20 @@ class TrainingConfig(Options):
     @property
     def input_models(self) -> dict[str, str | None]:
         """Input models by flag; None where an option is not given."""
-        return {f"--{name}": model for name, model in given_options(self).items() if name.endswith("pretrain")}
+        return {
+            f"--{name}": model
+            for name, model in given_options(self).items()
+            if name.endswith("pretrain")
+        }
 
     @property
     def output_models(self) -> dict[str, str]:
         """Folders that receive models, by flag."""
         return {"--save_path": self.run.save_path}
 
-    def validate(self, world_size: int = 1, own_source: bool = False, own_rewards: bool | None = None) -> None:
+    def validate(
+        self, world_size: int = 1, own_source: bool = False, own_rewards: bool | None = None
+    ) -> None:
         """As of ``Options``, for so many ranks that train.
 
         With ``own_source`` the caller's source gives prompts and rewards and evaluates.
@@ -68,7 +94,10 @@ class TrainingConfig(Options):
         """Messages about data that other options need."""
         options = given_options(self)
         flag = "eval_data" if "eval_data" in options else "eval_dataset"
-        missing, best = options[flag] is None and not options.get("eval_n_envs"), self.checkpoint.keep_best
+        missing, best = (
+            options[flag] is None and not options.get("eval_n_envs"),
+            self.checkpoint.keep_best,
+        )
         if missing and best is not None:
             yield f"--keep_best {best} compares evaluations: give held-out data with --{flag}."
         for condition in self.run.stop_conditions:
@@ -102,7 +131,9 @@ class TrainPPOConfig(TrainingConfig):
     dump: DumpConfig = field(default_factory=DumpConfig)
 
     def __post_init__(self) -> None:
-        if self.loss.policy_loss_type is None:  # the resolved one is shown, saved and compared on resume
+        if (
+            self.loss.policy_loss_type is None
+        ):  # the resolved one is shown, saved and compared on resume
             kind: PolicyLossType = "decoupled" if self.orchestrator.max_staleness > 0 else "ppo"
             object.__setattr__(self, "loss", replace(self.loss, policy_loss_type=kind))
 
@@ -110,7 +141,9 @@ class TrainPPOConfig(TrainingConfig):
         """Ranks that train; ``ValueError`` if those that only sample leave none."""
         if (sampling := self.orchestrator.rollout_ranks) >= world_size:
             ranks = f"{world_size} rank{'s' * (world_size > 1)}"
-            raise ValueError(f"--rollout_ranks {sampling} of {ranks} leaves none to train: start more, or use fewer.")
+            raise ValueError(
+                f"--rollout_ranks {sampling} of {ranks} leaves none to train: start more, or use fewer."
+            )
         return world_size - sampling
 
     @property
@@ -118,7 +151,10 @@ class TrainPPOConfig(TrainingConfig):
         """Where rewards of evaluations come from; those of ``--eval_reward_fn`` have no weights."""
         if (function := self.evaluation.eval_reward_fn) is None:
             return self.rewards
-        given, kept = vars(self.rewards), ("reward_error_value", "step_separator", "reward_workers", "reward_timeout")
+        given, kept = (
+            vars(self.rewards),
+            ("reward_error_value", "step_separator", "reward_workers", "reward_timeout"),
+        )
         return RewardConfig(reward_fn=function, **{name: given[name] for name in kept})
 
     @property
@@ -140,7 +176,9 @@ class TrainPPOConfig(TrainingConfig):
     def output_models(self) -> dict[str, str]:
         if self.evaluation.val_only:
             return {}
-        critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
+        critic = {
+            "--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"
+        }
         return super().output_models | (critic if self.model.save_value_network else {})
 
     def missing_inputs(self, own_rewards: bool | None = None) -> Iterator[str]:
@@ -155,7 +193,11 @@ class TrainPPOConfig(TrainingConfig):
         plays = self.agents.environment is not None
         if self.data.prompt_data == "" and not plays:
             yield "No prompts are given: pass --prompt_data FILE."
-        if self.data.prompt_data == "" and plays and (self.agents.n_envs is None or self.ppo.max_steps is None):
+        if (
+            self.data.prompt_data == ""
+            and plays
+            and (self.agents.n_envs is None or self.ppo.max_steps is None)
+        ):
             yield "--environment without --prompt_data has no rows to count: give --n_envs and --max_steps."
         if plays and self.rewards.names():
             yield ENVIRONMENT_REWARDS
@@ -195,8 +237,15 @@ class TrainPPOConfig(TrainingConfig):
             yield "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out."
 
     def _count_problems(self, ranks: int) -> Iterator[str]:
-        batch, prompts, n = self.batch.train_batch_size, self.prompts_per_step, self.ppo.n_samples_per_prompt
-        if self.agents.n_envs is not None and self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size:
+        batch, prompts, n = (
+            self.batch.train_batch_size,
+            self.prompts_per_step,
+            self.ppo.n_samples_per_prompt,
+        )
+        if (
+            self.agents.n_envs is not None
+            and self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size
+        ):
             yield "--n_envs says how many seeds a step has, and so does --rollout_batch_size: leave one of them out."
         flag = "--n_envs" if self.agents.n_envs else "--rollout_batch_size"
         if prompts % ranks != 0:
@@ -225,7 +274,9 @@ class TrainPPOConfig(TrainingConfig):
         if self.shaping.reward_normalizer == "group":
             estimator, by_group = self.advantage.advantage_estimator, "--reward_normalizer group"
             if estimator in ("group_norm", "remax"):
-                why = {"group_norm": "does the same", "remax": "compares with a greedy response"}[estimator]
+                why = {"group_norm": "does the same", "remax": "compares with a greedy response"}[
+                    estimator
+                ]
                 yield f"{by_group}: --advantage_estimator {estimator} {why}: use another, or leave out normalization."
         verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiable_reward)))
         if verified and self.data.label_key is None and self.data.input_key is not None:
@@ -253,7 +304,9 @@ class TrainPPOConfig(TrainingConfig):
             evaluation = self.evaluation
             own = {"prompt_data": self.data.prompt_data, "eval_data": evaluation.eval_data}
             own["eval_reward_fn"] = evaluation.eval_reward_fn
-            own |= {form: vars(self.agents)[form] for form in FORMS} | dict.fromkeys(rewards.names(), "given")
+            own |= {form: vars(self.agents)[form] for form in FORMS} | dict.fromkeys(
+                rewards.names(), "given"
+            )
             if given := [name for name, value in own.items() if value]:
                 yield f"--tasks says what each task is, its {given[0]} too: leave it out of the command line."
             if self.ppo.max_steps is None:
@@ -264,7 +317,9 @@ class TrainPPOConfig(TrainingConfig):
             return
         if self.generation.rollout_engine == "vllm" and asynchronous.running_requests == "continue":
             yield "--rollout_engine vllm cannot continue requests with new weights: use --running_requests drain."
-        if (pieces := self.generation.vllm_tensor_parallel_size) > 1 and asynchronous.rollout_ranks > 0:
+        if (
+            pieces := self.generation.vllm_tensor_parallel_size
+        ) > 1 and asynchronous.rollout_ranks > 0:
             yield f"--vllm_tensor_parallel_size {pieces}: --rollout_ranks work each by itself; leave one of them out."
         if self.lora.load_in_4bit and asynchronous.rollout_ranks > 0:
             yield "--load_in_4bit keeps no whole weights that could be sent to --rollout_ranks: leave one of them out."
@@ -317,4 +372,8 @@ class TrainPRMConfig(SupervisedCommand):
 def training_rules() -> dict[str, Rules]:
     """Rules of the options of all commands that train, by name."""
     commands = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
-    return {name: rules_of(option) for command in commands for name, option in declared_options(command).items()}
+    return {
+        name: rules_of(option)
+        for command in commands
+        for name, option in declared_options(command).items()
+    }

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openppo.config.fields import NUMBER, Options, at_least, not_empty, not_negative, option, positive, require
+from openppo.config.fields import (
+    NUMBER,
+    Options,
+    at_least,
+    not_empty,
+    not_negative,
+    option,
+    positive,
+    require,
+)
 from openppo.config.models import ModelConfig, VisionConfig
 
 DataFormat = Literal[
@@ -79,7 +88,11 @@ class RowsConfig(Options):
         for name in ("image_key", "video_key"):
             if vars(self)[name] is not None and self.dataset_num_proc > 0:
                 yield f"--dataset_num_proc keeps texts, no images: leave it out with --{name}."
-        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+        if (
+            self.min_pixels is not None
+            and self.max_pixels is not None
+            and self.min_pixels > self.max_pixels
+        ):
             yield f"--min_pixels {self.min_pixels} is above --max_pixels {self.max_pixels}: lower it."
         parse_template_kwargs(self.chat_template_kwargs)
 
@@ -228,7 +241,9 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any]:
         parsed = None
     if not isinstance(parsed, dict):
         example = "'{\"enable_thinking\": false}'"
-        raise ValueError(f"--chat_template_kwargs {text}: not a JSON object. In single quotes: {example}.")
+        raise ValueError(
+            f"--chat_template_kwargs {text}: not a JSON object. In single quotes: {example}."
+        )
     return parsed
 
 
@@ -238,7 +253,12 @@ def parse_probs(sources: str, probs: str | None, flag: str) -> list[tuple[str, f
     require(all(names), f"--{flag} {sources!r} has an empty name between commas.")
     if probs is None:
         return [(name, None) for name in names]
-    shares = [float(share) if re.fullmatch(rf"\s*{NUMBER}\s*", share) else 0.0 for share in probs.split(",")]
+    shares = [
+        float(share) if re.fullmatch(rf"\s*{NUMBER}\s*", share) else 0.0
+        for share in probs.split(",")
+    ]
     what = f"one positive number for each of the {len(names)} sources of --{flag}, with commas"
-    require(len(shares) == len(names) and min(shares) > 0, f"--{flag}_probs {probs!r}: give {what}.")
+    require(
+        len(shares) == len(names) and min(shares) > 0, f"--{flag}_probs {probs!r}: give {what}."
+    )
     return [(name, share / sum(shares)) for name, share in zip(names, shares, strict=True)]

@@ -42,7 +42,10 @@ class Bound:
 positive = Bound("must be positive", lambda value: value > 0)
 not_negative = Bound("must not be negative", lambda value: value >= 0)
 not_empty = Bound("must not be empty", lambda value: value != "")
-a_path = Bound('must be the path of a folder; "~" is not expanded here', lambda value: value[:1] not in ("", "~"))
+a_path = Bound(
+    'must be the path of a folder; "~" is not expanded here',
+    lambda value: value[:1] not in ("", "~"),
+)
 
 
 def at_least(least: float, other: float | None = None) -> Bound:
@@ -81,7 +84,9 @@ class Rules:
     """Whether it is a path or address that may differ between hosts."""
 
 
-def option(default: Any = dataclasses.MISSING, bound: Bound | None = None, note: str = "", **given: Any) -> Any:
+def option(
+    default: Any = dataclasses.MISSING, bound: Bound | None = None, note: str = "", **given: Any
+) -> Any:
     """Declare an option with rules: ``seed: int = option(42, not_negative, resume="must match")``."""
     return field(default=default, metadata={"rules": Rules(bound, note, **given)})
 
@@ -127,7 +132,9 @@ def _check_value(name: str, value: Any, hint: Any, allowed: Rules) -> None:
     values = [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
     shown = " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
     if allowed.bound is not None and not all(map(allowed.bound.holds, values)):
-        raise ValueError(f"--{name} {allowed.bound.says}{', got ' * (shown != '')}{shown}{allowed.note}.")
+        raise ValueError(
+            f"--{name} {allowed.bound.says}{', got ' * (shown != '')}{shown}{allowed.note}."
+        )
     infinite = allowed.may_be_infinite
     for number in [one for one in values if isinstance(one, float)]:
         finite = math.isfinite(number) or (infinite and not math.isnan(number))
@@ -144,7 +151,11 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is tuple:
         each = inner[:1] * len(value) if inner[1:] == (...,) else inner
         return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
-    return hint is bool if isinstance(value, bool) else isinstance(value, (int, float) if hint is float else hint)
+    return (
+        hint is bool
+        if isinstance(value, bool)
+        else isinstance(value, (int, float) if hint is float else hint)
+    )
 
 
 def _words(hint: Any) -> str:
@@ -178,7 +189,10 @@ def flat_dict(config: Options) -> dict[str, object]:
 
     Secrets in URLs are masked, and a key of --use_wandb is left out.
     """
-    values = {n: mask_credentials(v) if isinstance(v, str) else v for n, v in given_options(config).items()}
+    values = {
+        n: mask_credentials(v) if isinstance(v, str) else v
+        for n, v in given_options(config).items()
+    }
     return values if values.get("use_wandb") is None else values | {"use_wandb": KEY_FROM_ELSEWHERE}
 
 
@@ -196,10 +210,15 @@ def from_options(command: type[Command], **options: Any) -> Command:
     and ``TypeError`` if a required option is missing; ``validate`` checks values.
     """
     for other in SPELLINGS.keys() & options.keys():
-        require(SPELLINGS[other] not in options, f"{other} is {SPELLINGS[other]} under another name: give one of them.")
+        require(
+            SPELLINGS[other] not in options,
+            f"{other} is {SPELLINGS[other]} under another name: give one of them.",
+        )
         options[SPELLINGS[other]] = options.pop(other)
     if unknown := sorted(options.keys() - declared_options(command)):
-        raise ValueError(f"{command.__name__} has no option {', '.join(unknown)}; see --help for all options.")
+        raise ValueError(
+            f"{command.__name__} has no option {', '.join(unknown)}; see --help for all options."
+        )
     given: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(command).items():
         if is_group(hint):

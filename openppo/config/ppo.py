@@ -8,8 +8,15 @@ from typing import Literal
 
 from openppo.config.fields import Bound, Options, at_least, inside, not_negative, option, positive
 
-AdvantageEstimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "remax"]
-GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+AdvantageEstimator = Literal[
+    "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "remax"
+]
+GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = (
+    "reinforce_baseline",
+    "rloo",
+    "group_norm",
+    "dr_grpo",
+)
 """Those that compare the responses to one prompt: with a single one, all advantages would be 0 or undefined."""
 PolicyLossType = Literal["ppo", "gspo", "cispo", "double_sided", "decoupled"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -89,7 +96,9 @@ class AdvantageConfig(Options):
     """Lambda of generalized advantage estimation."""
     lambd_critic: float | None = option(None, inside("[0, 1]"), of_critic=True)
     """Lambda of the critic's targets (default: --lambd)."""
-    adaptive_lambd_alpha: float | None = option(None, positive, "; None leaves it off", of_critic=True)
+    adaptive_lambd_alpha: float | None = option(
+        None, positive, "; None leaves it off", of_critic=True
+    )
     """Use lambda = 1 - 1 / (alpha x response length) for the advantages instead of --lambd (VAPO: 0.05)."""
     normalize_advantages: Literal["default", "on", "off"] = "default"
     """Normalize over the action tokens of the whole buffer; default: gae, reinforce, reinforce_baseline, rloo."""
@@ -171,7 +180,11 @@ class LossConfig(Options):
     def wanted_old_log_probs(self) -> OldLogProbs:
         """``old_log_probs``; for auto the only source that the loss works with, if there is just one."""
         of_loss: dict[str, OldLogProbs] = {"double_sided": "rollout", "decoupled": "recompute"}
-        return of_loss.get(self.loss_type, "auto") if self.old_log_probs == "auto" else self.old_log_probs
+        return (
+            of_loss.get(self.loss_type, "auto")
+            if self.old_log_probs == "auto"
+            else self.old_log_probs
+        )
 
     def problems(self) -> Iterator[str]:
         loss, correction = self.loss_type, self.rollout_correction
@@ -195,7 +208,11 @@ class LossConfig(Options):
         yield from self._problems_of_correction()
 
     def _problems_of_correction(self) -> Iterator[str]:
-        correction, low, high = self.rollout_correction, self.rollout_correction_low, self.rollout_correction_high
+        correction, low, high = (
+            self.rollout_correction,
+            self.rollout_correction_low,
+            self.rollout_correction_high,
+        )
         if low is not None and high is not None and low >= high:
             yield f"--rollout_correction_low {low} must be below --rollout_correction_high {high}."
         if self.old_log_probs == "rollout" and correction != "none":

@@ -78,7 +78,9 @@ def _has_no_effect(phase: str, flag: str, options: Mapping[str, Any]) -> bool:
         "vllm_gpu_memory_utilization": options.get("rollout_engine") != "vllm",
         "micro_train_tokens": value is None,
         "micro_rollout_tokens": value is None,
-        "micro_train_batch_size": phase == "training" and options.get("micro_train_tokens") is not None,
-        "micro_rollout_batch_size": phase == "experience" and options.get("micro_rollout_tokens") is not None,
+        "micro_train_batch_size": phase == "training"
+        and options.get("micro_train_tokens") is not None,
+        "micro_rollout_batch_size": phase == "experience"
+        and options.get("micro_rollout_tokens") is not None,
     }
     return bool(no_effect.get(name)) or value == 1  # which True equals

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.fields import NUMBER, Options, at_least, not_empty, not_negative, option, positive, require
+from openppo.config.fields import (
+    NUMBER,
+    Options,
+    at_least,
+    not_empty,
+    not_negative,
+    option,
+    positive,
+    require,
+)
 
 Verifier = Literal["exact_match", "regex", "math", "length"]
 ENVIRONMENT_REWARDS = "--environment gives the rewards: leave out all other sources of rewards."
@@ -102,7 +111,9 @@ class RewardConfig(Options):
     def pass_threshold(self, pass_reward: float | None, pass_on: str | None) -> float | None:
         """``--pass_reward``, else 1; None where a model or server decides, whose scale is its own."""
         has_learned = bool(self.reward_pretrain or self.remote_rm_url or self.prm_pretrain)
-        learned = {"reward_model", "remote", "prm"} | ({"reward"} if self.names() == ["reward"] else set())
+        learned = {"reward_model", "remote", "prm"} | (
+            {"reward"} if self.names() == ["reward"] else set()
+        )
         decides = has_learned and (pass_on is None or pass_on in learned)
         return pass_reward if pass_reward is not None or decides else 1.0
 

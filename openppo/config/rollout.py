@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive
+from openppo.config.fields import (
+    Options,
+    at_least,
+    inside,
+    not_empty,
+    not_negative,
+    option,
+    positive,
+)
 
 ALL_TOKENS = (0, -1)
 """Values of top_k that leave it out, in transformers and in vLLM; here it is None."""

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from openppo.config.fields import NUMBER, Options, a_path, at_least, inside, not_empty, not_negative, option, positive
+from openppo.config.fields import (
+    NUMBER,
+    Options,
+    a_path,
+    at_least,
+    inside,
+    not_empty,
+    not_negative,
+    option,
+    positive,
+)
 
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
@@ -26,7 +36,9 @@ class Condition:
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
         """Whether the condition is true of ``metrics``; never for NaN."""
-        return self.metric in metrics and bool(_COMPARE[self.comparison](metrics[self.metric], self.bound))
+        return self.metric in metrics and bool(
+            _COMPARE[self.comparison](metrics[self.metric], self.bound)
+        )
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,10 @@ class RunConfig(Options):
     """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
 
     def problems(self) -> Iterator[str]:
-        for name, value in (("dry_run_ranks", self.dry_run_ranks), ("dry_run_memory", self.dry_run_memory)):
+        for name, value in (
+            ("dry_run_ranks", self.dry_run_ranks),
+            ("dry_run_memory", self.dry_run_memory),
+        ):
             if value is not None and not self.dry_run:
                 yield f"--{name} has an effect with --dry_run only: add it."
 
@@ -64,7 +79,9 @@ class RunConfig(Options):
         for text in self.stop_when:
             match = re.fullmatch(rf"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*({NUMBER})\s*", text)
             if match is None:
-                raise ValueError(f"--stop_when {text!r}: write a metric, one of > >= < <=, and a number: 'kl > 0.2'.")
+                raise ValueError(
+                    f"--stop_when {text!r}: write a metric, one of > >= < <=, and a number: 'kl > 0.2'."
+                )
             conditions.append(Condition(text, match[1], match[2], float(match[3])))
         return conditions
 
@@ -117,7 +134,9 @@ class DeepSpeedConfig(Options):
     deterministic: bool = False
     """Add gradients on a GPU in a fixed order, so that equal runs, and resumed ones, are equal bit for bit; slower.
     CPUs always do."""
-    seed: int = option(42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset"))
+    seed: int = option(
+        42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset")
+    )
     """Seed of data order, initialization and sampling."""
 
     def problems(self) -> Iterator[str]:
@@ -138,9 +157,9 @@ class AdamConfig(Options):
     """Decay rates of Adam's running means."""
     l2: float = option(0.0, not_negative)
     """Decoupled weight decay (AdamW)."""
-    lr_scheduler: Literal["cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"] = (
-        "cosine_with_min_lr"
-    )
+    lr_scheduler: Literal[
+        "cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"
+    ] = "cosine_with_min_lr"
     """Learning-rate schedule; cosine_with_min_lr ends at 10 % of the peak."""
     lr_warmup_ratio: float = option(0.03, inside("[0, 1]"))
     """Share of all optimizer steps in which the learning rate rises to its peak: of n steps the first has 1/n of it."""
@@ -170,7 +189,9 @@ class TrackingConfig(Options):
 
     use_tensorboard: str | None = option(None, place=True)
     """Folder for TensorBoard event files (off when not given); each run gets a subfolder, named as with --use_wandb."""
-    use_wandb: str | None = option(None, not_empty, ": give it alone, with an API key, or not at all", place=True)
+    use_wandb: str | None = option(
+        None, not_empty, ": give it alone, with an API key, or not at all", place=True
+    )
     """Log to Weights & Biases; the key is optional (better keep it in WANDB_API_KEY). Needs 'wandb'."""
     wandb_project: str = "openppo"
     """With --use_wandb: project."""

@@ -8,7 +8,16 @@ from typing import Literal
 
 from openppo.config.agents import AgentConfig, ConversationConfig
 from openppo.config.data import PromptDataConfig, parse_template_kwargs
-from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive, require
+from openppo.config.fields import (
+    Options,
+    at_least,
+    inside,
+    not_empty,
+    not_negative,
+    option,
+    positive,
+    require,
+)
 from openppo.config.models import ModelConfig, refuse_overwriting
 from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig
 from openppo.config.rollout import ResponseConfig, SamplingConfig
@@ -198,7 +207,9 @@ class ExportConfig(Options):
         inputs = {"--pretrain": self.pretrain, "--critic_pretrain": self.critic_pretrain}
         refuse_overwriting({"CHECKPOINT": self.checkpoint, **inputs}, {"FOLDER": self.folder})
         if self.role != "critic" and self.critic_pretrain is not None:
-            raise ValueError("--critic_pretrain has an effect with --role critic only: add --role critic.")
+            raise ValueError(
+                "--critic_pretrain has an effect with --role critic only: add --role critic."
+            )
         require(world_size == 1, "export runs in one process: start it without torchrun.")
 
 

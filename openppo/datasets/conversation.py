@@ -9,7 +9,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.datasets.templates import Message, Tools, apply_template, shared_start, shortened, text_of
+from openppo.datasets.templates import (
+    Message,
+    Tools,
+    apply_template,
+    shared_start,
+    shortened,
+    text_of,
+)
 
 MARK = "Zq7markqZ"
 """Stands for what is looked for in a rendering; letters and a digit, which no template changes."""
@@ -106,7 +113,10 @@ def _wants_short_ids(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     for call_id in ("call_0", _short_id(0)):
         result = {"role": "tool", "content": "-", "tool_call_id": call_id}
         with suppress(ValueError):
-            apply_template([_message(each, as_text) for each in (*example_call("-", call_id), result)], tokenizer)
+            apply_template(
+                [_message(each, as_text) for each in (*example_call("-", call_id), result)],
+                tokenizer,
+            )
             accepted.append(call_id)
     return accepted == [_short_id(0)]
 
@@ -121,7 +131,9 @@ def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
             turn["tool_calls"] = []
             for place, call in enumerate(calls):
                 call_id = call.get("id")
-                is_short = isinstance(call_id, str) and re.fullmatch("[A-Za-z0-9]{9}", call_id) is not None
+                is_short = (
+                    isinstance(call_id, str) and re.fullmatch("[A-Za-z0-9]{9}", call_id) is not None
+                )
                 new_id = call_id if is_short else _short_id(1000 * number + place)
                 short[call_id] = new_id
                 open_ids.append(new_id)
@@ -141,19 +153,31 @@ def _short_id(number: int) -> str:
 
 def example_call(argument: str, call_id: str = "c00000000") -> list[Message]:
     """A question and a call of a tool with ``argument``."""
-    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"mark": argument}}}
-    return [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    call = {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": "f", "arguments": {"mark": argument}},
+    }
+    return [
+        {"role": "user", "content": "-"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
 
 
 def example_tool(description: str) -> dict[str, Any]:
     """Schema of the tool that ``example_call`` calls."""
     parameters = {"type": "object", "properties": {"mark": {"type": "string"}}}
-    return {"type": "function", "function": {"name": "f", "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": "f", "description": description, "parameters": parameters},
+    }
 
 
 def _message(message: Message, as_text: bool, content: Callable[[Any], Any] = text_of) -> Message:
     """A message with a text as content, and calls with arguments as JSON text or as an object."""
-    kept = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
+    kept = {
+        name: value for name, value in message.items() if value is not None and name != "tool_calls"
+    }
     kept |= {"content": content(message.get("content"))}
     if kept.get("role") == "developer":
         kept["role"] = "system"

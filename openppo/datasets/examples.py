@@ -45,11 +45,20 @@ def load_prompts(
             label = reader.read(row).label if key is None else value_of(row.row, key, "--label_key")
             prompt = fitted_prompt(whole, tokenizer, options)
         n_cut += prompt is not whole
-        prompts.append(replace(prompt, label=label, row=row.row, source=row.source, index=row.number - 1))
+        prompts.append(
+            replace(prompt, label=label, row=row.row, source=row.source, index=row.number - 1)
+        )
     limit = "--prompt_max_len", options.prompt_max_len
     if n_cut:
         how = options.prompt_truncation
-        logger.info("%s: of %d prompts %d were cut to %s %d (%s)", rows[0].flag, len(rows), n_cut, *limit, how)
+        logger.info(
+            "%s: of %d prompts %d were cut to %s %d (%s)",
+            rows[0].flag,
+            len(rows),
+            n_cut,
+            *limit,
+            how,
+        )
     return reader.within(limit, prompts)
 
 
@@ -68,13 +77,23 @@ def load_tasks(
             logger.info("%s Its rows are given to the agent as they are.", error)
             label = options.label_key or ""
             return [
-                Prompt("", [], next(iter(descend(row.row, label)), None), row.row, None, row.source, row.number - 1)
+                Prompt(
+                    "",
+                    [],
+                    next(iter(descend(row.row, label)), None),
+                    row.row,
+                    None,
+                    row.source,
+                    row.number - 1,
+                )
                 for row in rows
             ]
     return load_prompts(rows, tokenizer, options, show, vision)
 
 
-def fitted_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig) -> Prompt:
+def fitted_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig
+) -> Prompt:
     """``prompt`` cut to ``--prompt_max_len`` as ``--prompt_truncation`` says; a BOS in front stays, as do messages."""
     ids, most, how = prompt.token_ids, options.prompt_max_len, options.prompt_truncation
     if len(ids) <= most or how == "drop":
@@ -85,7 +104,9 @@ def fitted_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: P
         )
     if prompt.media:
         what = f"{len(ids)} tokens, those of its images included, above --prompt_max_len {most}"
-        raise ValueError(f"{what}, and images cannot be cut: raise it, or use --prompt_truncation drop.")
+        raise ValueError(
+            f"{what}, and images cannot be cut: raise it, or use --prompt_truncation drop."
+        )
     first = 1 if most > 1 and ids[0] == tokenizer.bos_token_id else 0
     room = most - first
     head = {"left": 0, "right": room, "middle": room // 2}[how]  # as in verl
@@ -113,7 +134,9 @@ def load_sft_examples(
     the response to its prompt. Raises ``ValueError`` naming ``flag`` and the
     row for a missing column or a malformed value, and ``--max_len`` if no example is left.
     """
-    named = data.input_key is not None or data.output_key != SFTDataConfig.output_key  # a default does not count
+    named = (
+        data.input_key is not None or data.output_key != SFTDataConfig.output_key
+    )  # a default does not count
     column = data.input_key or "input", "--input_key"
     keys: Keys = {"whole": column}
     if data.output_key is not None:
@@ -125,12 +148,16 @@ def load_sft_examples(
 
     def render_text(fields: RowFields) -> TokenExample:
         if fields.whole is not None:
-            return all_targets(render_whole(fields.whole, tokenizer, supervised, fields.tools).token_ids)
+            return all_targets(
+                render_whole(fields.whole, tokenizer, supervised, fields.tools).token_ids
+            )
         if fields.conversation is not None and supervised.apply_chat_template:
             return render_whole(fields.conversation, tokenizer, supervised, fields.tools)
         return render_response(fields.prompt, fields.response, tokenizer, supervised, fields.tools)
 
-    return reader.within(("--max_len", supervised.max_len), reader.make(render, TokenExample, show, tokenizer))
+    return reader.within(
+        ("--max_len", supervised.max_len), reader.make(render, TokenExample, show, tokenizer)
+    )
 
 
 def load_documents(
@@ -156,11 +183,25 @@ def load_documents(
         text = as_text(fields.whole)
         return all_targets(render_whole(text, tokenizer, options).token_ids if text.strip() else [])
 
-    made = [example.token_ids for example in reader.make(render, TokenExample, show, tokenizer) if example.token_ids]
-    examples, n_cut = [all_targets(ids[:max_len]) for ids in made], sum(len(ids) > max_len for ids in made)
+    made = [
+        example.token_ids
+        for example in reader.make(render, TokenExample, show, tokenizer)
+        if example.token_ids
+    ]
+    examples, n_cut = (
+        [all_targets(ids[:max_len]) for ids in made],
+        sum(len(ids) > max_len for ids in made),
+    )
     if not examples:
         raise ValueError(f"{flag}: every text is empty. Name another column with --pretrain_key.")
     if (n_empty := len(rows) - len(examples)) or n_cut:
         of = len(rows)
-        logger.info("%s: of %d documents %d are empty, %d are cut at %d tokens", flag, of, n_empty, n_cut, max_len)
+        logger.info(
+            "%s: of %d documents %d are empty, %d are cut at %d tokens",
+            flag,
+            of,
+            n_empty,
+            n_cut,
+            max_len,
+        )
     return examples

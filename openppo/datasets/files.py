@@ -51,7 +51,9 @@ class Place:
 
     def inside(self, name: str) -> "Place":
         """The file or folder of that name in this folder."""
-        shown, address, path = (f"{text.rstrip('/')}/{name}" for text in (self.name, self.address, self.path))
+        shown, address, path = (
+            f"{text.rstrip('/')}/{name}" for text in (self.name, self.address, self.path)
+        )
         return Place(shown, address, path, self.system)
 
     def is_file(self) -> bool:
@@ -76,7 +78,9 @@ class Place:
         """Turn any error of a remote file system, which has kinds of its own, into a ``ValueError`` with a remedy."""
         try:
             yield
-        except Exception as error:  # of any kind, and raised again: each package behind fsspec has its own
+        except (
+            Exception
+        ) as error:  # of any kind, and raised again: each package behind fsspec has its own
             if isinstance(self.system, LocalFileSystem) or str(error).startswith(flag):
                 raise
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -93,9 +97,13 @@ def find_place(source: str, flag: str) -> Place:
         system, path = url_to_fs(source)
     except ImportError as error:
         package = str(known_implementations.get(protocol, {}).get("class", protocol)).split(".")[0]
-        raise ValueError(f"{flag} {name}: reading {protocol}:// needs {package}: pip install {package}.") from error
+        raise ValueError(
+            f"{flag} {name}: reading {protocol}:// needs {package}: pip install {package}."
+        ) from error
     except ValueError as error:
-        raise ValueError(f"{flag} {name}: {error}. Use an address of fsspec, such as s3://, gs:// or hf://.") from error
+        raise ValueError(
+            f"{flag} {name}: {error}. Use an address of fsspec, such as s3://, gs:// or hf://."
+        ) from error
     return Place(name, source, path, system)
 
 
@@ -112,7 +120,9 @@ def files_of_split(folder: Place, flag: str, split: str) -> list[Place]:
     require_split(split, by_split, flag, folder.name)
     if len({_suffix(file.last_name) for file in by_split[split]}) > 1:
         names = ", ".join(file.last_name for file in by_split[split])
-        raise ValueError(f"{flag} {folder.name}: files of several kinds for split {split!r} ({names}). Name one file.")
+        raise ValueError(
+            f"{flag} {folder.name}: files of several kinds for split {split!r} ({names}). Name one file."
+        )
     return by_split[split]
 
 
@@ -126,13 +136,18 @@ def _split_of_name(name: str, wanted: str) -> str:
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     if wanted.lower() in words:
         return wanted
-    return next((str(split) for split, known in SPLIT_KEYWORDS.items() if words.intersection(known)), "train")
+    return next(
+        (str(split) for split, known in SPLIT_KEYWORDS.items() if words.intersection(known)),
+        "train",
+    )
 
 
 def require_split(split: str, splits: Iterable[str], flag: str, name: str) -> None:
     """``ValueError`` with a remedy if the source of that name lacks ``split``."""
     if split not in splits:
-        flag_of_split = re.sub("_data(set)?$", "", flag) + "_split"  # --prompt_split, --eval_split, --dataset_split
+        flag_of_split = (
+            re.sub("_data(set)?$", "", flag) + "_split"
+        )  # --prompt_split, --eval_split, --dataset_split
         raise ValueError(
             f"{flag} {name}: no split {split!r}. Its splits are {', '.join(sorted(splits))}: choose one with "
             f"{flag_of_split}."
@@ -148,14 +163,18 @@ def read_file(file: Place, flag: str) -> Iterator[Row]:
     """Rows of one data file, read on demand; ``ValueError`` names ``flag``, the file and, if there is one, the line."""
     where = f"{flag} {file.name}"
     if not is_data_file(file):
-        raise ValueError(f"{where}: unknown kind of file. Use .jsonl, .json or .csv (each also with .gz), or .parquet.")
+        raise ValueError(
+            f"{where}: unknown kind of file. Use .jsonl, .json or .csv (each also with .gz), or .parquet."
+        )
     try:
         with file.open() as opened:
             is_packed = file.last_name.lower().endswith(".gz")
             unpacked: Any = gzip.GzipFile(fileobj=opened) if is_packed else opened
             yield from READERS[_suffix(file.last_name)](unpacked, where)
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{where}: cannot be read ({error}). Check that the file is whole and readable.") from error
+        raise ValueError(
+            f"{where}: cannot be read ({error}). Check that the file is whole and readable."
+        ) from error
 
 
 def _lines(file: IO[bytes], where: str) -> Iterator[str]:
@@ -227,7 +246,10 @@ def _rows_of(texts: Iterable[str], where: str, array: bool = False) -> Iterator[
                 value = _parse(text.rstrip(), where, line, objects)
                 for number, row in enumerate(value if array else [value], start=1):
                     if not isinstance(row, dict):
-                        place, kind = f"row {number}" if array else f"line {line}", type(row).__name__
+                        place, kind = (
+                            f"row {number}" if array else f"line {line}",
+                            type(row).__name__,
+                        )
                         raise ValueError(f"{where}, {place}: not an object but {kind}. {JSON_HINT}")
                     yield row
     finally:  # also where the first rows are enough
@@ -252,14 +274,22 @@ class _Objects:
     def log_repeated(self, where: str) -> None:
         if self.n_repeated:
             n, first = self.n_repeated, self.first
-            logger.warning("%s: %d objects have a key twice, the first %r; the last value is read", where, n, first)
+            logger.warning(
+                "%s: %d objects have a key twice, the first %r; the last value is read",
+                where,
+                n,
+                first,
+            )
 
 
 def _parse(text: str, where: str, line: int, objects: _Objects) -> Any:
     """Value of JSON ``text``, which begins in ``line`` of its file."""
     try:
         return json.loads(text, object_pairs_hook=objects)
-    except (ValueError, RecursionError) as error:  # the value of a number may be too long, the nesting too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # the value of a number may be too long, the nesting too deep
         what = str(error)
         if isinstance(error, json.JSONDecodeError):
             line, what = line + error.lineno - 1, f"{error.msg} at column {error.colno}"
@@ -286,16 +316,25 @@ def _read_csv(file: IO[bytes], where: str) -> Iterator[Row]:
                 )
             yield dict(zip(header, fields, strict=True))
     except csv.Error as error:
-        raise ValueError(f"{where}, line {reader.line_num}: not valid CSV ({error}). Check its quotes.") from error
+        raise ValueError(
+            f"{where}, line {reader.line_num}: not valid CSV ({error}). Check its quotes."
+        ) from error
 
 
 def _read_parquet(file: IO[bytes], where: str) -> Iterator[Row]:
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as table:
             for batch in table.iter_batches():
-                batch.validate(full=True)  # offsets and UTF-8: reading on through damage could crash the process
+                batch.validate(
+                    full=True
+                )  # offsets and UTF-8: reading on through damage could crash the process
                 yield from map(without_added_keys, batch.to_pylist())
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # the last for dates after the year 9999
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the last for dates after the year 9999
         what = " ".join(str(error).split())
         remedy = "Write it again, dates and times that are out of range as text."
         raise ValueError(f"{where}: cannot be read as Parquet ({what}). {remedy}") from error
@@ -319,7 +358,9 @@ def _without_nulls(value: Any, is_open: bool) -> Any:
     if not isinstance(value, dict):
         return value
     kept = {name: item for name, item in value.items() if not (is_open and item is None)}
-    return {name: _without_nulls(item, is_open or name in _OPEN_OBJECTS) for name, item in kept.items()}
+    return {
+        name: _without_nulls(item, is_open or name in _OPEN_OBJECTS) for name, item in kept.items()
+    }
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}

@@ -47,11 +47,18 @@ class RowVision(Vision):
             asked = as_messages(fields.prompt, "user", options.input_template)
             check_tools(fields.tools, self.tokenizer)
         else:
-            asked = [{"role": "user", "content": fill_template(fields.prompt, options.input_template)}]
+            asked = [
+                {"role": "user", "content": fill_template(fields.prompt, options.input_template)}
+            ]
         messages, items = self._placed(asked, fields)
         render = partial(self._rendered, fields=fields)
         text = prompt_text(messages, render) if chat else self.as_text(messages[0]["content"])
-        prompt = Prompt(text, self.encode(text, items, not chat), messages=messages if chat else None, media=items)
+        prompt = Prompt(
+            text,
+            self.encode(text, items, not chat),
+            messages=messages if chat else None,
+            media=items,
+        )
         return prompt if items else self.without_media(prompt, text)
 
     @cached_property
@@ -63,7 +70,9 @@ class RowVision(Vision):
             _ = self.processor  # which may have one
         return not self.takes_texts and self.takes_parts
 
-    def example(self, fields: RowFields, otherwise: Callable[[RowFields], TokenExample]) -> TokenExample:
+    def example(
+        self, fields: RowFields, otherwise: Callable[[RowFields], TokenExample]
+    ) -> TokenExample:
         """What ``otherwise`` makes of a row, or of one with images ``render_response``."""
         if has_media(fields) or self.needs_parts:
             return self.render_response(fields)
@@ -75,36 +84,54 @@ class RowVision(Vision):
         has_mark = "<image>" in text or (self.options.video_key is not None and "<video>" in text)
         if self.token_ids and (has_mark or not {*self.token_ids}.isdisjoint(made.token_ids)):
             what = "its text has a place for an image, and the row has none"
-            raise ValueError(f"{what}. Add the image, name its column with --image_key, or remove the row.")
+            raise ValueError(
+                f"{what}. Add the image, name its column with --image_key, or remove the row."
+            )
         return made
 
     def render_response(self, fields: RowFields) -> TokenExample:
         """``render_response`` and, of a conversation, ``render_whole``, of a row that has images."""
         options, response = self.options, fields.response
         if fields.prompt is None and fields.conversation is None:
-            raise ValueError("a row with images needs a prompt and a response: name their columns, or remove the row.")
+            raise ValueError(
+                "a row with images needs a prompt and a response: name their columns, or remove the row."
+            )
         if not options.apply_chat_template:
             prompt = self.render(fields)
             before, _ = self.expanded(prompt.text, prompt.media)
-            made = render_response(before, response, self.tokenizer, replace(options, input_template=None))
-            return replace(made, token_ids=self.counted(made.token_ids, prompt.media), media=prompt.media)
+            made = render_response(
+                before, response, self.tokenizer, replace(options, input_template=None)
+            )
+            return replace(
+                made, token_ids=self.counted(made.token_ids, prompt.media), media=prompt.media
+            )
         whole = fields.conversation is not None
         asked = fields.conversation or as_messages(fields.prompt, "user", options.input_template)
         messages, items = self._placed(asked, fields)
-        turns = Chat(messages) if whole else join_turns(messages, as_messages(response, "assistant"))
+        turns = (
+            Chat(messages) if whole else join_turns(messages, as_messages(response, "assistant"))
+        )
         render, expand = partial(self._rendered, fields=fields), partial(self.expanded, items=items)
         example = render_turns(turns, self.tokenizer, fields.tools, render=render, expand=expand)
         return replace(example, token_ids=self.counted(example.token_ids, items), media=items)
 
-    def _rendered(self, messages: Sequence[Message], fields: RowFields, for_generation: bool = False) -> str:
+    def _rendered(
+        self, messages: Sequence[Message], fields: RowFields, for_generation: bool = False
+    ) -> str:
         def render(content: Callable[[Any], Any]) -> str:
             return render_chat(
-                messages, self.tokenizer, for_generation=for_generation, tools=fields.tools, content=content
+                messages,
+                self.tokenizer,
+                for_generation=for_generation,
+                tools=fields.tools,
+                content=content,
             )
 
         return self.write(messages, render)
 
-    def _placed(self, asked: Sequence[Message], fields: RowFields) -> tuple[list[Message], tuple[MediaItem, ...]]:
+    def _placed(
+        self, asked: Sequence[Message], fields: RowFields
+    ) -> tuple[list[Message], tuple[MediaItem, ...]]:
         """Messages with a ``media_part`` for each image and video, and the items in their order.
 
         Those of a column take the places without one of their own; without any places the first message of the user
@@ -116,10 +143,14 @@ class RowVision(Vision):
         messages = [{**m, "content": _parts(m, marks)} for m in asked]
         if not any(media_parts(messages)):
             first = next((m for m in messages if m["role"] == "user"), messages[0])
-            first["content"] = [{"type": kind} for kind in KINDS for _ in column[kind]] + first["content"]
+            first["content"] = [{"type": kind} for kind in KINDS for _ in column[kind]] + first[
+                "content"
+            ]
         rest, items = {kind: iter(values) for kind, values in column.items()}, list[MediaItem]()
         places = Counter(media_kind(part) for part in media_parts(messages))
-        own = Counter(media_kind(part) for part in media_parts(messages) if given_in(part) is not None)
+        own = Counter(
+            media_kind(part) for part in media_parts(messages) if given_in(part) is not None
+        )
         for kind, values in column.items():
             if (n_values := own[kind] + len(values)) != places[kind]:
                 what = f"{places[kind]} places for {kind}s, and {n_values} {kind}s"
@@ -140,14 +171,18 @@ class RowVision(Vision):
             items.append(self.seen.setdefault(item.key, item))
             part.clear()
             part |= media_part(kind, item.key)
-        made = [m if any(media_parts([m])) else given for m, given in zip(messages, asked, strict=True)]
+        made = [
+            m if any(media_parts([m])) else given for m, given in zip(messages, asked, strict=True)
+        ]
         return made, tuple(items)
 
 
 def has_media(fields: RowFields) -> bool:
     """Whether a row has images or videos, in its columns or in the messages of its prompt."""
     turns = fields.prompt if isinstance(fields.prompt, list) else []
-    return any(map(values_of, fields.media.values())) or any(media_parts(t for t in turns if isinstance(t, dict)))
+    return any(map(values_of, fields.media.values())) or any(
+        media_parts(t for t in turns if isinstance(t, dict))
+    )
 
 
 def _parts(message: Message, marks: str) -> list[dict[str, Any]]:

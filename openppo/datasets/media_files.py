@@ -17,7 +17,15 @@ from openppo.datasets.templates import shortened
 
 UNREADABLE = ValueError, OSError, SyntaxError, Image.DecompressionBombError
 """What the functions raise for what is missing, broken or of another form."""
-_TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+_TURNS = (
+    "FLIP_LEFT_RIGHT",
+    "ROTATE_180",
+    "FLIP_TOP_BOTTOM",
+    "TRANSPOSE",
+    "ROTATE_270",
+    "TRANSVERSE",
+    "ROTATE_90",
+)
 """What makes an image upright, by EXIF's orientations from 2 on."""
 _NAMES = ("bytes", "image", "video", "url", "path", "image_url", "video_url")
 
@@ -60,7 +68,10 @@ def read_image(value: object, near: str = "") -> Image.Image:
             image = Image.open(io.BytesIO(image))
         elif isinstance(image, np.ndarray):
             image = Image.fromarray(image)
-    except (UnidentifiedImageError, TypeError) as error:  # whose messages are of a buffer's address, and of dtypes
+    except (
+        UnidentifiedImageError,
+        TypeError,
+    ) as error:  # whose messages are of a buffer's address, and of dtypes
         raise ValueError(f"{shortened(value)} is no image that PIL can read") from error
     if not isinstance(image, Image.Image):
         forms = "bytes, base64, a path, an image of datasets or PIL, or an array of bytes"
@@ -82,14 +93,18 @@ def _in_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):  # PIL cuts its values at 255
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels (PIL's mode {image.mode}) have no fixed range: save it with 8 or 16 bits")
+        raise ValueError(
+            f"its pixels (PIL's mode {image.mode}) have no fixed range: save it with 8 or 16 bits"
+        )
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
 
 
-def read_frames(value: object, fps: float, most: int, near: str = "") -> tuple[list[Image.Image], float]:
+def read_frames(
+    value: object, fps: float, most: int, near: str = ""
+) -> tuple[list[Image.Image], float]:
     """Frames of a video, ``fps`` of each second but ``most`` at all, evenly spaced, and how many a second they are.
 
     ``value`` is a file in any form that an image may have, or a list of frames, of which a second has ``fps``.
@@ -99,11 +114,15 @@ def read_frames(value: object, fps: float, most: int, near: str = "") -> tuple[l
         n = min(most, len(value))
         frames = [read_image(value[i * len(value) // n], near) for i in range(n)]
         if len({frame.size for frame in frames}) > 1:
-            raise ValueError(f"its frames have sizes {frames[0].size} and others: give frames of one size")
+            raise ValueError(
+                f"its frames have sizes {frames[0].size} and others: give frames of one size"
+            )
         return frames, fps * n / len(value)
     content = content_of(value, near)
     if not isinstance(content, bytes | bytearray):
-        raise ValueError(f"{shortened(content)} is no video: give a path, bytes, base64, or a list of frames")
+        raise ValueError(
+            f"{shortened(content)} is no video: give a path, bytes, base64, or a list of frames"
+        )
     try:
         import av
     except ImportError as error:
@@ -114,7 +133,10 @@ def read_frames(value: object, fps: float, most: int, near: str = "") -> tuple[l
         with av.open(io.BytesIO(content), "r") as file:
             packets = [p for p in file.demux(video=0) if p.pts is not None and p.time_base]
             start = min(float((p.pts or 0) * p.time_base) for p in packets)
-            length = max(float(((p.pts or 0) + (p.duration or 0)) * p.time_base) for p in packets) - start
+            length = (
+                max(float(((p.pts or 0) + (p.duration or 0)) * p.time_base) for p in packets)
+                - start
+            )
             n = max(1, min(most, round(length * fps)))
             file.seek(0)
             frames = [
@@ -151,7 +173,9 @@ def thumbnail(image: Image.Image) -> str:
 
 def _bytes_of(text: str, near: str) -> bytes:
     if re.match(r"https?://", text):
-        raise ValueError(f"{shortened(text)} is an address, and nothing is fetched: download it, and give its path")
+        raise ValueError(
+            f"{shortened(text)} is an address, and nothing is fetched: download it, and give its path"
+        )
     if text.startswith("data:"):
         return _from_base64(text.partition(",")[2])
     text = text.removeprefix("file://")
@@ -179,4 +203,6 @@ def within_pixels(image: Image.Image, least: int | None, most: int | None) -> Im
         return image
     factor, up = math.sqrt(wanted / n_pixels), wanted > n_pixels
     rounded = math.ceil if up else math.floor
-    return image.resize((max(1, rounded(image.width * factor)), max(1, rounded(image.height * factor))))
+    return image.resize(
+        (max(1, rounded(image.width * factor)), max(1, rounded(image.height * factor)))
+    )

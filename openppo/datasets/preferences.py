@@ -74,8 +74,14 @@ def load_preferences(
     Raises ``ValueError`` naming the data's flag and the row for a missing column, a malformed value, a margin or score
     that is not a number, and ``--max_len`` if nothing is left.
     """
-    keys: Keys = {"chosen": (data.chosen_key, "--chosen_key"), "rejected": (data.rejected_key, "--rejected_key")}
-    named = [data.chosen_key, data.rejected_key] != [PreferenceConfig.chosen_key, PreferenceConfig.rejected_key]
+    keys: Keys = {
+        "chosen": (data.chosen_key, "--chosen_key"),
+        "rejected": (data.rejected_key, "--rejected_key"),
+    }
+    named = [data.chosen_key, data.rejected_key] != [
+        PreferenceConfig.chosen_key,
+        PreferenceConfig.rejected_key,
+    ]
     if data.responses_key is not None:
         named, keys = True, {"ranked": (data.responses_key, "--responses_key")}
         keys |= {} if data.scores_key is None else {"label": (data.scores_key, "--scores_key")}
@@ -88,22 +94,35 @@ def load_preferences(
         if fields.ranked is not None:
             return _ranked(fields, tokenizer, supervised, vision)
         sides = fields.chosen, fields.rejected
-        chosen, rejected = (_render_side(fields, side, tokenizer, supervised, vision) for side in sides)
+        chosen, rejected = (
+            _render_side(fields, side, tokenizer, supervised, vision) for side in sides
+        )
         return PreferenceExample(chosen.token_ids, rejected.token_ids, media=chosen.media)
 
     made = reader.make(
-        render, lambda **of: (RankingExample if "texts" in of else PreferenceExample)(**of), show, tokenizer
+        render,
+        lambda **of: (RankingExample if "texts" in of else PreferenceExample)(**of),
+        show,
+        tokenizer,
     )
     examples = []
     for row, example in zip(rows, made, strict=True):
         with naming_row(row):
             _refuse_null_prompt(reader.read(row), row.row, data.prompt_key)
-            examples.append(example if data.margin_key is None else _with_margin(example, row.row, data.margin_key))
+            examples.append(
+                example
+                if data.margin_key is None
+                else _with_margin(example, row.row, data.margin_key)
+            )
     _log_equal(rows, examples)
-    return reader.within(("--max_len", supervised.max_len), examples, lambda example: max(map(len, example.texts)))
+    return reader.within(
+        ("--max_len", supervised.max_len), examples, lambda example: max(map(len, example.texts))
+    )
 
 
-def _log_equal(rows: Sequence[SourceRow], examples: Sequence[PreferenceExample | RankingExample]) -> None:
+def _log_equal(
+    rows: Sequence[SourceRow], examples: Sequence[PreferenceExample | RankingExample]
+) -> None:
     """Count the rows in which a better response is the worse one too."""
     alike = [
         row
@@ -124,23 +143,34 @@ def _refuse_null_prompt(fields: RowFields, row: Row, key: str | None) -> None:
         raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
 
 
-def _with_margin(example: PreferenceExample | RankingExample, row: Row, key: str) -> PreferenceExample:
+def _with_margin(
+    example: PreferenceExample | RankingExample, row: Row, key: str
+) -> PreferenceExample:
     if isinstance(example, RankingExample):
-        raise ValueError("--margin_key is about pairs, and this row is a ranking. Leave the flag out.")
+        raise ValueError(
+            "--margin_key is about pairs, and this row is a ranking. Leave the flag out."
+        )
     value = value_of(row, key, "--margin_key")
     return replace(example, margin=_number(value, f"margin in column {key!r}", "drop --margin_key"))
 
 
 def _ranked(
-    fields: RowFields, tokenizer: PreTrainedTokenizerBase, options: SupervisedConfig, vision: RowVision | None
+    fields: RowFields,
+    tokenizer: PreTrainedTokenizerBase,
+    options: SupervisedConfig,
+    vision: RowVision | None,
 ) -> RankingExample:
     responses, scores = fields.ranked, fields.label
     if not isinstance(responses, list) or len(responses) < 2:
-        raise ValueError(f"not a list of two responses or more: {shortened(responses)}. Correct or remove the row.")
+        raise ValueError(
+            f"not a list of two responses or more: {shortened(responses)}. Correct or remove the row."
+        )
     if scores is None:
         scores = [-place for place in range(len(responses))]
     if not isinstance(scores, list) or len(scores) != len(responses):
-        raise ValueError(f"not one score for each of {len(responses)} responses: {shortened(scores)}. Correct the row.")
+        raise ValueError(
+            f"not one score for each of {len(responses)} responses: {shortened(scores)}. Correct the row."
+        )
     sides = [_render_side(fields, response, tokenizer, options, vision) for response in responses]
     numbers = [_number(score, "score of a response", "remove the row") for score in scores]
     example = RankingExample([side.token_ids for side in sides], numbers, sides[0].media)
@@ -159,12 +189,20 @@ def _render_side(
     side = _without_marks(side)
     prompt, shown = fields.prompt, vision is not None and has_media(fields)
     if prompt is None and shown:
-        raise ValueError("images belong to a prompt: name its column with --prompt_key, or remove the row.")
+        raise ValueError(
+            "images belong to a prompt: name its column with --prompt_key, or remove the row."
+        )
     if prompt is None and options.input_template is not None:
-        raise ValueError("--input_template goes around a prompt: name its column with --prompt_key, or leave it out.")
+        raise ValueError(
+            "--input_template goes around a prompt: name its column with --prompt_key, or leave it out."
+        )
     if prompt is None:
         return render_whole(side, tokenizer, options, fields.tools)
-    if options.apply_chat_template and not isinstance(side, str) and as_messages(side)[0]["role"] != "assistant":
+    if (
+        options.apply_chat_template
+        and not isinstance(side, str)
+        and as_messages(side)[0]["role"] != "assistant"
+    ):
         raise ValueError("a whole conversation beside a prompt. Leave --prompt_key out.")
 
     def render(fields: RowFields) -> TokenExample:
@@ -185,6 +223,10 @@ def _without_marks(side: Any) -> Any:
 
 def _number(value: Any, what: str, otherwise: str) -> float:
     with suppress(ValueError, OverflowError):
-        if isinstance(value, (int, float, str)) and not isinstance(value, bool) and math.isfinite(float(value)):
+        if (
+            isinstance(value, (int, float, str))
+            and not isinstance(value, bool)
+            and math.isfinite(float(value))
+        ):
             return float(value)
     raise ValueError(f"the {what} is not a number: {shortened(value)}. Correct it, or {otherwise}.")

@@ -48,7 +48,9 @@ class StepEncoder:
     placeholder_id: int
     options: RowsConfig
 
-    def __call__(self, prompt: Any, steps: Sequence[str], tools: Tools | None = None) -> tuple[list[int], list[int]]:
+    def __call__(
+        self, prompt: Any, steps: Sequence[str], tools: Tools | None = None
+    ) -> tuple[list[int], list[int]]:
         """Token ids of the prompt and the steps, each with its placeholder, and where the placeholders are.
 
         ``prompt`` is a text, a list of chat messages, or None if the first step holds it. Between a prompt without
@@ -77,9 +79,13 @@ class StepEncoder:
         text = asked.text
         whole = text + ("" if chat or template else STEP_SEPARATOR) + first_step
         if asked.messages and first_step:  # some templates refuse an empty turn
-            whole = render_chat(with_answer(asked.messages, first_step), self.tokenizer, tools=tools)
+            whole = render_chat(
+                with_answer(asked.messages, first_step), self.tokenizer, tools=tools
+            )
         place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
-        read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
+        read = (
+            text + first_step if place < 0 else whole[: place + len(first_step)]
+        )  # a space may stand between
         ids, _ = encode_cut(self.tokenizer, read, [len(text)], add_special_tokens=not chat)
         return ids
 
@@ -101,10 +107,15 @@ def load_process_examples(
     not a single token, and ``--max_len`` if no example is left.
     """
     placeholder = data.placeholder_token
-    reward_ids = {token: single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens}
+    reward_ids = {
+        token: single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens
+    }
     placeholder_id = single_token_id(tokenizer, placeholder, "--placeholder_token")
     encode = StepEncoder(tokenizer, placeholder, placeholder_id, supervised)
-    keys = {"response": (data.input_key or "input", "--input_key"), "label": (data.label_key or "label", "--label_key")}
+    keys = {
+        "response": (data.input_key or "input", "--input_key"),
+        "label": (data.label_key or "label", "--label_key"),
+    }
     named = data.input_key is not None or data.label_key is not None
     reader = RowReader(rows, "steps", supervised, keys if named else None)
 
@@ -120,7 +131,9 @@ def load_process_examples(
     for row, kind in zip(rows, kinds, strict=True):
         with naming_row(row):
             if kind != kinds[0]:
-                raise ValueError("some rows are judged by numbers and some by reward tokens. Make them all the same.")
+                raise ValueError(
+                    "some rows are judged by numbers and some by reward tokens. Make them all the same."
+                )
     return reader.within(("--max_len", supervised.max_len), examples)
 
 
@@ -143,7 +156,9 @@ def _steps(fields: RowFields, placeholder: str) -> list[str]:
     if not isinstance(fields.response, list):
         steps = as_text(fields.response).split(placeholder)[:-1]
         if not steps:
-            raise ValueError(f"no placeholder {placeholder!r} in the solution. Name it with --placeholder_token.")
+            raise ValueError(
+                f"no placeholder {placeholder!r} in the solution. Name it with --placeholder_token."
+            )
         return steps
     if not fields.response:
         raise ValueError("the list of steps is empty. Remove the row.")
@@ -151,15 +166,27 @@ def _steps(fields: RowFields, placeholder: str) -> list[str]:
     return texts[:1] + [STEP_SEPARATOR + text for text in texts[1:]]
 
 
-def _labels(fields: RowFields, n_steps: int, placeholder: str, reward_ids: dict[str, int]) -> list[int] | list[float]:
+def _labels(
+    fields: RowFields, n_steps: int, placeholder: str, reward_ids: dict[str, int]
+) -> list[int] | list[float]:
     """The judgement of each step."""
     label, tokens = fields.label, " ".join(reward_ids)
-    judgements = _read_off(fields.response, label, placeholder, reward_ids) if isinstance(label, str) else label
+    judgements = (
+        _read_off(fields.response, label, placeholder, reward_ids)
+        if isinstance(label, str)
+        else label
+    )
     if not isinstance(judgements, list):
         raise ValueError(f"the judgements are neither a text nor a list: {shortened(judgements)}.")
     if len(judgements) != n_steps:
-        raise ValueError(f"{n_steps} steps and {len(judgements)} judgements of them. Correct the row.")
-    numbers = [value for value in judgements if isinstance(value, int | float) and not isinstance(value, bool)]
+        raise ValueError(
+            f"{n_steps} steps and {len(judgements)} judgements of them. Correct the row."
+        )
+    numbers = [
+        value
+        for value in judgements
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
     if len(numbers) == n_steps:
         if len(reward_ids) != 2 or not all(0 <= number <= 1 for number in numbers):
             raise ValueError(
@@ -177,10 +204,14 @@ def _labels(fields: RowFields, n_steps: int, placeholder: str, reward_ids: dict[
     return [reward_ids[name] for name in names]
 
 
-def _read_off(solution: Any, judged: str, placeholder: str, reward_ids: dict[str, int]) -> list[str]:
+def _read_off(
+    solution: Any, judged: str, placeholder: str, reward_ids: dict[str, int]
+) -> list[str]:
     """The reward tokens in ``judged`` at the placeholders of ``solution``."""
     names = "|".join(map(re.escape, sorted(reward_ids, key=len, reverse=True)))
-    match = re.fullmatch(f"({names})".join(map(re.escape, as_text(solution).split(placeholder))), judged)
+    match = re.fullmatch(
+        f"({names})".join(map(re.escape, as_text(solution).split(placeholder))), judged
+    )
     if match is None:
         raise ValueError(
             f"the label is not the solution with one of --reward_tokens {' '.join(reward_ids)} in place of each "

@@ -22,7 +22,10 @@ from openppo.types import Prompt
 
 
 def render_prompt(
-    value: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig, tools: Tools | None = None
+    value: object,
+    tokenizer: PreTrainedTokenizerBase,
+    options: RowsConfig,
+    tools: Tools | None = None,
 ) -> Prompt:
     """Text, token ids and chat messages of a prompt, as generation starts from them: no EOS after it, one BOS at most.
 

@@ -82,13 +82,18 @@ def _first(row: Row, *names: str) -> Any:
 
 def _plain(row: Row, chat: bool) -> RowFields:
     label = _first(row, "label", "answer", *PLAIN_RESPONSE)
-    return RowFields(prompt=_first(row, *PLAIN_PROMPT), response=_first(row, *PLAIN_RESPONSE), label=label)
+    return RowFields(
+        prompt=_first(row, *PLAIN_PROMPT), response=_first(row, *PLAIN_RESPONSE), label=label
+    )
 
 
 def _question_answer(row: Row, chat: bool) -> RowFields:
     """The solution is the response, the shorter answer the label; either stands in for the other."""
     answer, solution = row.get("answer"), row.get("solution")
-    response, label = (answer if solution is None else solution), (solution if answer is None else answer)
+    response, label = (
+        (answer if solution is None else solution),
+        (solution if answer is None else answer),
+    )
     return RowFields(prompt=_first(row, *QUESTION), response=response, label=label)
 
 
@@ -112,11 +117,15 @@ def _instruction(row: Row, chat: bool) -> str | list[Message]:
 
 def _turns_of_history(value: Any) -> list[Message]:
     pairs = parsed(value) or []
-    is_list = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+    is_list = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in pairs
+    )
     texts = [text for pair in pairs for text in pair] if is_list else [None]
     if not all(isinstance(text, str) for text in texts):
         form = "a list of pairs, each an instruction and its answer"
-        raise ValueError(f"column 'history' is not {form}: {shortened(value)}. Correct or remove the row.")
+        raise ValueError(
+            f"column 'history' is not {form}: {shortened(value)}. Correct or remove the row."
+        )
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
 
 
@@ -170,7 +179,9 @@ def _parts_of_chat(conversation: Any) -> RowFields:
     turns = as_messages(conversation)
     if turns[-1]["role"] != "assistant":
         return RowFields(prompt=turns, conversation=turns)
-    return RowFields(prompt=turns[:-1], response=turns[-1:], label=turns[-1]["content"], conversation=turns)
+    return RowFields(
+        prompt=turns[:-1], response=turns[-1:], label=turns[-1]["content"], conversation=turns
+    )
 
 
 SHAREGPT_ROLES = {
@@ -182,7 +193,9 @@ SHAREGPT_ROLES = {
 def _sharegpt(row: Row, chat: bool) -> RowFields:
     conversation = row["conversations"]
     if not isinstance(conversation, list) or not conversation:
-        raise ValueError(f"column 'conversations' is not a list of turns: {shortened(conversation)}.")
+        raise ValueError(
+            f"column 'conversations' is not a list of turns: {shortened(conversation)}."
+        )
     turns = list(map(_sharegpt_turn, conversation))
     if "chosen" not in row or "rejected" not in row:
         return _parts_of_chat(turns)
@@ -194,7 +207,9 @@ def _sharegpt_turn(turn: Any) -> Message:
     role = SHAREGPT_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
     if role is None or not isinstance(turn.get("value"), str):
         names = ", ".join(SHAREGPT_ROLES)
-        raise ValueError(f'not a turn with "from" (one of {names}) and a text "value": {shortened(turn)}.')
+        raise ValueError(
+            f'not a turn with "from" (one of {names}) and a text "value": {shortened(turn)}.'
+        )
     marks = {name: turn[name] for name in TRAINING_MARKS if name in turn}
     return {"role": role, "content": turn["value"], **marks}
 
@@ -202,7 +217,11 @@ def _sharegpt_turn(turn: Any) -> Message:
 def _preference(row: Row, chat: bool) -> RowFields:
     """Whole conversations are divided after their shared turns, regardless of the prompt column."""
     chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
+    if (
+        isinstance(chosen, list)
+        and isinstance(rejected, list)
+        and as_messages(chosen)[0]["role"] != "assistant"
+    ):
         return _divided(as_messages(chosen), as_messages(rejected))
     return RowFields(_prompt_of(row, chat), chosen, chosen, rejected)
 
@@ -218,11 +237,15 @@ def _prompt_of(row: Row, chat: bool) -> Any:
 def _divided(chosen: list[Message], rejected: list[Message]) -> RowFields:
     """The prompt is the shared turns at the start, such that the assistant follows in both."""
     n, end = 0, min(len(chosen), len(rejected)) - 1
-    while n < end and all(chosen[n].get(key) == rejected[n].get(key) for key in ("role", "content", "tool_calls")):
+    while n < end and all(
+        chosen[n].get(key) == rejected[n].get(key) for key in ("role", "content", "tool_calls")
+    ):
         n += 1
     while n > 0 and not chosen[n]["role"] == rejected[n]["role"] == "assistant":
         n -= 1
-    return RowFields(prompt=chosen[:n] or None, response=chosen[n:], chosen=chosen[n:], rejected=rejected[n:])
+    return RowFields(
+        prompt=chosen[:n] or None, response=chosen[n:], chosen=chosen[n:], rejected=rejected[n:]
+    )
 
 
 HH_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -230,7 +253,10 @@ HH_ANSWER = "\n\nAssistant:"
 
 
 def _is_transcript(row: Row) -> bool:
-    return all(isinstance(row[side], str) and row[side].startswith("\n\nHuman:") for side in ("chosen", "rejected"))
+    return all(
+        isinstance(row[side], str) and row[side].startswith("\n\nHuman:")
+        for side in ("chosen", "rejected")
+    )
 
 
 def _hh(row: Row, chat: bool) -> RowFields:
@@ -251,15 +277,23 @@ def _turns_of_transcript(text: str) -> list[Message]:
 
 def _steps(row: Row, chat: bool) -> RowFields:
     """Steps after the first wrong one are not judged and left out."""
-    question, steps, wrong = _first(row, "prompt", *QUESTION), _first(row, *STEPS), _first(row, *FIRST_WRONG)
+    question, steps, wrong = (
+        _first(row, "prompt", *QUESTION),
+        _first(row, *STEPS),
+        _first(row, *FIRST_WRONG),
+    )
     if "labels" in row:
         return RowFields(question, steps, label=row["labels"])
     if not isinstance(steps, list):
-        raise ValueError(f"the steps are not a list but {type(steps).__name__}: {shortened(steps)}. Correct the row.")
+        raise ValueError(
+            f"the steps are not a list but {type(steps).__name__}: {shortened(steps)}. Correct the row."
+        )
     if wrong is None or wrong == "N/A":
         return RowFields(question, steps, label=[True] * len(steps))
     if type(wrong) is not int or not 1 <= wrong <= len(steps):
-        raise ValueError(f"the first wrong step is {shortened(wrong)}, and there are {len(steps)} steps, from 1 on.")
+        raise ValueError(
+            f"the first wrong step is {shortened(wrong)}, and there are {len(steps)} steps, from 1 on."
+        )
     return RowFields(question, steps[:wrong], label=[True] * (wrong - 1) + [False])
 
 
@@ -288,14 +322,24 @@ _MARKED: Columns = (("input", "inputs"), ("label", "labels"))
 _STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
 
 ROW_FORMATS = (
-    RowFormat("messages", {"prompts": _CHAT, "sft": _CHAT}, lambda row, _: _parts_of_chat(row["messages"])),
-    RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
+    RowFormat(
+        "messages", {"prompts": _CHAT, "sft": _CHAT}, lambda row, _: _parts_of_chat(row["messages"])
+    ),
+    RowFormat(
+        "sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt
+    ),
     RowFormat("hh", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _hh, fits=_is_transcript),
     RowFormat("preference", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _preference),
     RowFormat("ranking", {"pairs": (PROMPT_COLUMNS, ("responses",))}, _ranking),
     RowFormat("verl", {"prompts": _VERL}, _verl, fits=_is_verl),
-    RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
-    RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
+    RowFormat(
+        "alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca
+    ),
+    RowFormat(
+        "question_answer",
+        {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))},
+        _question_answer,
+    ),
     RowFormat("steps", {"steps": _STEPWISE}, _steps),
     RowFormat("math_shepherd", {"steps": _MARKED}, _math_shepherd),
     RowFormat("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),

@@ -56,7 +56,11 @@ class ColumnsRead(dict[str, Any]):
     @property
     def unread(self) -> dict[str, Any]:
         """Columns that hold something and were not read."""
-        return {name: value for name, value in self.items() if name not in self.read and not _is_empty(value)}
+        return {
+            name: value
+            for name, value in self.items()
+            if name not in self.read and not _is_empty(value)
+        }
 
 
 def _is_empty(value: Any) -> bool:
@@ -78,19 +82,32 @@ class RowReader:
         keys: Keys | None = None,
         also: str | None = None,
     ) -> None:
-        self.rows, self.task, self.chat, self.keys = rows, task, options.apply_chat_template, keys or {}
+        self.rows, self.task, self.chat, self.keys = (
+            rows,
+            task,
+            options.apply_chat_template,
+            keys or {},
+        )
         self.also, self.guessed = also or "", options.data_format == "auto"
         self.tools_key, self.processes = options.tools_key, options.dataset_num_proc
         keys_of = {"image": options.image_key, "video": options.video_key}
         self.media_keys = {kind: key for kind, key in keys_of.items() if key is not None}
-        self.found = {kind for kind, key in self.media_keys.items() if any(descend(row.row, key) for row in rows)}
+        self.found = {
+            kind
+            for kind, key in self.media_keys.items()
+            if any(descend(row.row, key) for row in rows)
+        }
         self.content = task, self.chat, options.input_template, options.chat_template_kwargs
         self.formats: dict[str, RowFormat] = {}
-        self.unread: dict[str, Row] = {}  # by source: columns so far that hold something and are not read
+        self.unread: dict[
+            str, Row
+        ] = {}  # by source: columns so far that hold something and are not read
         named = options.data_format
         if self.keys and named not in ("auto", "plain"):
             flags = " and ".join(flag for _, flag in self.keys.values())
-            raise ValueError(f"--data_format {named} knows its columns, and {flags} names others: leave one out.")
+            raise ValueError(
+                f"--data_format {named} knows its columns, and {flags} names others: leave one out."
+            )
         if not self.keys:
             possible = [found for found in ROW_FORMATS if task in found.needs]
             candidates = [found for found in possible if named in ("auto", found.name)]
@@ -120,7 +137,9 @@ class RowReader:
 
     def _fields(self, row: SourceRow, columns: ColumnsRead) -> RowFields:
         if self.keys:
-            return RowFields(**{part: value_of(columns, key, flag) for part, (key, flag) in self.keys.items()})
+            return RowFields(
+                **{part: value_of(columns, key, flag) for part, (key, flag) in self.keys.items()}
+            )
         row_format = self.formats[row.source]
         if not row_format.columns_of(row.row, self.task):
             raise ValueError(
@@ -172,7 +191,13 @@ class RowReader:
                 contents.append(to_json(fields))
             prompts.append(fields.prompt)
         self._log_rows(prompts, tokenizer)
-        found = tokenize(render, contents, tokenizing_content(tokenizer, *self.content, more), self.processes, show)
+        found = tokenize(
+            render,
+            contents,
+            tokenizing_content(tokenizer, *self.content, more),
+            self.processes,
+            show,
+        )
         for row, attributes in zip(self.rows, found, strict=True):
             with naming_row(row):
                 if isinstance(attributes, str):
@@ -196,7 +221,13 @@ class RowReader:
             )
         n_kept, n_dropped = len(kept), len(examples) - len(kept)
         if n_dropped:
-            logger.info("%s: %d rows longer than %s were dropped, %d are kept", flag, n_dropped, flag_of_limit, n_kept)
+            logger.info(
+                "%s: %d rows longer than %s were dropped, %d are kept",
+                flag,
+                n_dropped,
+                flag_of_limit,
+                n_kept,
+            )
         return kept
 
     def _log_rows(self, prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -204,7 +235,9 @@ class RowReader:
         others = " (rewards and agents may read them)" if self.task == "prompts" else ""
         for place, columns in self.unread.items():
             if columns:
-                logger.info("%s: columns not read: %s%s", place, ", ".join(map(str, columns)), others)
+                logger.info(
+                    "%s: columns not read: %s%s", place, ", ".join(map(str, columns)), others
+                )
         if self.chat:
             name_rendered(prompts, tokenizer, self.rows[0].flag)
 
@@ -212,10 +245,19 @@ class RowReader:
         where = _place(row)
         for candidate in candidates:
             if columns := candidate.columns_of(row.row, self.task):
-                logger.info("%s: rows are read as %s, by their columns %s", where, candidate.name, ", ".join(columns))
+                logger.info(
+                    "%s: rows are read as %s, by their columns %s",
+                    where,
+                    candidate.name,
+                    ", ".join(columns),
+                )
                 return candidate
         names = {candidate.name for candidate in candidates}
-        what = "have no known format" if len(names) > 1 else f"are not of format {candidates[0].describe(self.task)}"
+        what = (
+            "have no known format"
+            if len(names) > 1
+            else f"are not of format {candidates[0].describe(self.task)}"
+        )
         raise ValueError(f"{where}: its rows {what}. {self._remedy(row)}.")
 
     def _remedy(self, row: SourceRow) -> str:
@@ -233,7 +275,12 @@ def _has_prompt(fields: RowFields) -> bool:
     side = fields.chosen
     if isinstance(fields.ranked, list) and fields.ranked:
         side = fields.ranked[0]
-    if isinstance(side, list) and side and isinstance(side[0], dict) and side[0].get("role") != "assistant":
+    if (
+        isinstance(side, list)
+        and side
+        and isinstance(side[0], dict)
+        and side[0].get("role") != "assistant"
+    ):
         return True
     return fields.prompt is not None or (isinstance(side, str) and side.startswith("\n\nHuman:"))
 
@@ -242,7 +289,11 @@ def _has_text(value: Any) -> bool:
     """Test for a text or messages in ``value``; blanks and numbers, which are texts in CSV files, do not count."""
     if isinstance(value, list):
         return any(isinstance(item, dict) or _has_text(item) for item in value)
-    return isinstance(value, str) and value.strip() != "" and re.fullmatch(NUMBER, value.strip()) is None
+    return (
+        isinstance(value, str)
+        and value.strip() != ""
+        and re.fullmatch(NUMBER, value.strip()) is None
+    )
 
 
 def _without_bad_answers(rows: Sequence[SourceRow]) -> list[SourceRow]:
@@ -256,7 +307,11 @@ def _without_bad_answers(rows: Sequence[SourceRow]) -> list[SourceRow]:
             kept.append(row)
     for (place, column), n_bad in bad.items():
         n_rows = sum(_place(row) == place for row in rows)
-        logger.warning("%s: %d of %d rows are not trained: their %r is false", place, n_bad, n_rows, column)
+        logger.warning(
+            "%s: %d of %d rows are not trained: their %r is false", place, n_bad, n_rows, column
+        )
     if not kept:
-        raise ValueError(f"{rows[0].flag}: no row is left: {column!r} is false in all of them. Use other data.")
+        raise ValueError(
+            f"{rows[0].flag}: no row is left: {column!r} is false in all of them. Use other data."
+        )
     return kept

@@ -25,7 +25,9 @@ class BatchSampler:
     def batches(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
         """Global row indexes of each batch of ``epoch``, from batch number ``start`` (0 to ``len(self)``) on."""
         if not 0 <= start <= len(self):
-            raise ValueError(f"no batch {start} in epoch {epoch}: an epoch has {len(self)} batches.")
+            raise ValueError(
+                f"no batch {start} in epoch {epoch}: an epoch has {len(self)} batches."
+            )
         order, size = _order(self.n_rows, self.seed, epoch), self.batch_size
         return (order[i * size : (i + 1) * size] for i in range(start, len(self)))
 
@@ -51,4 +53,6 @@ def shard(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
 
 @lru_cache(maxsize=2)
 def _order(n_rows: int, seed: int, epoch: int) -> list[int]:
-    return torch.randperm(n_rows, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)).tolist()
+    return torch.randperm(
+        n_rows, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    ).tolist()

@@ -8,7 +8,14 @@ from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    interleave_datasets,
+    load_dataset,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 
@@ -25,7 +32,16 @@ from openppo.datasets.files import (
 )
 from openppo.user_code import leaving_no_trace, load_callable
 
-_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, OverflowError, DatasetsError, pa.ArrowException)
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    DatasetsError,
+    pa.ArrowException,
+)
 """What ``datasets`` raises for damaged files and for dates that Python cannot hold."""
 
 
@@ -61,13 +77,19 @@ def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) ->
     with place.naming_errors(flag):
         if place.is_file():
             found = read_file(place, flag)
-        elif place.is_dir() and not any(place.inside(name).is_file() for name in ("dataset_dict.json", "state.json")):
-            found = chain.from_iterable(read_file(file, flag) for file in files_of_split(place, flag, split))
+        elif place.is_dir() and not any(
+            place.inside(name).is_file() for name in ("dataset_dict.json", "state.json")
+        ):
+            found = chain.from_iterable(
+                read_file(file, flag) for file in files_of_split(place, flag, split)
+            )
         else:
             found = _load_by_datasets(place, flag, split, max_samples)
         rows = number_rows(islice(found, max_samples), place.name, flag)
     if not rows:
-        raise ValueError(f"{flag} {place.name}: empty, it has no rows. Choose another file or split.")
+        raise ValueError(
+            f"{flag} {place.name}: empty, it has no rows. Choose another file or split."
+        )
     return rows
 
 
@@ -82,7 +104,9 @@ def load_mixed_rows(
     """
     pairs, limit = parse_probs(sources, probs, flag.removeprefix("--")), options.max_samples
     if options.dataset_class is None:
-        loaded = [load_rows(source, flag=flag, split=split, max_samples=limit) for source, _ in pairs]
+        loaded = [
+            load_rows(source, flag=flag, split=split, max_samples=limit) for source, _ in pairs
+        ]
     else:
         make = load_callable(options.dataset_class, "--dataset_class")
         loaded = []
@@ -104,7 +128,9 @@ def value_of(row: Row, key: str, flag: str) -> Any:
     """The value in column ``key``, which ``flag`` names, or ``ValueError``; dots descend into objects."""
     if not (found := descend(row, key)):
         columns = ", ".join(map(str, row))
-        raise ValueError(f"no column {key!r}. Its columns are {columns}: name one of them with {flag}.")
+        raise ValueError(
+            f"no column {key!r}. Its columns are {columns}: name one of them with {flag}."
+        )
     return found[0]
 
 
@@ -114,7 +140,10 @@ def descend(value: Any, key: str) -> list[Any]:
         return [value[key]] if isinstance(value, dict) else []
     names = key.split(".")
     splits = ((".".join(names[:n]), ".".join(names[n:])) for n in range(len(names) - 1, 0, -1))
-    return next((found for name, rest in splits if name in value and (found := descend(value[name], rest))), [])
+    return next(
+        (found for name, rest in splits if name in value and (found := descend(value[name], rest))),
+        [],
+    )
 
 
 @contextmanager
@@ -127,7 +156,9 @@ def naming_row(row: SourceRow) -> Iterator[None]:
         raise ValueError(f"{row.flag}, row {row.number}{of_source}: {error}") from error
 
 
-def _interleave(loaded: Sequence[Sequence[SourceRow]], shares: list[float], seed: int) -> list[SourceRow]:
+def _interleave(
+    loaded: Sequence[Sequence[SourceRow]], shares: list[float], seed: int
+) -> list[SourceRow]:
     every = list(chain.from_iterable(loaded))
     numbers = iter(range(len(every)))
     places = [Dataset.from_dict({"place": list(islice(numbers, len(rows)))}) for rows in loaded]
@@ -148,7 +179,9 @@ def _load_by_datasets(place: Place, flag: str, split: str, max_samples: int | No
         else:
             splits = {split: load_dataset(name[1], name[2], split=split)}
         n_rows = len(splits.get(split, ()))
-        rows: list[Row] = splits[split].take(min(max_samples or n_rows, n_rows)).to_list() if n_rows else []
+        rows: list[Row] = (
+            splits[split].take(min(max_samples or n_rows, n_rows)).to_list() if n_rows else []
+        )
         rows = list(map(without_added_keys, rows))
     except _UNREADABLE as error:
         what = f"no such file or folder, and split {split!r} of a data set of that name cannot be loaded from the hub"
@@ -156,7 +189,10 @@ def _load_by_datasets(place: Place, flag: str, split: str, max_samples: int | No
         if constants.HF_HUB_OFFLINE:
             remedy = "HF_HUB_OFFLINE is set: unset it, or name a folder that save_to_disk of 'datasets' has written."
         if is_dir:
-            what, remedy = "a folder saved by 'datasets' that cannot be read", "Save it again, strange dates as text."
+            what, remedy = (
+                "a folder saved by 'datasets' that cannot be read",
+                "Save it again, strange dates as text.",
+            )
         raise ValueError(f"{flag} {source}: {what} ({error!r}). {remedy}") from error
     require_split(split, splits, flag, place.name)
     return rows

@@ -32,7 +32,9 @@ def require_read(messages: Sequence[Message], rendered: str, render: Render) -> 
             lost_calls = [name for name in names if not _occurs(name, squeezed)]
         else:
             lost_texts = texts if _text_mark(number) not in witness else []
-            lost_calls = [name for place, name in enumerate(names) if _call_mark(number, place) not in witness]
+            lost_calls = [
+                name for place, name in enumerate(names) if _call_mark(number, place) not in witness
+            ]
             if message["role"] != "assistant":
                 lost_texts = lost_texts or [text for text in texts if not _occurs(text, squeezed)]
 
@@ -50,7 +52,12 @@ def require_shown(messages: Sequence[Message], render: Render) -> None:
     witness = _with_marks(messages, render)
     for number, message in enumerate(messages):
         texts = _texts(message)
-        if message["role"] != "assistant" and texts and witness is not None and _text_mark(number) not in witness:
+        if (
+            message["role"] != "assistant"
+            and texts
+            and witness is not None
+            and _text_mark(number) not in witness
+        ):
             raise _left_out(message, number, texts[0])
 
 
@@ -76,8 +83,12 @@ def _with_marks(messages: Sequence[Message], render: Render) -> str | None:
 def require_answer(message: Message, number: int) -> None:
     """Refuse a turn of the assistant with neither a text nor a call."""
     has_thoughts = any(message.get(name) for name in _REASONING)
-    if message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls") or has_thoughts):
-        raise ValueError(f"turn {number + 1}, of the assistant, has neither a text nor a call. Remove it or the row.")
+    if message["role"] == "assistant" and not (
+        message.get("content") or message.get("tool_calls") or has_thoughts
+    ):
+        raise ValueError(
+            f"turn {number + 1}, of the assistant, has neither a text nor a call. Remove it or the row."
+        )
 
 
 def require_whole(message: Message, number: int, rendered: str) -> None:
@@ -104,10 +115,14 @@ def left_out(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {"tools", "calls", "results"}
 
 
-def name_rendered(prompts: Iterable[object], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def name_rendered(
+    prompts: Iterable[object], tokenizer: PreTrainedTokenizerBase, source: str
+) -> None:
     """Warn, once, if texts among ``prompts`` begin as the chat template begins, which is applied to them again."""
     beginnings = _beginnings(tokenizer)
-    rendered = [text for text in prompts if isinstance(text, str) and text.lstrip().startswith(beginnings)]
+    rendered = [
+        text for text in prompts if isinstance(text, str) and text.lstrip().startswith(beginnings)
+    ]
     if rendered:
         logger.warning(
             "%s: %d prompts are rendered already, such as %s, and the chat template is applied to them again: leave "
@@ -123,7 +138,9 @@ def _beginnings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     except ValueError:
         return ()
     beginnings = [text.strip()]
-    added = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    added = sorted(
+        (token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True
+    )
     while token := next((token for token in added if text.startswith(token)), None):
         beginnings.append(token)
         text = text.removeprefix(token).lstrip()
@@ -141,7 +158,9 @@ def _marked(message: Message, number: int) -> Message:
     elif content:
         marked["content"] = _text_mark(number)
     if calls := message.get("tool_calls"):
-        marked["tool_calls"] = [renamed(call, _call_mark(number, place)) for place, call in enumerate(calls)]
+        marked["tool_calls"] = [
+            renamed(call, _call_mark(number, place)) for place, call in enumerate(calls)
+        ]
     return marked
 
 
@@ -169,7 +188,9 @@ def _texts(message: Message) -> list[str]:
 
 def _occurs(text: str, squeezed: str) -> bool:
     """Test for ``text``, as it is or in JSON, in a rendering without blanks."""
-    return any(_squeezed(form) in squeezed for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]))
+    return any(
+        _squeezed(form) in squeezed for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])
+    )
 
 
 def _squeezed(text: str) -> str:

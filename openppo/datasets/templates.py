@@ -42,17 +42,23 @@ class TokenExample:
 def require_texts(messages: Sequence[Message]) -> None:
     """``ValueError`` for messages with images or videos."""
     if any(isinstance(message["content"], list) for message in messages):
-        raise ValueError("not a chat message with a text: images are read here in prompts of rows only. Leave it out.")
+        raise ValueError(
+            "not a chat message with a text: images are read here in prompts of rows only. Leave it out."
+        )
 
 
 def not_empty(ids: list[int], value: object) -> list[int]:
     """``ids`` of ``value``, or ``ValueError``."""
     if not ids:
-        raise ValueError(f"the text {shortened(value)} has no tokens. Remove the row or choose another column.")
+        raise ValueError(
+            f"the text {shortened(value)} has no tokens. Remove the row or choose another column."
+        )
     return ids
 
 
-def as_messages(value: object, role: str | None = None, input_template: str | None = None) -> list[Message]:
+def as_messages(
+    value: object, role: str | None = None, input_template: str | None = None
+) -> list[Message]:
     """``value`` as chat messages; a text becomes one message of ``role``, put into ``input_template`` first.
 
     OpenAI's older ``function_call`` and role "function" become tool calls and their results. Raises ``ValueError`` for
@@ -64,9 +70,13 @@ def as_messages(value: object, role: str | None = None, input_template: str | No
         problem = f"neither a text nor a list of chat messages but {type(value).__name__}: {shortened(value)}"
         raise ValueError(f"{problem}. Correct or remove the row, or choose another column.")
     if not value:
-        raise ValueError("the list of chat messages is empty. Remove the row or choose another column.")
+        raise ValueError(
+            "the list of chat messages is empty. Remove the row or choose another column."
+        )
     if input_template is not None:
-        raise ValueError("--input_template goes around a text, and this is a list of chat messages. Leave it out.")
+        raise ValueError(
+            "--input_template goes around a text, and this is a list of chat messages. Leave it out."
+        )
     return [_as_message(message) for message in _with_tool_calls(value)]
 
 
@@ -81,8 +91,12 @@ def _with_tool_calls(messages: list[Any]) -> list[Any]:
         turn = dict(message)
         if function := turn.get("function_call"):
             if turn.get("tool_calls"):
-                raise ValueError('a message has both "function_call" and "tool_calls". Keep the latter.')
-            turn["tool_calls"] = [{"id": f"c{number:08d}", "type": "function", "function": function}]
+                raise ValueError(
+                    'a message has both "function_call" and "tool_calls". Keep the latter.'
+                )
+            turn["tool_calls"] = [
+                {"id": f"c{number:08d}", "type": "function", "function": function}
+            ]
             turn.setdefault("content", None)
             del turn["function_call"]
 
@@ -100,13 +114,18 @@ def _with_tool_calls(messages: list[Any]) -> list[Any]:
 def _as_message(message: object) -> Message:
     turn = message if isinstance(message, dict) else {}
     calls, content, role = turn.get("tool_calls") or [], turn.get("content"), turn.get("role")
-    named = isinstance(calls, list) and all(isinstance(function_of(call).get("name"), str) for call in calls)
+    named = isinstance(calls, list) and all(
+        isinstance(function_of(call).get("name"), str) for call in calls
+    )
     may_lack_text = calls or (role in ("assistant", "tool") and "content" in turn)
     if not named or not isinstance(role, str) or (content is None and not may_lack_text):
         form = 'texts "role" and "content", and in "tool_calls" functions with a "name"'
         raise ValueError(f"not a chat message with {form}: {shortened(message)}.")
     if isinstance(content, list) and any(map(media_kind, content)):
-        parts = [part if media_kind(part) else {"type": "text", "text": text_of([part])} for part in content]
+        parts = [
+            part if media_kind(part) else {"type": "text", "text": text_of([part])}
+            for part in content
+        ]
         return {**turn, "content": parts}
     return {**turn, "content": None if content is None and calls else text_of(content)}
 
@@ -126,7 +145,9 @@ def text_of(content: object) -> str:
         for part in parts
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"not a chat message with a text, or a list of texts, as content: {shortened(content)}.")
+        raise ValueError(
+            f"not a chat message with a text, or a list of texts, as content: {shortened(content)}."
+        )
     return "".join(map(str, texts))
 
 
@@ -148,10 +169,14 @@ def encode_start(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of the start of a text: with the tokenizer's special tokens, without an EOS at the end."""
     ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
     bare = encode_bare(tokenizer, text)
-    if ids and ids[-1] == tokenizer.eos_token_id and ids[-1 - len(bare) : -1] == bare:  # no EOS of the text itself
+    if (
+        ids and ids[-1] == tokenizer.eos_token_id and ids[-1 - len(bare) : -1] == bare
+    ):  # no EOS of the text itself
         ids = ids[:-1]
     front = ids[: len(ids) - len(bare)]
-    return bare if front and bare[: len(front)] == front else ids  # text that was rendered before has its BOS
+    return (
+        bare if front and bare[: len(front)] == front else ids
+    )  # text that was rendered before has its BOS
 
 
 def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -164,7 +189,9 @@ def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int
     """``ids`` with one EOS at the end; whitespace after an EOS, as of chat templates, is cut."""
     eos: int | None = tokenizer.eos_token_id
     if eos is None:
-        raise ValueError("the tokenizer of --pretrain has no EOS token. Set eos_token in its tokenizer_config.json.")
+        raise ValueError(
+            "the tokenizer of --pretrain has no EOS token. Set eos_token in its tokenizer_config.json."
+        )
     if eos in ids:
         end = len(ids) - ids[::-1].index(eos)
         if not str(tokenizer.decode(ids[end:])).strip():
@@ -226,7 +253,9 @@ def apply_template(
         text = str(tokenizer.apply_chat_template(messages, **options))
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+        raise ValueError(
+            f"the chat template refuses messages with the roles {roles}: {error}"
+        ) from error
     text.encode()  # ValueError for half a surrogate pair
     return text
 
@@ -256,16 +285,22 @@ def read_tools(value: object, key: str) -> Tools | None:
     given = given or []
     if not isinstance(given, list) or not all(function_of(tool).get("name") for tool in given):
         what = 'a list of objects like {"type": "function", "function": {"name": ...}}, nor one as JSON text'
-        raise ValueError(f"the tools in column {key!r} are not {what}: {shortened(value)}. Correct the row.")
+        raise ValueError(
+            f"the tools in column {key!r} are not {what}: {shortened(value)}. Correct the row."
+        )
     return given or None
 
 
 def check_tools(tools: Tools | None, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse ``tools`` for a chat template that does not write them."""
     if tools and not re.search(r"\btools\b", str(tokenizer.chat_template or "tools")):
-        raise ValueError("the chat template writes no tools. Give one that does with --chat_template.")
+        raise ValueError(
+            "the chat template writes no tools. Give one that does with --chat_template."
+        )
 
 
 def shared_start(a: str, b: str) -> str:
     """The common beginning."""
-    return "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    return "".join(
+        x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    )

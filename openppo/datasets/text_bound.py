@@ -32,7 +32,9 @@ class TextBound:
         """Tokens that ``text`` has at least."""
         n_characters = len(text)
         if self.composes:
-            n_ascii = len(text.encode("ascii", "ignore"))  # none of them is composed with one before it
+            n_ascii = len(
+                text.encode("ascii", "ignore")
+            )  # none of them is composed with one before it
             n_characters = max(n_ascii, n_characters // _MOST_COMPOSED)
         if self.strips:
             n_characters -= sum(map(text.count, BLANKS))
@@ -49,7 +51,11 @@ def text_bound(tokenizer: PreTrainedTokenizerBase) -> TextBound | None:
         return None
     core, vocabulary = tokenizer.backend_tokenizer, tokenizer.get_vocab()
     splitting, normalizing = _steps(core.pre_tokenizer), _steps(core.normalizer)
-    if not isinstance(core.model, BPE) or not all(map(_keeps, splitting)) or not all(map(_keeps_length, normalizing)):
+    if (
+        not isinstance(core.model, BPE)
+        or not all(map(_keeps, splitting))
+        or not all(map(_keeps_length, normalizing))
+    ):
         return None
     is_of_bytes = any(step["type"] == "ByteLevel" for step in splitting)
     units = ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
@@ -58,7 +64,9 @@ def text_bound(tokenizer: PreTrainedTokenizerBase) -> TextBound | None:
     return TextBound(
         longest=max(map(len, vocabulary)),
         composes=any(step["type"] == "NFC" for step in normalizing),
-        strips=any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()),
+        strips=any(
+            token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()
+        ),
     )
 
 

@@ -32,7 +32,9 @@ def to_json(fields: RowFields) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         same = error
     if same is not True:
-        raise ValueError(f"holds values that are not JSON's{f' ({same})' * bool(same)}: leave --dataset_num_proc out.")
+        raise ValueError(
+            f"holds values that are not JSON's{f' ({same})' * bool(same)}: leave --dataset_num_proc out."
+        )
     return text
 
 
@@ -59,7 +61,11 @@ def tokenize(
     ``content`` stands for all that ``render`` depends on.
     """
     parts = [fields[start : start + ROWS_AT_ONCE] for start in range(0, len(fields), ROWS_AT_ONCE)]
-    return [json.loads(text) for part in show(parts) for text in _kept(_Rendering(render), part, content, processes)]
+    return [
+        json.loads(text)
+        for part in show(parts)
+        for text in _kept(_Rendering(render), part, content, processes)
+    ]
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,10 @@ def _kept(rendering: _Rendering, fields: list[str], content: str, processes: int
     try:
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            options: dict[str, Any] = {"num_proc": processes if processes > 1 else None, "new_fingerprint": digest[:32]}
+            options: dict[str, Any] = {
+                "num_proc": processes if processes > 1 else None,
+                "new_fingerprint": digest[:32],
+            }
             rows = Dataset.from_dict({"fields": fields})
             made = rows.map(rendering, batched=True, remove_columns=["fields"], **options)
             with TemporaryDirectory(dir=folder.parent) as temporary:
@@ -102,4 +111,6 @@ def _kept(rendering: _Rendering, fields: list[str], content: str, processes: int
         return list(load_from_disk(str(folder))["example"])
     except OSError as error:
         remedy = "Choose another folder with HF_DATASETS_CACHE."
-        raise ValueError(f"--dataset_num_proc: the cache {folder} cannot be used ({error}). {remedy}") from error
+        raise ValueError(
+            f"--dataset_num_proc: the cache {folder} cannot be used ({error}). {remedy}"
+        ) from error

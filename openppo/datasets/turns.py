@@ -58,15 +58,24 @@ def render_response(
     """
     if options.apply_chat_template:
         asked = as_messages(prompt, "user", options.input_template)
-        turns = as_messages(response, "assistant") if response != "" else [{"role": "assistant", "content": ""}]
+        turns = (
+            as_messages(response, "assistant")
+            if response != ""
+            else [{"role": "assistant", "content": ""}]
+        )
         return render_turns(join_turns(asked, turns), tokenizer, tools)
     before = fill_template(prompt, options.input_template)
-    ids, (start,) = encode_cut(tokenizer, before + as_text(response), [len(before)], add_special_tokens=True)
+    ids, (start,) = encode_cut(
+        tokenizer, before + as_text(response), [len(before)], add_special_tokens=True
+    )
     return _with_targets(ids, [(start, len(ids))], tokenizer)
 
 
 def render_whole(
-    value: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig, tools: Tools | None = None
+    value: object,
+    tokenizer: PreTrainedTokenizerBase,
+    options: RowsConfig,
+    tools: Tools | None = None,
 ) -> TokenExample:
     """Token ids of a whole text, ending with EOS, or with ``--apply_chat_template`` of a list of messages.
 
@@ -75,10 +84,16 @@ def render_whole(
     """
     if options.apply_chat_template:
         if isinstance(value, str):
-            raise ValueError("a whole text cannot be split into chat turns. Leave --apply_chat_template out.")
-        return render_turns(Chat(as_messages(value, input_template=options.input_template)), tokenizer, tools)
+            raise ValueError(
+                "a whole text cannot be split into chat turns. Leave --apply_chat_template out."
+            )
+        return render_turns(
+            Chat(as_messages(value, input_template=options.input_template)), tokenizer, tools
+        )
     ids = not_empty(encode_start(tokenizer, fill_template(value, options.input_template)), value)
-    return all_targets(ids[:1] + end_with_eos(tokenizer, ids[1:]))  # the first token may be a BOS that equals EOS
+    return all_targets(
+        ids[:1] + end_with_eos(tokenizer, ids[1:])
+    )  # the first token may be a BOS that equals EOS
 
 
 def all_targets(ids: list[int]) -> TokenExample:
@@ -111,7 +126,11 @@ def join_turns(asked: list[Message], turns: list[Message]) -> Chat:
     if last["role"] != "assistant" or following["role"] != "assistant" or last.get("tool_calls"):
         return Chat([*asked, *turns], first=len(asked))
     begun = {name: value for name, value in last.items() if name not in TRAINING_MARKS}
-    joined = {**begun, **following, "content": text_of(last["content"]) + text_of(following["content"])}
+    joined = {
+        **begun,
+        **following,
+        "content": text_of(last["content"]) + text_of(following["content"]),
+    }
     return Chat([*before, joined, *others], first=len(before), continued=asked)
 
 
@@ -126,15 +145,21 @@ def render_turns(
 
     With images ``render`` writes their places, and ``expand`` puts their tokens there.
     """
-    answers = [i for i in range(chat.first, len(chat.messages)) if chat.messages[i]["role"] == "assistant"]
+    answers = [
+        i for i in range(chat.first, len(chat.messages)) if chat.messages[i]["role"] == "assistant"
+    ]
     chosen = [i for i in answers if _is_trained(chat.messages[i], i)]
     if not chosen:
-        raise ValueError("no turn of the assistant to train on. Remove the row or choose another column.")
+        raise ValueError(
+            "no turn of the assistant to train on. Remove the row or choose another column."
+        )
     messages = chat.messages[: chosen[-1] + 1]
     if expand is None:
         require_texts(messages)
     check_tools(tools, tokenizer)
-    for number, message in enumerate(messages[: chat.first or None]):  # a response after a prompt may be empty
+    for number, message in enumerate(
+        messages[: chat.first or None]
+    ):  # a response after a prompt may be empty
         require_answer(message, number)
 
     render = render or partial(render_chat, tokenizer=tokenizer, tools=tools)
@@ -144,7 +169,9 @@ def render_turns(
     spans = []
     for i in chosen:
         begun = opening if i == chat.first else None
-        start, end = _span_of_turn(messages, i, text, tokenizer=tokenizer, render=render, begun=begun)
+        start, end = _span_of_turn(
+            messages, i, text, tokenizer=tokenizer, render=render, begun=begun
+        )
         spans.append((start, end))
         if begun is not None:
             answer = text_of(messages[i]["content"])[len(chat.prefill) :]
@@ -152,7 +179,9 @@ def render_turns(
             continue
         before = messages[:i]
         asked, closed = (render(before, for_generation=g) if before else "" for g in (True, False))
-        opened = len(asked) - len(shared_start(asked, closed))  # the generation prompt, which may hold "<think>"
+        opened = len(asked) - len(
+            shared_start(asked, closed)
+        )  # the generation prompt, which may hold "<think>"
         require_whole(messages[i], i, text[max(0, start - opened) : end])
 
     cuts = [border for span in spans for border in span]
@@ -166,11 +195,15 @@ def _is_trained(message: Message, number: int) -> bool:
     values = {name: message[name] for name in TRAINING_MARKS if message.get(name) is not None}
     for name, value in values.items():
         if not isinstance(value, (int, float)) or value not in (0, 1):
-            raise ValueError(f"{name!r} of turn {number + 1} is neither 0 nor 1: {shortened(value)}. Correct the row.")
+            raise ValueError(
+                f"{name!r} of turn {number + 1} is neither 0 nor 1: {shortened(value)}. Correct the row."
+            )
     return all(values.values())
 
 
-def _with_targets(ids: list[int], spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> TokenExample:
+def _with_targets(
+    ids: list[int], spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase
+) -> TokenExample:
     """``ids``, of which the last span becomes the end, closed by EOS; the tokens in the spans are targets."""
     last, _ = spans[-1]
     ids = ids[:last] + end_with_eos(tokenizer, ids[last:])
@@ -205,7 +238,12 @@ def _span_of_turn(
         return len(asked), len(text)
 
     before, mark, after = _around(messages, number, render)
-    if not (mark and text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)):
+    if not (
+        mark
+        and text.startswith(before)
+        and text.endswith(after)
+        and len(before) + len(after) <= len(text)
+    ):
         require_whole(messages[number], number, text)
         raise ValueError(
             f"the chat template's text around turn {number + 1} depends on its text, or the turn is left out, so its "
@@ -220,7 +258,11 @@ def _span_of_turn(
         spaces, known = before[len(before.rstrip()) :], asked[len(asked.rstrip()) :]
         if asked and spaces.startswith(known):
             start -= len(spaces) - len(known)  # the response begins with the rest of the whitespace
-    end = len(text) if is_last else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer, render)
+    end = (
+        len(text)
+        if is_last
+        else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer, render)
+    )
     return start, end
 
 
@@ -242,7 +284,11 @@ def _only_calls(message: Message) -> bool:
 
 
 def _length_of_end(
-    messages: list[Message], number: int, after: str, tokenizer: PreTrainedTokenizerBase, render: Render
+    messages: list[Message],
+    number: int,
+    after: str,
+    tokenizer: PreTrainedTokenizerBase,
+    render: Render,
 ) -> int:
     """Length of the beginning of ``after`` that ends turn ``number``, in whole tokens.
 

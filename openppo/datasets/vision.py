@@ -45,7 +45,9 @@ class Vision:
     def processor(self) -> Any:
         """Of transformers, with this tokenizer."""
         if self.load is None or not self.token_ids:
-            raise ValueError(f"the row has images, and {self.named} reads none. Remove them, or use a model that does.")
+            raise ValueError(
+                f"the row has images, and {self.named} reads none. Remove them, or use a model that does."
+            )
         processor = self.load()
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = processor.chat_template
@@ -55,7 +57,9 @@ class Vision:
     @cached_property
     def tokens(self) -> dict[str, str]:
         """What the processor replaces by the tokens of an item, by its kind."""
-        made = {"image": str(getattr(self.processor, "boi_token", None) or self.processor.image_token)}
+        made = {
+            "image": str(getattr(self.processor, "boi_token", None) or self.processor.image_token)
+        }
         if getattr(self.processor, "video_processor", None) is not None:
             made["video"] = str(self.processor.video_token)
         return made
@@ -95,7 +99,10 @@ class Vision:
         return ""
 
     def write(
-        self, messages: Sequence[Message], render: Callable[[Callable[[Any], Any]], str], guarded: bool = False
+        self,
+        messages: Sequence[Message],
+        render: Callable[[Callable[[Any], Any]], str],
+        guarded: bool = False,
     ) -> str:
         """Text of a conversation, with the processor's token for each image and video of ``messages``.
 
@@ -103,7 +110,9 @@ class Vision:
         and texts ``guarded``.
         """
         n, text = sum(1 for _ in media_parts(messages)), ""
-        for as_parts in (True, False) if self.takes_parts else (False,):  # of some roles it may write only texts
+        for as_parts in (
+            (True, False) if self.takes_parts else (False,)
+        ):  # of some roles it may write only texts
             try:
                 text = render(partial(self._content, as_parts=as_parts, guarded=guarded))
             except ValueError:
@@ -117,16 +126,30 @@ class Vision:
         """A content as the chat template gets it."""
         if not any(media_parts([{"content": content}])):
             text = self.guarded(text_of(content)) if guarded else text_of(content)
-            return [{"type": "text", "text": text}] if as_parts and text and not self.takes_texts else text
+            return (
+                [{"type": "text", "text": text}]
+                if as_parts and text and not self.takes_texts
+                else text
+            )
         kinds = map(media_kind, content)
-        parts = [{"type": kind} if kind else part for kind, part in zip(kinds, content, strict=True)]
-        parts = [part | {"text": self.guarded(part["text"])} if guarded and "text" in part else part for part in parts]
-        return [part for part in parts if part.get("text", True)] if as_parts else self.as_text(parts)
+        parts = [
+            {"type": kind} if kind else part for kind, part in zip(kinds, content, strict=True)
+        ]
+        parts = [
+            part | {"text": self.guarded(part["text"])} if guarded and "text" in part else part
+            for part in parts
+        ]
+        return (
+            [part for part in parts if part.get("text", True)] if as_parts else self.as_text(parts)
+        )
 
     def as_text(self, content: str | list[dict[str, Any]]) -> str:
         """A content as a text in which placeholders stand for images and videos."""
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        return "".join(self.placeholders[kind] if (kind := media_kind(part)) else part["text"] for part in parts)
+        return "".join(
+            self.placeholders[kind] if (kind := media_kind(part)) else part["text"]
+            for part in parts
+        )
 
     def for_agents(self, config: Any, model: str) -> "Vision | None":
         """Itself if this can read images: the family was compared, and its processor loads; else None, with a warning.
@@ -146,23 +169,34 @@ class Vision:
     def guarded(self, text: str) -> str:
         """``text``, with a space after the first character of what is written like a token that stands for media."""
         written = {*self.tokens.values(), *self.tokenizer.convert_ids_to_tokens([*self.token_ids])}
-        return re.sub("|".join(map(re.escape, written)), lambda place: f"{place[0][0]} {place[0][1:]}", text)
+        return re.sub(
+            "|".join(map(re.escape, written)), lambda place: f"{place[0][0]} {place[0][1:]}", text
+        )
 
     @cached_property
     def _places(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.tokens.values())))
 
-    def expanded(self, text: str, items: Sequence[MediaItem], cuts: Sequence[int] = ()) -> tuple[str, list[int]]:
+    def expanded(
+        self, text: str, items: Sequence[MediaItem], cuts: Sequence[int] = ()
+    ) -> tuple[str, list[int]]:
         """``text`` with the tokens of each of ``items`` in its place, and where the positions ``cuts`` are in that.
 
         ``ValueError`` for other numbers of places.
         """
         places = list(self._places.finditer(text))
         for kind, token in self.tokens.items():
-            n_places, n_items = sum(place[0] == token for place in places), sum(item.kind == kind for item in items)
+            n_places, n_items = (
+                sum(place[0] == token for place in places),
+                sum(item.kind == kind for item in items),
+            )
             if n_places != n_items:
-                raise ValueError(f"{n_places} places for {kind}s, and {n_items} {kind}s. Correct or remove the row.")
-        longer = [(p.start(), len(item.text) - len(p[0])) for p, item in zip(places, items, strict=True)]
+                raise ValueError(
+                    f"{n_places} places for {kind}s, and {n_items} {kind}s. Correct or remove the row."
+                )
+        longer = [
+            (p.start(), len(item.text) - len(p[0])) for p, item in zip(places, items, strict=True)
+        ]
         moved = [cut + sum(more for start, more in longer if start < cut) for cut in cuts]
         found = iter(items)
         return self._places.sub(lambda _: next(found).text, text), moved
@@ -176,7 +210,9 @@ class Vision:
         """``ids``; ``ValueError`` if more or fewer of them stand for media than of ``items``."""
         n_tokens = sum(ids.count(token_id) for token_id in self.token_ids)
         if n_tokens != sum(item.n_tokens for item in items):
-            raise ValueError(f"{n_tokens} tokens stand for {len(items)} images: its text names the token itself.")
+            raise ValueError(
+                f"{n_tokens} tokens stand for {len(items)} images: its text names the token itself."
+            )
         return ids
 
     def item(self, value: object, kind: str = "image", near: str = "") -> MediaItem:
@@ -191,18 +227,26 @@ class Vision:
             frames, fps = [read_image(value, near)], 1.0
         fitted = [within_pixels(frame, options.min_pixels, options.max_pixels) for frame in frames]
         given = _video_inputs(fitted, fps) if kind == "video" else {"images": fitted}
-        made = processor(text=[self.tokens[kind]], add_special_tokens=False, return_tensors="pt", **given)
+        made = processor(
+            text=[self.tokens[kind]], add_special_tokens=False, return_tensors="pt", **given
+        )
         return self._item(made, kind, thumbnail(frames[0]))
 
     def _item(self, made: Any, kind: str, picture: str) -> MediaItem:
         """What the processor ``made`` of one image or video."""
-        inputs = {name: x for name, x in made.items() if isinstance(x, torch.Tensor) and name not in _NOT_INPUTS}
+        inputs = {
+            name: x
+            for name, x in made.items()
+            if isinstance(x, torch.Tensor) and name not in _NOT_INPUTS
+        }
         if "pixel_attention_mask" in inputs:  # Idefics 3 and SmolVLM: of a row, its images' tiles
             inputs = {name: x[0] for name, x in inputs.items()}
         ids = made["input_ids"][0].tolist()
         counts = {token_id: ids.count(token_id) for token_id in self.token_ids if token_id in ids}
         if len(counts) != 1:
-            raise ValueError(f"{type(self.processor).__name__} writes {len(counts)} kinds of tokens for an {kind}.")
+            raise ValueError(
+                f"{type(self.processor).__name__} writes {len(counts)} kinds of tokens for an {kind}."
+            )
         ((token_id, n_tokens),) = counts.items()
         as_written = {"clean_up_tokenization_spaces": False, "spaces_between_special_tokens": False}
         text = str(self.tokenizer.decode(ids, **as_written))

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.experience.advantages import get_advantages_and_returns as get_advantages_and_returns
+    from openppo.experience.advantages import (
+        get_advantages_and_returns as get_advantages_and_returns,
+    )
     from openppo.experience.advantages import get_cumulative_returns as get_cumulative_returns
     from openppo.experience.advantages import length_adaptive_lambda as length_adaptive_lambda
     from openppo.experience.estimators import ESTIMATORS as ESTIMATORS, Estimator as Estimator

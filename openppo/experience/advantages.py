@@ -43,7 +43,9 @@ def get_cumulative_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -
     """Discounted reward to go, R_t = r_t + gamma R_next, from each action to the next; (B, L), 0 outside the mask."""
     mask = action_mask.bool()
     places = mask.cumsum(-1) - 1
-    return _unpack_actions(_discounted_sums(pack_actions(rewards, mask, places), gamma), mask, places)
+    return _unpack_actions(
+        _discounted_sums(pack_actions(rewards, mask, places), gamma), mask, places
+    )
 
 
 def pack_actions(per_token: Tensor, mask: Tensor, places: Tensor) -> Tensor:

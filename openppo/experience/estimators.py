@@ -23,7 +23,9 @@ and the reward of the greedy response to it (None unless ``needs_greedy``), all 
 scores (B,) and rewards of steps (B, L)."""
 Baseline = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``baseline(totals, groups, greedy)``: what to subtract from whole rewards (B,)."""
-Advantages = Callable[[Tensor, Tensor | None, Tensor, AdvantageConfig, float | None], tuple[Tensor, Tensor]]
+Advantages = Callable[
+    [Tensor, Tensor | None, Tensor, AdvantageConfig, float | None], tuple[Tensor, Tensor]
+]
 """``advantages(rewards, values, action_mask, config, lambd_critic)``: from token rewards after the KL penalty to
 advantages and returns, all (B, L) and 0 outside ``action_mask``. ``values`` where there is a critic; ``lambd_critic``,
 unless it is None, replaces the option of that name."""
@@ -31,7 +33,9 @@ _EPS = 1e-9
 _EQUAL = 1e-6
 
 
-def plain_rewards(scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None) -> Rewarded:
+def plain_rewards(
+    scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None
+) -> Rewarded:
     """Scores and rewards of steps as they are."""
     return scores, steps.rewards
 
@@ -39,7 +43,9 @@ def plain_rewards(scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Te
 def centred(baseline: Baseline) -> Rewards:
     """Whole rewards less a baseline; each action has the advantage of its trajectory."""
 
-    def rewards(scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None) -> Rewarded:
+    def rewards(
+        scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None
+    ) -> Rewarded:
         totals = steps.added_to(scores)
         return totals - baseline(totals, groups, greedy), None
 
@@ -47,7 +53,11 @@ def centred(baseline: Baseline) -> Rewards:
 
 
 def rewards_to_go(
-    rewards: Tensor, values: Tensor | None, action_mask: Tensor, config: AdvantageConfig, lambd_critic: float | None
+    rewards: Tensor,
+    values: Tensor | None,
+    action_mask: Tensor,
+    config: AdvantageConfig,
+    lambd_critic: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Discounted rewards to go, which are the returns too."""
     returns = get_cumulative_returns(rewards, action_mask, config.gamma)
@@ -55,7 +65,11 @@ def rewards_to_go(
 
 
 def generalized_advantages(
-    rewards: Tensor, values: Tensor | None, action_mask: Tensor, config: AdvantageConfig, lambd_critic: float | None
+    rewards: Tensor,
+    values: Tensor | None,
+    action_mask: Tensor,
+    config: AdvantageConfig,
+    lambd_critic: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, with another lambda for the critic's targets where options ask for it."""
     assert values is not None
@@ -75,9 +89,13 @@ class Estimator:
     advantages: Advantages = rewards_to_go
     uses_critic: bool = False  # needs the values of a critic
     needs_greedy: bool = False  # needs the reward of the greedy response to each prompt
-    compares_steps: bool = False  # responses of equal whole reward differ where rewards of their steps do
+    compares_steps: bool = (
+        False  # responses of equal whole reward differ where rewards of their steps do
+    )
     normalize: bool = True  # advantages over the action tokens of the whole buffer, unless an option says otherwise
-    loss_agg: LossAggregation = "token_mean"  # how the policy loss adds up, unless an option says otherwise
+    loss_agg: LossAggregation = (
+        "token_mean"  # how the policy loss adds up, unless an option says otherwise
+    )
 
     def normalizes(self, choice: str) -> bool:
         """Whether advantages are normalized: ``choice`` is ``default``, ``on`` or ``off``."""
@@ -135,7 +153,9 @@ def group_moments(totals: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     return mean.to(totals.dtype), torch.where(alike, torch.inf, std + _EPS).to(totals.dtype)
 
 
-def _group_statistics(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _group_statistics(
+    rewards: Tensor, groups: Tensor, counted: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and squared deviations per group, (B,) float64 each.
 
     ``rewards`` (B,), or (B, L) where ``counted``. In float64 the mean of equal rewards is exactly that reward, so that
@@ -155,10 +175,15 @@ def _group_sum(numbers: Tensor, groups: Tensor) -> Tensor:
 
 def _are_alike(steps: StepRewards, groups: Tensor) -> Tensor:
     """Whether all rows of the group have the same step rewards in order, bool (B,)."""
-    counts, rows = steps.ends.sum(-1), pack_actions(steps.rewards, steps.ends, steps.ends.cumsum(-1) - 1)
+    counts, rows = (
+        steps.ends.sum(-1),
+        pack_actions(steps.rewards, steps.ends, steps.ends.cumsum(-1) - 1),
+    )
     ids, index = groups.unique(return_inverse=True)
     every = torch.arange(len(groups), device=groups.device)
-    first = every.new_zeros(len(ids)).scatter_reduce(0, index, every, "amin", include_self=False)[index]
+    first = every.new_zeros(len(ids)).scatter_reduce(0, index, every, "amin", include_self=False)[
+        index
+    ]
     same = (rows - rows[first]).abs().amax(-1) <= _EQUAL * (1 + rows.abs().amax(-1))
     return _group_sum((~same | (counts != counts[first])).long(), groups) == 0
 

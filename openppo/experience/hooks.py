@@ -15,6 +15,8 @@ class Hooks:
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopCheck = field(default_factory=StopCheck)
-    uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext  # opened around forwards that train nothing
+    uncompiled: Callable[[], AbstractContextManager[None]] = (
+        nullcontext  # opened around forwards that train nothing
+    )
     sources: Mapping[str, str] = field(default_factory=dict)
     sampled_ids: SampledIds = ALL_IDS

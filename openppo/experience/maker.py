@@ -11,7 +11,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS, group_moments
-from openppo.experience.forwards import Forwards, Model, OldLogProbsFrom, check_sampled, old_log_probs_from
+from openppo.experience.forwards import (
+    Forwards,
+    Model,
+    OldLogProbsFrom,
+    check_sampled,
+    old_log_probs_from,
+)
 from openppo.experience.hooks import Hooks
 from openppo.experience.measure import (
     measure_experience,
@@ -37,7 +43,13 @@ from openppo.experience.token_rewards import (
     shape_scores,
 )
 from openppo.models.log_probs import compute_approx_kl
-from openppo.rollout.rollout import Rollout, by_episode, episode_reward, wait_for_scores, whole_rewards
+from openppo.rollout.rollout import (
+    Rollout,
+    by_episode,
+    episode_reward,
+    wait_for_scores,
+    whole_rewards,
+)
 from openppo.tracking import Metrics
 from openppo.types import Comm, Experience, Trajectory
 
@@ -79,11 +91,19 @@ class ExperienceMaker:
         pass_on = evaluation.pass_on if evaluation.eval_reward_fn is None else None
         self.reward_names = RewardNames(self.weights, self.comm, pass_on)
         self.moments = RunningMoments()
-        coef, target, horizon = self.config.kl.init_kl_coef, self.config.kl.kl_target, self.config.kl.kl_horizon
+        coef, target, horizon = (
+            self.config.kl.init_kl_coef,
+            self.config.kl.kl_target,
+            self.config.kl.kl_horizon,
+        )
         fixed = FixedKLController(coef)
-        self.kl_controller = fixed if target is None else AdaptiveKLController(coef, target, horizon)
+        self.kl_controller = (
+            fixed if target is None else AdaptiveKLController(coef, target, horizon)
+        )
 
-    def make(self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0) -> list[Experience]:
+    def make(
+        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0
+    ) -> list[Experience]:
         """One experience per trajectory, in their order, on this maker's device (``buffer_cpu_offload``: the host).
 
         Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
@@ -140,7 +160,11 @@ class ExperienceMaker:
             return self._add_rewards(batch, unscored, metrics)
 
     def _completed(
-        self, batch: Experience | None, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int
+        self,
+        batch: Experience | None,
+        trajectories: Sequence[Trajectory],
+        metrics: Metrics,
+        n_done: int,
     ) -> list[Experience]:
         """The rows of a batch with rewards (and values), with advantages and returns."""
         if batch is None:
@@ -149,10 +173,20 @@ class ExperienceMaker:
             batch = self._add_returns(batch, n_done)
             measure_experience(batch, metrics)
             assert batch.advantages is not None
-            measure_signal(trajectories, batch.advantages, batch.action_mask, weights=self.weights, metrics=metrics)
+            measure_signal(
+                trajectories,
+                batch.advantages,
+                batch.action_mask,
+                weights=self.weights,
+                metrics=metrics,
+            )
             if self.config.shaping.overlong_filter:
-                batch = batch.with_fields(action_mask=overlong_mask(batch.action_mask, batch.truncated))
-            return list(split_rows(batch.to("cpu") if self.config.ppo.buffer_cpu_offload else batch))
+                batch = batch.with_fields(
+                    action_mask=overlong_mask(batch.action_mask, batch.truncated)
+                )
+            return list(
+                split_rows(batch.to("cpu") if self.config.ppo.buffer_cpu_offload else batch)
+            )
 
     def _old_log_probs_from(
         self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int
@@ -166,9 +200,13 @@ class ExperienceMaker:
         n_samples, n_foreign, n_stale = counts.tolist()
         single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
         trains_actor = n_done >= self.frozen_steps
-        return old_log_probs_from(self.config, single_update and trains_actor, by_engine=n_foreign == 0), n_stale > 0
+        return old_log_probs_from(
+            self.config, single_update and trains_actor, by_engine=n_foreign == 0
+        ), n_stale > 0
 
-    def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
+    def _add_rewards(
+        self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics
+    ) -> Experience:
         """Add token rewards: KL penalty, scores and steps after the baseline."""
         parts = EpisodeParts(trajectories, self.device)
         scores, steps = self._shaped(trajectories, parts)
@@ -176,12 +214,16 @@ class ExperienceMaker:
         greedy = self._greedy_rewards(trajectories, parts) if self.estimator.needs_greedy else None
         if self.estimator.compares_steps:
             scores, steps = parts.outcomes(scores, steps)
-        scores, token_rewards = parts.split(*self.estimator.rewards(scores, steps, parts.groups, greedy))
+        scores, token_rewards = parts.split(
+            *self.estimator.rewards(scores, steps, parts.groups, greedy)
+        )
 
         mask = batch.action_mask
         kl = None
         if batch.ref_log_probs is not None and not self.config.kl.use_kl_loss:
-            kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask)  # k1: the only right one
+            kl = compute_approx_kl(
+                batch.old_or_rollout_log_probs, batch.ref_log_probs, mask
+            )  # k1: the only right one
 
         kl_coef = self.kl_controller.value
         rewards = compute_reward(scores, kl, mask, kl_coef=kl_coef, token_rewards=token_rewards)
@@ -204,10 +246,14 @@ class ExperienceMaker:
         of_greedy = EpisodeParts(distinct, self.device)
         scores, steps = self._shaped(distinct, of_greedy)
         rewards = steps.added_to(scores)
-        place_of_last = {id(distinct[row]): place for place, row in enumerate(of_greedy.last.tolist())}
+        place_of_last = {
+            id(distinct[row]): place for place, row in enumerate(of_greedy.last.tolist())
+        }
         return rewards[[place_of_last[id(response[-1])] for response in responses]]
 
-    def _shaped(self, trajectories: Sequence[Trajectory], parts: EpisodeParts) -> tuple[Tensor, StepRewards]:
+    def _shaped(
+        self, trajectories: Sequence[Trajectory], parts: EpisodeParts
+    ) -> tuple[Tensor, StepRewards]:
         """Scores (E,) of episodes, normalized, penalized and clipped as options say, and rewards of their steps.
 
         Normalization is that of whole rewards: steps are divided by their std, and the score is what is then missing

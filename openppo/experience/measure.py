@@ -16,7 +16,10 @@ _EQUAL = 1e-6
 
 
 def measure_scores(
-    trajectories: Sequence[Trajectory], weights: Mapping[str, float], metrics: Metrics, prefix: str = ""
+    trajectories: Sequence[Trajectory],
+    weights: Mapping[str, float],
+    metrics: Metrics,
+    prefix: str = "",
 ) -> None:
     """All that was earned as ``reward``, and each named part before weights as ``reward/<name>``, of each episode.
 
@@ -39,7 +42,10 @@ def measure_scores(
 
 
 def measure_sources(
-    trajectories: Sequence[Trajectory], names: Mapping[str, str], weights: Mapping[str, float], metrics: Metrics
+    trajectories: Sequence[Trajectory],
+    names: Mapping[str, str],
+    weights: Mapping[str, float],
+    metrics: Metrics,
 ) -> None:
     """Of each data source by its name, where there are several: scores, lengths, and the share that was cut off."""
     for source, name in names.items() if len(names) > 1 else ():
@@ -51,11 +57,17 @@ def measure_sources(
 
 
 def measure_tasks(
-    trajectories: Sequence[Trajectory], batch: Experience, weights: Mapping[str, float], n_done: int, metrics: Metrics
+    trajectories: Sequence[Trajectory],
+    batch: Experience,
+    weights: Mapping[str, float],
+    n_done: int,
+    metrics: Metrics,
 ) -> None:
     """Of each task of a run of several: reward, length, KL and staleness; rows of ``batch`` are ``trajectories``."""
     for name in sorted({t.prompt.task for t in trajectories} - {""}):
-        rows = torch.tensor([t.prompt.task == name for t in trajectories], device=batch.action_mask.device)
+        rows = torch.tensor(
+            [t.prompt.task == name for t in trajectories], device=batch.action_mask.device
+        )
         mine, mask = [t for t in trajectories if t.prompt.task == name], batch.action_mask[rows]
         for parts in by_episode(mine):
             metrics.add(f"task/{name}/reward", episode_reward(parts, weights))
@@ -63,14 +75,18 @@ def measure_tasks(
         behind = [staleness(t, n_done)[torch.tensor(t.loss_mask)] for t in mine]
         metrics.add_tensor(f"task/{name}/staleness", torch.cat(behind))
         if batch.ref_log_probs is not None:
-            kl = compute_approx_kl(batch.old_or_rollout_log_probs[rows], batch.ref_log_probs[rows], mask)
+            kl = compute_approx_kl(
+                batch.old_or_rollout_log_probs[rows], batch.ref_log_probs[rows], mask
+            )
             metrics.add_tensor(f"task/{name}/kl", kl, mask)
 
 
 def staleness(trajectory: Trajectory, n_done: int) -> Tensor:
     """Versions by which actions in the losses are behind the policy after ``n_done`` steps: (L,) float32, else 0."""
     tokens = zip(trajectory.versions, trajectory.loss_mask, strict=True)
-    return torch.tensor([float(n_done - version) if is_trained else 0.0 for version, is_trained in tokens])
+    return torch.tensor(
+        [float(n_done - version) if is_trained else 0.0 for version, is_trained in tokens]
+    )
 
 
 def measure_staleness(trajectories: Sequence[Trajectory], n_done: int, metrics: Metrics) -> None:
@@ -116,7 +132,11 @@ def measure_masked(found: RatioRange, mask: Tensor, metrics: Metrics) -> None:
 
 
 def measure_mismatch(
-    log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, metrics: Metrics, behind: Tensor | None = None
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    metrics: Metrics,
+    behind: Tensor | None = None,
 ) -> None:
     """Distance of the engine's log-probs from the actor's, both (B, L), over ``mask``.
 
@@ -128,8 +148,12 @@ def measure_mismatch(
     metrics.add_tensor("rollout_kl", kl, mask)
     for lag in [] if behind is None else behind[mask].unique().tolist():
         metrics.add_tensor(f"rollout_kl/lag_{lag:.0f}", kl, mask & (behind == lag))
-    metrics.add_tensor("rollout_kl_k1", compute_approx_kl(rollout_log_probs, log_probs, mask, "k1"), mask)
-    metrics.add_tensor("rollout_ratio_max", policy_ratio(log_probs, rollout_log_probs, mask), mask, reduce="max")
+    metrics.add_tensor(
+        "rollout_kl_k1", compute_approx_kl(rollout_log_probs, log_probs, mask, "k1"), mask
+    )
+    metrics.add_tensor(
+        "rollout_ratio_max", policy_ratio(log_probs, rollout_log_probs, mask), mask, reduce="max"
+    )
     gap = (log_probs - rollout_log_probs).abs()
     metrics.add_tensor("rollout_log_prob_gap", gap, mask)
     metrics.add_tensor("rollout_log_prob_gap_max", gap, mask, reduce="max")
@@ -148,13 +172,26 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
     if batch.ref_log_probs is not None:
         estimators: dict[str, KLEstimator] = {"kl": "k1", "kl_k3": "k3"}
         for name, estimator in estimators.items():
-            kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, kl_estimator=estimator)
+            kl = compute_approx_kl(
+                batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, kl_estimator=estimator
+            )
             metrics.add_tensor(name, kl, mask)
             metrics.add_tensor(f"{name}_per_response", masked_sum(kl, mask, -1))
     if batch.entropy is not None:
-        measure_mismatch(batch.old_or_rollout_log_probs, batch.rollout_log_probs, mask, metrics, behind=batch.staleness)
+        measure_mismatch(
+            batch.old_or_rollout_log_probs,
+            batch.rollout_log_probs,
+            mask,
+            metrics,
+            behind=batch.staleness,
+        )
     entropy = -batch.old_or_rollout_log_probs if batch.entropy is None else batch.entropy
-    named = {"entropy": entropy, "values": batch.values, "returns": batch.returns, "advantages": batch.advantages}
+    named = {
+        "entropy": entropy,
+        "values": batch.values,
+        "returns": batch.returns,
+        "advantages": batch.advantages,
+    }
     for name, tensor in named.items():
         if tensor is not None:
             metrics.add_tensor(name, tensor, mask)
@@ -168,23 +205,31 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
             metrics.add_tensor(f"{name}_max", tensor, mask, reduce="max")
             metrics.add_tensor(f"{name}_min", tensor, mask, reduce="min")
     metrics.add_tensor("response_length", mask.sum(-1).float())
-    before = mask.float().argmax(-1).float()  # of the first action; an episode without any says nothing
+    before = (
+        mask.float().argmax(-1).float()
+    )  # of the first action; an episode without any says nothing
     metrics.add_tensor("prompt_length", before, mask.any(-1))
     metrics.add_tensor("prompt_length_max", before, mask.any(-1), reduce="max")
     metrics.add_tensor("prompt_length_min", before, mask.any(-1), reduce="min")
     metrics.add_tensor("truncated_fraction", batch.truncated.float())
 
 
-def experience_histograms(samples: Sequence[Experience], rewards: Sequence[float], comm: Comm) -> dict[str, Histogram]:
+def experience_histograms(
+    samples: Sequence[Experience], rewards: Sequence[float], comm: Comm
+) -> dict[str, Histogram]:
     """Distributions over all ranks' samples: ``reward`` of episodes, ``response_length`` of responses; ``kl`` (k1),
     ``values``, ``returns`` and ``advantages`` of action tokens. Metrics that no sample has are left out. Collective.
     """
-    found = dict.fromkeys(("response_length", "kl", "values", "returns", "advantages"), torch.zeros(0))
+    found = dict.fromkeys(
+        ("response_length", "kl", "values", "returns", "advantages"), torch.zeros(0)
+    )
     if samples:
         batch = join_rows(samples)
         mask, tensors = batch.action_mask, batch.tensors()
         if batch.ref_log_probs is not None:
-            tensors["kl"] = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask)
+            tensors["kl"] = compute_approx_kl(
+                batch.old_or_rollout_log_probs, batch.ref_log_probs, mask
+            )
         found |= {name: tensor[mask] for name, tensor in tensors.items() if name in found}
         found["response_length"] = mask.sum(-1).float()
     found["reward"] = torch.tensor(rewards, dtype=torch.float32)

@@ -48,8 +48,14 @@ def split_rows(experience: Experience) -> Iterator[Experience]:
     """One experience per row, its padding cut off; copies, so that no row keeps the whole batch in memory."""
     for row, length in enumerate(experience.attention_mask.sum(-1).tolist()):
         parts = {name: tensor[row : row + 1] for name, tensor in experience.tensors().items()}
-        cut = {name: part if name in PER_ROW_FIELDS else part[:, :length] for name, part in parts.items()}
-        yield Experience(**{name: part.clone() for name, part in cut.items()}, media=experience.media[row : row + 1])
+        cut = {
+            name: part if name in PER_ROW_FIELDS else part[:, :length]
+            for name, part in parts.items()
+        }
+        yield Experience(
+            **{name: part.clone() for name, part in cut.items()},
+            media=experience.media[row : row + 1],
+        )
 
 
 def join_rows(rows: Sequence[Experience]) -> Experience:
@@ -58,17 +64,23 @@ def join_rows(rows: Sequence[Experience]) -> Experience:
     joined: dict[str, Any] = {}
     for name in rows[0].tensors():
         parts = [row.tensors()[name] for row in rows]
-        joined[name] = torch.cat([p if name in PER_ROW_FIELDS else F.pad(p, (0, width - p.shape[1])) for p in parts])
+        joined[name] = torch.cat(
+            [p if name in PER_ROW_FIELDS else F.pad(p, (0, width - p.shape[1])) for p in parts]
+        )
     media = tuple(m for row in rows for m in (row.media or ((),) * len(row)))
     return Experience(**joined, media=media if any(media) else ())
 
 
 def idle_experience() -> Experience:
     """One row of two tokens without any action, for a rank that has less to do than others."""
-    dtypes = {"sequences": torch.int64} | dict.fromkeys(("attention_mask", "action_mask", "truncated"), torch.bool)
+    dtypes = {"sequences": torch.int64} | dict.fromkeys(
+        ("attention_mask", "action_mask", "truncated"), torch.bool
+    )
     names = [field.name for field in fields(Experience) if field.name != "media"]
     sizes = {name: (1,) if name in PER_ROW_FIELDS else (1, 2) for name in names}
-    made: dict[str, Any] = {name: torch.zeros(size, dtype=dtypes.get(name)) for name, size in sizes.items()}
+    made: dict[str, Any] = {
+        name: torch.zeros(size, dtype=dtypes.get(name)) for name, size in sizes.items()
+    }
     made["attention_mask"] = ~made["attention_mask"]
     return Experience(**made)
 
@@ -107,14 +119,18 @@ class ReplayBuffer:
 
     def __post_init__(self) -> None:
         if isinstance(self.comm, int):
-            raise TypeError(f"comm is {self.comm}, no process group: give batch sizes to ReplayBuffer.mini_batches.")
+            raise TypeError(
+                f"comm is {self.comm}, no process group: give batch sizes to ReplayBuffer.mini_batches."
+            )
 
     def __len__(self) -> int:
         return len(self.items)
 
     def append(self, experience: Experience) -> None:
         """Add every row of a batch."""
-        self.items += split_rows(experience.to("cpu") if self.cpu_offload else experience)  # one copy for each field
+        self.items += split_rows(
+            experience.to("cpu") if self.cpu_offload else experience
+        )  # one copy for each field
         self.items = self.items[-self.limit :]  # all of them if it is 0
 
     def fill(self, experiences: Iterable[Experience]) -> None:
@@ -137,10 +153,17 @@ class ReplayBuffer:
         for i, item in enumerate(self.items):
             tensor = item.tensors()[name]
             normalized = ((tensor.double() - moments.mean) / scale).to(tensor.dtype)
-            self.items[i] = item.with_fields(**{name: torch.where(item.action_mask, normalized, 0.0)})
+            self.items[i] = item.with_fields(
+                **{name: torch.where(item.action_mask, normalized, 0.0)}
+            )
 
     def mini_batches(
-        self, batch_size: int, micro_batch_size: int, epochs: int, seed: int, micro_tokens: int | None = None
+        self,
+        batch_size: int,
+        micro_batch_size: int,
+        epochs: int,
+        seed: int,
+        micro_tokens: int | None = None,
     ) -> Iterator[MiniBatch]:
         """All ranks' samples, shuffled anew for each epoch from ``seed``, ``batch_size`` of them per optimizer step.
 
@@ -152,17 +175,27 @@ class ReplayBuffer:
             joined = join_rows(items).to("cpu") if items else None  # few objects to send
             device = items[0].sequences.device if items else torch.device("cpu")
             gathered = self.comm.all_gather_object(joined)
-            items = [row.to(device) for of_rank in gathered if of_rank is not None for row in split_rows(of_rank)]
+            items = [
+                row.to(device)
+                for of_rank in gathered
+                if of_rank is not None
+                for row in split_rows(of_rank)
+            ]
         generator = torch.Generator().manual_seed(seed)
         orders = (torch.randperm(len(items), generator=generator).tolist() for _ in range(epochs))
-        steps = (order[i : i + batch_size] for order in orders for i in range(0, len(order), batch_size))
+        steps = (
+            order[i : i + batch_size] for order in orders for i in range(0, len(order), batch_size)
+        )
         for step in steps:
             yield self._share({i: items[i] for i in step}, micro_batch_size, micro_tokens)
 
     def _share(self, step: dict[int, Experience], size: int, tokens: int | None) -> MiniBatch:
         """This rank's micro-batches of a step, whose samples come with their places among all ranks'."""
         places, lengths = list(step), [item.sequences.shape[1] for item in step.values()]
-        n_ranks, limit = self.comm.world_size, MicroBatchSize(size, tokens, split_overhead(self.zero_stage))
+        n_ranks, limit = (
+            self.comm.world_size,
+            MicroBatchSize(size, tokens, split_overhead(self.zero_stage)),
+        )
         plans = None
         if self.shares_prompts:
             rows = [distinct_ids(item.sequences[0].tolist(), *item.media) for item in step.values()]
@@ -170,7 +203,8 @@ class ReplayBuffer:
         if plans is None:
             shares = deal(lengths, n_ranks)
             plans = [
-                [[share[i] for i in b] for b in micro_batches([lengths[i] for i in share], limit)] for share in shares
+                [[share[i] for i in b] for b in micro_batches([lengths[i] for i in share], limit)]
+                for share in shares
             ]
         mine = [[places[i] for i in rows] for rows in plans[self.comm.rank]]
         joined = [join_rows([step[place] for place in of_micro]) for of_micro in mine]

@@ -57,7 +57,10 @@ class RewardNames:
         known = ", ".join(sorted(self.seen)) or "none"
         for flag, names in unknown.items():
             if names:
-                self._tell(f"{flag} names {', '.join(names)}, but the rewards are {known}. Use their names.", has_tasks)
+                self._tell(
+                    f"{flag} names {', '.join(names)}, but the rewards are {known}. Use their names.",
+                    has_tasks,
+                )
 
     def _tell(self, error: str, has_tasks: bool) -> None:
         if not has_tasks:

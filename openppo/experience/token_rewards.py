@@ -12,7 +12,13 @@ from openppo.config import RewardShapingConfig
 from openppo.models.argument_order import check_tensor
 from openppo.rewards import Scorer, start_scoring
 from openppo.rollout.failures import NothingTrainedError
-from openppo.rollout.rollout import Rollout, by_episode, episode_numbers, episode_reward, write_scores
+from openppo.rollout.rollout import (
+    Rollout,
+    by_episode,
+    episode_numbers,
+    episode_reward,
+    write_scores,
+)
 from openppo.tracking import Metrics
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, StopCheck, Trajectory
@@ -32,7 +38,10 @@ def begin_scoring(
     ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function raises.
     """
     greedy = list({id(part): part for t in trajectories for part in t.greedy}.values())
-    metrics, parts = Metrics(), [of_one for of_one in by_episode([*trajectories, *greedy]) if needs_score(of_one[-1])]
+    metrics, parts = (
+        Metrics(),
+        [of_one for of_one in by_episode([*trajectories, *greedy]) if needs_score(of_one[-1])],
+    )
     scored = [of_episode[-1] for of_episode in parts]
     wait_for = start_scoring(scorer, scored, stop) if scorer is not None else list
 
@@ -68,7 +77,9 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
 
 def needs_score(trajectory: Trajectory) -> bool:
     """Whether sources of rewards score it: not an episode that failed or has a reward of the whole already."""
-    return trajectory.episode is None or (trajectory.episode.ending.is_trained and not trajectory.scores)
+    return trajectory.episode is None or (
+        trajectory.episode.ending.is_trained and not trajectory.scores
+    )
 
 
 def useful_groups(
@@ -79,11 +90,20 @@ def useful_groups(
         return []
     episodes = by_episode(trajectories)
     rewards = [episode_reward(parts, weights) for parts in episodes]
-    if compares_steps:  # unequal steps of single responses teach something even if their sums are equal
-        earned = [(reward, *_judged_steps(parts[-1])) for reward, parts in zip(rewards, episodes, strict=True)]
+    if (
+        compares_steps
+    ):  # unequal steps of single responses teach something even if their sums are equal
+        earned = [
+            (reward, *_judged_steps(parts[-1]))
+            for reward, parts in zip(rewards, episodes, strict=True)
+        ]
         rewards = [earned.index(each) for each in earned]
-    same = one_reward_groups(torch.tensor(rewards), torch.tensor([parts[0].group for parts in episodes]))
-    return [t for parts, drop in zip(episodes, same.tolist(), strict=True) if not drop for t in parts]
+    same = one_reward_groups(
+        torch.tensor(rewards), torch.tensor([parts[0].group for parts in episodes])
+    )
+    return [
+        t for parts, drop in zip(episodes, same.tolist(), strict=True) if not drop for t in parts
+    ]
 
 
 def _judged_steps(trajectory: Trajectory) -> list[float]:
@@ -139,7 +159,9 @@ class EpisodeParts:
         self.places = torch.tensor(numbers, device=device), torch.tensor(places, device=device)
         self.groups = torch.tensor([parts[-1].group for parts in episodes], device=device)
         """Prompt of each episode, int64 (E,)."""
-        self.of_agent = torch.tensor([parts[-1].episode is not None for parts in episodes], device=device)
+        self.of_agent = torch.tensor(
+            [parts[-1].episode is not None for parts in episodes], device=device
+        )
         """True for an agent's episode, False for a single response, (E,)."""
         self.truncated = torch.tensor([parts[-1].truncated for parts in episodes], device=device)
         """Whether ``--generate_max_len`` cut off the last answer, (E,)."""
@@ -193,7 +215,9 @@ def compute_reward(
         check_tensor(kl, "kl", n_dims=2, order=order)
     check_tensor(action_mask, "action_mask", n_dims=2, order=order)
     if isinstance(kl_coef, Tensor) and kl_coef.ndim > 0:
-        raise TypeError(f"kl_coef has the shape {tuple(kl_coef.shape)}, and is one number: OpenPPO's order is {order}.")
+        raise TypeError(
+            f"kl_coef has the shape {tuple(kl_coef.shape)}, and is one number: OpenPPO's order is {order}."
+        )
 
     mask = action_mask.bool()
     if reward_clip_range is not None:
@@ -208,7 +232,9 @@ def compute_reward(
     return torch.where(mask, rewards, 0.0).float()
 
 
-def soft_overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: float = 1.0) -> Tensor:
+def soft_overlong_penalty(
+    lengths: Tensor, max_len: int, buffer_len: int, factor: float = 1.0
+) -> Tensor:
     """0 up to max_len - buffer_len tokens, then a straight line down to -factor at max_len (arXiv 2503.14476, eq. 13).
 
     ``lengths`` (B,) are numbers of action tokens; float32 (B,), to be added to the scores.
@@ -227,7 +253,9 @@ def shape_scores(
     if config.missing_eos_penalty is not None:
         scores = scores - config.missing_eos_penalty * truncated.to(scores.dtype)
     if (buffer := config.overlong_buffer_len) is not None:
-        scores = scores + soft_overlong_penalty(lengths, max_len, buffer, config.overlong_penalty_factor)
+        scores = scores + soft_overlong_penalty(
+            lengths, max_len, buffer, config.overlong_penalty_factor
+        )
     return scores.clamp(*config.reward_clip_range)
 
 
@@ -243,7 +271,10 @@ def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     """
     ids, index = groups.unique(return_inverse=True)
     start = rewards.new_zeros(len(ids))
-    low, high = (start.scatter_reduce(0, index, rewards, which, include_self=False) for which in ("amin", "amax"))
+    low, high = (
+        start.scatter_reduce(0, index, rewards, which, include_self=False)
+        for which in ("amin", "amax")
+    )
     return (low == high)[index]
 
 

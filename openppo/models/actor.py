@@ -18,8 +18,20 @@ from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.argument_order import check_masks
 from openppo.models.disabling import disable_extras
 from openppo.models.loading import load_causal_lm, load_options
-from openppo.models.log_probs import linear_log_probs, linear_logits, log_probs_and_entropy, log_probs_from_logits
-from openppo.models.padding import WithMedia, base_of, device_of, on_device, pad_width, with_stand_in
+from openppo.models.log_probs import (
+    linear_log_probs,
+    linear_logits,
+    log_probs_and_entropy,
+    log_probs_from_logits,
+)
+from openppo.models.padding import (
+    WithMedia,
+    base_of,
+    device_of,
+    on_device,
+    pad_width,
+    with_stand_in,
+)
 from openppo.models.prefixes import row_inputs
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 
@@ -50,7 +62,9 @@ class Actor(nn.Module):
         model = pretrain_or_model
         options = lora_options(model, **lora)
         if isinstance(model, str):
-            model = load_causal_lm(model, **load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code))
+            model = load_causal_lm(
+                model, **load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code)
+            )
         disable_extras(model)
         self.model: nn.Module = model
         if options.lora_rank > 0:
@@ -61,7 +75,10 @@ class Actor(nn.Module):
         self.ends_in_head = ends_in_head(model)
         """Whether log-probs are computed in its head: there logits are never whole where they are many."""
         if not self.ends_in_head:
-            logger.info("%s: logits are held whole, as they are not simply a linear head's", type(model).__name__)
+            logger.info(
+                "%s: logits are held whole, as they are not simply a linear head's",
+                type(model).__name__,
+            )
         self.packs_rows = self.shares_prompts = False
         """Whether the rows of a batch go through the model as one, without padding (see ``pack_where_exact``), and
         whether what several begin with is in it once (see ``share_where_exact``)."""
@@ -93,12 +110,16 @@ class Actor(nn.Module):
         check_masks(sequences, _ORDER, attention_mask=attention_mask, action_mask=action_mask)
         n_rows, length = sequences.shape
         if position_ids is None:  # documents have no images on any rank
-            media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask, action_mask)
+            media, tensors = with_stand_in(
+                self.stand_in, media, sequences, attention_mask, action_mask
+            )
             sequences, attention_mask, action_mask = tensors
         wanted = F.pad(action_mask.bool()[:, 1:], (1, 0))  # (B, L)
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
         is_one = self.packs_rows or self.shares_prompts
-        one_row = row_inputs(self, sequences, attention_mask, position_ids, media) if is_one else None
+        one_row = (
+            row_inputs(self, sequences, attention_mask, position_ids, media) if is_one else None
+        )
         if one_row is not None:
             selection = _Selection.of_one_row(sequences, wanted, *one_row)
         else:
@@ -118,18 +139,29 @@ class Actor(nn.Module):
             return log_probs
         return log_probs, selection.placed(values[..., 1])[:n_rows, :length]
 
-    def _inputs(self, sequences: Tensor, position_ids: Tensor | None, media: Sequence[Media]) -> dict[str, Tensor]:
+    def _inputs(
+        self, sequences: Tensor, position_ids: Tensor | None, media: Sequence[Media]
+    ) -> dict[str, Tensor]:
         """Inputs of the model for rows that stay rows."""
         if position_ids is not None:
             device = device_of(self.model)
-            return {"input_ids": on_device(sequences, device), "position_ids": on_device(position_ids, device)}
+            return {
+                "input_ids": on_device(sequences, device),
+                "position_ids": on_device(position_ids, device),
+            }
         ids = pad_width(sequences, self.model)
         if any(media):
             return {"input_ids": ids} | model_inputs(base_of(self.model), ids, media)
         return {"input_ids": ids}
 
     def _selected(
-        self, inputs: dict[str, Tensor], labels: Tensor, *, temperature: float, with_entropy: bool, ids: SampledIds
+        self,
+        inputs: dict[str, Tensor],
+        labels: Tensor,
+        *,
+        temperature: float,
+        with_entropy: bool,
+        ids: SampledIds,
     ) -> Tensor:
         model: Any = self.model
         head = model.get_output_embeddings()
@@ -137,12 +169,18 @@ class Actor(nn.Module):
             self.ends_in_head = False
             logger.info("ZeRO-3: logits are held whole, as the head's weight is partitioned")
         if self.ends_in_head:
-            select = partial(linear_log_probs, head, labels, temperature, with_entropy, sampled_ids=ids)
-            with _forward_of(head, select):  # as a part of the model, so that ZeRO-3 gathers its weight
+            select = partial(
+                linear_log_probs, head, labels, temperature, with_entropy, sampled_ids=ids
+            )
+            with _forward_of(
+                head, select
+            ):  # as a part of the model, so that ZeRO-3 gathers its weight
                 return model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
         logits = model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
         if with_entropy:
-            return torch.stack(log_probs_and_entropy(logits, labels, temperature, sampled_ids=ids), -1)
+            return torch.stack(
+                log_probs_and_entropy(logits, labels, temperature, sampled_ids=ids), -1
+            )
         return log_probs_from_logits(logits, labels, temperature, sampled_ids=ids)[..., None]
 
 
@@ -162,7 +200,9 @@ class _Selection:
     """Of ``places`` in the batch, flattened from there on."""
 
     @classmethod
-    def of_one_row(cls, sequences: Tensor, wanted: Tensor, inputs: dict[str, Tensor], in_row: Tensor) -> "_Selection":
+    def of_one_row(
+        cls, sequences: Tensor, wanted: Tensor, inputs: dict[str, Tensor], in_row: Tensor
+    ) -> "_Selection":
         """For a batch that goes through the model as one row, where token i lies at ``in_row[i]``."""
         places = wanted.flatten().nonzero()[:, 0]
         if len(places) == 0:
@@ -176,7 +216,9 @@ class _Selection:
         kept = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token kept + 1
         if len(kept) == 0:
             kept = kept.new_zeros(1)  # a row without any action still takes part
-        places = (kept + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
+        places = (kept + 1).clamp(
+            max=sequences.shape[1] - 1
+        )  # a row of one token has none after its first
         inputs["logits_to_keep"] = kept
         return cls(inputs, labels=sequences[:, places], places=places, wanted=wanted, dim=1)
 
@@ -193,7 +235,9 @@ class _Selection:
 
     def placed(self, values: Tensor) -> Tensor:
         """``values``, shaped as ``labels``, at their places of a (B, L) tensor, 0 elsewhere."""
-        empty = torch.zeros(self.wanted.flatten(self.dim).shape, dtype=values.dtype, device=values.device)
+        empty = torch.zeros(
+            self.wanted.flatten(self.dim).shape, dtype=values.dtype, device=values.device
+        )
         whole = empty.index_copy(self.dim, self.places, values).view(self.wanted.shape)
         return torch.where(self.wanted, whole, 0.0)
 
@@ -208,12 +252,23 @@ def ends_in_head(model: Any) -> bool:
     body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), None)
     if type(head) is not nn.Linear or body is None:
         return False
-    logits, ids = torch.linspace(-99, 99, head.out_features)[None, None], torch.zeros(1, 1, dtype=torch.int64)
+    logits, ids = (
+        torch.linspace(-99, 99, head.out_features)[None, None],
+        torch.zeros(1, 1, dtype=torch.int64),
+    )
     hidden = _Output(last_hidden_state=torch.zeros(1, 1, head.in_features))
     try:
         with _forward_of(body, lambda *_, **__: hidden), _forward_of(head, lambda _: logits):
-            return torch.equal(model(input_ids=ids, logits_to_keep=1, use_cache=False).logits, logits)
-    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):  # of code that wants more than those
+            return torch.equal(
+                model(input_ids=ids, logits_to_keep=1, use_cache=False).logits, logits
+            )
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        LookupError,
+        RuntimeError,
+    ):  # of code that wants more than those
         return False
 
 
@@ -230,7 +285,9 @@ def next_logits(model: Any, head: nn.Linear | None, **inputs: Any) -> Tensor:
     """Logits (B, V) after ``input_ids`` (B, L), of ``float32_head`` in float32."""
     if head is None:
         return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
-    with _forward_of(head, lambda hidden: linear_logits(hidden[:, -1], head.weight, head.bias)[:, None]):
+    with _forward_of(
+        head, lambda hidden: linear_logits(hidden[:, -1], head.weight, head.bias)[:, None]
+    ):
         return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 

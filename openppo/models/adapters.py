@@ -26,7 +26,9 @@ def lora_options(model: object, **given: Any) -> LoRAConfig:
     ``ValueError`` for adapters on a PEFT folder: plain peft could not load them.
     """
     targets = given.get("target_modules", LoRAConfig.target_modules)
-    options = LoRAConfig(**given | {"target_modules": (targets,) if isinstance(targets, str) else tuple(targets)})
+    options = LoRAConfig(
+        **given | {"target_modules": (targets,) if isinstance(targets, str) else tuple(targets)}
+    )
     options.validate()
     if options.lora_rank > 0 and isinstance(model, str) and is_peft_folder(model):
         raise ValueError(
@@ -54,13 +56,17 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
         r=lora.lora_rank,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
-        target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
+        target_modules="all-linear"
+        if "all-linear" in lora.target_modules
+        else list(lora.target_modules),
         exclude_modules=rf"(.*\.)?({'|'.join(sorted(TOWERS | CONNECTORS))})(\..*)?"
         if placeholders(model.config)
         else None,
     )
     try:
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # DeepSpeed keeps float32 masters
+        adapted = get_peft_model(
+            model, config, autocast_adapter_dtype=False
+        )  # DeepSpeed keeps float32 masters
         refuse_tied(adapted)
     except ValueError as error:
         raise ValueError(f"--target_modules {' '.join(lora.target_modules)}: {error}") from error
@@ -123,10 +129,14 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
     config = PeftConfig.from_pretrained(folder)
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"{folder}: its adapters are of type {config.peft_type}; only LoRA adapters can be merged.")
+        raise ValueError(
+            f"{folder}: its adapters are of type {config.peft_type}; only LoRA adapters can be merged."
+        )
     is_classifier = hasattr(model, "score")
     if config.task_type == HEAD_TASK and not is_classifier:
-        raise ValueError(f"{folder} holds the adapters of a reward model or critic; give those of a language model.")
+        raise ValueError(
+            f"{folder} holds the adapters of a reward model or critic; give those of a language model."
+        )
     if config.megatron_config is not None:  # names a module that some releases of peft import
         raise ValueError(f"{folder}: its adapters name code of Megatron, which is not run here.")
     config.task_type, config.inference_mode = None, True
@@ -136,12 +146,18 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         _refuse_resized(model, weights)
         # Of modules that are trained whole peft writes copies by inner names too, where embeddings were resized.
         copies = (".modules_to_save.", ".original_module.")
-        weights = {name: tensor for name, tensor in weights.items() if not any(copy in name for copy in copies)}
+        weights = {
+            name: tensor
+            for name, tensor in weights.items()
+            if not any(copy in name for copy in copies)
+        }
         adapted = PeftModel(model, config)
         refuse_tied(adapted)
         result: Any = set_peft_model_state_dict(adapted, weights)
         wrong = [key for key in result.missing_keys if ".lora_" in key]
-        wrong += [key for key in result.unexpected_keys if not (is_classifier and ".lm_head." in key)]
+        wrong += [
+            key for key in result.unexpected_keys if not (is_classifier and ".lm_head." in key)
+        ]
         if wrong:
             raise ValueError(f"weights are missing or have no place, such as {wrong[0]}")
         for layer in adapted.modules():
@@ -153,7 +169,9 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         raise
     except (ValueError, KeyError, RuntimeError, OSError, SafetensorError) as error:
         says = " ".join(str(error).split())  # torch's is a table
-        raise ValueError(f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}") from error
+        raise ValueError(
+            f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}"
+        ) from error
     logger.info("%s: adapters merged into %s", folder, model.name_or_path)
     return merged.requires_grad_(True)  # peft had frozen it
 
@@ -161,7 +179,9 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 def _refuse_resized(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     """``ValueError`` for adapters that were saved with more or fewer embeddings than ``model`` has."""
     layers = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    places = tuple(f"base_model.model.{name}." for name, layer in model.named_modules() if id(layer) in layers)
+    places = tuple(
+        f"base_model.model.{name}." for name, layer in model.named_modules() if id(layer) in layers
+    )
     n_embeddings = model.get_input_embeddings().num_embeddings
     for name, tensor in weights.items():
         is_whole = name.startswith(places) and ".lora_" not in name

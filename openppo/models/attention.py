@@ -61,40 +61,67 @@ def use_fast_attention(model: PreTrainedModel) -> None:
             # Models that support FlashAttention state their windows beside the mask.
             name = BY_LENGTHS if model._supports_flash_attn and lengths_are_exact() else ON_GPU
     # What is asked of attention to text would reach that of images, too.
-    model.set_attn_implementation({"": name, "text_config": name} if placeholders(model.config) else name)
+    model.set_attn_implementation(
+        {"": name, "text_config": name} if placeholders(model.config) else name
+    )
 
 
 def _attend_on_cpu(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
     decodes, scale = query.shape[2] == 1, options.get("scaling") or query.shape[-1] ** -0.5
     is_plain = not _extras(options)
     if (nodes := options.get(PREFIX_TREE)) is not None:
         plain_heads = query.shape[-1] == key.shape[-1] == value.shape[-1]
-        if not (is_plain and plain_heads and _is_causal(module, options)) or options.get("sliding_window"):
+        if not (is_plain and plain_heads and _is_causal(module, options)) or options.get(
+            "sliding_window"
+        ):
             raise LengthsError(f"{type(module).__name__} asks for more than plain causal attention")
         return tree_attention(query, key, value, nodes, scale)[0].transpose(1, 2), None
-    of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
+    of_columns = attention_mask is None or (
+        attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1
+    )
     if decodes and is_plain and of_columns:
         folds = query.dtype is torch.float32 or query.shape[1] >= _FOLDED * key.shape[1]
         return _attend_once(query, key, value, attention_mask, scale, folds=folds), None
     if not decodes and query.dtype is torch.bfloat16:
         fits = query.shape[2] == key.shape[2] <= (_LONGEST_WITH_AMX if HAS_AMX else _LONGEST)
-        if attention_mask is None and is_plain and _is_causal(module, options) and fits and key.shape == value.shape:
+        if (
+            attention_mask is None
+            and is_plain
+            and _is_causal(module, options)
+            and fits
+            and key.shape == value.shape
+        ):
             learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-            return causal_attention(query, key, value, scale, n_weights(query) if learns else 0)[0], None
+            return causal_attention(query, key, value, scale, n_weights(query) if learns else 0)[
+                0
+            ], None
         if not HAS_AMX:
             inputs = query.float(), key.float(), value.float()
-            if attention_mask is not None and attention_mask.is_floating_point():  # added to scores, so of their dtype
+            if (
+                attention_mask is not None and attention_mask.is_floating_point()
+            ):  # added to scores, so of their dtype
                 attention_mask = attention_mask.float()
-            return sdpa_attention_forward(module, *inputs, attention_mask, **options)[0].bfloat16(), None
+            return sdpa_attention_forward(module, *inputs, attention_mask, **options)[
+                0
+            ].bfloat16(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _extras(options: dict[str, Any]) -> list[str]:
     """What is asked for besides a softmax."""
-    extras = [name for name in ("position_bias", "softcap", "s_aux", "cache") if options.get(name) is not None]
+    extras = [
+        name
+        for name in ("position_bias", "softcap", "s_aux", "cache")
+        if options.get(name) is not None
+    ]
     return [*extras, "dropout"] if options.get("dropout") else extras
 
 
@@ -104,7 +131,9 @@ def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
     return bool(getattr(module, "is_causal", True) if causal is None else causal)
 
 
-def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, folds: bool) -> Tensor:
+def _attend_once(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, folds: bool
+) -> Tensor:
     """``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D); keys are not copied for each head.
 
     transformers copies them where there is a mask. With ``folds`` heads that share keys are queries of one head.
@@ -120,7 +149,9 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 @torch.library.custom_op("openppo::causal_attention", mutates_args=())
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int
+) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v over the tokens up to each one, softmax in float32.
 
     ``query`` (B, H, L, D); ``key`` and ``value`` (B, G, L, D) with H a multiple of G. Returns (B, L, H, D) in their
@@ -133,7 +164,9 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, n_
     for rows, start, end, place in _pieces(query):
         queries = _queries(query, key, rows, start, end).to(dtype) * scale
         scores = torch.bmm(queries, _keys(key, rows, end).to(dtype).transpose(1, 2))
-        later = torch.full((end - start, end - start), -torch.inf, dtype=dtype).triu_(1)  # keys after their query
+        later = torch.full((end - start, end - start), -torch.inf, dtype=dtype).triu_(
+            1
+        )  # keys after their query
         scores.view(-1, end - start, end)[..., start:].add_(later)
         if n_kept > 0:
             weights = kept[place].view(scores.shape)
@@ -147,13 +180,23 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, n_
 
 @torch.library.custom_op("openppo::causal_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    kept: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, groups, width = query.shape[1], key.shape[1], query.shape[-1]
-    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    grads = [
+        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    ]
     grad = grad.transpose(1, 2)  # (B, H, L, D)
     products = grad.to(torch.promote_types(query.dtype, torch.float32)) * output.transpose(1, 2)
-    mean = products.sum(-1, keepdim=True).to(query.dtype)  # gradient of a query's weights, (B, H, L, 1)
+    mean = products.sum(-1, keepdim=True).to(
+        query.dtype
+    )  # gradient of a query's weights, (B, H, L, 1)
     for rows, start, end, place in _pieces(query):
         gradients = _queries(grad, key, rows, start, end)
         weights = kept[place].view(len(gradients), -1, end)
@@ -161,7 +204,9 @@ def _backward(
         of_scores.sub_(_queries(mean, key, rows, start, end)).mul_(weights)
         of_keys = torch.bmm(of_scores.transpose(1, 2), _queries(query, key, rows, start, end))
         of_values = torch.bmm(weights.transpose(1, 2), gradients)
-        grads[0][rows, :, start:end] = torch.bmm(of_scores, _keys(key, rows, end)).view(-1, heads, end - start, width)
+        grads[0][rows, :, start:end] = torch.bmm(of_scores, _keys(key, rows, end)).view(
+            -1, heads, end - start, width
+        )
         grads[1][rows, :, :end] += of_keys.view(-1, groups, end, width)
         grads[2][rows, :, :end] += of_values.view(-1, groups, end, width)
     return grads[0].mul_(scale), grads[1].mul_(scale), grads[2]
@@ -205,14 +250,22 @@ def _keys(tensor: Tensor, rows: slice, end: int) -> Tensor:
 
 
 @causal_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int
+) -> tuple[Tensor, Tensor]:
     n_rows, heads, length, width = query.shape
     return query.new_empty(n_rows, length, heads, width), query.new_empty(n_kept)
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    kept: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -240,18 +293,29 @@ def _attend_on_gpu(
 ) -> tuple[Tensor, None]:
     """As on CPUs. With ``copies_keys`` every head gets its own where there is no mask, but for single queries."""
     groups = query.shape[1] // key.shape[1]
-    of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
+    of_columns = attention_mask is None or (
+        attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1
+    )
     if query.shape[2] == 1 and of_columns and not _extras(options):
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         return _attend_once(query, key, value, attention_mask, scale, folds=True), None
     if groups > 1 and attention_mask is None and copies_keys:
         options["is_causal"] = _is_causal(module, options)
-        module, key, value = None, repeat_kv(key, groups), repeat_kv(value, groups)  # its groups would reach SDPA
+        module, key, value = (
+            None,
+            repeat_kv(key, groups),
+            repeat_kv(value, groups),
+        )  # its groups would reach SDPA
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _attend_by_lengths(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """As on CPUs. With ``cu_seq_lens_q`` queries, in a row or several, are in documents that begin there.
 
@@ -261,25 +325,40 @@ def _attend_by_lengths(
     starts, n_keys = options.get("cu_seq_lens_q"), options.get("seqused_k")
     if starts is None:
         if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
-            raise LengthsError(f"{type(module).__name__} gets no lengths: its model does not hand them on")
+            raise LengthsError(
+                f"{type(module).__name__} gets no lengths: its model does not hand them on"
+            )
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     extras, width = _extras(options), query.shape[-1]
-    if extras or not _is_causal(module, options) or value.shape[-1] != width or width > _WIDEST or width % 8 > 0:
+    if (
+        extras
+        or not _is_causal(module, options)
+        or value.shape[-1] != width
+        or width > _WIDEST
+        or width % 8 > 0
+    ):
         asked = ", ".join([*extras, f"heads of {width} and {value.shape[-1]}"])
         raise LengthsError(
             f"varlen_attn is for causal attention with heads of 8, 16 to {_WIDEST}, and here for {asked}"
         )
     window = (options.get("sliding_window") or 0) - 1  # keys before a query's own
-    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (T, H, D), (T, G, D) twice
+    queries, keys, values = (
+        x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)
+    )  # (T, H, D), (T, G, D) twice
     if (places := options.get(PREFIX_TREE)) is not None:
         keys, values = keys[places], values[places]
-    shared: dict[str, Any] = {"window_size": (window, 0), "enable_gqa": keys.shape[1] != queries.shape[1]}
+    shared: dict[str, Any] = {
+        "window_size": (window, 0),
+        "enable_gqa": keys.shape[1] != queries.shape[1],
+    }
     if (
         n_keys is not None
     ):  # no key is later; told that one may be, FlashAttention reads keys for each head that shares them
         shared |= {"seqused_k": n_keys} | ({"window_size": (-1, -1)} if window < 0 else {})
     limits = starts, options["cu_seq_lens_k"], options["max_length_q"], options["max_length_k"]
-    output: Any = varlen_attn(queries, keys, values, *limits, scale=options.get("scaling"), **shared)
+    output: Any = varlen_attn(
+        queries, keys, values, *limits, scale=options.get("scaling"), **shared
+    )
     return output.unflatten(0, (len(query), -1)), None
 
 

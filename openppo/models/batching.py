@@ -46,13 +46,18 @@ class MicroBatchSize:
         """
         n, overhead = len(lengths), self.overhead_of(lengths)
         before = [*accumulate(lengths, initial=0)]
-        least, ends = [0.0] * (n + 1), [n] * (n + 1)  # for rows i to n: the cost, and where the first forward ends
+        least, ends = (
+            [0.0] * (n + 1),
+            [n] * (n + 1),
+        )  # for rows i to n: the cost, and where the first forward ends
         for first in reversed(range(n)):
             least[first] = math.inf
             for end in range(first + 1, n + 1):
                 tokens = cost(first, end)
                 most = max(tokens, before[end] - before[first])
-                if end > first + 1 and (end - first > self.rows if self.tokens is None else most > self.tokens):
+                if end > first + 1 and (
+                    end - first > self.rows if self.tokens is None else most > self.tokens
+                ):
                     break
                 if tokens + least[end] <= least[first]:
                     least[first], ends[first] = tokens + least[end], end
@@ -76,7 +81,10 @@ def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
     falling = [lengths[i] for i in order]
-    return [order[slice(*cut)] for cut in size.cut(falling, lambda first, end: (end - first) * falling[first])]
+    return [
+        order[slice(*cut)]
+        for cut in size.cut(falling, lambda first, end: (end - first) * falling[first])
+    ]
 
 
 def equal_batches(
@@ -114,17 +122,26 @@ class Deal:
     Collective.
     """
 
-    def __init__(self, lengths: Sequence[int], comm: Comm, prompts: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, lengths: Sequence[int], comm: Comm, prompts: Sequence[tuple[int, int]] = ()
+    ) -> None:
         of_ranks = comm.all_gather_object([*zip_longest(lengths, prompts)])
         self.comm = comm
         self.lengths = [length for of_rank in of_ranks for length, _ in of_rank]
-        self.prompts = [prompt for of_rank in of_ranks for _, prompt in of_rank if prompt is not None]
+        self.prompts = [
+            prompt for of_rank in of_ranks for _, prompt in of_rank if prompt is not None
+        ]
         stops = accumulate(map(len, of_ranks))
-        self.own = [[*range(stop - len(of_rank), stop)] for of_rank, stop in zip(of_ranks, stops, strict=True)]
+        self.own = [
+            [*range(stop - len(of_rank), stop)]
+            for of_rank, stop in zip(of_ranks, stops, strict=True)
+        ]
         dealt = deal(self.lengths, comm.world_size)
         if self.prompts:
             dealt = min((self._by_groups(), dealt), key=self._most)
-        self.shares = dealt if self._most(self.own) > _WORTH_DEALING * self._most(dealt) else self.own
+        self.shares = (
+            dealt if self._most(self.own) > _WORTH_DEALING * self._most(dealt) else self.own
+        )
 
     def out(self, rows: list[Tensor]) -> list[Tensor]:
         """This rank's share, for its own ``rows``."""
@@ -162,7 +179,9 @@ class Deal:
     def _most(self, shares: list[list[int]]) -> int:
         return max(map(self._tokens, shares))
 
-    def _moved(self, rows: list[Tensor], held: list[list[int]], wanted: list[list[int]]) -> list[Tensor]:
+    def _moved(
+        self, rows: list[Tensor], held: list[list[int]], wanted: list[list[int]]
+    ) -> list[Tensor]:
         """The rows at the places ``wanted`` on this rank, where each rank has those that it has ``held``."""
         if held == wanted:
             return rows
@@ -170,7 +189,9 @@ class Deal:
         gathered = self.comm.all_gather_object(torch.cat(rows, -1).cpu() if rows else None)
         for places, joined in zip(held, gathered, strict=True):
             if joined is not None:
-                found.update(zip(places, joined.split([self.lengths[i] for i in places], -1), strict=True))
+                found.update(
+                    zip(places, joined.split([self.lengths[i] for i in places], -1), strict=True)
+                )
         return [found[place] for place in wanted[self.comm.rank]]
 
 
@@ -190,7 +211,9 @@ def shared_order(rows: Sequence[list[int]]) -> tuple[list[int], list[int]]:
         low, high = 0, most  # equal up to ``low``, not up to more than ``high``
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+            low, high = (
+                (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+            )
         shared[at] = low if low >= LEAST_SHARED else 0
     return order, shared
 
@@ -200,7 +223,9 @@ def pays(n_shared: int, n_otherwise: int) -> bool:
     return 0 < n_shared * _WORTH_SHARING <= n_otherwise
 
 
-def shared_plan(rows: Sequence[list[int]], n_shares: int, size: MicroBatchSize) -> list[list[list[int]]] | None:
+def shared_plan(
+    rows: Sequence[list[int]], n_shares: int, size: MicroBatchSize
+) -> list[list[list[int]]] | None:
     """Micro-batches of ``n_shares`` ranks whose rows begin alike; None where that saves too little.
 
     Rows that begin alike are on one rank, unless the fullest rank has less to do otherwise.
@@ -212,7 +237,10 @@ def shared_plan(rows: Sequence[list[int]], n_shares: int, size: MicroBatchSize) 
 
     def batches(shares: list[list[int]]) -> tuple[list[list[list[int]]], int, float]:
         """Of each share, the most tokens of one, and the same with the overhead of as many micro-batches as one has."""
-        made = [[[share[k] for k in b] for b in _shared_batches([rows[i] for i in share], size)] for share in shares]
+        made = [
+            [[share[k] for k in b] for b in _shared_batches([rows[i] for i in share], size)]
+            for share in shares
+        ]
         most = max(sum(_in_order([rows[i] for i in b])[2][-1] for b in share) for share in made)
         return made, most, most + size.overhead_of(lengths) * max(map(len, made))
 
@@ -245,7 +273,9 @@ def _equal_runs(new: Sequence[int], shared: Sequence[int], n_shares: int) -> lis
 def _shared_batches(rows: Sequence[list[int]], size: MicroBatchSize) -> list[list[int]]:
     """Indexes of rows in micro-batches whose rows begin alike where they can."""
     order, shared, new = _in_order(rows)
-    cuts = size.cut([len(rows[i]) for i in order], lambda first, end: new[end] - new[first] + shared[first])
+    cuts = size.cut(
+        [len(rows[i]) for i in order], lambda first, end: new[end] - new[first] + shared[first]
+    )
     return [order[slice(*cut)] for cut in cuts]
 
 

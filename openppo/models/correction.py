@@ -13,7 +13,11 @@ from openppo.models.log_probs import log_ratio, masked_mean, masked_sum
 if TYPE_CHECKING:
     from openppo.config import CorrectionLevel, RolloutCorrection
 
-DEFAULT_RANGES: dict[str, tuple[float, float]] = {"tis": (0.0, 2.0), "mis": (0.5, 2.0), "icepop": (0.5, 5.0)}
+DEFAULT_RANGES: dict[str, tuple[float, float]] = {
+    "tis": (0.0, 2.0),
+    "mis": (0.5, 2.0),
+    "icepop": (0.5, 5.0),
+}
 """Lower and upper threshold of each method of ``--rollout_correction``, for single tokens and whole sequences."""
 GEOMETRIC_RANGE = (0.99, 1.01)
 """For geometric means, whatever the method: they lie near 1."""
@@ -58,7 +62,9 @@ def correction_range(
     elif level != "token":
         raise ValueError(f"level must be token, sequence or geometric, got {level!r}")
     k = torch.where(mask, log_k, 0.0).exp()
-    return RatioRange(k, default_low if low is None else low, default_high if high is None else high)
+    return RatioRange(
+        k, default_low if low is None else low, default_high if high is None else high
+    )
 
 
 def rollout_correction(
@@ -85,8 +91,12 @@ def rollout_correction(
     if method == "none":
         return mask.to(log_probs.dtype)
     found = correction_range(log_probs, rollout_log_probs, mask, method, low, high, level)
-    weights = torch.where(mask, found.ratio.clamp(max=found.high) if method == "tis" else found.kept(), 0.0)
+    weights = torch.where(
+        mask, found.ratio.clamp(max=found.high) if method == "tis" else found.kept(), 0.0
+    )
     if veto is None:
         return weights
-    vetoed = (mask & (log_probs.detach() - rollout_log_probs < math.log(veto))).any(-1, keepdim=True)  # (B, 1)
+    vetoed = (mask & (log_probs.detach() - rollout_log_probs < math.log(veto))).any(
+        -1, keepdim=True
+    )  # (B, 1)
     return torch.where(vetoed, 0.0, weights)

@@ -9,7 +9,14 @@ from transformers import PreTrainedConfig
 from openppo import logger
 from openppo.overrides import override
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 _OUTPUTS = {
     "output_router_logits": False,
     "output_attentions": False,

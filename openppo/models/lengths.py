@@ -45,7 +45,9 @@ def varlen_attn(
         }
         output = varlen.varlen_attn(query, key, value, *documents, **more)
     elif seqused_k is None:
-        output = varlen.varlen_attn(query, key, value, *documents, scale=scale, window_size=window_size)
+        output = varlen.varlen_attn(
+            query, key, value, *documents, scale=scale, window_size=window_size
+        )
     else:
         output = torch.ops.aten._flash_attention_forward(
             query,
@@ -76,7 +78,9 @@ def decide_alike(everyones: list[bool]) -> None:
     """Use no lengths here if ``lengths_are_exact`` is false on one of the ranks."""
     global _fails_elsewhere
     if not all(everyones) and any(everyones):
-        logger.warning("samples are padded on all ranks: attention by lengths does not agree with SDPA on one of them.")
+        logger.warning(
+            "samples are padded on all ranks: attention by lengths does not agree with SDPA on one of them."
+        )
     _fails_elsewhere = not all(everyones)
 
 
@@ -130,7 +134,9 @@ def _error_of_rows(device: torch.device, dtype: torch.dtype, window: int | None)
     )
     exact_inputs = [tensor.detach().float().requires_grad_() for tensor in inputs]
     queries, keys, values = (tensor.split(n_tokens) for tensor in exact_inputs)
-    exact = torch.cat([_exact(*heads, window=window) for heads in zip(queries, keys, values, strict=True)])
+    exact = torch.cat(
+        [_exact(*heads, window=window) for heads in zip(queries, keys, values, strict=True)]
+    )
 
     gradients = torch.autograd.grad(output, inputs, weights)
     exact_gradients = torch.autograd.grad(exact, exact_inputs, weights.float())
@@ -155,12 +161,20 @@ def _error_of_decoding(device: torch.device, dtype: torch.dtype, window: int | N
         enable_gqa=True,
         seqused_k=torch.tensor(n_keys, dtype=torch.int32, device=device),
     )
-    rows = zip(query.float().split(1), key.float().split(columns), value.float().split(columns), n_keys, strict=True)
+    rows = zip(
+        query.float().split(1),
+        key.float().split(columns),
+        value.float().split(columns),
+        n_keys,
+        strict=True,
+    )
     exact = torch.cat([_exact(one, keys[:n], values[:n], window) for one, keys, values, n in rows])
     return _relative_error(output, exact)
 
 
-def _random(device: torch.device, dtype: torch.dtype, n_tokens: int, heads: tuple[int, ...]) -> list[Tensor]:
+def _random(
+    device: torch.device, dtype: torch.dtype, n_tokens: int, heads: tuple[int, ...]
+) -> list[Tensor]:
     """Tensors (T, heads, 64), the same at each call."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(n_tokens, n, 64, generator=generator).to(device, dtype) for n in heads]
@@ -180,9 +194,13 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
     places = torch.arange(len(key), device=key.device)
     distance = places[-len(query) :, None] - places
     seen = (distance >= 0) & (distance < (window or len(key)))
-    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    key, value = (
+        tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value)
+    )
     queries, keys, values = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen).transpose(0, 1)
+    return torch.nn.functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=seen
+    ).transpose(0, 1)
 
 
 def _relative_error(ours: Tensor, exact: Tensor) -> float:

@@ -36,7 +36,9 @@ def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:
 
 def _require(module: str, flag: str, remedy: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise ValueError(f"{flag} needs the package {module}, which is not installed: {remedy}, or omit the flag.")
+        raise ValueError(
+            f"{flag} needs the package {module}, which is not installed: {remedy}, or omit the flag."
+        )
 
 
 def load_options(
@@ -117,9 +119,13 @@ def model_error_context(flag: str, name: str, role: str = "") -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}") from error
+        raise ValueError(
+            f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}"
+        ) from error
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{flag} {name}: its weights cannot be read ({error}). Check the folder.") from error
+        raise ValueError(
+            f"{flag} {name}: its weights cannot be read ({error}). Check the folder."
+        ) from error
 
 
 def freeze_vision(model: nn.Module, tower: bool, connector: bool) -> None:

@@ -29,12 +29,20 @@ def logits_at_once(on_cpu: bool) -> int:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(1, (CHUNK_ELEMENTS_ON_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS) // logits.shape[-1])
+    rows = max(
+        1,
+        (CHUNK_ELEMENTS_ON_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS)
+        // logits.shape[-1],
+    )
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
 
 
 def _select(
-    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, ids: SampledIds = ALL_IDS
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    ids: SampledIds = ALL_IDS,
 ) -> tuple[Tensor, Tensor]:
     """``logits`` (N, V), ``labels`` (N,); returns log-probs and entropy, float32 (N,), empty if not wanted."""
     n, dtype = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
@@ -66,14 +74,20 @@ def _gradient(
     scale, entropy_scale = (gradient / temperature for gradient in grads)
     grad = torch.empty_like(logits, dtype=dtype)
     for rows in _chunks(logits):
-        scaled = _scaled(logits[rows], temperature, torch.promote_types(logits.dtype, torch.float32), ids)
+        scaled = _scaled(
+            logits[rows], temperature, torch.promote_types(logits.dtype, torch.float32), ids
+        )
         part = grad[rows] if dtype == scaled.dtype else torch.empty_like(scaled)
         if len(entropy) == 0:
             torch.softmax(scaled, dim=-1, out=part).mul_(-scale[rows, None])
         else:
             log_probs = torch.log_softmax(scaled, dim=-1).clamp_(min=_LEAST)
             torch.exp(log_probs, out=part)
-            part.mul_(log_probs.add_(entropy[rows, None]).mul_(-entropy_scale[rows, None]).sub_(scale[rows, None]))
+            part.mul_(
+                log_probs.add_(entropy[rows, None])
+                .mul_(-entropy_scale[rows, None])
+                .sub_(scale[rows, None])
+            )
         part.scatter_add_(-1, labels[rows, None], scale[rows, None])
         if part.dtype != dtype:
             grad[rows] = part
@@ -85,7 +99,12 @@ class _SelectedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, ids: SampledIds
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        ids: SampledIds,
     ) -> tuple[Tensor, Tensor]:
         chosen, entropy = _select(logits, labels, temperature, with_entropy, ids)
         ctx.save_for_backward(logits, labels, entropy)
@@ -95,7 +114,9 @@ class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, entropy = ctx.saved_tensors
-        grad = _gradient(logits, labels, entropy, grad_outputs, ctx.temperature, logits.dtype, ids=ctx.ids)
+        grad = _gradient(
+            logits, labels, entropy, grad_outputs, ctx.temperature, logits.dtype, ids=ctx.ids
+        )
         return grad, None, None, None, None
 
 
@@ -107,7 +128,13 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ids: SampledIds, *options: Any
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        ids: SampledIds,
+        *options: Any,
     ) -> tuple[Tensor, Tensor]:
         n_pieces = -(-len(labels) * len(weight) // logits_at_once(hidden.device.type == "cpu"))
         size = -(-len(labels) // n_pieces)
@@ -118,7 +145,9 @@ class _LinearLogProbs(torch.autograd.Function):
             logits = ids.mask(linear_logits(hidden[rows], weight, bias))
             found.append(_select(logits, labels[rows], *options))
         chosen, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, labels, entropy, logits if len(found) == 1 else None)
+        ctx.save_for_backward(
+            hidden, weight, bias, labels, entropy, logits if len(found) == 1 else None
+        )
         return chosen, entropy
 
     @staticmethod
@@ -126,12 +155,20 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, labels, entropy, kept = ctx.saved_tensors
         of_hidden, of_weight, of_bias = torch.empty_like(hidden), None, None
         for rows in ctx.pieces:
-            logits = ctx.ids.mask(linear_logits(hidden[rows], weight, bias)) if kept is None else kept
+            logits = (
+                ctx.ids.mask(linear_logits(hidden[rows], weight, bias)) if kept is None else kept
+            )
             grads = [grad[rows] for grad in grad_outputs]
-            grad = _gradient(logits, labels[rows], entropy[rows], grads, ctx.options[0], weight.dtype)
+            grad = _gradient(
+                logits, labels[rows], entropy[rows], grads, ctx.options[0], weight.dtype
+            )
             torch.mm(grad, weight, out=of_hidden[rows])
             if ctx.needs_input_grad[1]:
-                of_weight = grad.t() @ hidden if kept is not None else _add_product(of_weight, grad.t(), hidden[rows])
+                of_weight = (
+                    grad.t() @ hidden
+                    if kept is not None
+                    else _add_product(of_weight, grad.t(), hidden[rows])
+                )
             if ctx.needs_input_grad[2]:
                 of_bias = grad.sum(0, dtype=entropy.dtype).add_(0 if of_bias is None else of_bias)
         of_weight, of_bias = (x if x is None else x.to(weight.dtype) for x in (of_weight, of_bias))
@@ -173,7 +210,9 @@ def log_probs_from_logits(
 
     Over ``sampled_ids``: minus infinity at others, whose logits get a gradient of 0.
     """
-    flat, _ = _SelectedLogProbs.apply(logits.flatten(0, -2), labels.flatten(), temperature, False, sampled_ids)
+    flat, _ = _SelectedLogProbs.apply(
+        logits.flatten(0, -2), labels.flatten(), temperature, False, sampled_ids
+    )
     return flat.view(labels.shape)
 
 
@@ -188,7 +227,9 @@ def log_probs_and_entropy(
 
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): (..., V) to float32 (...). Differentiable."""
-    return log_probs_and_entropy(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), temperature)[1]
+    return log_probs_and_entropy(
+        logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), temperature
+    )[1]
 
 
 def linear_log_probs(
@@ -206,7 +247,9 @@ def linear_log_probs(
     """
     flat = hidden.flatten(0, -2), head.weight, head.bias, labels.flatten()
     chosen, entropy = _LinearLogProbs.apply(*flat, sampled_ids, temperature, with_entropy)
-    return torch.stack((chosen, entropy) if with_entropy else (chosen,), -1).view(*hidden.shape[:-1], -1)
+    return torch.stack((chosen, entropy) if with_entropy else (chosen,), -1).view(
+        *hidden.shape[:-1], -1
+    )
 
 
 def masked_sum(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
@@ -224,19 +267,26 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
     return masked_sum(tensor, mask, dim) / mask.bool().sum(dim).clamp(min=1)
 
 
-def log_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+def log_ratio(
+    log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None
+) -> Tensor:
     """log_probs - old_log_probs clamped to +-20; 0 outside the mask. Shape (B, L)."""
     difference = (log_probs - old_log_probs).clamp(-20.0, 20.0)
     return difference if action_mask is None else torch.where(action_mask.bool(), difference, 0.0)
 
 
-def policy_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+def policy_ratio(
+    log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None
+) -> Tensor:
     """exp(log_probs - old_log_probs) with the difference clamped to +-20; 1 outside the mask. Shape (B, L)."""
     return log_ratio(log_probs, old_log_probs, action_mask).exp()
 
 
 def compute_approx_kl(
-    log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor | None = None, kl_estimator: KLEstimator = "k1"
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    action_mask: Tensor | None = None,
+    kl_estimator: KLEstimator = "k1",
 ) -> Tensor:
     """Per-token estimate of KL(policy || reference) from samples of the policy, (B, L).
 
@@ -245,8 +295,14 @@ def compute_approx_kl(
     0 where ``action_mask`` is not set.
     """
     if action_mask is not None:
-        check_tensor(action_mask, "action_mask", order="(log_probs, ref_log_probs, action_mask, kl_estimator)")
-    dtype = torch.promote_types(log_probs.dtype, torch.float32)  # bfloat16 differences would be noise
+        check_tensor(
+            action_mask,
+            "action_mask",
+            order="(log_probs, ref_log_probs, action_mask, kl_estimator)",
+        )
+    dtype = torch.promote_types(
+        log_probs.dtype, torch.float32
+    )  # bfloat16 differences would be noise
     x = log_probs.to(dtype) - ref_log_probs.to(dtype)
     if action_mask is not None:
         x = torch.where(action_mask.bool(), x, 0.0)

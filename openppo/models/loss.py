@@ -106,11 +106,15 @@ class PolicyLoss(nn.Module):
             loss = torch.where(advantages < 0, torch.min(loss, -self.dual_clip * advantages), loss)
         return loss
 
-    def ratio(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    def ratio(
+        self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None
+    ) -> Tensor:
         """Ratio r of each token, which is clipped: (B, L), 1 outside the mask."""
         return policy_ratio(log_probs, old_log_probs, action_mask)
 
-    def clipped(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    def clipped(
+        self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None
+    ) -> Tensor:
         """Tokens whose ratio lies outside the clip range, bool (B, L)."""
         ratio = self.ratio(log_probs, old_log_probs, action_mask)
         return (ratio < 1 - self.clip_eps) | (ratio > 1 + self.clip_eps_high)
@@ -123,14 +127,20 @@ class GSPOLoss(PolicyLoss):
     differ from token to token. Where they are equal, the mean over a sequence has the gradient of eq. 5.
     """
 
-    def __init__(self, clip_eps: float = 3e-4, clip_eps_high: float | None = 4e-4, *others: Any, **named: Any) -> None:
+    def __init__(
+        self, clip_eps: float = 3e-4, clip_eps_high: float | None = 4e-4, *others: Any, **named: Any
+    ) -> None:
         super().__init__(clip_eps, clip_eps_high, *others, **named)
 
-    def ratio(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    def ratio(
+        self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None
+    ) -> Tensor:
         """Ratio of each token's sequence, which is clipped: (B, L), 1 outside the mask."""
         log_ratios = log_ratio(log_probs.detach(), old_log_probs, action_mask)
         sequence_ratio = masked_mean(log_ratios, action_mask, dim=-1).exp()[:, None]  # (B, 1)
-        spread = sequence_ratio * policy_ratio(log_probs, log_probs.detach(), action_mask)  # times 1, for the gradient
+        spread = sequence_ratio * policy_ratio(
+            log_probs, log_probs.detach(), action_mask
+        )  # times 1, for the gradient
         return spread if action_mask is None else torch.where(action_mask.bool(), spread, 1.0)
 
 
@@ -147,19 +157,29 @@ class MaskingLoss(PolicyLoss):
     ) -> Tensor:
         """All (B, L) float; a scalar, or (B, L) with ``reduction="none"``. ``ValueError`` without the last one."""
         if rollout_log_probs is None:
-            raise ValueError(f"{type(self).__name__} compares with the engine's log-probs: pass rollout_log_probs.")
+            raise ValueError(
+                f"{type(self).__name__} compares with the engine's log-probs: pass rollout_log_probs."
+            )
         weights = self.masking(log_probs, old_log_probs, rollout_log_probs, action_mask).kept()
         loss = weights * self.unweighted(log_probs, old_log_probs, advantages, action_mask)
         return reduce_loss(loss, action_mask, self.reduction)
 
     def masking(
-        self, log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, action_mask: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        action_mask: Tensor | None = None,
     ) -> RatioRange:
         """The ratio, and the range outside of which tokens have no loss."""
         raise NotImplementedError
 
     def unweighted(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None,
     ) -> Tensor:
         """What the ratio is multiplied with, (B, L)."""
         raise NotImplementedError
@@ -172,19 +192,30 @@ class DoubleSidedLoss(MaskingLoss):
     """
 
     def __init__(
-        self, clip_eps: float = 0.2, clip_eps_high: float = 0.28, reduction: Reduction = "sequence_mean"
+        self,
+        clip_eps: float = 0.2,
+        clip_eps_high: float = 0.28,
+        reduction: Reduction = "sequence_mean",
     ) -> None:
         super().__init__(clip_eps, clip_eps_high, reduction=reduction)
 
     def masking(
-        self, log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, action_mask: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        action_mask: Tensor | None = None,
     ) -> RatioRange:
         """Of the policy to the engine, with its gradient."""
         ratio = policy_ratio(log_probs, rollout_log_probs, action_mask)
         return RatioRange(ratio, 1 - self.clip_eps, 1 + self.clip_eps_high)
 
     def unweighted(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None,
     ) -> Tensor:
         """-A, (B, L)."""
         return -advantages
@@ -199,13 +230,23 @@ class DecoupledLoss(MaskingLoss):
     cap = 5.0  # of AReaL
 
     def masking(
-        self, log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, action_mask: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        action_mask: Tensor | None = None,
     ) -> RatioRange:
         """Of the old policy to the engine, without gradient."""
-        return RatioRange(policy_ratio(old_log_probs, rollout_log_probs, action_mask).detach(), 0.0, self.cap)
+        return RatioRange(
+            policy_ratio(old_log_probs, rollout_log_probs, action_mask).detach(), 0.0, self.cap
+        )
 
     def unweighted(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None,
     ) -> Tensor:
         """The surrogate, (B, L)."""
         return self.surrogate(self.ratio(log_probs, old_log_probs, action_mask), advantages)
@@ -228,12 +269,16 @@ class CISPOLoss(nn.Module):
         rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
         """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``. The last one is not used here."""
-        truncated = policy_ratio(log_probs.detach(), old_log_probs, action_mask).clamp(max=self.eps_max)
+        truncated = policy_ratio(log_probs.detach(), old_log_probs, action_mask).clamp(
+            max=self.eps_max
+        )
         if action_mask is not None:
             log_probs = torch.where(action_mask.bool(), log_probs, 0.0)
         return reduce_loss(-truncated * advantages * log_probs, action_mask, self.reduction)
 
-    def clipped(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    def clipped(
+        self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None
+    ) -> Tensor:
         """Tokens whose ratio is truncated, bool (B, L)."""
         return policy_ratio(log_probs, old_log_probs, action_mask) > self.eps_max
 
@@ -244,32 +289,46 @@ class ValueLoss(nn.Module):
     Value clipping as in the PPO reference implementation (openai/baselines, ppo2).
     """
 
-    def __init__(self, clip_eps: float | None = None, reduction: Reduction = "sequence_mean") -> None:
+    def __init__(
+        self, clip_eps: float | None = None, reduction: Reduction = "sequence_mean"
+    ) -> None:
         super().__init__()
         self.clip_eps = clip_eps
         self.reduction: Reduction = reduction
 
-    def forward(self, values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor | None = None
+    ) -> Tensor:
         """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
-        if action_mask is not None:  # before the square, whose gradient at NaN is NaN even where it does not count
+        if (
+            action_mask is not None
+        ):  # before the square, whose gradient at NaN is NaN even where it does not count
             mask = action_mask.bool()
-            values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
+            values, old_values, returns = (
+                torch.where(mask, x, 0.0) for x in (values, old_values, returns)
+            )
         loss = (values - returns).square()
         if self.clip_eps is not None:
             clipped = old_values + (values - old_values).clamp(-self.clip_eps, self.clip_eps)
             loss = torch.max((clipped - returns).square(), loss)
         return reduce_loss(0.5 * loss, action_mask, self.reduction)
 
-    def clipped(self, values: Tensor, old_values: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    def clipped(
+        self, values: Tensor, old_values: Tensor, action_mask: Tensor | None = None
+    ) -> Tensor:
         """Tokens whose value moved further than the clip range, bool (B, L)."""
-        moved = (values - old_values).abs() > (torch.inf if self.clip_eps is None else self.clip_eps)
+        moved = (values - old_values).abs() > (
+            torch.inf if self.clip_eps is None else self.clip_eps
+        )
         return moved if action_mask is None else moved & action_mask.bool()
 
 
 class PolicyLossEntry(NamedTuple):
     """Builds a loss of tokens, which add up by ``loss_agg`` (None: as the estimator wants) unless an option says."""
 
-    make: Callable[[LossConfig], Any]  # a module that is called as ``PolicyLoss`` is and has its ``clipped``
+    make: Callable[
+        [LossConfig], Any
+    ]  # a module that is called as ``PolicyLoss`` is and has its ``clipped``
     loss_agg: LossAggregation | None = None
 
 
@@ -281,11 +340,17 @@ def _gspo(config: LossConfig) -> GSPOLoss:
 
 
 POLICY_LOSSES: dict[str, PolicyLossEntry] = {
-    "ppo": PolicyLossEntry(lambda c: PolicyLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")),
+    "ppo": PolicyLossEntry(
+        lambda c: PolicyLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")
+    ),
     "gspo": PolicyLossEntry(_gspo, loss_agg="sequence_mean"),
     "cispo": PolicyLossEntry(lambda c: CISPOLoss(c.cispo_eps_max, reduction="none")),
-    "double_sided": PolicyLossEntry(lambda c: DoubleSidedLoss(c.eps_clip, c.eps_clip_high or 0.28, reduction="none")),
-    "decoupled": PolicyLossEntry(lambda c: DecoupledLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")),
+    "double_sided": PolicyLossEntry(
+        lambda c: DoubleSidedLoss(c.eps_clip, c.eps_clip_high or 0.28, reduction="none")
+    ),
+    "decoupled": PolicyLossEntry(
+        lambda c: DecoupledLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")
+    ),
 }
 """By the names of ``--policy_loss_type``."""
 

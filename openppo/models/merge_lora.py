@@ -12,7 +12,13 @@ from openppo.media import copy_processor
 from openppo.models.adapters import HEAD_TASK
 from openppo.models.disabling import disable_outputs
 from openppo.models.loading import load_causal_lm, load_options, model_error_context
-from openppo.models.pretrained import adapter_config, base_model_of, check_model, is_peft_folder, load_tokenizer
+from openppo.models.pretrained import (
+    adapter_config,
+    base_model_of,
+    check_model,
+    is_peft_folder,
+    load_tokenizer,
+)
 from openppo.models.scalar_head import load_classifier
 from openppo.overrides import restore_overridden
 from openppo.weight_files import holds_model, set_usual_mode
@@ -25,13 +31,17 @@ class LoRAMerge:
         self.folder = Path(config.save_path)
         name, base, trust = config.lora_path, config.pretrain, config.trust_remote_code
         if not is_peft_folder(name):
-            raise ValueError(f"--lora_path {name}: this is not a PEFT folder; it has no adapter_config.json.")
+            raise ValueError(
+                f"--lora_path {name}: this is not a PEFT folder; it has no adapter_config.json."
+            )
         if base is None:
             check_model(name, "--lora_path", trust)
         else:
             check_model(base, "--pretrain", trust)
             if is_peft_folder(base):
-                raise ValueError(f"--pretrain {base} is a PEFT folder; give a base model with full weights.")
+                raise ValueError(
+                    f"--pretrain {base} is a PEFT folder; give a base model with full weights."
+                )
         if holds_model(self.folder):
             raise ValueError(f"--save_path {self.folder} holds a model already: choose another.")
         make_folder("--save_path", self.folder)
@@ -45,7 +55,9 @@ class LoRAMerge:
             if adapter_config(name).get("task_type") == HEAD_TASK:
                 self.model, headless = load_classifier(name, base=base, **load)
                 if headless:
-                    raise ValueError(f"{name}: neither it nor its base model has a scalar head 'score.weight'.")
+                    raise ValueError(
+                        f"{name}: neither it nor its base model has a scalar head 'score.weight'."
+                    )
             else:
                 self.model = load_causal_lm(name, base, **load)
         if config.bf16:
@@ -53,7 +65,9 @@ class LoRAMerge:
 
     def fit(self) -> None:
         """Write model and tokenizer."""
-        disable_outputs(self.model)  # transformers writes no config with output_attentions, but of eager attention
+        disable_outputs(
+            self.model
+        )  # transformers writes no config with output_attentions, but of eager attention
         self.model.save_pretrained(self.folder)
         set_usual_mode(self.folder.glob("model*.safetensors"))
         restore_overridden(self.folder / "config.json")

@@ -20,7 +20,9 @@ _LEAK, NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, 
 def pad_right(rows: Sequence[Sequence[int] | Tensor], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Sequences int64 (B, L) padded on the right, and the mask of real tokens, bool (B, L)."""
     lengths = torch.tensor([len(row) for row in rows])
-    sequences = pad_sequence([torch.as_tensor(row, dtype=torch.int64) for row in rows], True, pad_token_id)
+    sequences = pad_sequence(
+        [torch.as_tensor(row, dtype=torch.int64) for row in rows], True, pad_token_id
+    )
     return sequences, torch.arange(sequences.shape[1]) < lengths[:, None]
 
 
@@ -39,7 +41,11 @@ def pad_width(sequences: Tensor, model: Any) -> Tensor:
     if device.type != "cpu" or model.dtype is not torch.bfloat16:
         return on_device(sequences, device)
     positions, width = context_length(model.config), rounded_width(length)
-    return sequences if positions is not None and width > positions else F.pad(sequences, (0, width - length))
+    return (
+        sequences
+        if positions is not None and width > positions
+        else F.pad(sequences, (0, width - length))
+    )
 
 
 class WithMedia(Protocol):
@@ -106,12 +112,23 @@ def pack_rows(
         position_ids = torch.arange(length, device=sequences.device).expand_as(sequences)
     positions = position_ids.flatten()[real]  # (T,)
     starts = F.pad((positions == 0).nonzero()[:, 0], (0, 1), value=len(positions)).int()
-    inputs: dict[str, Any] = {"input_ids": sequences.flatten()[real][None], "position_ids": positions[None]}
-    inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
+    inputs: dict[str, Any] = {
+        "input_ids": sequences.flatten()[real][None],
+        "position_ids": positions[None],
+    }
+    inputs |= {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": length,
+        "max_length_k": length,
+    }
     if model.config._attn_implementation == BY_LENGTHS:
         inputs["attention_mask"] = finished_mask(sequences.device)
     device = device_of(model)
-    inputs = {name: on_device(value, device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    inputs = {
+        name: on_device(value, device) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
     return inputs, (real.cumsum(0) - 1).clamp(min=0)
 
 
@@ -126,13 +143,17 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
     def after(first: list[int]) -> Tensor:
         ids = torch.tensor([[*first, *_ROW]], device=device)
         positions = torch.tensor([[*range(len(first)), *range(len(_ROW))]], device=device)
-        return model(ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)[0, len(first) + 1 :]
+        return model(ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)[
+            0, len(first) + 1 :
+        ]
 
     return is_exact("documents are not packed", after)
 
 
 @torch.no_grad()
-def pack_where_exact(module: Any, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str) -> None:
+def pack_where_exact(
+    module: Any, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str
+) -> None:
     """Have ``module`` put a batch's samples into one unpadded row if they stay apart there, by tiny forwards.
 
     ``forward`` is the module or the engine around it, called by all ranks together. That is for attention by lengths,
@@ -167,7 +188,10 @@ def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor], noise: float
     except (TypeError, ValueError) as error:
         logger.warning("%s: the model cannot read one row of them (%s)", otherwise, error)
         return False
-    leak, shift = float((one - another).abs().max()), float((one - alone).abs().max() / alone.abs().max().clamp(min=1))
+    leak, shift = (
+        float((one - another).abs().max()),
+        float((one - alone).abs().max() / alone.abs().max().clamp(min=1)),
+    )
     if leak <= _LEAK and shift <= noise:
         return True
     said = "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g"

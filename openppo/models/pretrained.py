@@ -33,7 +33,13 @@ from openppo.user_code import TEMPLATE_ERRORS
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
-_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+_CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+)
 """Numbers of positions; not ``seq_length``, which of BLOOM is what it was trained on."""
 
 
@@ -46,7 +52,11 @@ def forbid_remote_code(name: str) -> Iterator[None]:
     """Context of each ``from_pretrained``: ``UntrustedModelError`` for code, or pickles beyond tensors, in ``name``."""
     try:
         yield
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:  # of weights_only, so nothing has run
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        RuntimeError,
+    ) as error:  # of weights_only, so nothing has run
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
             raise  # not about a file
         raise UntrustedModelError(
@@ -76,7 +86,9 @@ def base_model_of(name: str) -> str:
         return name
     base = adapter_config(name).get("base_model_name_or_path")
     if not base:
-        raise ValueError(f"{name}: its {_ADAPTER_CONFIG} lacks base_model_name_or_path, so it names no base model.")
+        raise ValueError(
+            f"{name}: its {_ADAPTER_CONFIG} lacks base_model_name_or_path, so it names no base model."
+        )
     if is_peft_folder(base):
         raise ValueError(
             f"{name}: its base model {base} is a PEFT folder too. Merge that one, and name the result here."
@@ -95,8 +107,12 @@ def adapter_config(folder: str) -> Any:
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Config of ``name``; ``ValueError`` naming ``flag`` without such a model, or base model of a PEFT folder."""
     named, path = f"{flag} {name}", Path(name)
-    if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ValueError(f"{named}: no such local folder, and no hub name of the form owner/model. Check the path.")
+    if not path.is_dir() and (
+        path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    ):
+        raise ValueError(
+            f"{named}: no such local folder, and no hub name of the form owner/model. Check the path."
+        )
     try:
         if (base := base_model_of(name)) != name:
             check_model(base, f"{named}: its base model", trust_remote_code)
@@ -117,7 +133,9 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
         ) from error
 
 
-def load_config(name: str, base: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+def load_config(
+    name: str, base: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedConfig:
     """Config of a model; of a PEFT folder its model_config.json, else that of its ``base``.
 
     ``ValueError`` for quantized weights, which are neither trained nor sampled from here.
@@ -125,7 +143,9 @@ def load_config(name: str, base: str | None = None, *, trust_remote_code: bool =
     own = Path(name) / "model_config.json"
     source = own if is_peft_folder(name) and own.is_file() else base or base_model_of(name)
     with forbid_remote_code(name):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code
+        )
     if (method := _quantized_with(config)) is not None:
         raise ValueError(
             f"{name}: its weights are quantized ({method}), and are read here in float32 or bfloat16 only. Name the "
@@ -138,7 +158,9 @@ def _quantized_with(config: PreTrainedConfig) -> str | None:
     """Method that a checkpoint was quantized with, by its config; None for plain weights."""
     for part in (config, config.get_text_config()):
         if options := getattr(part, "quantization_config", None):
-            method = options.get("quant_method") if isinstance(options, dict) else type(options).__name__
+            method = (
+                options.get("quant_method") if isinstance(options, dict) else type(options).__name__
+            )
             return str(method or "bitsandbytes")  # whose first configs do not name it
     return None
 
@@ -159,8 +181,14 @@ def context_length(config: PreTrainedConfig) -> int | None:
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     rescaled = [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]
-    ends = [end for kind in rescaled if (end := kind.get("original_max_position_embeddings")) is not None]
-    longest = next((length for name in _CONTEXT_NAMES if (length := getattr(text, name, None) or 0) > 0), None)
+    ends = [
+        end
+        for kind in rescaled
+        if (end := kind.get("original_max_position_embeddings")) is not None
+    ]
+    longest = next(
+        (length for name in _CONTEXT_NAMES if (length := getattr(text, name, None) or 0) > 0), None
+    )
     return min(ends, default=longest)
 
 
@@ -182,9 +210,13 @@ def load_tokenizer(
     try:
         with forbid_remote_code(name):
             source = name if has_tokenizer else base or base_model_of(name)
-            if Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in _TOKENIZER_FILES):
+            if Path(source).is_dir() and not any(
+                any(Path(source).glob(pattern)) for pattern in _TOKENIZER_FILES
+            ):
                 files = "tokenizer files, such as tokenizer.json"  # transformers would invent a tokenizer
-                raise ValueError(f"the folder has no {files}. Copy those of the model that it was made from.")
+                raise ValueError(
+                    f"the folder has no {files}. Copy those of the model that it was made from."
+                )
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except UntrustedModelError as error:
         raise UntrustedModelError(f"{flag} {error}") from error
@@ -198,7 +230,9 @@ def load_tokenizer(
     apply, template = tokenizer.apply_chat_template, str(tokenizer.chat_template or "")
     reserved = {"messages", *signature(apply).parameters} - {"tools", "documents"}
     for argument in template_kwargs or {}:
-        if argument in reserved or (template and not re.search(rf"\b{re.escape(argument)}\b", template)):
+        if argument in reserved or (
+            template and not re.search(rf"\b{re.escape(argument)}\b", template)
+        ):
             says = f"the chat template of {flag} {name} does not use {argument!r}. Correct the name, or leave it out."
             raise ValueError(f"--chat_template_kwargs: {says}")
     if template_kwargs:
@@ -213,30 +247,49 @@ def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any
     """
     try:
         with forbid_remote_code(name):
-            processor: Any = AutoProcessor.from_pretrained(base_model_of(name), trust_remote_code=trust_remote_code)
-    except (ImportError, RuntimeError) as error:  # of torchvision, also where it is of another build
+            processor: Any = AutoProcessor.from_pretrained(
+                base_model_of(name), trust_remote_code=trust_remote_code
+            )
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # of torchvision, also where it is of another build
         what = f"{flag} {name}: its processor of images needs more packages ({' '.join(str(error).split())[:200]})"
         raise ValueError(f"{what}. Install them: pip install 'openppo[vision]'.") from error
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{flag} {name}: its processor of images cannot be loaded: {error}") from error
+        raise ValueError(
+            f"{flag} {name}: its processor of images cannot be loaded: {error}"
+        ) from error
     if not hasattr(processor, "image_processor"):
-        raise ValueError(f"{flag} {name}: the folder has no processor of images. Copy processor_config.json to it.")
+        raise ValueError(
+            f"{flag} {name}: the folder has no processor of images. Copy processor_config.json to it."
+        )
     return processor
 
 
-def _read_template(file: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
+def _read_template(
+    file: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+) -> str:
     """The Jinja template in ``file``; ``ValueError`` if it cannot be read or compiled, or takes too long."""
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat_template {file}: cannot be read ({error}). Check the path.") from error
+        raise ValueError(
+            f"--chat_template {file}: cannot be read ({error}). Check the path."
+        ) from error
     if not text.strip():
-        raise ValueError(f"--chat_template {file}: the file is empty. Write a Jinja template in it.")
+        raise ValueError(
+            f"--chat_template {file}: the file is empty. Write a Jinja template in it."
+        )
     require_bounded(tokenizer, f"--chat_template {file}: the template", text, template_kwargs)
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], chat_template=text, tokenize=False)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}], chat_template=text, tokenize=False
+        )
     except TemplateSyntaxError as error:
-        raise ValueError(f"--chat_template {file}, line {error.lineno}: {error.message}. Correct it.") from error
+        raise ValueError(
+            f"--chat_template {file}, line {error.lineno}: {error.message}. Correct it."
+        ) from error
     except TEMPLATE_ERRORS:
         pass  # of these messages; rows have others
     return text
@@ -249,7 +302,10 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def check_token_ids(
-    config: PreTrainedConfig, model: str, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]
+    config: PreTrainedConfig,
+    model: str,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Sequence[int]],
 ) -> None:
     """Refuse token ids of ``rows``, or PAD, without an embedding. ``model`` is a flag and a name.
 
@@ -289,7 +345,9 @@ def sampled_ids(
     sampled = sorted(token_id for token_id in known - kinds.keys() if 0 <= token_id < n_ids)
     bounds = pairwise([-1, *sampled, n_ids if n_logits is None else n_logits])
     gaps = [range(before + 1, after) for before, after in bounds]
-    return SampledIds(tuple(gap for gap in gaps if gap), {i: kind for i, kind in kinds.items() if i < n_ids})
+    return SampledIds(
+        tuple(gap for gap in gaps if gap), {i: kind for i, kind in kinds.items() if i < n_ids}
+    )
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:

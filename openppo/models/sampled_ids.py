@@ -42,7 +42,9 @@ class SampledIds:
         """``ValueError`` for a stop token, or for all EOS tokens, that can never be sampled."""
         for token_id in stop_token_ids:
             if token_id not in self:
-                raise ValueError(f"--stop_token_ids: {self.why_not(token_id)}. Leave it out, or use another id.")
+                raise ValueError(
+                    f"--stop_token_ids: {self.why_not(token_id)}. Leave it out, or use another id."
+                )
         ends = [*eos_token_ids]
         if ends and not any(token_id in self for token_id in ends):
             raise ValueError(
@@ -52,11 +54,16 @@ class SampledIds:
 
     def __str__(self) -> str:
         """The ids that are left out, for a log line."""
-        ids = {kind: sorted(i for i in self.media if self.media[i] == kind) for kind in self.media.values()}
+        ids = {
+            kind: sorted(i for i in self.media if self.media[i] == kind)
+            for kind in self.media.values()
+        }
         parts = [f"{', '.join(map(str, of_kind))} ({kind}s)" for kind, of_kind in ids.items()]
         n_unknown = sum(map(len, self.left_out)) - len(self.media)
         if n_unknown > 0:
-            parts.append(f"{n_unknown} that the tokenizer does not know, up to {self.left_out[-1][-1]}")
+            parts.append(
+                f"{n_unknown} that the tokenizer does not know, up to {self.left_out[-1][-1]}"
+            )
         return ", ".join(parts)
 
 

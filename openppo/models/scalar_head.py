@@ -24,7 +24,13 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIER
 from openppo import logger
 from openppo.config import LoRAConfig
 from openppo.media import Media, model_inputs
-from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, whole_weights
+from openppo.models.adapters import (
+    HEAD_TASK,
+    add_adapters,
+    lora_options,
+    merge_adapters,
+    whole_weights,
+)
 from openppo.models.argument_order import check_masks
 from openppo.models.attention import use_fast_attention
 from openppo.models.disabling import disable_extras
@@ -66,14 +72,20 @@ class ScalarHeadModel(nn.Module):
     @property
     def classifier(self) -> PreTrainedModel:
         """The Hugging Face classifier, with adapters in its layers if there are any."""
-        return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
+        return (
+            self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
+        )
 
-    def forward(self, sequences: Tensor, attention_mask: Tensor, media: Sequence[Media] = ()) -> Tensor:
+    def forward(
+        self, sequences: Tensor, attention_mask: Tensor, media: Sequence[Media] = ()
+    ) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right; ``media`` as in ``Actor``."""
         order = "(sequences, attention_mask): values (B, L) are those of all tokens, so there is no num_actions"
         check_masks(sequences, order, attention_mask=attention_mask)
         if isinstance(media, Tensor | bool):
-            raise TypeError(f"media is a {type(media).__name__}, no images: OpenPPO's order is {order}.")
+            raise TypeError(
+                f"media is a {type(media).__name__}, no images: OpenPPO's order is {order}."
+            )
         n_rows, length = sequences.shape
         media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask)
         sequences, attention_mask = tensors
@@ -110,7 +122,9 @@ class HeadOnTransformer(PreTrainedModel):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         children = self.causal(config).named_children()
-        self._transformer, transformer = next(pair for pair in children if isinstance(pair[1], PreTrainedModel))
+        self._transformer, transformer = next(
+            pair for pair in children if isinstance(pair[1], PreTrainedModel)
+        )
         self.add_module(self._transformer, transformer)
         hidden_size: int = config.get_text_config().hidden_size
         self.score = nn.Linear(hidden_size, config.num_labels or 1, bias=False)
@@ -144,9 +158,15 @@ def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
 @cache
 def _on_transformer_of(causal: type[PreTrainedModel]) -> type[HeadOnTransformer]:
     """Classifier class of ``causal``, named as transformers would name it."""
-    family = next(parent for parent in causal.__mro__ if parent.__name__.endswith("PreTrainedModel"))
+    family = next(
+        parent for parent in causal.__mro__ if parent.__name__.endswith("PreTrainedModel")
+    )
     name = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", causal.__name__)
-    names = {"causal": causal, "base_model_prefix": causal.base_model_prefix, "__module__": causal.__module__}
+    names = {
+        "causal": causal,
+        "base_model_prefix": causal.base_model_prefix,
+        "__module__": causal.__module__,
+    }
     return type(f"{name}ForSequenceClassification", (HeadOnTransformer, family), names)
 
 
@@ -163,8 +183,12 @@ class ProcessRewardModel(nn.Module):
         Without any place the model runs all the same, as partitioned weights demand.
         """
         columns = places.any(0).nonzero()[:, 0]  # (K,)
-        inputs = pad_width(sequences, self.model)  # without attention mask for the reason given in Actor.forward
-        logits: Tensor = self.model(input_ids=inputs, logits_to_keep=columns, use_cache=False).logits  # (B, K, V)
+        inputs = pad_width(
+            sequences, self.model
+        )  # without attention mask for the reason given in Actor.forward
+        logits: Tensor = self.model(
+            input_ids=inputs, logits_to_keep=columns, use_cache=False
+        ).logits  # (B, K, V)
         return logits[places[:, columns]]
 
 
@@ -195,10 +219,15 @@ def get_llm_for_sequence_regression(
                 f"{name} has no scalar head '{value_head_prefix}.weight', so as a reward model it would give random "
                 "scores. Train one with openppo.cli.train_rm, or name its head with --value_head_prefix."
             )
-        hidden_size, head = model.config.get_text_config().hidden_size, model.get_parameter(f"{HEAD}.weight")
+        hidden_size, head = (
+            model.config.get_text_config().hidden_size,
+            model.get_parameter(f"{HEAD}.weight"),
+        )
         with whole_weights([head]):
             nn.init.normal_(head, mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
-        logger.info("%s: fresh scalar head for the %s, normal(0, 1/sqrt(%d + 1))", name, role, hidden_size)
+        logger.info(
+            "%s: fresh scalar head for the %s, normal(0, 1/sqrt(%d + 1))", name, role, hidden_size
+        )
     return ScalarHeadModel(model, role, options)
 
 
@@ -209,7 +238,9 @@ def load_classifier(
 
     ``base`` replaces the base model that a PEFT folder names; ``load`` are keywords for ``from_pretrained``.
     """
-    classifier, config = classifier_of(load_config(name, base, trust_remote_code=load["trust_remote_code"]))
+    classifier, config = classifier_of(
+        load_config(name, base, trust_remote_code=load["trust_remote_code"])
+    )
     with forbid_remote_code(name):
         model, report = load_weights(
             classifier,
@@ -217,17 +248,23 @@ def load_classifier(
             base or base_model_of(name),
             config=config,
             ignore_mismatched_sizes=True,  # reported below, with a message that helps
-            key_mapping=None if value_head_prefix == HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."},
+            key_mapping=None
+            if value_head_prefix == HEAD
+            else {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."},
             **load,
         )
     use_fast_attention(model)
     headless = f"{HEAD}.weight" in report["missing_keys"]
     if is_peft_folder(name):
-        return merge_adapters(model, name), headless and adapter_config(name).get("task_type") != HEAD_TASK
+        return merge_adapters(model, name), headless and adapter_config(name).get(
+            "task_type"
+        ) != HEAD_TASK
     return model, headless
 
 
-def _check_head(name: str, value_head_prefix: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
+def _check_head(
+    name: str, value_head_prefix: str, model: PreTrainedModel, report: dict[str, Any]
+) -> None:
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
             f"{name} ({type(model).__name__}) keeps no linear head named '{HEAD}' on a causal transformer; "
@@ -239,6 +276,10 @@ def _check_head(name: str, value_head_prefix: str, model: PreTrainedModel, repor
             f"{name}: its head '{value_head_prefix}' has several labels; exactly one is needed (num_labels=1). "
             "Train one with openppo.cli.train_rm."
         )
-    broken = sorted(mismatched) + sorted(key for key in report["missing_keys"] if not key.startswith(f"{HEAD}."))
+    broken = sorted(mismatched) + sorted(
+        key for key in report["missing_keys"] if not key.startswith(f"{HEAD}.")
+    )
     if broken:
-        raise ValueError(f"{name}: weights missing or of another shape than the config says: {broken[:5]}")
+        raise ValueError(
+            f"{name}: weights missing or of another shape than the config says: {broken[:5]}"
+        )

@@ -39,35 +39,53 @@ class ModelSize(NamedTuple):
     def n_trained(self, lora_rank: int) -> int:
         """Trained parameters: all but those that are frozen, or with LoRA the adapters and a scalar head."""
         head = 0 if self.vocabulary else self.hidden
-        return lora_rank * self.adapter + head if lora_rank > 0 else self.n_parameters - self.n_frozen
+        return (
+            lora_rank * self.adapter + head if lora_rank > 0 else self.n_parameters - self.n_frozen
+        )
 
 
 def model_size(
-    config: PreTrainedConfig, scalar: bool = False, targets: Sequence[str] = ("all-linear",), trust: bool = False
+    config: PreTrainedConfig,
+    scalar: bool = False,
+    targets: Sequence[str] = ("all-linear",),
+    trust: bool = False,
 ) -> ModelSize:
     """Count a language model, or with a ``scalar`` head a critic or reward model. ``targets``: ``--target_modules``."""
     kind: Any
-    kind, own = classifier_of(config) if scalar else (language_model_class(config), copy.deepcopy(config))
+    kind, own = (
+        classifier_of(config) if scalar else (language_model_class(config), copy.deepcopy(config))
+    )
     with torch.device("meta"):
-        module = kind.from_config(own, trust_remote_code=trust) if hasattr(kind, "from_config") else kind(own)
+        module = (
+            kind.from_config(own, trust_remote_code=trust)
+            if hasattr(kind, "from_config")
+            else kind(own)
+        )
     disable_outputs(module)  # as models are run; its config is a copy
     text: Any = config.get_text_config()
     heads = [id(module.get_output_embeddings()), id(getattr(module, "score", None))]
-    layers = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and id(m) not in heads]
+    layers = [
+        (n, m)
+        for n, m in module.named_modules()
+        if isinstance(m, nn.Linear | Conv1D) and id(m) not in heads
+    ]
     shapes = {f".{name}": layer.weight.shape for name, layer in layers if vision_part(name) is None}
     of_tower = [layer.weight.shape for name, layer in layers if vision_part(name) == "tower"]
     parts = Counter[str | None]()
     for name, parameter in module.named_parameters():
         parts[vision_part(name)] += parameter.numel()
     vision = getattr(config, "vision_config", None)
-    patch_layers: int = getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", None) or 0
+    patch_layers: int = (
+        getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", None) or 0
+    )
     ends = ("",) if "all-linear" in targets else tuple(f".{target}" for target in targets)
     return ModelSize(
         n_parameters=sum(parameter.numel() for parameter in module.parameters()),
         n_quantized=sum(layer.weight.numel() for _, layer in layers),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        width=sum(map(sum, shapes.values())) // text.num_hidden_layers + max(map(max, shapes.values()), default=0),
+        width=sum(map(sum, shapes.values())) // text.num_hidden_layers
+        + max(map(max, shapes.values()), default=0),
         adapter=sum(sum(shape) for name, shape in shapes.items() if name.endswith(ends)),
         cache=cache_elements(config),
         vocabulary=0 if scalar else text.vocab_size,
@@ -82,14 +100,18 @@ def model_size(
 def n_elements(parameter: Any) -> int:
     """Elements of a whole parameter, also one that ZeRO-3 partitions or bitsandbytes packs."""
     packed = getattr(parameter, "quant_state", None)
-    return int(getattr(parameter, "ds_numel", 0) or (parameter if packed is None else packed.shape).numel())
+    return int(
+        getattr(parameter, "ds_numel", 0) or (parameter if packed is None else packed.shape).numel()
+    )
 
 
 def cache_elements(config: PreTrainedConfig) -> int:
     """Elements of the key-value cache for one token; where layers differ, as if all were the largest."""
     text: Any = config.get_text_config()
     heads = _largest(text, "num_key_value_heads") or _largest(text, "num_attention_heads") or 0
-    width = _largest(text, "head_dim") or text.hidden_size // max(1, _largest(text, "num_attention_heads") or 1)
+    width = _largest(text, "head_dim") or text.hidden_size // max(
+        1, _largest(text, "num_attention_heads") or 1
+    )
     return int(2 * text.num_hidden_layers * heads * width)
 
 
@@ -103,7 +125,14 @@ def _largest(text: Any, name: str) -> int | None:
 
 
 # Layers of these kinds keep keys and values alone, one of each for a token and a head.
-_CACHED = {"full_attention", "sliding_attention", "chunked_attention", "dynamic_mask", "global", "local"}
+_CACHED = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "dynamic_mask",
+    "global",
+    "local",
+}
 
 
 def check_cache(config: PreTrainedConfig) -> None:
@@ -113,7 +142,11 @@ def check_cache(config: PreTrainedConfig) -> None:
     if (getattr(text, "num_kv_shared_layers", None) or 0) > 0:
         kinds.append("shared keys and values")
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: code of its own
-    if not kinds and model is not None and "past_key_values" not in inspect.signature(model.forward).parameters:
+    if (
+        not kinds
+        and model is not None
+        and "past_key_values" not in inspect.signature(model.forward).parameters
+    ):
         kinds.append("no key-value cache")
     if kinds:
         raise ValueError(

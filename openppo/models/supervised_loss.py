@@ -20,14 +20,18 @@ class GPTLMLoss(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """``logits`` (B, L, V), ``labels`` int64 (B, L); scalar mean over counted labels, 0 if there is none."""
         counted = labels[:, 1:] != self.IGNORE_INDEX
-        log_probs = log_probs_from_logits(logits[:, :-1], labels[:, 1:].masked_fill(~counted, 0))  # float32, (B, L - 1)
+        log_probs = log_probs_from_logits(
+            logits[:, :-1], labels[:, 1:].masked_fill(~counted, 0)
+        )  # float32, (B, L - 1)
         return -masked_mean(log_probs, counted)
 
 
 class PairWiseLoss(nn.Module):
     """Bradley-Terry loss -log sigmoid(r_chosen - r_rejected - margin), averaged over pairs (arXiv 2203.02155)."""
 
-    def forward(self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None) -> Tensor:
+    def forward(
+        self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None
+    ) -> Tensor:
         """Rewards and optional ``margin`` of shape (B,); scalar."""
         difference = chosen_reward - reject_reward
         return -F.logsigmoid(difference if margin is None else difference - margin).mean()
@@ -36,7 +40,9 @@ class PairWiseLoss(nn.Module):
 class LogExpLoss(nn.Module):
     """log(1 + exp(r_rejected - r_chosen + margin)), averaged over pairs (arXiv 2204.05862): as PairWiseLoss."""
 
-    def forward(self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None) -> Tensor:
+    def forward(
+        self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None
+    ) -> Tensor:
         """Rewards and optional ``margin`` of shape (B,); scalar."""
         difference = reject_reward - chosen_reward
         return F.softplus(difference if margin is None else difference + margin).mean()
@@ -52,7 +58,9 @@ class PRMLoss(nn.Module):
 
     IGNORE_INDEX = IGNORE_INDEX
 
-    def __init__(self, placeholder_token_id: int, reward_token_ids: list[int] | None = None) -> None:
+    def __init__(
+        self, placeholder_token_id: int, reward_token_ids: list[int] | None = None
+    ) -> None:
         super().__init__()
         self.placeholder_token_id = placeholder_token_id
         self.reward_token_ids = reward_token_ids
@@ -70,7 +78,9 @@ class PRMLoss(nn.Module):
         if self.reward_token_ids is not None:
             step_logits = step_logits[:, self.reward_token_ids]  # (N, number of reward tokens)
         targets = self._targets(step_labels)
-        loss = F.cross_entropy(step_logits.float(), targets, reduction="sum") / max(len(step_labels), 1)
+        loss = F.cross_entropy(step_logits.float(), targets, reduction="sum") / max(
+            len(step_labels), 1
+        )
         if not return_acc:
             return loss
         wanted = targets.argmax(-1) if targets.dim() == 2 else targets
@@ -81,7 +91,9 @@ class PRMLoss(nn.Module):
         """Probabilities (N, 2) of soft labels, else the places (N,) of labels among the tokens that compete."""
         if labels.is_floating_point():
             if self.reward_token_ids is None or len(self.reward_token_ids) != 2:
-                raise ValueError(f"float labels need exactly two reward_token_ids, got {self.reward_token_ids}")
+                raise ValueError(
+                    f"float labels need exactly two reward_token_ids, got {self.reward_token_ids}"
+                )
             return torch.stack([labels, 1 - labels], dim=-1).float()
         if self.reward_token_ids is None:
             return labels

@@ -18,7 +18,9 @@ _MEMORY_GIB = 1
 _OUT_OF_MEMORY = 1
 """Exit status."""
 _TEXT = "word " * 100
-_TURNS: list[dict[str, Any]] = [{"role": role, "content": _TEXT} for role in ("user", "assistant")] * 20
+_TURNS: list[dict[str, Any]] = [
+    {"role": role, "content": _TEXT} for role in ("user", "assistant")
+] * 20
 _CALL = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
 _WITH_TOOLS: list[dict[str, Any]] = [
     {"role": "system", "content": _TEXT},
@@ -26,11 +28,17 @@ _WITH_TOOLS: list[dict[str, Any]] = [
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "content": _TEXT, "tool_call_id": "c00000000"},
 ]
-_TOOL = {"type": "function", "function": {"name": "f", "description": "-", "parameters": {"type": "object"}}}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "-", "parameters": {"type": "object"}},
+}
 
 
 def require_bounded(
-    tokenizer: PreTrainedTokenizerBase, source: str, template: str | None, template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    template: str | None,
+    template_kwargs: Mapping[str, Any],
 ) -> None:
     """``ValueError`` naming ``source`` if chats of forty turns, or with tools, take too much time or memory.
 
@@ -62,7 +70,12 @@ def _render_and_exit(
     try:
         _limit_this_process()
         for messages, tools in ((_TURNS[:1], None), (_TURNS, None), (_WITH_TOOLS, [_TOOL])):
-            options = {**template_kwargs, "chat_template": template, "tools": tools, "add_generation_prompt": True}
+            options = {
+                **template_kwargs,
+                "chat_template": template,
+                "tools": tools,
+                "add_generation_prompt": True,
+            }
             with suppress(*TEMPLATE_ERRORS):
                 tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except MemoryError:
@@ -87,4 +100,6 @@ def _lower(kind: int, most: int) -> None:
     """Set the soft limit, never above the hard one; not every system has each."""
     _, hard = resource.getrlimit(kind)
     with suppress(OSError, ValueError):
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(
+            kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+        )

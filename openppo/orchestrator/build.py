@@ -30,7 +30,9 @@ def async_steps(config: TrainPPOConfig, n_prompts: int, are_tasks: bool) -> int:
     n_steps = config.ppo.num_episodes * n_prompts // config.prompts_per_step
     if n_steps == 0:
         least = f"--rollout_batch_size {config.prompts_per_step} needs as many prompts"
-        raise ValueError(f"{least}, and {config.ppo.num_episodes} x {n_prompts} are given: lower it.")
+        raise ValueError(
+            f"{least}, and {config.ppo.num_episodes} x {n_prompts} are given: lower it."
+        )
     return n_steps
 
 
@@ -58,7 +60,9 @@ def async_source(
         buffer = WorkBuffer(config.prompts_per_step, asynchronous.max_staleness, asynchronous.stale)
         most = min(n_steps, config.ppo.max_steps or n_steps) * config.prompts_per_step
         n_workers = comm.world_size if overlaps else asynchronous.rollout_ranks
-        schedule = TaskSchedule({task.name: task.share for task in tasks.tasks}, tasks.ratios, tasks.newcomer)
+        schedule = TaskSchedule(
+            {task.name: task.share for task in tasks.tasks}, tasks.ratios, tasks.newcomer
+        )
         source.coordinator = Coordinator(buffer, schedule, plans, most, n_workers, pauses=overlaps)
         launch.post(_COORDINATOR, source.coordinator.workers.entrance.address)
         source.end_service = tasks.serve(source.coordinator)
@@ -86,12 +90,17 @@ def rollout_rank(
     launch, player = strategy.launch, _player(config, sampler, _plans(tasks, prompts), scorer)
     link = connect(launch.wait_for(_COORDINATOR))
     worker = Worker(player, link, launch.rank, config.orchestrator.running_requests)
-    return RolloutRank(strategy, engine, WholeWeights(policy), WeightReceiver(launch, policy), worker)
+    return RolloutRank(
+        strategy, engine, WholeWeights(policy), WeightReceiver(launch, policy), worker
+    )
 
 
 def _plans(tasks: TaskMaker, prompts: list[Prompt]) -> dict[str, GroupPlan]:
     """The plan of each task, by its name."""
-    return {t.name: GroupPlan.of(t, [prompt for prompt in prompts if prompt.task == t.name]) for t in tasks.tasks}
+    return {
+        t.name: GroupPlan.of(t, [prompt for prompt in prompts if prompt.task == t.name])
+        for t in tasks.tasks
+    }
 
 
 def _player(

@@ -40,7 +40,13 @@ class Coordinator:
         n_workers: int,
         pauses: bool,
     ) -> None:
-        self.buffer, self.schedule, self.plans, self.most, self.pauses = buffer, schedule, plans, most, pauses
+        self.buffer, self.schedule, self.plans, self.most, self.pauses = (
+            buffer,
+            schedule,
+            plans,
+            most,
+            pauses,
+        )
         self._changed = threading.Condition()
         self._next = 0
         self._starts: dict[int, Start] = {}  # of groups under way and complete
@@ -105,11 +111,21 @@ class Coordinator:
         """What the buffer holds, as JSON, and the groups to be played anew."""
         with self._changed:
             state = self.buffer.state_dict()
-            groups, lost = _saved({self._starts[n]: group for n, group in state["groups"].items()}, self.plans)
+            groups, lost = _saved(
+                {self._starts[n]: group for n, group in state["groups"].items()}, self.plans
+            )
             state["submitted"] -= len(lost)
             joined = [task.fields for task, _ in self.workers.joined]
-            schedule = self.schedule.state_dict([self._starts[number] for number in self.buffer.running], lost)
-            return {**state, "groups": groups, "next": self._next, "schedule": schedule, "joined": joined}
+            schedule = self.schedule.state_dict(
+                [self._starts[number] for number in self.buffer.running], lost
+            )
+            return {
+                **state,
+                "groups": groups,
+                "next": self._next,
+                "schedule": schedule,
+                "joined": joined,
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state; groups that were under way then are played anew once a batch is wanted."""
@@ -122,7 +138,9 @@ class Coordinator:
             prompts = [self.plans[start.task].prompt(start.index) for start in starts]
             groups = [from_json(*each) for each in zip(state["groups"], prompts, strict=True)]
             self._starts = {start.number: start for start in starts}
-            self.buffer.load_state_dict({**state, "groups": dict(zip(self._starts, groups, strict=True))})
+            self.buffer.load_state_dict(
+                {**state, "groups": dict(zip(self._starts, groups, strict=True))}
+            )
             self._next, self._batch, self._metrics = state["next"], None, {}
             self._begun = self._wanted = False
 
@@ -143,7 +161,9 @@ class Coordinator:
         task.check(prompts)
         with self._changed:
             if task.name in self.plans:
-                raise ValueError(f"there is a task {task.name!r} already: take another name, or change that one.")
+                raise ValueError(
+                    f"there is a task {task.name!r} already: take another name, or change that one."
+                )
             self._add(task, prompts)
             self._hand_out()
 
@@ -212,7 +232,9 @@ class Coordinator:
         self._batch = self.buffer.cut()
         left = self.buffer.buffered | {group[0].group: group for group in self._batch or []}
         for number, n_episodes in had.items():
-            self.schedule.take_back(self._starts[number], n_episodes - len(by_episode(left.get(number, []))))
+            self.schedule.take_back(
+                self._starts[number], n_episodes - len(by_episode(left.get(number, [])))
+            )
             if number not in self.buffer.buffered:
                 del self._starts[number]
             if number not in left:
@@ -225,7 +247,9 @@ class Coordinator:
         if not self._begun or self._fault or not self.workers.are_here:
             return
         starts: list[Start] = []
-        for _ in range(min(self.buffer.room(), self.most - self.buffer.accepted - len(self.buffer.running))):
+        for _ in range(
+            min(self.buffer.room(), self.most - self.buffer.accepted - len(self.buffer.running))
+        ):
             if (start := self.schedule.next(self._next)) is None:
                 break
             self._next, self._starts[start.number] = max(self._next, start.number + 1), start
@@ -245,5 +269,7 @@ def _saved(
         else:
             lost[start] = len(by_episode(group))
     if lost:
-        logger.info("%d groups with images of agents are not in the checkpoint, but played again", len(lost))
+        logger.info(
+            "%d groups with images of agents are not in the checkpoint, but played again", len(lost)
+        )
     return groups, lost

@@ -46,9 +46,21 @@ class GroupPlan:
         config, ppo = task.config, task.config.ppo
         estimator = ESTIMATORS[config.advantage.advantage_estimator]
         # Equal prompts of two tasks get other samples; a run without tasks those of a synchronous one.
-        seed = sample_seed(config.deepspeed.seed, crc32(task.name.encode())) if task.name else config.deepspeed.seed
-        what = prompts, sampling_params(config.generation), ppo.n_samples_per_prompt, seed, estimator
-        most_in_vain = ppo.dynamic_sampling * ppo.dynamic_sampling_max_batches * config.prompts_per_step
+        seed = (
+            sample_seed(config.deepspeed.seed, crc32(task.name.encode()))
+            if task.name
+            else config.deepspeed.seed
+        )
+        what = (
+            prompts,
+            sampling_params(config.generation),
+            ppo.n_samples_per_prompt,
+            seed,
+            estimator,
+        )
+        most_in_vain = (
+            ppo.dynamic_sampling * ppo.dynamic_sampling_max_batches * config.prompts_per_step
+        )
         return cls(*what, config.rewards.weights(), most_in_vain, 1 + task.retries)
 
     def prompt(self, index: int) -> Prompt:
@@ -87,7 +99,9 @@ class GroupPlayer:
     plans: dict[str, GroupPlan]
     sampler: TaskSampler
     scorer: Scorer | None
-    _unscored: list[tuple[list[Trajectory], Metrics, asyncio.Future[None]]] = field(default_factory=list)
+    _unscored: list[tuple[list[Trajectory], Metrics, asyncio.Future[None]]] = field(
+        default_factory=list
+    )
     is_scoring: bool = False
 
     async def play(self, start: Start) -> Outcome:
@@ -106,7 +120,9 @@ class GroupPlayer:
     async def _play(self, start: Start, failures: list[SampleFailed]) -> Outcome:
         plan, number, metrics = self.plans[start.task], start.number, Metrics()
         work = [
-            self._member(plan, start, sample, params=plan.params, metrics=metrics, failures=failures)
+            self._member(
+                plan, start, sample, params=plan.params, metrics=metrics, failures=failures
+            )
             for sample in range(plan.n_samples)
         ]
         members = await asyncio.gather(*work)
@@ -116,7 +132,9 @@ class GroupPlayer:
         trajectories = list(chain.from_iterable(good))
         if plan.estimator.needs_greedy:
             params = replace(plan.params, temperature=0.0)
-            greedy = await self._member(plan, start, 0, params=params, metrics=Metrics(), failures=failures)
+            greedy = await self._member(
+                plan, start, 0, params=params, metrics=Metrics(), failures=failures
+            )
             if greedy is None:
                 return Outcome(number, None, metrics, str(failures[-1]))
             for trajectory in trajectories:
@@ -143,7 +161,9 @@ class GroupPlayer:
         for attempt in range(plan.attempts):
             seed = plan.sample_seed(start.index, sample, attempt)
             try:
-                return await self.sampler.sample_one(prompt, params, seed, env_seed, start.number, metrics)
+                return await self.sampler.sample_one(
+                    prompt, params, seed, env_seed, start.number, metrics
+                )
             except SampleFailed as error:
                 failures.append(error)
         return None

@@ -57,7 +57,9 @@ class TaskSchedule:
         share.running -= 1
         share.failures.add_group(None)
         share.accepted += len(rewards)
-        share.counted += len(rewards) or share.group_size  # else what teaches nothing would be played over and over
+        share.counted += (
+            len(rewards) or share.group_size
+        )  # else what teaches nothing would be played over and over
         share.ended, share.rewards = share.ended + len(rewards), share.rewards + sum(rewards)
         share.seconds += seconds * len(rewards)
 
@@ -70,7 +72,11 @@ class TaskSchedule:
         if message is None or share.failures.groups > GROUPS_IN_A_ROW:  # the latter were under way
             return
         share.is_left_out = True
-        left = {name: each.ratio for name, each in self.shares.items() if each.ratio > 0 and not each.is_left_out}
+        left = {
+            name: each.ratio
+            for name, each in self.shares.items()
+            if each.ratio > 0 and not each.is_left_out
+        }
         if not left:
             raise NothingTrainedError(message)
         self.set_ratios(left)
@@ -91,14 +97,23 @@ class TaskSchedule:
 
     def set_ratio(self, name: str, ratio: float) -> None:
         """The ratio of one task; those of the others shrink or grow alike."""
-        others = {other: share.ratio for other, share in self.shares.items() if other != name and share.ratio > 0}
+        others = {
+            other: share.ratio
+            for other, share in self.shares.items()
+            if other != name and share.ratio > 0
+        }
         total = sum(others.values()) or 1.0
-        self.set_ratios({name: ratio} | {other: (1 - ratio) * each / total for other, each in others.items()})
+        self.set_ratios(
+            {name: ratio} | {other: (1 - ratio) * each / total for other, each in others.items()}
+        )
 
     def advance(self) -> None:
         """A global step is trained."""
         if self.automatic is not None:
-            self.set_ratios(self.automatic({n: s for n, s in self.shares.items() if not s.is_left_out}), goes_on=True)
+            self.set_ratios(
+                self.automatic({n: s for n, s in self.shares.items() if not s.is_left_out}),
+                goes_on=True,
+            )
 
     def change(self, name: str, ratio: float | None, max_concurrent: int | None) -> None:
         """As of ``TaskControl``; with a ratio, a task that was left out has another chance."""
@@ -129,8 +144,14 @@ class TaskSchedule:
 
         Those lost were accepted, with so many episodes.
         """
-        again = [vars(start) for start in sorted([*self._again, *running, *lost], key=lambda start: start.number)]
-        shares = {name: {each: vars(share)[each] for each in _SAVED} for name, share in self.shares.items()}
+        again = [
+            vars(start)
+            for start in sorted([*self._again, *running, *lost], key=lambda start: start.number)
+        ]
+        shares = {
+            name: {each: vars(share)[each] for each in _SAVED}
+            for name, share in self.shares.items()
+        }
         for start, n_episodes in lost.items():
             shares[start.task]["accepted"] -= n_episodes
         return {"shares": shares, "again": again}
@@ -138,7 +159,9 @@ class TaskSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a state; ratios and limits are those of now, and each task has another chance."""
         if missing := state["shares"].keys() - self.shares.keys():
-            raise ValueError(f"--tasks: the checkpoint has task {min(missing)}, which the file lacks: put it back.")
+            raise ValueError(
+                f"--tasks: the checkpoint has task {min(missing)}, which the file lacks: put it back."
+            )
         for name, share in self.shares.items():  # one that has joined meanwhile begins anew
             saved = state["shares"].get(name, dict.fromkeys(_SAVED, 0))
             share = replace(share, **saved, running=0, counted=0, is_left_out=False)
@@ -150,7 +173,9 @@ class TaskSchedule:
         seconds = {name: share.mean_seconds for name, share in self.shares.items()}
         known = [each for each in seconds.values() if each is not None]
         unknown = sum(known) / len(known) if known else 1.0
-        times = {name: share.ratio * (seconds[name] or unknown) for name, share in self.shares.items()}
+        times = {
+            name: share.ratio * (seconds[name] or unknown) for name, share in self.shares.items()
+        }
         total = sum(share.running * share.group_size for share in self.shares.values())
         return {name: total * time / (sum(times.values()) or 1.0) for name, time in times.items()}
 

@@ -104,7 +104,11 @@ class AsyncSource:
         with self.hooks.timer.step(self.version + 1):
             with self.hooks.timer.phase("generation"):
                 groups, metrics = self._batch()
-            mine = [trajectory for group in shard(groups, self.comm.rank, self.comm.world_size) for trajectory in group]
+            mine = [
+                trajectory
+                for group in shard(groups, self.comm.rank, self.comm.world_size)
+                for trajectory in group
+            ]
             self.hooks.timer.count_tokens("generation", sum(sum(t.action_mask) for t in mine))
             if self._measured is not None:
                 metrics.merge(self._measured)

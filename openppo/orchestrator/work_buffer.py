@@ -54,7 +54,9 @@ class WorkBuffer:
 
     def submit(self, number: int) -> None:
         """A group begins."""
-        assert number not in self.running and number not in self.buffered, f"group {number} has begun already"
+        assert number not in self.running and number not in self.buffered, (
+            f"group {number} has begun already"
+        )
         self.running.add(number)
         self.submitted += 1
         self._check()
@@ -79,7 +81,9 @@ class WorkBuffer:
 
     def sync(self, version: int) -> None:
         """Samplers have these weights."""
-        assert self.synced <= version <= self.version, f"version {version} after {self.synced}, of {self.version}"
+        assert self.synced <= version <= self.version, (
+            f"version {version} after {self.synced}, of {self.version}"
+        )
         self.synced = version
 
     def cut(self) -> list[Group] | None:
@@ -99,7 +103,9 @@ class WorkBuffer:
         numbers = sorted(self.buffered)[: self.batch]
         groups = [self.buffered.pop(number) for number in numbers]
         self.counts["trained"] += len(groups)
-        self._lengths += [(sum(len(t.token_ids) for t in parts), False) for g in groups for parts in by_episode(g)]
+        self._lengths += [
+            (sum(len(t.token_ids) for t in parts), False) for g in groups for parts in by_episode(g)
+        ]
         self._check()
         return groups
 
@@ -113,8 +119,12 @@ class WorkBuffer:
         share = sum(old for _, old in lengths) / max(1, len(lengths))
         metrics.add("stale/share", share)
         known, old = Counter(n for n, _ in lengths), Counter(n for n, is_old in lengths if is_old)
-        for i, (length, _) in enumerate(lengths if share > 0 else ()):  # a quarter may begin within one length
-            metrics.add(f"stale/share_by_length/{1 + 4 * i // len(lengths)}", old[length] / known[length])
+        for i, (length, _) in enumerate(
+            lengths if share > 0 else ()
+        ):  # a quarter may begin within one length
+            metrics.add(
+                f"stale/share_by_length/{1 + 4 * i // len(lengths)}", old[length] / known[length]
+            )
         if share >= _MUCH and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -146,11 +156,15 @@ class WorkBuffer:
                 kept.append([without_old(part, oldest) for part in parts])
             else:
                 self._lengths.append((sum(len(t.token_ids) for t in parts), True))
-        return [part for parts in kept for part in parts] if len(kept) >= min(2, len(episodes)) else []
+        return (
+            [part for parts in kept for part in parts] if len(kept) >= min(2, len(episodes)) else []
+        )
 
     def _check(self) -> None:
         placed = sum(self.counts.values()) + len(self.buffered) + len(self.running)
-        assert self.submitted == placed, f"{self.submitted} groups submitted, {placed} known: {self.counts}"
+        assert self.submitted == placed, (
+            f"{self.submitted} groups submitted, {placed} known: {self.counts}"
+        )
 
 
 def _is_old(trajectories: Group, oldest: int) -> bool:

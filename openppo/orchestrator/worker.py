@@ -36,7 +36,9 @@ class Worker:
         self._is_ending = False
         self._measured = time.monotonic(), self.driver.waited
         link.send(rank)
-        asyncio.run_coroutine_threadsafe(self._serve(), self.driver.loop).add_done_callback(self._raise_in_drive)
+        asyncio.run_coroutine_threadsafe(self._serve(), self.driver.loop).add_done_callback(
+            self._raise_in_drive
+        )
         threading.Thread(target=self._receive, name="messages", daemon=True).start()
 
     def drive(self) -> Pause:
@@ -62,7 +64,10 @@ class Worker:
                     self._put(self._inbox, message)
         finally:  # also after an error, whose traceback is on stderr
             if not is_end:
-                self._put(self._pauses, DistNetworkError("rank 0, which trains, has closed its connection"))
+                self._put(
+                    self._pauses,
+                    DistNetworkError("rank 0, which trains, has closed its connection"),
+                )
             self.link.close()  # on the thread that reads it
 
     def _put(self, queue: asyncio.Queue[Any], message: Any) -> None:
@@ -78,7 +83,9 @@ class Worker:
                 continue
             for task, prompts in message.joined:
                 await self.player.join(task, prompts)
-            with self.driver.hold():  # requests that come together enter the engine together, as in one batch
+            with (
+                self.driver.hold()
+            ):  # requests that come together enter the engine together, as in one batch
                 for start in message.starts:
                     group = asyncio.ensure_future(self.player.play(start))
                     self._playing.add(group)
@@ -105,7 +112,9 @@ class Worker:
         """The share of the time since the last group in which the engine had no requests."""
         then, before = self._measured
         self._measured = now, waited = time.monotonic(), self.driver.waited
-        metrics.add("async/engine_idle_share", (waited - before) / max(now - then, 1e-9), weight=now - then)
+        metrics.add(
+            "async/engine_idle_share", (waited - before) / max(now - then, 1e-9), weight=now - then
+        )
 
 
 @dataclass(eq=False)

@@ -38,7 +38,11 @@ class Workers:
     """
 
     def __init__(
-        self, n_workers: int, lock: Condition, come: Callable[[Outcome | None], None], gone: Callable[[int], None]
+        self,
+        n_workers: int,
+        lock: Condition,
+        come: Callable[[Outcome | None], None],
+        gone: Callable[[int], None],
     ) -> None:
         self.n_workers, self.lock, self.come, self.gone = n_workers, lock, come, gone
         self.entrance = Entrance()  # until all are here
@@ -82,7 +86,9 @@ class Workers:
         with suppress(OSError):  # closed
             while True:
                 link = self.entrance.accept()
-                threading.Thread(target=self._read, args=(link,), name="coordinator", daemon=True).start()
+                threading.Thread(
+                    target=self._read, args=(link,), name="coordinator", daemon=True
+                ).start()
 
     def _read(self, link: Link) -> None:
         rank: int | None = None  # of a connection that has not said that it is a worker's

@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.rewards.function import FunctionScorer as FunctionScorer, RewardFunction as RewardFunction
+    from openppo.rewards.function import (
+        FunctionScorer as FunctionScorer,
+        RewardFunction as RewardFunction,
+    )
     from openppo.rewards.http import RemoteScorer as RemoteScorer
     from openppo.rewards.model import ModelScorer as ModelScorer
     from openppo.rewards.scoring import (

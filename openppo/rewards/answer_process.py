@@ -28,7 +28,9 @@ class AnswerProcess:
     ``arguments`` are those of ``answer_program.py``. ``RuntimeError`` naming ``flag`` if it cannot start.
     """
 
-    def __init__(self, flag: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, flag: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.flag, self.arguments, self.environment = flag, arguments, environment
         self.process: subprocess.Popen[bytes] | None = None
         self.was_late = False
@@ -36,11 +38,15 @@ class AnswerProcess:
     def ask(self, question: Any, seconds: float | None) -> tuple[bool, Any]:
         """Whether an answer came within ``seconds``, without a crash, and the answer."""
         asked = pickle.dumps(question)
-        if self.process is None or self.process.poll() is not None:  # killed between two questions, for memory perhaps
+        if (
+            self.process is None or self.process.poll() is not None
+        ):  # killed between two questions, for memory perhaps
             self.process = self._start()
         process, self.was_late = self.process, False
         assert process.stdin is not None and process.stdout is not None
-        alarm = threading.Timer(threading.TIMEOUT_MAX if seconds is None else seconds, self._kill, [process])
+        alarm = threading.Timer(
+            threading.TIMEOUT_MAX if seconds is None else seconds, self._kill, [process]
+        )
         alarm.daemon = True
         alarm.start()
         try:
@@ -70,7 +76,9 @@ class AnswerProcess:
             read(process.stdout)  # it is ready
         except EOFError:
             status = process.wait()
-            raise RuntimeError(f"{self.flag}: its process ended with status {status}; see above.") from None
+            raise RuntimeError(
+                f"{self.flag}: its process ended with status {status}; see above."
+            ) from None
         return process
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
@@ -102,7 +110,9 @@ class FunctionProcesses:
         """The function's result; ``TimeoutError``, ``ChildProcessError`` or ``RaisedThere`` without one."""
         process = self._free.get()
         try:
-            in_time, answer = process.ask(arguments, None if self.seconds is None else n_samples * self.seconds)
+            in_time, answer = process.ask(
+                arguments, None if self.seconds is None else n_samples * self.seconds
+            )
             was_late, status = process.was_late, process.process and process.process.returncode
         finally:
             self._free.put(process)
@@ -123,6 +133,8 @@ def _with_own_gpu() -> dict[str, str]:
 
     environment = dict(os.environ)
     if torch.cuda.is_available():
-        visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(
+            map(str, range(torch.cuda.device_count()))
+        )
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[torch.cuda.current_device()]
     return environment

@@ -52,13 +52,17 @@ def load_function(file: str, name: str, path: str) -> Callable[..., Any]:
     sys.path[:] = path.split(os.pathsep)
     spec = spec_from_file_location(f"reward_{Path(file).stem}", file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
-    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses and pickle look it up there
+    module = sys.modules[spec.name] = module_from_spec(
+        spec
+    )  # dataclasses and pickle look it up there
     spec.loader.exec_module(module)
     function: Callable[..., Any] = getattr(module, name)
     return function
 
 
-def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes | tuple[str, str]:
+def call_function(
+    function: Callable[..., Any], arguments: dict[str, Any]
+) -> bytes | tuple[str, str]:
     """Its pickled result, or repr and traceback of what it raised."""
     try:
         result = function(**arguments)

@@ -18,7 +18,13 @@ from openppo.models.actor import Actor
 from openppo.models.batching import MicroBatchSize
 from openppo.models.loading import model_error_context
 from openppo.models.padding import pack_where_exact
-from openppo.models.pretrained import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
+from openppo.models.pretrained import (
+    check_model,
+    check_token_ids,
+    context_length,
+    load_tokenizer,
+    pad_token_id,
+)
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
 from openppo.rewards.function import FunctionScorer, RewardFunction
 from openppo.rewards.http import RemoteScorer
@@ -74,18 +80,30 @@ class ScorerSetup:
         source, names = self.source, iter(self.source.names())
         self._refuse_images()
         if source.prm_pretrain is not None:
-            self._config(source.prm_pretrain, "--prm_pretrain")  # before the weights of a reward model
+            self._config(
+                source.prm_pretrain, "--prm_pretrain"
+            )  # before the weights of a reward model
         scorers: list[Scorer] = []
         if source.reward_fn is not None:
-            scorers.append(self._function(source.reward_fn, next(names), self.function_flag, _FUNCTION_NAMES))
+            scorers.append(
+                self._function(source.reward_fn, next(names), self.function_flag, _FUNCTION_NAMES)
+            )
         if source.remote_rm_url is not None and source.remote_is_file():
-            scorers.append(self._function(source.remote_rm_url, next(names), "--remote_rm_url", ["reward_func"]))
+            scorers.append(
+                self._function(
+                    source.remote_rm_url, next(names), "--remote_rm_url", ["reward_func"]
+                )
+            )
         elif source.remote_rm_url is not None:
             remote = RemoteScorer(source, self.tokenizer, next(names))
             remote.check()
             scorers.append(remote)
         for verifier in source.verifiable_reward:
-            scorers.append(VerifiableScorer(make_verify(verifier, source, self.prompts), self.tokenizer, next(names)))
+            scorers.append(
+                VerifiableScorer(
+                    make_verify(verifier, source, self.prompts), self.tokenizer, next(names)
+                )
+            )
         if source.reward_pretrain is not None:
             scorers.append(self._reward_model(source.reward_pretrain, next(names)))
         if source.prm_pretrain is not None:
@@ -110,26 +128,39 @@ class ScorerSetup:
     def _refuse_images(self) -> None:
         """``ValueError`` for a process reward model where prompts have images."""
         if self.source.prm_pretrain is not None and self.has_images:
-            raise ValueError("--prm_pretrain reads no images, and prompts have some: use --reward_fn.")
+            raise ValueError(
+                "--prm_pretrain reads no images, and prompts have some: use --reward_fn."
+            )
 
     def _config(self, model: str, flag: str) -> PreTrainedConfig:
         """A model's config; ``ValueError`` naming ``flag`` on all ranks if one of them cannot read it."""
-        return collective(self.strategy.comm, lambda: check_model(model, flag, self.loading["trust_remote_code"]))
+        return collective(
+            self.strategy.comm, lambda: check_model(model, flag, self.loading["trust_remote_code"])
+        )
 
-    def _function(self, location: str, name: str, flag: str, default_names: Sequence[str]) -> Scorer:
+    def _function(
+        self, location: str, name: str, flag: str, default_names: Sequence[str]
+    ) -> Scorer:
         """The user's function at ``location``, called as the first of ``default_names`` unless the location says."""
-        columns, where = {column for prompt in self.prompts for column in prompt.row}, f"{flag} {location}"
+        columns, where = (
+            {column for prompt in self.prompts for column in prompt.row},
+            f"{flag} {location}",
+        )
         comm, source = self.strategy.comm, self.source
         if flag == "--reward_fn" and (passed := self.function) is not None:
             function = collective(comm, lambda: RewardFunction(passed, where, columns))
             if source.reward_workers > 0:
-                logger.info("reward_fn stays in this process: --reward_workers are for functions in files")
+                logger.info(
+                    "reward_fn stays in this process: --reward_workers are for functions in files"
+                )
         else:
             loaded = collective(comm, lambda: find_callable(location, flag, default_names))
             function = collective(comm, lambda: RewardFunction(loaded.value, where, columns))
             check_same(comm, {flag: loaded.file.read_text()})
             if source.reward_workers > 0:
-                function.start_processes(loaded.file, loaded.name, source.reward_workers, source.reward_timeout)
+                function.start_processes(
+                    loaded.file, loaded.name, source.reward_workers, source.reward_timeout
+                )
 
         weights = source.weights()
         return FunctionScorer(
@@ -146,16 +177,24 @@ class ScorerSetup:
         """A frozen reward model. It reads the policy's token ids, or the text if its own ids are others."""
         flag = "--reward_pretrain"
         config, own, read = self._reader(model)
-        ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
+        ids = (
+            "the text, written again with its own tokenizer and chat template"
+            if own
+            else "the policy's tokens"
+        )
         logger.info("%s %s reads %s", flag, model, ids)
         normalization = stored_normalization(config, f"{flag} {model}") if self.normalize else ()
         with model_error_context(flag, model, "reward model"), self.strategy.loading():
             prefix = self.value_head_prefix
-            reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **self.loading)
+            reward = get_llm_for_sequence_regression(
+                model, "reward", value_head_prefix=prefix, **self.loading
+            )
         frozen = self.strategy.prepare_frozen(reward)
         pack_where_exact(reward, frozen, self.strategy.device, "reward model")
         sees = own is None and bool(placeholders(config))
-        reward.stand_in = self.stand_in if sees else None  # after checks, whose rows may hold tokens of images
+        reward.stand_in = (
+            self.stand_in if sees else None
+        )  # after checks, whose rows may hold tokens of images
         pad = pad_token_id(own or self.tokenizer)
         where = self.strategy.comm, self.strategy.device
         return ModelScorer(frozen, self.size, pad, *where, name, read, sees, *normalization)
@@ -169,7 +208,11 @@ class ScorerSetup:
         trust = self.loading["trust_remote_code"]
         own = own_tokenizer(flag, model, self.actor, self.tokenizer, trust)
         if self.has_images:
-            actor = check_model(self.actor, "--pretrain", trust) if isinstance(self.actor, str) else self.actor
+            actor = (
+                check_model(self.actor, "--pretrain", trust)
+                if isinstance(self.actor, str)
+                else self.actor
+            )
             if own is not None or placeholders(config) != placeholders(actor):
                 what = "does not read images as --pretrain does: use a model of its family, or --reward_fn."
                 raise ValueError(f"{named} {what}")
@@ -179,7 +222,9 @@ class ScorerSetup:
             encode = text = RewardModelText(self.tokenizer, own, named)
             text.check(self.prompts, self.episodes)
         tokenizer = own or self.tokenizer
-        check_token_ids(config, named, tokenizer, [] if own is None else [[own.eos_token_id]])  # and PAD
+        check_token_ids(
+            config, named, tokenizer, [] if own is None else [[own.eos_token_id]]
+        )  # and PAD
         return config, own, partial(read_tokens, encode, config, named, tokenizer)
 
     def _process_reward_model(self, model: str, name: str) -> Scorer:
@@ -189,24 +234,38 @@ class ScorerSetup:
         own = load_tokenizer(model, flag, trust_remote_code=self.loading["trust_remote_code"])
         chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
         if chat and not own.chat_template:
-            raise ValueError(f"--prm_apply_chat_template: the tokenizer of {named} has no chat template. Leave it out.")
+            raise ValueError(
+                f"--prm_apply_chat_template: the tokenizer of {named} has no chat template. Leave it out."
+            )
         placeholder_id = single_token_id(own, placeholder, "--prm_placeholder_token", flag)
-        good, bad = (single_token_id(own, token, "--prm_reward_tokens", flag) for token in source.prm_reward_tokens)
-        whole = "{}" if self.input_template is not None and not chat else None  # the prompt is in its template already
+        good, bad = (
+            single_token_id(own, token, "--prm_reward_tokens", flag)
+            for token in source.prm_reward_tokens
+        )
+        whole = (
+            "{}" if self.input_template is not None and not chat else None
+        )  # the prompt is in its template already
         options = RowsConfig(input_template=whole, apply_chat_template=chat)
         encode = StepEncoder(own, placeholder, placeholder_id, options)
 
         def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
             question: Any = prompt.messages or prompt.text
             if prompt.messages and not chat:
-                question = STEP_SEPARATOR.join(text_of(message["content"]) for message in prompt.messages)
+                question = STEP_SEPARATOR.join(
+                    text_of(message["content"]) for message in prompt.messages
+                )
             ids, places = encode(question, steps)
             check_token_ids(config, named, own, [ids])
             return ids, places
 
         check_token_ids(config, named, own, [[good, bad]])
         if chat:
-            check_chats(self.prompts, named, "--prm_apply_chat_template", lambda prompt: render(prompt, ["a"]))
+            check_chats(
+                self.prompts,
+                named,
+                "--prm_apply_chat_template",
+                lambda prompt: render(prompt, ["a"]),
+            )
         with model_error_context(flag, model, "process reward model"), self.strategy.loading():
             module = ProcessRewardModel(Actor(model, **self.loading).model)
         judge = self.strategy.prepare_frozen(module)
@@ -244,10 +303,17 @@ def own_tokenizer(
     ``ValueError`` naming ``flag`` if it knows them and ``model`` has too few embeddings.
     """
     own = load_tokenizer(model, flag, trust_remote_code=trust_remote_code)
-    vocabulary, ids = own.get_vocab(), tokenizer.get_vocab()  # the former may hold more, such as a [PAD] of its own
+    vocabulary, ids = (
+        own.get_vocab(),
+        tokenizer.get_vocab(),
+    )  # the former may hold more, such as a [PAD] of its own
     if any(vocabulary.get(token) != token_id for token, token_id in ids.items()):
         return own
-    policy = check_model(actor, "--pretrain", trust_remote_code) if isinstance(actor, str) else actor
+    policy = (
+        check_model(actor, "--pretrain", trust_remote_code) if isinstance(actor, str) else actor
+    )
     largest = min(max(ids.values()), policy.get_text_config().vocab_size - 1)
-    check_token_ids(check_model(model, flag, trust_remote_code), f"{flag} {model}", tokenizer, [[largest]])
+    check_token_ids(
+        check_model(model, flag, trust_remote_code), f"{flag} {model}", tokenizer, [[largest]]
+    )
     return None

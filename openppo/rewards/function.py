@@ -57,7 +57,12 @@ class RewardFunction:
         columns_first = BEHIND_COLUMNS.intersection(columns)
         if columns_named := sorted(columns_first & {p.name for p in named}):
             are = "is a column" if len(columns_named) == 1 else "are columns"
-            logger.info("%s: %s %s of the data here, and gets its values", source, " and ".join(columns_named), are)
+            logger.info(
+                "%s: %s %s of the data here, and gets its values",
+                source,
+                " and ".join(columns_named),
+                are,
+            )
         self.is_batch = not telling.isdisjoint(BATCH_NAMES.keys() - columns_first)
         known = BATCH_NAMES if self.is_batch else SINGLE_NAMES
         self.known = {name: own for name, own in known.items() if name not in columns_first}
@@ -66,7 +71,11 @@ class RewardFunction:
         if unknown or telling.isdisjoint(self.known):
             what = "its parameters do not say what it scores"
             if unknown:
-                why = "for one sample, and others are for a batch" if unknown[0] in SINGLE_NAMES else "unknown"
+                why = (
+                    "for one sample, and others are for a batch"
+                    if unknown[0] in SINGLE_NAMES
+                    else "unknown"
+                )
                 what = f"its parameter {unknown[0]!r} is {why}"
             raise ValueError(
                 f"{source}: {what}. Use {', '.join(BATCH_NAMES)} for lists of a whole batch, or "
@@ -87,11 +96,15 @@ class RewardFunction:
         if self.is_async or not inspect.isfunction(self.function):
             kind = "async" if self.is_async else "an object, which may hold state of the run"
             logger.warning(
-                "%s is %s: it stays in this process, without --reward_workers and time limit", self.source, kind
+                "%s is %s: it stays in this process, without --reward_workers and time limit",
+                self.source,
+                kind,
             )
             return
         if self.is_batch:
-            logger.info("%s scores whole batches, each in one of --reward_workers %d", self.source, n)
+            logger.info(
+                "%s scores whole batches, each in one of --reward_workers %d", self.source, n
+            )
         self.processes = FunctionProcesses(self.source, str(file.resolve()), name, n, seconds)
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
@@ -99,14 +112,21 @@ class RewardFunction:
         columns = [column for sample in samples for column in sample["row"]]
         arguments = {}
         known = [name for name in self.known if name not in VERL_NAMES]
-        for name in dict.fromkeys([*self.names, *columns, *known] if self.takes_all else self.names):
+        for name in dict.fromkeys(
+            [*self.names, *columns, *known] if self.takes_all else self.names
+        ):
             own = self.known.get(name)
-            values = [copy.deepcopy(sample["row"].get(name) if own is None else sample[own]) for sample in samples]
+            values = [
+                copy.deepcopy(sample["row"].get(name) if own is None else sample[own])
+                for sample in samples
+            ]
             arguments[name] = values if self.is_batch else values[0]
         if self.processes is not None:
             return self.processes(arguments, len(samples))
         result = self.function(**arguments)
-        return list(result) if isinstance(result, Iterator) else result  # so that errors of generators come up here
+        return (
+            list(result) if isinstance(result, Iterator) else result
+        )  # so that errors of generators come up here
 
 
 @dataclass
@@ -134,10 +154,18 @@ class FunctionScorer:
 
     def __post_init__(self) -> None:
         # On a new thread "cuda" is GPU 0, whatever the thread that loaded the function has chosen.
-        gpu: Any = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else ()
-        n = 1 if self.function.processes is None else self.function.processes.n  # each thread waits for one
+        gpu: Any = (
+            (torch.cuda.set_device, (torch.cuda.current_device(),))
+            if torch.cuda.is_available()
+            else ()
+        )
+        n = (
+            1 if self.function.processes is None else self.function.processes.n
+        )  # each thread waits for one
         self._thread = ThreadPoolExecutor(n, "reward_fn", *gpu)
-        self._loop = asyncio.new_event_loop() if self.function.is_async else None  # kept: clients belong to their loop
+        self._loop = (
+            asyncio.new_event_loop() if self.function.is_async else None
+        )  # kept: clients belong to their loop
         self._has_logged_keys = False
 
     def __str__(self) -> str:
@@ -169,19 +197,30 @@ class FunctionScorer:
         if not isinstance(result, BaseException):
             return self._split(result, len(samples))
         answers = self._call(alone)
-        if self.error_value is None and not any(isinstance(answer, BaseException) for answer in answers):
+        if self.error_value is None and not any(
+            isinstance(answer, BaseException) for answer in answers
+        ):
             raise RuntimeError(
                 f"{self} raised {result!r} for a batch of {len(samples)} samples, but for none of them alone."
             ) from result
-        return [answer if isinstance(answer, BaseException) else self._split(answer, 1)[0] for answer in answers]
+        return [
+            answer if isinstance(answer, BaseException) else self._split(answer, 1)[0]
+            for answer in answers
+        ]
 
     def _call(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
         """The function's result or exception for each batch; an async function works on all at the same time."""
         if self._loop is not None:
             try:
-                return self._thread.submit(self._loop.run_until_complete, self._gather(batches)).result()
-            except SystemExit as error:  # it would end the run with the status that it holds, 0 perhaps
-                raise RuntimeError(f"{self} raised {error!r}. Take the call of sys.exit() out.") from error
+                return self._thread.submit(
+                    self._loop.run_until_complete, self._gather(batches)
+                ).result()
+            except (
+                SystemExit
+            ) as error:  # it would end the run with the status that it holds, 0 perhaps
+                raise RuntimeError(
+                    f"{self} raised {error!r}. Take the call of sys.exit() out."
+                ) from error
         futures = [self._thread.submit(self.function, batch) for batch in batches]
         wait(futures)
         return [future.exception() or future.result() for future in futures]
@@ -198,15 +237,22 @@ class FunctionScorer:
                 return self._rows(result, n)
             result = result["rewards"]
         if not isinstance(result, Iterable) or isinstance(result, str):
-            raise ValueError(f"{self} returned {result!r}; a list with one result per sample is needed.")
+            raise ValueError(
+                f"{self} returned {result!r}; a list with one result per sample is needed."
+            )
         results = list(result)
         if len(results) != n:
-            raise ValueError(f"{self} returned {len(results)} scores for {n} samples; one each is needed.")
+            raise ValueError(
+                f"{self} returned {len(results)} scores for {n} samples; one each is needed."
+            )
         return results
 
     def _rows(self, columns: Mapping[Any, Any], n: int) -> list[dict[Any, Any]]:
         """A dict of lists, or of such dicts, as a dict for each of ``n`` samples."""
-        split = {k: (self._rows if isinstance(v, Mapping) else self._split)(v, n) for k, v in columns.items()}
+        split = {
+            k: (self._rows if isinstance(v, Mapping) else self._split)(v, n)
+            for k, v in columns.items()
+        }
         return [{name: column[i] for name, column in split.items()} for i in range(n)]
 
     def _score(self, result: Any, trajectory: Trajectory) -> Score:
@@ -225,26 +271,46 @@ class FunctionScorer:
             ) from result
         if isinstance(result, Mapping) and isinstance(extra := result.get(_EXTRA), Mapping):
             others = {name: value for name, value in result.items() if name != _EXTRA}
-            score = self._score(others["reward"] if others.keys() == {"reward"} else others, trajectory)
+            score = self._score(
+                others["reward"] if others.keys() == {"reward"} else others, trajectory
+            )
             where = f"{self}, as extra {{!r}},".format
-            extras = {str(name): check_number(value, trajectory, where(name)) for name, value in extra.items()}
+            extras = {
+                str(name): check_number(value, trajectory, where(name))
+                for name, value in extra.items()
+            }
             return replace(score, extras=score.extras | extras)
         if isinstance(result, Mapping):
-            return self._score_of_dict({str(name): value for name, value in result.items()}, trajectory)
-        if isinstance(result, list | tuple) or (getattr(result, "ndim", 0) == 1 and len(result) != 1):
+            return self._score_of_dict(
+                {str(name): value for name, value in result.items()}, trajectory
+            )
+        if isinstance(result, list | tuple) or (
+            getattr(result, "ndim", 0) == 1 and len(result) != 1
+        ):
             return self._score_of_tokens(list(result), trajectory)
         return Score({self.name: check_number(result, trajectory, str(self))})
 
     def _score_of_dict(self, values: Mapping[str, Any], trajectory: Trajectory) -> Score:
         """Named rewards; of a dict with "score" that alone, unless ``weighted`` names other keys."""
         if _SCORE not in values:
-            return Score({name: check_number(value, trajectory, str(self)) for name, value in values.items()})
+            return Score(
+                {name: check_number(value, trajectory, str(self)) for name, value in values.items()}
+            )
 
         named = values.keys() & set(self.weighted or ())
         if named - {_SCORE}:
-            rewarded = {name for name, value in values.items() if is_number(value)} | named | {_SCORE}
-            rewards = {name: check_number(values[name], trajectory, str(self)) for name in values if name in rewarded}
-            return Score(rewards, notes={name: _note(values[name]) for name in values if name not in rewarded})
+            rewarded = (
+                {name for name, value in values.items() if is_number(value)} | named | {_SCORE}
+            )
+            rewards = {
+                name: check_number(values[name], trajectory, str(self))
+                for name in values
+                if name in rewarded
+            }
+            return Score(
+                rewards,
+                notes={name: _note(values[name]) for name in values if name not in rewarded},
+            )
 
         others = {name: value for name, value in values.items() if name != _SCORE}
         numbers = {name: finite_number(value) for name, value in others.items()}
@@ -255,7 +321,9 @@ class FunctionScorer:
         score = self._score(values[_SCORE], trajectory)
         if named and score.token_rewards is not None:
             remedy = f"use --reward_weights {self.name}=NUMBER"
-            raise ValueError(f"{self} returned a list as 'score', and rewards of tokens have no such name: {remedy}.")
+            raise ValueError(
+                f"{self} returned a list as 'score', and rewards of tokens have no such name: {remedy}."
+            )
         if named and score.rewards.keys() == {self.name}:
             score = replace(score, rewards={_SCORE: score.rewards[self.name]})
         return replace(score, extras=score.extras | extras, notes=score.notes | notes)
@@ -278,7 +346,9 @@ class FunctionScorer:
 
     def _score_of_tokens(self, numbers: Sequence[Any], trajectory: Trajectory) -> Score:
         """Rewards of action tokens, from as many numbers or from one per step."""
-        rewards = [self.token_weight * check_number(number, trajectory, str(self)) for number in numbers]
+        rewards = [
+            self.token_weight * check_number(number, trajectory, str(self)) for number in numbers
+        ]
         mask = trajectory.action_mask
         if len(rewards) == sum(mask):
             given = iter(rewards)

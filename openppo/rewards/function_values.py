@@ -22,13 +22,20 @@ tool_results those of the tools', and tool_rewards their rewards (see ``Episode`
 verl's names: data_source is the column, or source in a row without it; solution_str is the response, ground_truth the
 label, and extra_info the column, or an empty dict.
 """
-_IN_BOTH_FORMS = {name: name for name in ("messages", "token_ids", "turns", "tool_results", "tool_rewards")}
+_IN_BOTH_FORMS = {
+    name: name for name in ("messages", "token_ids", "turns", "tool_results", "tool_rewards")
+}
 _OF_VERL = {
     **{"data_sources": "data_source", "solution_strs": "solution_str"},
     **{"ground_truths": "ground_truth", "extra_infos": "extra_info"},
 }
 BATCH_NAMES = {
-    **{"prompts": "prompt", "responses": "response", "completions": "completion", "labels": "label"},
+    **{
+        "prompts": "prompt",
+        "responses": "response",
+        "completions": "completion",
+        "labels": "label",
+    },
     **{"queries": "query", "rows": "row", "sources": "source", **_IN_BOTH_FORMS, **_OF_VERL},
 }
 """Parameter of a function for a batch -> what it gets a list of."""
@@ -41,7 +48,9 @@ BEHIND_COLUMNS = {"source", "sources", "tool_rewards", *VERL_NAMES} - {"data_sou
 """Parameters that get the column of their name where the data has one; the two left out get it row by row."""
 
 
-def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def make_samples(
+    trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
     """One sample per trajectory, decoded with the policy's tokenizer."""
     responses = [answer_text(trajectory, tokenizer) for trajectory in trajectories]
     return [
@@ -60,7 +69,9 @@ def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokeni
             "messages": t.prompt.messages if t.episode is None else t.episode.messages,
             "token_ids": t.action_ids,
             "turns": turn_texts(t, tokenizer),
-            "tool_results": [text_of(m.get("content")) for m in episode_messages(t) if m["role"] == "tool"],
+            "tool_results": [
+                text_of(m.get("content")) for m in episode_messages(t) if m["role"] == "tool"
+            ],
             "tool_rewards": {} if t.episode is None else t.episode.tool_rewards,
         }
         for t, response in zip(trajectories, responses, strict=True)

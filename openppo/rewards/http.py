@@ -33,7 +33,15 @@ _REQUESTS_PER_SERVER = 4
 _SECONDS_TO_CONNECT = 10.0
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which the same request may succeed
+_TRANSIENT = {
+    408,
+    425,
+    429,
+    500,
+    502,
+    503,
+    504,
+}  # HTTP statuses after which the same request may succeed
 _REFUSED = "refuses the token (HTTP status {}). Give the right one with --remote_rm_token_file."
 _FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
@@ -49,12 +57,16 @@ class RemoteScorer:
 
     collective = False
 
-    def __init__(self, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, name: str = "reward") -> None:
+    def __init__(
+        self, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, name: str = "reward"
+    ) -> None:
         assert source.remote_rm_url is not None, "validated before"
         self.urls = [url.strip() for url in source.remote_rm_url.split(",")]
         for url in self.urls:
             if not re.match("https?://[^/]", url):
-                remedy = "give http://HOST:PORT/PATH, several with commas, or one Python file path.py"
+                remedy = (
+                    "give http://HOST:PORT/PATH, several with commas, or one Python file path.py"
+                )
                 raise ValueError(f"{_named(url)}: {remedy}.")
         self.headers: dict[str, str] = {}
         if source.remote_rm_token_file is not None:
@@ -82,7 +94,9 @@ class RemoteScorer:
 
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=self.timeout, sock_connect=_SECONDS_TO_CONNECT)
-        as_json = partial(json.dumps, default=str)  # labels that JSON does not know, such as dates, become text
+        as_json = partial(
+            json.dumps, default=str
+        )  # labels that JSON does not know, such as dates, become text
         return aiohttp.ClientSession(headers=self.headers, timeout=timeout, json_serialize=as_json)
 
     async def _check_all(self) -> None:
@@ -91,7 +105,10 @@ class RemoteScorer:
                 try:
                     async with session.get(url, allow_redirects=False) as answer:
                         status = answer.status
-                except (*_FAILURES, ValueError) as error:  # the latter for an address with a user beside a token
+                except (
+                    *_FAILURES,
+                    ValueError,
+                ) as error:  # the latter for an address with a user beside a token
                     raise ValueError(
                         f"{_named(url)}: no reward server answers there ({_cause(error, self.timeout)}). Start it "
                         "first, or check the address."
@@ -102,12 +119,17 @@ class RemoteScorer:
     async def _score_all(self, batches: Sequence[Sequence[Trajectory]]) -> list[list[float]]:
         load = _Load(_REQUESTS_PER_SERVER * len(self.urls))
         async with self._session() as session:
-            return await asyncio.gather(*(self._score_batch(session, load, batch) for batch in batches))
+            return await asyncio.gather(
+                *(self._score_batch(session, load, batch) for batch in batches)
+            )
 
     async def _score_batch(
         self, session: aiohttp.ClientSession, load: _Load, batch: Sequence[Trajectory]
     ) -> list[float]:
-        names, samples = {"query": "query", "prompts": "prompt", "labels": "label"}, make_samples(batch, self.tokenizer)
+        names, samples = (
+            {"query": "query", "prompts": "prompt", "labels": "label"},
+            make_samples(batch, self.tokenizer),
+        )
         data = {key: [sample[name] for sample in samples] for key, name in names.items()}
         for attempt in range(1 + self.retries):
             if attempt > 0:
@@ -153,7 +175,9 @@ async def _post(session: aiohttp.ClientSession, url: str, data: dict[str, list[A
     if status in (401, 403):
         raise ValueError(f"{_named(url)}: {_REFUSED.format(status)}")
     if status != 200:
-        raise ValueError(f"{_named(url)}: answered with HTTP status {status}, {shortened(body)}. Check the path.")
+        raise ValueError(
+            f"{_named(url)}: answered with HTTP status {status}, {shortened(body)}. Check the path."
+        )
     return body
 
 
@@ -164,7 +188,9 @@ def _read(url: str, body: str, batch: Sequence[Trajectory]) -> list[float]:
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         rewards = None
     if not isinstance(rewards, list):
-        raise ValueError(f'{_named(url)}: answered {shortened(body)} where {{"rewards": [numbers]}} is needed.')
+        raise ValueError(
+            f'{_named(url)}: answered {shortened(body)} where {{"rewards": [numbers]}} is needed.'
+        )
     return check_scores(rewards, batch, _named(url))
 
 

@@ -26,14 +26,18 @@ def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
     return web.AppRunner(app, **options)
 
 
-async def serve(runner: web.AppRunner, listener: socket.socket, backlog: int = 128) -> asyncio.Server:
+async def serve(
+    runner: web.AppRunner, listener: socket.socket, backlog: int = 128
+) -> asyncio.Server:
     """Answer at ``listener`` until the result is closed; ``runner.cleanup`` ends what is under way then."""
     await runner.setup()
     assert runner.server is not None
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_CONNECTIONS
     if files != resource.RLIM_INFINITY:
         most = min(most, max(1, files - _FILES_OF_OTHERS))
-    return await asyncio.get_running_loop().create_server(_Door(runner.server, most), sock=listener, backlog=backlog)
+    return await asyncio.get_running_loop().create_server(
+        _Door(runner.server, most), sock=listener, backlog=backlog
+    )
 
 
 async def body_of(request: web.Request, most: int | None = None) -> bytes:
@@ -43,9 +47,13 @@ async def body_of(request: web.Request, most: int | None = None) -> bytes:
         async with asyncio.timeout(SECONDS_TO_READ):
             return await limited.read()
     except TimeoutError as error:
-        raise web.HTTPRequestTimeout(text=f"the request was not sent within {SECONDS_TO_READ:g} s") from error
+        raise web.HTTPRequestTimeout(
+            text=f"the request was not sent within {SECONDS_TO_READ:g} s"
+        ) from error
     except _MALFORMED as error:
-        raise web.HTTPBadRequest(text=f"the body is not what its headers say: {_in_short(error)}") from error
+        raise web.HTTPBadRequest(
+            text=f"the body is not what its headers say: {_in_short(error)}"
+        ) from error
 
 
 class _Door:
@@ -59,7 +67,10 @@ class _Door:
             return self.server()
         if not self.has_warned:
             self.has_warned = True
-            _log.warning("%d connections are open, no more are served: new ones are answered with 503", self.most)
+            _log.warning(
+                "%d connections are open, no more are served: new ones are answered with 503",
+                self.most,
+            )
         return _Busy()
 
 
@@ -79,7 +90,10 @@ def _in_one_line(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, _MALFORMED):
         sender = record.args[0] if isinstance(record.args, tuple) and record.args else "a client"
-        record.msg, record.args = "%s sent a request that is no HTTP: %s", (sender, _in_short(error))
+        record.msg, record.args = (
+            "%s sent a request that is no HTTP: %s",
+            (sender, _in_short(error)),
+        )
         record.levelno, record.exc_info = min(record.levelno, logging.WARNING), None
         record.levelname = logging.getLevelName(record.levelno)
     return True

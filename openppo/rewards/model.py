@@ -51,7 +51,9 @@ def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) ->
         return ids
     behind: list[int] = []  # what follows the token at which sampling ended
     prompt = trajectory.prompt
-    asked = prompt.messages or ([{"role": "user", "content": prompt.text}] if trajectory.episode else None)
+    asked = prompt.messages or (
+        [{"role": "user", "content": prompt.text}] if trajectory.episode else None
+    )
     if asked is not None:
         texts = [{**message, "content": text_of(message.get("content"))} for message in asked]
         _, _, text = render_chat(with_answer(texts, _CUT), tokenizer).partition(_CUT)
@@ -69,9 +71,13 @@ class RewardModelText:
     and name of the reward model, for messages.
     """
 
-    def __init__(self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, source: str) -> None:
+    def __init__(
+        self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, source: str
+    ) -> None:
         if own.eos_token_id is None:
-            raise ValueError(f"{source}: its tokenizer has no EOS token, at which a finished response is scored.")
+            raise ValueError(
+                f"{source}: its tokenizer has no EOS token, at which a finished response is scored."
+            )
         self.policy, self.own, self.source = policy, own, source
 
     def __call__(self, trajectory: Trajectory) -> list[int]:
@@ -92,7 +98,11 @@ class RewardModelText:
             )
         if episodes and (missing := left_out(self.own) - {"tools"}):
             names = " and ".join(sorted(missing))
-            logger.warning("%s: its chat template leaves out %s of tools, so they are not scored", self.source, names)
+            logger.warning(
+                "%s: its chat template leaves out %s of tools, so they are not scored",
+                self.source,
+                names,
+            )
         for ended in (True, False):
             encode = partial(self._encode, response="a", ended=ended)
             check_chats(prompts, self.source, "--apply_chat_template", encode)
@@ -122,9 +132,13 @@ class RewardModelText:
         return end_with_eos(self.own, ids) if ended else ids
 
 
-def check_chats(prompts: Iterable[Prompt], source: str, flag: str, encode: Callable[[Prompt], object]) -> None:
+def check_chats(
+    prompts: Iterable[Prompt], source: str, flag: str, encode: Callable[[Prompt], object]
+) -> None:
     """``ValueError`` naming ``source`` if chats cannot be rendered: tries one prompt for each sequence of roles."""
-    for prompt in {tuple(m["role"] for m in prompt.messages or ()): prompt for prompt in prompts}.values():
+    for prompt in {
+        tuple(m["role"] for m in prompt.messages or ()): prompt for prompt in prompts
+    }.values():
         try:
             encode(prompt)
         except ValueError as error:
@@ -148,7 +162,9 @@ def read_tokens(
     return ids
 
 
-def last_tokens(ids: list[int], context: int | None, source: str, trajectory: Trajectory) -> list[int]:
+def last_tokens(
+    ids: list[int], context: int | None, source: str, trajectory: Trajectory
+) -> list[int]:
     """The last ``context`` of ``ids``, with a warning naming ``source`` where that leaves some out.
 
     ``ValueError`` for those of images, which cannot be cut.
@@ -157,7 +173,9 @@ def last_tokens(ids: list[int], context: int | None, source: str, trajectory: Tr
         return ids
     if trajectory.prompt.media:
         what = f"{source} reads {context} tokens, and {name_sample(trajectory)} has {len(ids)} with its images"
-        raise ValueError(f"{what}: lower --generate_max_len or --max_pixels, or use another reward model.")
+        raise ValueError(
+            f"{what}: lower --generate_max_len or --max_pixels, or use another reward model."
+        )
     logger.warning(
         "%s reads %d tokens, but %s has %d of its tokens: the first are left out",
         *(source, context, name_sample(trajectory), len(ids)),
@@ -192,7 +210,10 @@ class ModelScorer:
         """One score per trajectory; forwards run over neighbours in length."""
         if not self.sees:
             refuse_images(str(self), trajectories)
-        rows, media = [self.encode(trajectory) for trajectory in trajectories], [t.prompt.media for t in trajectories]
+        rows, media = (
+            [self.encode(trajectory) for trajectory in trajectories],
+            [t.prompt.media for t in trajectories],
+        )
         outputs: dict[int, float] = {}
         batches = equal_batches([len(row) for row in rows], self.size, self.comm)
         for batch in progress_bar(batches, "scoring", enabled=self.comm.rank == 0):
@@ -219,7 +240,12 @@ def forward_scores(
 
 Render = Callable[[Prompt, list[str]], tuple[list[int], list[int]]]
 """Token ids of a prompt and the steps after it, and where in them the placeholder of each step is."""
-_AGGREGATES: dict[str, Any] = {"min": min, "mean": fmean, "last": itemgetter(-1), "product": math.prod}
+_AGGREGATES: dict[str, Any] = {
+    "min": min,
+    "mean": fmean,
+    "last": itemgetter(-1),
+    "product": math.prod,
+}
 
 
 class JudgedSteps(NamedTuple):
@@ -273,11 +299,15 @@ class ProcessScorer:
     def read(self, trajectory: Trajectory) -> JudgedSteps:
         """Steps as the model reads them; no tokens for a response without steps."""
         separator, texts = self.options.step_separator, span_texts(trajectory, self.policy)
-        pieces = [piece.rstrip() for text in texts for piece in text.split(separator) if piece.strip()]
+        pieces = [
+            piece.rstrip() for text in texts for piece in text.split(separator) if piece.strip()
+        ]
         if not pieces:
             return JudgedSteps([], [], [])
         ends = step_tokens(trajectory, self.policy, separator)
-        ids, places = self.render(trajectory.prompt, [pieces[0], *(separator + piece for piece in pieces[1:])])
+        ids, places = self.render(
+            trajectory.prompt, [pieces[0], *(separator + piece for piece in pieces[1:])]
+        )
         read = last_tokens(ids, self.context, self.where, trajectory)
         places = [place - (len(ids) - len(read)) for place in places]
         n_cut = sum(place < 0 for place in places)
@@ -298,6 +328,8 @@ class ProcessScorer:
     def _score(self, trajectory: Trajectory, steps: JudgedSteps, good: list[float]) -> Score:
         good = [check_number(p, trajectory, str(self)) for p in good]
         if self.options.prm_aggregate != "steps":
-            return Score({self.name: _AGGREGATES[self.options.prm_aggregate](good) if good else 0.0})
+            return Score(
+                {self.name: _AGGREGATES[self.options.prm_aggregate](good) if good else 0.0}
+            )
         weight = self.options.weights().get(self.name, 1.0)
         return score_of_steps(trajectory, steps.ends, [weight * p for p in good])

@@ -18,7 +18,9 @@ def response_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) ->
     """
     start = trajectory.spans[0][0] if trajectory.spans else len(trajectory.token_ids)
     ids, is_complete = trajectory.token_ids[start:], trajectory.finish_reason.is_complete
-    return text_of_ids(written_ids(ids, tokenizer, is_complete=is_complete, stop=trajectory.stop), tokenizer)
+    return text_of_ids(
+        written_ids(ids, tokenizer, is_complete=is_complete, stop=trajectory.stop), tokenizer
+    )
 
 
 def written_spans(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -26,13 +28,22 @@ def written_spans(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) ->
     spans = trajectory.spans
     ended = [True] * (len(spans) - 1) + [trajectory.finish_reason.is_complete]
     return [
-        written_ids(trajectory.token_ids[start:end], tokenizer, is_complete=is_complete, stop=trajectory.stop)
+        written_ids(
+            trajectory.token_ids[start:end],
+            tokenizer,
+            is_complete=is_complete,
+            stop=trajectory.stop,
+        )
         for (start, end), is_complete in zip(spans, ended, strict=False)
     ]
 
 
 def written_ids(
-    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, is_complete: bool, stop: Sequence[str] = ()
+    ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_complete: bool,
+    stop: Sequence[str] = (),
 ) -> list[int]:
     """Token ids without those at the end that only end or pad a response.
 
@@ -53,7 +64,9 @@ def text_of_ids(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     special = special_ids(tokenizer).intersection(ids)
     if special and not _MENTIONED:
         _MENTIONED.add(str(tokenizer.convert_ids_to_tokens(min(special))))
-        logger.info("responses have special tokens, such as %r: rewards read them as text", *_MENTIONED)
+        logger.info(
+            "responses have special tokens, such as %r: rewards read them as text", *_MENTIONED
+        )
     return decoded(ids, tokenizer)
 
 

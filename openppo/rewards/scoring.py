@@ -42,7 +42,10 @@ def start_scoring(
     """
     if isinstance(scorer, CombinedScorer):
         parts = [start_scoring(part, trajectories, stop) for part in scorer.scorers]
-        return lambda: [scorer.merged(scores) for scores in zip(*(wait_for() for wait_for in parts), strict=True)]
+        return lambda: [
+            scorer.merged(scores)
+            for scores in zip(*(wait_for() for wait_for in parts), strict=True)
+        ]
     if scorer.collective:
         scores = scorer.score(trajectories)
         return lambda: scores
@@ -66,7 +69,9 @@ class CombinedScorer:
     """
 
     def __init__(self, scorers: Sequence[Scorer]) -> None:
-        self.scorers = sorted(scorers, key=lambda scorer: scorer.collective)  # background parts start first
+        self.scorers = sorted(
+            scorers, key=lambda scorer: scorer.collective
+        )  # background parts start first
         self.collective = any(scorer.collective for scorer in scorers)
 
     def __str__(self) -> str:
@@ -82,10 +87,16 @@ class CombinedScorer:
         extras = self._side_by_side([score.extras for score in scores], kind="an extra")
         notes = self._side_by_side([score.notes for score in scores], kind="a text")
         per_token = [score.token_rewards for score in scores if score.token_rewards is not None]
-        ends = [s.step_ends or [True] * len(s.token_rewards) for s in scores if s.token_rewards is not None]
+        ends = [
+            s.step_ends or [True] * len(s.token_rewards)
+            for s in scores
+            if s.token_rewards is not None
+        ]
         return Score(
             rewards,
-            token_rewards=[math.fsum(of_token) for of_token in zip(*per_token, strict=True)] if per_token else None,
+            token_rewards=[math.fsum(of_token) for of_token in zip(*per_token, strict=True)]
+            if per_token
+            else None,
             step_ends=[any(of_token) for of_token in zip(*ends, strict=True)] if ends else None,
             failed=any(score.failed for score in scores),
             error=next((score.error for score in scores if score.failed), ""),
@@ -98,22 +109,30 @@ class CombinedScorer:
         joined: dict[str, T] = {}
         for part in parts:
             if twice := joined.keys() & part.keys():
-                raise ValueError(f"{self}: two of them give {kind} named {min(twice)!r}; give one another name.")
+                raise ValueError(
+                    f"{self}: two of them give {kind} named {min(twice)!r}; give one another name."
+                )
             joined |= part
         return joined
 
 
-def check_scores(scores: Sequence[Any], trajectories: Sequence[Trajectory], source: str) -> list[float]:
+def check_scores(
+    scores: Sequence[Any], trajectories: Sequence[Trajectory], source: str
+) -> list[float]:
     """The scores as floats; ``ValueError`` naming ``source`` and the sample for a wrong number of them or a bad one."""
     if len(scores) != len(trajectories):
-        raise ValueError(f"{source} returned {len(scores)} scores for {len(trajectories)} samples; one each is needed.")
+        raise ValueError(
+            f"{source} returned {len(scores)} scores for {len(trajectories)} samples; one each is needed."
+        )
     return [check_number(score, t, source) for score, t in zip(scores, trajectories, strict=True)]
 
 
 def refuse_images(source: str, trajectories: Sequence[Trajectory]) -> None:
     """``ValueError`` for samples with images, which an agent may show, and ``source`` does not read."""
     if shown := [t for t in trajectories if t.prompt.media]:
-        raise ValueError(f"{source} reads no images, and {name_sample(shown[0])} has some: use a --reward_fn.")
+        raise ValueError(
+            f"{source} reads no images, and {name_sample(shown[0])} has some: use a --reward_fn."
+        )
 
 
 def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
@@ -121,14 +140,18 @@ def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
     number = finite_number(score)
     if number is None:
         sample = name_sample(trajectory)
-        raise ValueError(f"{source} returned {shortened(score)} for {sample}; a finite number is needed.")
+        raise ValueError(
+            f"{source} returned {shortened(score)} for {sample}; a finite number is needed."
+        )
     return number
 
 
 def finite_number(value: Any) -> float | None:
     """Number of Python, NumPy or torch as float; None for anything else, NaN and infinities included."""
     number = _plain(value)
-    is_finite = isinstance(number, int | float) and abs(number) <= LARGEST_REWARD  # false for NaN too
+    is_finite = (
+        isinstance(number, int | float) and abs(number) <= LARGEST_REWARD
+    )  # false for NaN too
     return float(number) if is_finite else None
 
 
@@ -183,25 +206,34 @@ def name_sample(trajectory: Trajectory) -> str:
     return f"prompt {shortened(prompt.text)}{row}"
 
 
-def step_tokens(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
+def step_tokens(
+    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, separator: str
+) -> list[int]:
     """Index in ``token_ids`` of the last token of each step, in order; a step lies within one span of actions."""
     return [
         start + end
-        for (start, _), ids in zip(trajectory.spans, written_spans(trajectory, tokenizer), strict=True)
+        for (start, _), ids in zip(
+            trajectory.spans, written_spans(trajectory, tokenizer), strict=True
+        )
         for end in step_ends(ids, tokenizer, separator)
     ]
 
 
 def score_of_steps(trajectory: Trajectory, ends: Sequence[int], rewards: Sequence[float]) -> Score:
     """Score with ``rewards`` of steps at the tokens ``ends`` of the trajectory."""
-    token_rewards, step_ends = [0.0] * len(trajectory.token_ids), [False] * len(trajectory.token_ids)
+    token_rewards, step_ends = (
+        [0.0] * len(trajectory.token_ids),
+        [False] * len(trajectory.token_ids),
+    )
     for end, reward in zip(ends, rewards, strict=True):
         token_rewards[end] += reward
         step_ends[end] = True
     return Score(token_rewards=token_rewards, step_ends=step_ends)
 
 
-def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
+def step_ends(
+    response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: str
+) -> list[int]:
     """Index, within ``response_ids``, of the last token of each step, in order.
 
     Steps are the parts of the response's text (EOS and PAD at its end left out) between ``separator``, blank ones left
@@ -213,7 +245,10 @@ def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, s
     def decode(start: int, stop: int) -> str:
         return decoded(ids[start:stop], tokenizer)
 
-    first, text = 0, decode(0, len(ids))  # the text of ids[first:], and where in it the next piece begins
+    first, text = (
+        0,
+        decode(0, len(ids)),
+    )  # the text of ids[first:], and where in it the next piece begins
     place, ends = 0, []
     for piece in text.split(separator):
         if piece.strip():
@@ -221,7 +256,9 @@ def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, s
             stop = _end(until_here, decode, first, len(ids))
             ends.append(stop - 1)
             rest = decode(stop, len(ids))
-            if text.endswith(rest):  # not within a character: text after it need not be decoded again
+            if text.endswith(
+                rest
+            ):  # not within a character: text after it need not be decoded again
                 place -= len(text) - len(rest)
                 first, text = stop, rest
         place += len(piece) + len(separator)
@@ -239,7 +276,9 @@ def _end(text: str, decode: Callable[[int, int], str], first: int, last: int) ->
         return decode(first, stop).startswith(text)
 
     found = bisect_left(range(last + 1), True, lo=first, key=is_complete)
-    while earlier := [stop for stop in range(max(first, found - _MOST_BYTES), found) if is_complete(stop)]:
+    while earlier := [
+        stop for stop in range(max(first, found - _MOST_BYTES), found) if is_complete(stop)
+    ]:
         found = earlier[0]
     return found
 
@@ -250,7 +289,9 @@ class TaskScorer:
     collective = False
 
     def __init__(self, scorers: Mapping[str, Scorer | None]) -> None:
-        assert not any(scorer is not None and scorer.collective for scorer in scorers.values()), "one rank by itself"
+        assert not any(scorer is not None and scorer.collective for scorer in scorers.values()), (
+            "one rank by itself"
+        )
         self.scorers = scorers
 
     def __str__(self) -> str:
@@ -260,7 +301,9 @@ class TaskScorer:
         """One score per trajectory, in their order."""
         scores: dict[int, Score] = {}
         for name, scorer in self.scorers.items():
-            rows = [i for i, trajectory in enumerate(trajectories) if trajectory.prompt.task == name]
+            rows = [
+                i for i, trajectory in enumerate(trajectories) if trajectory.prompt.task == name
+            ]
             if rows and scorer is not None:
                 scores.update(zip(rows, scorer.score([trajectories[i] for i in rows]), strict=True))
         return [scores.get(i, Score({})) for i in range(len(trajectories))]

@@ -19,7 +19,13 @@ from openppo.config import ServeRMConfig
 from openppo.datasets.templates import encode_start
 from openppo.media import placeholders
 from openppo.models.loading import attention_implementation, model_error_context
-from openppo.models.pretrained import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
+from openppo.models.pretrained import (
+    check_model,
+    check_token_ids,
+    context_length,
+    load_tokenizer,
+    pad_token_id,
+)
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rewards.build import stored_normalization
 from openppo.rewards.http import read_token
@@ -58,7 +64,9 @@ class RewardServer:
         self._encoding.shutdown()
 
     async def _serve(self) -> None:
-        app = web.Application(client_max_size=int(self.config.max_request_mb * 2**20), middlewares=[self._as_json])
+        app = web.Application(
+            client_max_size=int(self.config.max_request_mb * 2**20), middlewares=[self._as_json]
+        )
         posts = [web.post(path, self._rewards) for path in ("/", "/get_reward")]
         app.add_routes([web.get("/health", self._health), *posts])
         runner = app_runner(app, handler_cancellation=True)
@@ -67,7 +75,11 @@ class RewardServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end.set)
         host, port = self.listener.getsockname()[:2]
-        logger.info("rewards are served at http://%s:%d/get_reward", f"[{host}]" if ":" in host else host, port)
+        logger.info(
+            "rewards are served at http://%s:%d/get_reward",
+            f"[{host}]" if ":" in host else host,
+            port,
+        )
         work = loop.create_task(self._work())
         await end.wait()
         logger.info("ending: answering the requests under way")
@@ -82,7 +94,9 @@ class RewardServer:
             batch = [await self._waiting.get()]
             while len(batch) < self.config.max_batch_size and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            batch = [(row, reward) for row, reward in batch if not reward.cancelled()]  # its client has gone
+            batch = [
+                (row, reward) for row, reward in batch if not reward.cancelled()
+            ]  # its client has gone
             if not batch:
                 continue
             outcome = loop.run_in_executor(self._scoring, self.score, [row for row, _ in batch])
@@ -94,7 +108,9 @@ class RewardServer:
                     reward.set_result(score)
 
     async def _health(self, request: web.Request) -> web.Response:
-        known = {"model": self.config.reward_pretrain} if self._may_ask(request) else {}  # a path says much
+        known = (
+            {"model": self.config.reward_pretrain} if self._may_ask(request) else {}
+        )  # a path says much
         return web.json_response({"status": "ok", **known})
 
     async def _rewards(self, request: web.Request) -> web.Response:
@@ -129,7 +145,9 @@ class RewardServer:
         """Ask for the token, and say what is wrong in JSON."""
         try:
             if request.path != "/health" and not self._may_ask(request):
-                raise web.HTTPUnauthorized(text="send the server's token as 'Authorization: Bearer TOKEN'")
+                raise web.HTTPUnauthorized(
+                    text="send the server's token as 'Authorization: Bearer TOKEN'"
+                )
             return await handler(request)
         except web.HTTPException as error:
             return web.json_response({"error": error.text or error.reason}, status=error.status)
@@ -149,22 +167,41 @@ def build_server(options: ServeRMConfig) -> RewardServer:
     model_config = check_model(name, flag, trust)
     tokenizer = load_tokenizer(name, flag, trust_remote_code=trust)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored.")
+        raise ValueError(
+            f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored."
+        )
     check_token_ids(model_config, f"{flag} {name}", tokenizer, [[tokenizer.eos_token_id]])
     max_len = min(options.max_len, context_length(model_config) or options.max_len)
     if max_len < options.max_len:
-        logger.warning("%s %s: --max_len %d is cut to its context, %d tokens", flag, name, options.max_len, max_len)
-    mean, std = stored_normalization(model_config, f"{flag} {name}") if options.normalize_reward else (0.0, 1.0)
+        logger.warning(
+            "%s %s: --max_len %d is cut to its context, %d tokens",
+            flag,
+            name,
+            options.max_len,
+            max_len,
+        )
+    mean, std = (
+        stored_normalization(model_config, f"{flag} {name}")
+        if options.normalize_reward
+        else (0.0, 1.0)
+    )
     loading = {"bf16": options.bf16, "flash_attn": options.flash_attn, "trust_remote_code": trust}
     with model_error_context(flag, name):
-        model = get_llm_for_sequence_regression(name, "reward", value_head_prefix=options.value_head_prefix, **loading)
-    device, pad = torch.device("cuda" if torch.cuda.is_available() else "cpu"), pad_token_id(tokenizer)
+        model = get_llm_for_sequence_regression(
+            name, "reward", value_head_prefix=options.value_head_prefix, **loading
+        )
+    device, pad = (
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        pad_token_id(tokenizer),
+    )
     model.eval().to(device)
 
     def encode(text: str) -> list[int]:
         ids = encode_conversation(tokenizer, text, max_len)
         if not placeholders(model_config).keys().isdisjoint(ids):
-            raise ValueError("serve_rm reads no images, and a text names the token of one: use --reward_pretrain.")
+            raise ValueError(
+                "serve_rm reads no images, and a text names the token of one: use --reward_pretrain."
+            )
         check_token_ids(model_config, "the reward model", tokenizer, [ids])
         return ids
 
@@ -177,12 +214,16 @@ def build_server(options: ServeRMConfig) -> RewardServer:
 def listen(host: str, port: int, flags: str = "--host {} --port {}") -> socket.socket:
     """A socket bound to the address; ``ValueError`` naming ``flags`` of a command if that is not possible."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ValueError(f"{flags.format(host, port)}: cannot listen there ({error}). Choose another.") from error
+        raise ValueError(
+            f"{flags.format(host, port)}: cannot listen there ({error}). Choose another."
+        ) from error
     return listener
 
 
@@ -191,7 +232,10 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: 
 
     PAD around the text is dropped; a BOS stands before it if the tokenizer wants one. The last ``max_len`` are kept.
     """
-    pad, ends = tokenizer.pad_token, [token for token in (tokenizer.pad_token, tokenizer.eos_token) if token]
+    pad, ends = (
+        tokenizer.pad_token,
+        [token for token in (tokenizer.pad_token, tokenizer.eos_token) if token],
+    )
     start, end = 0, len(text)
     while pad and text.startswith(pad, start):
         start += len(pad)

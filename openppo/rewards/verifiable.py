@@ -17,7 +17,9 @@ Verify = Callable[[str, Trajectory], float]
 """The reward of a response's text, special tokens left out; of an episode, of the policy's last message."""
 
 _ANSWER_MARK = "####"
-_LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)  # an escaped dollar is money
+_LATEX = re.compile(
+    r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL
+)  # an escaped dollar is money
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _FRACTION = re.compile(r"-?\d+\.\d+")
 _LONGEST_QUOTE = 200
@@ -37,7 +39,9 @@ class VerifiableScorer:
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory."""
-        return [Score({self.name: self.verify(answer_text(t, self.tokenizer), t)}) for t in trajectories]
+        return [
+            Score({self.name: self.verify(answer_text(t, self.tokenizer), t)}) for t in trajectories
+        ]
 
 
 def make_verify(verifier: Verifier, source: RewardConfig, prompts: Iterable[Prompt]) -> Verify:
@@ -57,7 +61,9 @@ def label_of(prompt: Prompt, verifier: Verifier) -> str:
     label = prompt.label
     if isinstance(label, float) and label.is_integer():
         label = int(label)
-    answer = final_answer(str(label)) if isinstance(label, str | int | float) and label == label else ""  # not NaN
+    answer = (
+        final_answer(str(label)) if isinstance(label, str | int | float) and label == label else ""
+    )  # not NaN
     if not answer:
         raise ValueError(
             f"--verifiable_reward {verifier} compares with a text or number, and the label of prompt "
@@ -73,7 +79,9 @@ def final_answer(text: str) -> str:
 
 def exact_match(response: str, trajectory: Trajectory) -> float:
     """1 if both final answers are the same text or number."""
-    return float(_plain(final_answer(response)) == _plain(label_of(trajectory.prompt, "exact_match")))
+    return float(
+        _plain(final_answer(response)) == _plain(label_of(trajectory.prompt, "exact_match"))
+    )
 
 
 def _plain(answer: str) -> str:
@@ -97,7 +105,9 @@ class RegexReward:
         try:
             self.n_groups = re.compile(pattern).groups
         except re.error as error:
-            raise ValueError(f"--verify_regex {pattern!r} is not a regular expression: {error}.") from error
+            raise ValueError(
+                f"--verify_regex {pattern!r} is not a regular expression: {error}."
+            ) from error
         if self.n_groups > 1:
             raise ValueError(
                 f"--verify_regex {pattern!r} has {self.n_groups} groups; one at most is compared with the label. Write "
@@ -125,7 +135,9 @@ class MathReward:
     def __init__(self, seconds: float = 20.0) -> None:
         if importlib.util.find_spec("math_verify") is None:
             flag, remedy = "--verifiable_reward math", "pip install math-verify"
-            raise ValueError(f"{flag} needs the package math-verify, which is not installed: {remedy}")
+            raise ValueError(
+                f"{flag} needs the package math-verify, which is not installed: {remedy}"
+            )
         self.seconds = seconds
         self.process = AnswerProcess("--verifiable_reward math", "math")
 
@@ -133,7 +145,9 @@ class MathReward:
         label = label_of(trajectory.prompt, "math")
         in_time, same = self.process.ask([_as_latex(label), _readings(response)], self.seconds)
         if same is None:
-            why = f"the label {label!r} is no mathematics" if in_time else "the answer took too long"
+            why = (
+                f"the label {label!r} is no mathematics" if in_time else "the answer took too long"
+            )
             _warn_wrong("math", why, response, trajectory)
         return float(same is True)
 

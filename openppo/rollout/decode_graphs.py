@@ -97,7 +97,9 @@ class CUDARecorder:
         """``forward`` as one launch. ``CannotRecordError``, or if required ``RuntimeError``, if it cannot be."""
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
-        with torch.cuda.stream(aside):  # libraries make what they need at a first call, which cannot be recorded
+        with torch.cuda.stream(
+            aside
+        ):  # libraries make what they need at a first call, which cannot be recorded
             forward()
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
@@ -126,7 +128,9 @@ def choose_recorder(
 ) -> Callable[[], Recorder] | None:
     """What makes recorders for ``--cuda_graphs``; None where steps are launched, with a log line on a GPU."""
     if choice == "on" and device.type != "cuda":
-        raise ValueError("--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out.")
+        raise ValueError(
+            "--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out."
+        )
     if choice == "off" or device.type != "cuda":
         return None
     problem = "ranks in lockstep cannot replay steps" if in_lockstep else None

@@ -29,7 +29,9 @@ class Sampled:
     packed: Tensor  # (3, requests) float64: token id, log-prob, whether EOS or a stop token ends it there
     copied: torch.cuda.Event | None
 
-    def record(self, current: Collection[int], decode: Decode | None) -> list[tuple[Request, FinishReason]]:
+    def record(
+        self, current: Collection[int], decode: Decode | None
+    ) -> list[tuple[Request, FinishReason]]:
         """Add the tokens to requests that are ``current``, by number; returns those that end, and why.
 
         Others have ended or were cancelled while their token was under way. ``FloatingPointError`` for logits of NaN.
@@ -38,9 +40,13 @@ class Sampled:
             self.copied.synchronize()
         token_ids, log_probs, is_end = self.packed.tolist()
         if not math.isfinite(sum(log_probs)):
-            raise FloatingPointError("generation: the policy's logits are not finite, nor may be its weights.")
+            raise FloatingPointError(
+                "generation: the policy's logits are not finite, nor may be its weights."
+            )
         ended = []
-        for request, token, log_prob, ends in zip(self.requests, token_ids, log_probs, is_end, strict=True):
+        for request, token, log_prob, ends in zip(
+            self.requests, token_ids, log_probs, is_end, strict=True
+        ):
             if request.number in current:
                 request.token_ids.append(int(token))
                 request.log_probs.append(log_prob)
@@ -64,15 +70,25 @@ class DeviceRows:
         self._uniforms = torch.zeros(0, 0, dtype=torch.float64, device=device)
         self._unread: deque[Sampled] = deque()
         self._ends: dict[SamplingParams, Tensor] = {}
-        self._parts: list[tuple[SamplingParams, Tensor | slice]] = []  # of all rows; empty: not known
+        self._parts: list[
+            tuple[SamplingParams, Tensor | slice]
+        ] = []  # of all rows; empty: not known
 
     def enter(self, requests: Sequence[Request]) -> None:
         """Add rows, with their uniform numbers."""
-        width = max(self._uniforms.shape[1], *(request.params.max_new_tokens for request in requests))
-        entering = pad_sequence([request.uniforms for request in requests], batch_first=True).to(self.device)
-        wide = [pad(uniforms, (0, width - uniforms.shape[1])) for uniforms in (self._uniforms, entering)]
+        width = max(
+            self._uniforms.shape[1], *(request.params.max_new_tokens for request in requests)
+        )
+        entering = pad_sequence([request.uniforms for request in requests], batch_first=True).to(
+            self.device
+        )
+        wide = [
+            pad(uniforms, (0, width - uniforms.shape[1])) for uniforms in (self._uniforms, entering)
+        ]
         self._uniforms = torch.cat(wide)
-        n_sampled = torch.tensor([len(request.token_ids) for request in requests], device=self.device)
+        n_sampled = torch.tensor(
+            [len(request.token_ids) for request in requests], device=self.device
+        )
         self._n_sampled = torch.cat([self._n_sampled, n_sampled])
         self.last = torch.cat([self.last, torch.zeros_like(n_sampled)])
         self._parts = []
@@ -83,7 +99,11 @@ class DeviceRows:
         for source, target in moves:
             order[target] = source
         rows = torch.tensor(order, dtype=torch.long, device=self.device)
-        self.last, self._n_sampled, self._uniforms = self.last[rows], self._n_sampled[rows], self._uniforms[rows]
+        self.last, self._n_sampled, self._uniforms = (
+            self.last[rows],
+            self._n_sampled[rows],
+            self._uniforms[rows],
+        )
         self._parts = []
 
     def sample(self, logits: Tensor, requests: list[Request], version: int) -> None:
@@ -92,16 +112,25 @@ class DeviceRows:
         parts = self._parts if first == 0 and self._parts else self._split(requests)
         if first == 0:
             self._parts = parts
-        n_sampled, packed = self._n_sampled[first:], logits.new_zeros(3, len(requests), dtype=torch.float64)
-        places = n_sampled.clamp(max=self._uniforms.shape[1] - 1)[:, None]  # a token to be dropped has no number
+        n_sampled, packed = (
+            self._n_sampled[first:],
+            logits.new_zeros(3, len(requests), dtype=torch.float64),
+        )
+        places = n_sampled.clamp(max=self._uniforms.shape[1] - 1)[
+            :, None
+        ]  # a token to be dropped has no number
         uniforms = self._uniforms[first:].gather(1, places)[:, 0]
         for params, rows in parts:
             ends, chosen = self._ends[params], logits[rows]
             if params.min_new_tokens > 0:
                 is_early = (n_sampled[rows] < params.min_new_tokens)[:, None]
-                chosen = chosen.index_copy(1, ends, chosen[:, ends].masked_fill(is_early, -torch.inf))
+                chosen = chosen.index_copy(
+                    1, ends, chosen[:, ends].masked_fill(is_early, -torch.inf)
+                )
             token_ids, log_probs = sample(chosen, uniforms[rows], params)
-            packed[:, rows] = torch.stack([x.double() for x in (token_ids, log_probs, torch.isin(token_ids, ends))])
+            packed[:, rows] = torch.stack(
+                [x.double() for x in (token_ids, log_probs, torch.isin(token_ids, ends))]
+            )
         self.last[first:] = packed[0].long()
         n_sampled += 1
         packed = packed.to("cpu", non_blocking=True)
@@ -126,4 +155,6 @@ class DeviceRows:
             self._ends[params] = torch.tensor(ends, dtype=torch.long, device=self.device)
         if len(by_params) == 1:
             return [(params, slice(None)) for params in by_params]
-        return [(params, torch.tensor(rows, device=self.device)) for params, rows in by_params.items()]
+        return [
+            (params, torch.tensor(rows, device=self.device)) for params, rows in by_params.items()
+        ]

@@ -88,7 +88,9 @@ class EngineDriver:
         self._inbox: SimpleQueue[list[_Request]] = SimpleQueue()
         self._held: list[_Request] | None = None
         self._under_way: dict[int, _Request] = {}
-        self._ended: asyncio.Queue[tuple[Any, Completion, asyncio.Future[Completion]]] = asyncio.Queue()
+        self._ended: asyncio.Queue[tuple[Any, Completion, asyncio.Future[Completion]]] = (
+            asyncio.Queue()
+        )
         self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._hand_over(), self.loop)
@@ -126,10 +128,15 @@ class EngineDriver:
             yield
         finally:
             self._held = None
-            self._inbox.put([held[i] for i in self.engine.order([request.prompt_ids for request in held])])
+            self._inbox.put(
+                [held[i] for i in self.engine.order([request.prompt_ids for request in held])]
+            )
 
     def drive(
-        self, work: Coroutine[Any, Any, T], show: Callable[[], None] = current.progress, leave: Leave = "abandon"
+        self,
+        work: Coroutine[Any, Any, T],
+        show: Callable[[], None] = current.progress,
+        leave: Leave = "abandon",
     ) -> T:
         """The result of ``work``, which runs in the loop, while this thread steps the engine; all ranks together.
 
@@ -168,7 +175,9 @@ class EngineDriver:
                 self.loop.call_soon_threadsafe(task.cancel)
         self.stop()
         if task.cancelled():
-            raise RuntimeError("what samples was cancelled, by no signal: look for what cancels tasks of its loop.")
+            raise RuntimeError(
+                "what samples was cancelled, by no signal: look for what cancels tasks of its loop."
+            )
         return task.result()
 
     @property
@@ -219,7 +228,10 @@ class EngineDriver:
                 for request in requests:
                     if not request.answer.cancelled():
                         self._submit(request)
-                    elif request.number is not None and self._under_way.pop(request.number, None) is not None:
+                    elif (
+                        request.number is not None
+                        and self._under_way.pop(request.number, None) is not None
+                    ):
                         self.engine.cancel(request.number)
         except Empty:
             pass
@@ -230,7 +242,9 @@ class EngineDriver:
             more: dict[str, Any] = {"media": request.media} if request.media else {}
             number = self.engine.submit(request.prompt_ids, *given, **more)
         except ValueError as error:  # a prompt that the engine cannot read
-            self.loop.call_soon_threadsafe(_settle, request.answer.set_exception, error, request.answer)
+            self.loop.call_soon_threadsafe(
+                _settle, request.answer.set_exception, error, request.answer
+            )
             return
         request.number = number
         self._under_way[number] = request
@@ -248,7 +262,9 @@ class EngineDriver:
             await asyncio.sleep(0)
 
 
-def _settle(set_outcome: Callable[[Any], None], outcome: Any, answer: asyncio.Future[Completion]) -> None:
+def _settle(
+    set_outcome: Callable[[Any], None], outcome: Any, answer: asyncio.Future[Completion]
+) -> None:
     if not answer.done():
         set_outcome(outcome)
 

@@ -113,8 +113,12 @@ class Engine(ABC):
         media: Sequence[Media] = (),
     ) -> list[Completion]:
         """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]`` and has ``media[i]``."""
-        more: list[dict[str, Any]] = [{"media": of_prompt} for of_prompt in media] or [{}] * len(prompts)
-        numbers = {i: self.submit(prompts[i], params, seeds[i], **more[i]) for i in self.order(prompts)}
+        more: list[dict[str, Any]] = [{"media": of_prompt} for of_prompt in media] or [{}] * len(
+            prompts
+        )
+        numbers = {
+            i: self.submit(prompts[i], params, seeds[i], **more[i]) for i in self.order(prompts)
+        }
         done: dict[int, Completion] = {}
         with progress_bar(len(prompts), "generation", enabled=self.show_progress) as bar:
             while self._has_work():

@@ -13,7 +13,15 @@ from openppo.models.attention import LengthsError
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.requests import Queue, Request, free_memory, longest, padded_left, prefill_tokens, whole_images
+from openppo.rollout.requests import (
+    Queue,
+    Request,
+    free_memory,
+    longest,
+    padded_left,
+    prefill_tokens,
+    whole_images,
+)
 from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
@@ -50,7 +58,9 @@ class HFEngine(Engine):
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pad_token_id = pad_token_id
-        self.max_batch_size = max_batch_size or (ROWS_ON_CPU if self._device.type == "cpu" else ROWS_ON_GPU)
+        self.max_batch_size = max_batch_size or (
+            ROWS_ON_CPU if self._device.type == "cpu" else ROWS_ON_GPU
+        )
         self.new_recorder = new_recorder
         self._sizes_itself = max_batch_size is None
         self._waiting = Queue()
@@ -97,20 +107,32 @@ class HFEngine(Engine):
         elif self._running:
             self._decode()
         else:
-            self.model(input_ids=torch.tensor([[self.pad_token_id]], device=self._device), use_cache=False)
-        if not self.busy and self._cache is not None and self._graphs is None and not self._cache.prefixes:
+            self.model(
+                input_ids=torch.tensor([[self.pad_token_id]], device=self._device), use_cache=False
+            )
+        if (
+            not self.busy
+            and self._cache is not None
+            and self._graphs is None
+            and not self._cache.prefixes
+        ):
             self._cache = None  # nothing is under way, nor kept to be resumed, nor recorded
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
-        with weights.gathered(in_lockstep=self.any_rank is not None), _without_flash_attention(self.model):
+        with (
+            weights.gathered(in_lockstep=self.any_rank is not None),
+            _without_flash_attention(self.model),
+        ):
             self._read_anew()  # unless weights are where they were, what was recorded is of no use
             try:
                 yield
             finally:
                 self._read_anew()  # later: weights may change
-        if self._graphs is not None and not (self._graphs.still_fit() and self._graphs.cache.is_small()):
+        if self._graphs is not None and not (
+            self._graphs.still_fit() and self._graphs.cache.is_small()
+        ):
             self._cache = self._graphs = None  # memory is for other work now
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
@@ -129,7 +151,9 @@ class HFEngine(Engine):
         self._waiting[:0] = self._running
         self._running = []
         if self._graphs is not None and self._graphs.still_fit():
-            self._graphs.cache.clear(self.version)  # all it had is of old weights; its buffers are those of the graphs
+            self._graphs.cache.clear(
+                self.version
+            )  # all it had is of old weights; its buffers are those of the graphs
         else:
             self._cache = self._graphs = None
 
@@ -142,10 +166,14 @@ class HFEngine(Engine):
             if self._sizes_itself:
                 free = free_memory(self._device) if self.free is None else self.free
             limits = self.max_batch_size, free
-            self._cache = RowCache(self.model, self.eos_token_ids, *limits, self.version, self.sampled_ids)
+            self._cache = RowCache(
+                self.model, self.eos_token_ids, *limits, self.version, self.sampled_ids
+            )
             self._cache.fit(longest(self._waiting))
         most = prefill_tokens(self._device.type == "cpu")
-        return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most)
+        return self._waiting.take(
+            len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most
+        )
 
     def _prefill(self, requests: list[Request]) -> None:
         """One forward over what is not kept of the prompts of ``requests``."""
@@ -158,15 +186,21 @@ class HFEngine(Engine):
         kept = self._cache.prefixes.states(requests)
         prompts, by_ids = list(kept), {request.known_ids: request.media for request in requests}
         media = [by_ids[prompt] for prompt in prompts]
-        width = whole_images(self.model, prompts, media, max(request.n_unread for request in requests))
+        width = whole_images(
+            self.model, prompts, media, max(request.n_unread for request in requests)
+        )
         where = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
         ids, shifts = padded_left(self.model, prompts, media, width, where)
         logits = self._cache.logits(self.model, ids, where)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
-        self._cache.enter(rows, [len(request.known_ids) for request in requests], [shifts[row] for row in rows])
+        self._cache.enter(
+            rows, [len(request.known_ids) for request in requests], [shifts[row] for row in rows]
+        )
         self._running += requests
         self._cache.on_device.enter(requests)
-        self._cache.on_device.sample(logits[torch.tensor(rows, device=self._device)], requests, self.version)
+        self._cache.on_device.sample(
+            logits[torch.tensor(rows, device=self._device)], requests, self.version
+        )
         self._accept()
 
     def _decode(self) -> None:
@@ -185,7 +219,9 @@ class HFEngine(Engine):
             self._graphs = self._graphs or DecodeGraphs(self.model, cache, self.new_recorder())
             return self._graphs(cache.on_device.last)
         except CannotRecordError as error:
-            logger.warning("decode steps are launched one by one: they cannot be recorded (%s)", error)
+            logger.warning(
+                "decode steps are launched one by one: they cannot be recorded (%s)", error
+            )
             self.new_recorder = self._graphs = None
         except LengthsError as error:
             logger.warning("decode steps take a mask: %s", error)
@@ -202,7 +238,9 @@ class HFEngine(Engine):
             for request, reason in ended:
                 parked, n_kept = None, len(request.known_ids) - 1
                 if request.park:
-                    parked = cache.prefixes.park(request, cache.park(places[request.number], n_kept))
+                    parked = cache.prefixes.park(
+                        request, cache.park(places[request.number], n_kept)
+                    )
                 whole = request.token_ids, request.log_probs, request.versions
                 self._ended[request.number] = Completion(*whole, reason, parked)
             self._let_go([places[request.number] for request, _ in ended])

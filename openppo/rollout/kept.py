@@ -8,7 +8,17 @@ from typing import Any
 from openppo.rollout.rollout import episode_numbers
 from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
 
-_PLAIN = ["token_ids", "action_mask", "log_probs", "versions", "group", "weight", "share", "token_rewards", "step_ends"]
+_PLAIN = [
+    "token_ids",
+    "action_mask",
+    "log_probs",
+    "versions",
+    "group",
+    "weight",
+    "share",
+    "token_rewards",
+    "step_ends",
+]
 _PLAIN += ["extras", "notes", "trained_mask", "reward_error"]
 
 
@@ -19,9 +29,15 @@ def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
     numbers = episode_numbers(rows)
     episodes: dict[int, dict[str, Any] | None] = {}
     for number, row in zip(numbers, rows, strict=True):
-        episodes[number] = None if row.episode is None else {**vars(row.episode), "ending": row.episode.ending.value}
+        episodes[number] = (
+            None
+            if row.episode is None
+            else {**vars(row.episode), "ending": row.episode.ending.value}
+        )
     return {
-        "rows": [_row(row) | {"episode": number} for number, row in zip(numbers, rows, strict=True)],
+        "rows": [
+            _row(row) | {"episode": number} for number, row in zip(numbers, rows, strict=True)
+        ],
         "episodes": list(episodes.values()),
         "greedy": len(greedy),
     }
@@ -35,11 +51,16 @@ def is_kept_whole(group: Sequence[Trajectory], prompt: Prompt) -> bool:
 
 def from_json(saved: dict[str, Any], prompt: Prompt) -> list[Trajectory]:
     """The trajectories of a group with ``prompt``."""
-    episodes = [None if e is None else Episode(**e | {"ending": Ending(e["ending"])}) for e in saved["episodes"]]
+    episodes = [
+        None if e is None else Episode(**e | {"ending": Ending(e["ending"])})
+        for e in saved["episodes"]
+    ]
     rows = []
     for row in saved["rows"]:
         own = replace(prompt, token_ids=row["prompt_ids"])
-        plain = {name: row[name] for name in _PLAIN if name in row}  # a checkpoint may be older than a name
+        plain = {
+            name: row[name] for name in _PLAIN if name in row
+        }  # a checkpoint may be older than a name
         made = Trajectory(
             **plain,
             finish_reason=FinishReason(row["finish_reason"]),
@@ -75,4 +96,7 @@ def oldest_version(trajectory: Trajectory) -> int | None:
 def without_old(trajectory: Trajectory, oldest: int) -> Trajectory:
     """A copy that is trained on from version ``oldest`` on; rewards still read all actions."""
     versions = zip(trajectory.versions, trajectory.loss_mask, strict=True)
-    return replace(trajectory, trained_mask=[is_trained and version >= oldest for version, is_trained in versions])
+    return replace(
+        trajectory,
+        trained_mask=[is_trained and version >= oldest for version, is_trained in versions],
+    )

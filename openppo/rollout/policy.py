@@ -25,7 +25,11 @@ class FrozenPolicy:
     def __init__(self, options: PromptsConfig | ServeAgentConfig) -> None:
         """Check what can be checked without weights; ``ValueError`` names the flag to change."""
         self.pretrain, trust = options.pretrain, options.trust_remote_code
-        self.loading = {"bf16": options.bf16, "flash_attn": options.flash_attn, "trust_remote_code": trust}
+        self.loading = {
+            "bf16": options.bf16,
+            "flash_attn": options.flash_attn,
+            "trust_remote_code": trust,
+        }
         self.config = check_model(self.pretrain, "--pretrain", trust)
         self.context = context_length(self.config)
         check_cache(self.config)
@@ -33,7 +37,9 @@ class FrozenPolicy:
         given = parse_template_kwargs(options.chat_template_kwargs), options.chat_template
         self.tokenizer = load_tokenizer(self.pretrain, "--pretrain", None, trust, *given)
 
-    def load(self, prepare: Callable[[Actor], object], max_batch_size: int | None = None, **engine: Any) -> None:
+    def load(
+        self, prepare: Callable[[Actor], object], max_batch_size: int | None = None, **engine: Any
+    ) -> None:
         """Load the weights; ``prepare`` moves them to this rank's device, ``engine`` are more options of the engine."""
         with model_error_context("--pretrain", self.pretrain):
             self.actor = Actor(self.pretrain, **self.loading)

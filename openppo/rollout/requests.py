@@ -13,7 +13,9 @@ from openppo.models.padding import pad_right
 from openppo.types import SamplingParams
 
 _PREFILL_ON_CPU, _PREFILL_ON_GPU = 4096, 16384
-_ROOM_TO_REFILL = 1 / 8  # share of the rows that must be free before waiting requests interrupt the others
+_ROOM_TO_REFILL = (
+    1 / 8
+)  # share of the rows that must be free before waiting requests interrupt the others
 PARKED_BYTES_ON_CPU = 2 * 2**30
 """What each process keeps at most; on a GPU it is a quarter of the memory that is free at the first."""
 _SHARE_OF_GPU = 0.25
@@ -62,7 +64,9 @@ def reads_whole(model: Any) -> bool:
     return "token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
-def whole_images(model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int) -> int:
+def whole_images(
+    model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int
+) -> int:
     """``width`` or more, so that no image is cut before the last tokens of ``prompts``, which are ``distinct_ids``.
 
     With an image of a ``model`` that ``reads_whole`` it is all tokens.
@@ -79,7 +83,11 @@ def whole_images(model: Any, prompts: Sequence[Sequence[int]], media: Sequence[M
 
 
 def padded_left(
-    model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int, where: dict[str, Any]
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    media: Sequence[Media],
+    width: int,
+    where: dict[str, Any],
 ) -> tuple[Tensor, list[int]]:
     """Ids (prompts, width) of the last tokens of ``prompts``, which are ``distinct_ids``, padded with 0 on the left.
 
@@ -88,12 +96,17 @@ def padded_left(
     """
     real = {-1 - item.key: item.token_id for of_prompt in media for item in of_prompt}
     rows = [[real.get(i, i) for i in prompt] for prompt in prompts]
-    ids = torch.tensor([([0] * width + row)[-width:] for row in rows], device=where["position_ids"].device)
+    ids = torch.tensor(
+        [([0] * width + row)[-width:] for row in rows], device=where["position_ids"].device
+    )
     shifts, seeing = [0] * len(rows), [i for i, of_prompt in enumerate(media) if of_prompt]
     if not seeing:
         return ids, shifts
     last = [prompt[-width:] for prompt in prompts]
-    shown = [tuple(item for item in of if -1 - item.key in seen) for of, seen in zip(media, last, strict=True)]
+    shown = [
+        tuple(item for item in of if -1 - item.key in seen)
+        for of, seen in zip(media, last, strict=True)
+    ]
     where |= model_inputs(model, ids, shown)
     right, _ = pad_right([rows[i] for i in seeing], 0)
     places = rope_positions(model, right, [media[i] for i in seeing])
@@ -116,7 +129,9 @@ class Queue(list[Request]):
 
     _filling = False
 
-    def take(self, running: int, rows: int, n_kept: Callable[[Request], int], most: int) -> list[Request]:
+    def take(
+        self, running: int, rows: int, n_kept: Callable[[Request], int], most: int
+    ) -> list[Request]:
         """Take out the first, as many as one forward should read; none if too few rows are free to interrupt others.
 
         ``running`` counts the taken ``rows``. ``n_kept`` tells how many of a prompt's tokens need not be read; equal

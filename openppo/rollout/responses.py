@@ -3,7 +3,14 @@
 import asyncio
 from itertools import product
 
-from openppo.rollout.rollout import SampleFailed, SampleRequest, SamplerParts, make_trajectory, rank_share, sample_seed
+from openppo.rollout.rollout import (
+    SampleFailed,
+    SampleRequest,
+    SamplerParts,
+    make_trajectory,
+    rank_share,
+    sample_seed,
+)
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
 
@@ -26,11 +33,17 @@ class ResponseSampler:
         async def everything() -> list[list[Trajectory]]:
             samples = product(enumerate(mine, first_group), range(asked.n_samples))
             with self.driver.hold():  # in the order that an engine's ``generate`` gives them
-                work = [asyncio.ensure_future(one(*numbered, sample)) for numbered, sample in samples]
+                work = [
+                    asyncio.ensure_future(one(*numbered, sample)) for numbered, sample in samples
+                ]
                 await asyncio.sleep(0)
             return await asyncio.gather(*work)
 
-        return [trajectory for parts in self.driver.drive(everything(), leave=self.parts.leave) for trajectory in parts]
+        return [
+            trajectory
+            for parts in self.driver.drive(everything(), leave=self.parts.leave)
+            for trajectory in parts
+        ]
 
     async def start(self) -> None:
         """Nothing to do."""
@@ -39,11 +52,19 @@ class ResponseSampler:
         """Nothing to do."""
 
     async def sample_one(
-        self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        env_seed: int,
+        group: int,
+        metrics: Metrics,
     ) -> list[Trajectory]:
         """One response; ``SampleFailed`` if the engine cannot read the prompt."""
         try:
-            completion = await self.driver.generate(prompt.token_ids, params, seed, park=False, media=prompt.media)
+            completion = await self.driver.generate(
+                prompt.token_ids, params, seed, park=False, media=prompt.media
+            )
         except ValueError as error:
             raise SampleFailed(str(error)) from error
         return [make_trajectory(prompt, completion, group, params.stop)]

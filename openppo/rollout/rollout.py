@@ -12,7 +12,16 @@ from transformers import PreTrainedTokenizerBase
 from openppo.rollout.driver import EngineDriver, Leave
 from openppo.rollout.engine import Engine
 from openppo.tracking import Metrics
-from openppo.types import Comm, Completion, Interrupted, Prompt, SamplingParams, Score, StopCheck, Trajectory
+from openppo.types import (
+    Comm,
+    Completion,
+    Interrupted,
+    Prompt,
+    SamplingParams,
+    Score,
+    StopCheck,
+    Trajectory,
+)
 
 
 def _ignore(failed: Trajectory) -> None:
@@ -100,7 +109,13 @@ class SingleSampler(Sampler, Protocol):
         """Release what ``start`` took."""
 
     async def sample_one(
-        self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        env_seed: int,
+        group: int,
+        metrics: Metrics,
     ) -> list[Trajectory]:
         """The parts of one unscored sample; ``SampleFailed`` if it cannot be trained on. Not collective.
 
@@ -144,7 +159,9 @@ class EngineSampler:
         """Hold nothing."""
 
 
-def rank_share(prompts: Sequence[Prompt], first_group: int, comm: Comm) -> tuple[Sequence[Prompt], int]:
+def rank_share(
+    prompts: Sequence[Prompt], first_group: int, comm: Comm
+) -> tuple[Sequence[Prompt], int]:
     """This rank's share of ``prompts``, and the group of its first."""
     start, end = (rank * len(prompts) // comm.world_size for rank in (comm.rank, comm.rank + 1))
     return prompts[start:end], first_group + start
@@ -166,16 +183,22 @@ def sample_trajectories(
     """
     if comm is not None:
         prompts, first_group = rank_share(prompts, first_group, comm)
-    repeated = [(prompt, first_group + i) for i, prompt in enumerate(prompts) for _ in range(n_samples)]
+    repeated = [
+        (prompt, first_group + i) for i, prompt in enumerate(prompts) for _ in range(n_samples)
+    ]
     seeds = [sample_seed(seed, first_group * n_samples + i) for i in range(len(repeated))]
     media = [prompt.media for prompt, _ in repeated]
     more = {"media": media} if any(media) else {}
-    completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds, **more)
+    completions = engine.generate(
+        [prompt.token_ids for prompt, _ in repeated], params, seeds, **more
+    )
     sampled = zip(repeated, completions, strict=True)
     return [make_trajectory(prompt, made, group, params.stop) for (prompt, group), made in sampled]
 
 
-def make_trajectory(prompt: Prompt, completion: Completion, group: int, stop: tuple[str, ...] = ()) -> Trajectory:
+def make_trajectory(
+    prompt: Prompt, completion: Completion, group: int, stop: tuple[str, ...] = ()
+) -> Trajectory:
     """A trajectory of one turn: prompt, then a completion whose every token is an action.
 
     ``stop`` are texts that end a response.
@@ -206,7 +229,9 @@ def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) ->
             if trajectory.token_rewards is None or trajectory.step_ends is None:
                 trajectory.token_rewards, trajectory.step_ends = given, score.step_ends
                 continue
-            trajectory.token_rewards = list(map(sum, zip(given, trajectory.token_rewards, strict=True)))
+            trajectory.token_rewards = list(
+                map(sum, zip(given, trajectory.token_rewards, strict=True))
+            )
             ends = trajectory.action_mask if score.step_ends is None else score.step_ends
             trajectory.step_ends = list(map(any, zip(ends, trajectory.step_ends, strict=True)))
 
@@ -214,7 +239,10 @@ def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) ->
 def episode_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
     """The number of each trajectory's episode, counted from 0 in their order; one that is of none is alone."""
     numbers: dict[tuple[str, int], int] = {}
-    keys = [("row", i) if t.episode is None else ("episode", id(t.episode)) for i, t in enumerate(trajectories)]
+    keys = [
+        ("row", i) if t.episode is None else ("episode", id(t.episode))
+        for i, t in enumerate(trajectories)
+    ]
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 

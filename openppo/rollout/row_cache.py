@@ -74,7 +74,9 @@ class _Layer(DynamicLayer):
         super().__init__()
         self.window = window
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write the new columns; returns all columns that the forward sees, (rows, heads, columns, width) each."""
         if self.window.fixed is not None:
             n_rows, n_columns, column = self.window.fixed
@@ -82,7 +84,10 @@ class _Layer(DynamicLayer):
             self.values[:n_rows].index_copy_(2, column, value_states)
             return self.keys[:n_rows, :, :n_columns], self.values[:n_rows, :, :n_columns]
         if not self.is_initialized:
-            self.keys, self.values = self.window.buffer(key_states[:0]), self.window.buffer(value_states[:0])
+            self.keys, self.values = (
+                self.window.buffer(key_states[:0]),
+                self.window.buffer(value_states[:0]),
+            )
             self.is_initialized = True
         rows, columns, new = self.window.rows, self.window.columns, self.window.new
         self.keys[rows, :, new] = key_states
@@ -130,7 +135,9 @@ class RowCache(Cache):
         n_layers = model.config.get_text_config().num_hidden_layers
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
         self.starts, self.shifts = list[int](), list[int]()
-        self._device_starts: Tensor | None = None  # both, (2, rows), once they are needed; None: other ones
+        self._device_starts: Tensor | None = (
+            None  # both, (2, rows), once they are needed; None: other ones
+        )
 
     def clear(self, version: int) -> None:
         """Empty the buffers, for weights of another ``version``; nothing that was kept is known any more."""
@@ -141,7 +148,9 @@ class RowCache(Cache):
 
     def is_small(self) -> bool:
         """Whether its buffers may stay while other work needs memory; on CPUs they may."""
-        n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        n_bytes = sum(
+            layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized
+        )
         free = free_memory(self.device)
         return free is None or n_bytes <= _SHARE_TO_KEEP * free
 
@@ -166,7 +175,10 @@ class RowCache(Cache):
         self.window.shape = shape
         for layer in self.layers:
             if layer.is_initialized:
-                layer.keys, layer.values = self.window.buffer(layer.keys), self.window.buffer(layer.values)
+                layer.keys, layer.values = (
+                    self.window.buffer(layer.keys),
+                    self.window.buffer(layer.values),
+                )
         return True
 
     def begin(self, lengths: Sequence[int], n_new: int, kept: Sequence[States]) -> dict[str, Any]:
@@ -208,7 +220,10 @@ class RowCache(Cache):
     def park(self, row: int, length: int) -> States:
         """A copy of keys and values of a row's first ``length`` tokens."""
         columns = slice(self.starts[row], self.starts[row] + length)
-        return [(layer.keys[row, :, columns].clone(), layer.values[row, :, columns].clone()) for layer in self.layers]
+        return [
+            (layer.keys[row, :, columns].clone(), layer.values[row, :, columns].clone())
+            for layer in self.layers
+        ]
 
     def leave(self, gone: Sequence[int]) -> list[tuple[int, int]]:
         """Drop rows; the last rows take their places. Returns (from, to) of those that moved."""
@@ -235,24 +250,38 @@ class RowCache(Cache):
         self.make_room()
         window = self.window
         seen, window.new = slice(window.start, window.end + 1), slice(window.end, window.end + 1)
-        window.rows, window.columns = slice(window.n_rows), slice(0, self.shape[1]) if window.by_lengths else seen
+        window.rows, window.columns = (
+            slice(window.n_rows),
+            slice(0, self.shape[1]) if window.by_lengths else seen,
+        )
         starts, shifts = self.device_starts()
         return self.inputs(starts, shifts, window.end, seen)
 
-    def inputs(self, starts: Tensor, shifts: Tensor, column: Tensor | int, columns: slice) -> dict[str, Any]:
+    def inputs(
+        self, starts: Tensor, shifts: Tensor, column: Tensor | int, columns: slice
+    ) -> dict[str, Any]:
         """Inputs of a forward over a token per row in ``column``, the last of ``columns`` that any row sees.
 
         Position ids (rows, 1), and a bool mask (rows, columns) or int32 where each row begins in the flat buffers of
         (rows x columns), and how long it is.
         """
-        inputs: dict[str, Any] = {"position_ids": (column - starts + shifts)[:, None], "past_key_values": self}
+        inputs: dict[str, Any] = {
+            "position_ids": (column - starts + shifts)[:, None],
+            "past_key_values": self,
+        }
         if not self.window.by_lengths:
             places = torch.arange(columns.start, columns.stop, device=self.device)
             return inputs | {"attention_mask": (places >= starts[:, None]) & (places <= column)}
         rows = torch.arange(len(starts) + 1, dtype=torch.int32, device=self.device)
-        inputs |= {"cu_seq_lens_q": rows, "cu_seq_lens_k": rows * self.shape[1] + pad(starts, (0, 1)).int()}
+        inputs |= {
+            "cu_seq_lens_q": rows,
+            "cu_seq_lens_k": rows * self.shape[1] + pad(starts, (0, 1)).int(),
+        }
         inputs |= {"max_length_q": 1, "max_length_k": columns.stop - columns.start}
-        return inputs | {"seqused_k": (column + 1 - starts).int(), "attention_mask": finished_mask(self.device)}
+        return inputs | {
+            "seqused_k": (column + 1 - starts).int(),
+            "attention_mask": finished_mask(self.device),
+        }
 
     def logits(self, model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Logits (rows, V) after ``ids`` (rows, n_new), for ``inputs`` beside them."""
@@ -278,7 +307,10 @@ class RowCache(Cache):
     def _move(self, columns: int) -> None:
         """Shift all rows to the right, or with negative ``columns`` to the left."""
         window = self.window
-        old, new = slice(window.start, window.end), slice(window.start + columns, window.end + columns)
+        old, new = (
+            slice(window.start, window.end),
+            slice(window.start + columns, window.end + columns),
+        )
         for layer in self.layers if window.n_rows > 0 else ():
             for buffer in (layer.keys, layer.values):
                 buffer[: window.n_rows, :, new] = buffer[: window.n_rows, :, old].clone()

@@ -94,7 +94,9 @@ def sample(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Te
         block = _invert(cumulative, shares)
         below = shares * cumulative[:, -1:] - cumulative.gather(-1, block)
         places = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
-        inside = probs.gather(-1, places.clamp(max=n_ids - 1)).masked_fill_(places >= n_ids, 0)  # (B, _BLOCK)
+        inside = probs.gather(-1, places.clamp(max=n_ids - 1)).masked_fill_(
+            places >= n_ids, 0
+        )  # (B, _BLOCK)
         shares = (1 + below / sums.gather(-1, block)).clamp_(min=0)  # as far as 1 - 2**-53
         tokens = block * _BLOCK + _invert(inside.cumsum(-1, dtype=torch.float64), shares)
         tokens.clamp_(max=n_ids - 1)  # NaN: past the end
@@ -119,7 +121,9 @@ def finish_reason(
     return FinishReason.LENGTH if len(token_ids) == params.max_new_tokens else None
 
 
-def completed_stop(token_ids: Sequence[int], params: SamplingParams, decode: Decode | None) -> str | None:
+def completed_stop(
+    token_ids: Sequence[int], params: SamplingParams, decode: Decode | None
+) -> str | None:
     """The text of ``params.stop`` that the last of ``token_ids`` completes; None if it completes none."""
     if not params.stop or len(token_ids) < max(1, params.min_new_tokens):
         return None
@@ -130,7 +134,9 @@ def completed_stop(token_ids: Sequence[int], params: SamplingParams, decode: Dec
     return next((text for text in params.stop if after.count(text) > before.count(text)), None)
 
 
-def text_before_stop(text: str, token_ids: Sequence[int], params: SamplingParams, decode: Decode) -> str:
+def text_before_stop(
+    text: str, token_ids: Sequence[int], params: SamplingParams, decode: Decode
+) -> str:
     """``text`` of a response without the stop string that ended it, and what its last token has after that."""
     stop = completed_stop(token_ids, params, decode) if token_ids else None
     return text if stop is None or stop not in text else text[: text.rindex(stop)]

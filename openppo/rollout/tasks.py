@@ -89,7 +89,11 @@ class TaskShare:
 
     def progress(self, total: int) -> dict[str, float]:
         """The ratio wanted, the share reached of ``total`` accepted episodes, and other counts."""
-        counts = {"accepted_episodes": self.accepted, "running_groups": self.running, "failed_groups": self.failed}
+        counts = {
+            "accepted_episodes": self.accepted,
+            "running_groups": self.running,
+            "failed_groups": self.failed,
+        }
         reached = {"ratio": self.ratio, "share": self.accepted / max(1, total)}
         return {**reached, **counts, "group_s": self.mean_seconds or 0.0}
 
@@ -107,7 +111,9 @@ Ratios = Callable[[Mapping[str, TaskShare]], Mapping[str, float]]
 
 def by_success(shares: Mapping[str, TaskShare]) -> dict[str, float]:
     """More of what succeeds less: 1 less the mean reward, of a reward from 0 to 1, and 0.1 at least."""
-    return {name: max(0.1, 1 - share.rewards / max(1, share.ended)) for name, share in shares.items()}
+    return {
+        name: max(0.1, 1 - share.rewards / max(1, share.ended)) for name, share in shares.items()
+    }
 
 
 def by_speed(shares: Mapping[str, TaskShare]) -> dict[str, float]:
@@ -192,7 +198,9 @@ class TaskSampler:
         for name, sampler in list(self.samplers.items()):
             if mine := [prompt for prompt in asked.prompts if prompt.task == name]:
                 own = replace(self.params[name], temperature=asked.params.temperature)
-                sampled += sampler.sample(asked._replace(prompts=mine, params=own, first_group=first_group))
+                sampled += sampler.sample(
+                    asked._replace(prompts=mine, params=own, first_group=first_group)
+                )
             first_group += len(mine)
         return sampled
 
@@ -213,10 +221,18 @@ class TaskSampler:
             await sampler.end()
 
     async def sample_one(
-        self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Metrics
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        env_seed: int,
+        group: int,
+        metrics: Metrics,
     ) -> list[Trajectory]:
         """The parts of one sample."""
-        return await self.samplers[prompt.task].sample_one(prompt, params, seed, env_seed, group, metrics)
+        return await self.samplers[prompt.task].sample_one(
+            prompt, params, seed, env_seed, group, metrics
+        )
 
     def _made(self, task: RunTask) -> SingleSampler:
         own = replace(self.parts, has_rewards=task.has_rewards)

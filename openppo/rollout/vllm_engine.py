@@ -92,7 +92,9 @@ class VLLMEngine(Engine):
         """
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
-        if len(prompt_ids) + params.max_new_tokens > self.max_tokens:  # vLLM would end such a response early
+        if (
+            len(prompt_ids) + params.max_new_tokens > self.max_tokens
+        ):  # vLLM would end such a response early
             raise ValueError(
                 f"A prompt of {len(prompt_ids)} tokens and a response of up to {params.max_new_tokens} exceed the "
                 f"{self.max_tokens} that vLLM was started for, --prompt_max_len plus --generate_max_len or the model's "
@@ -119,7 +121,9 @@ class VLLMEngine(Engine):
                 continue  # it was cancelled
             [answer], params = output.outputs, under_way[output.request_id]
             ids = list(answer.token_ids)
-            stopped = completed_stop(ids, params, self.decode) is not None  # vLLM has no tokenizer for it
+            stopped = (
+                completed_stop(ids, params, self.decode) is not None
+            )  # vLLM has no tokenizer for it
             if not (stopped or output.finished):
                 continue
             if not output.finished:
@@ -129,7 +133,11 @@ class VLLMEngine(Engine):
                 continue  # it is another rank's
             self.read_tokens += len(output.prompt_token_ids)
             self.reused_tokens += output.num_cached_tokens or 0
-            reason = FinishReason.LENGTH if answer.finish_reason == "length" and not stopped else FinishReason.STOP
+            reason = (
+                FinishReason.LENGTH
+                if answer.finish_reason == "length" and not stopped
+                else FinishReason.STOP
+            )
             greedy = params.temperature == 0  # then the choice is certain, as with HFEngine
             chosen = zip(answer.logprobs, ids, strict=True)
             log_probs = [0.0 if greedy else entry[token].logprob for entry, token in chosen]
@@ -155,7 +163,9 @@ class VLLMEngine(Engine):
 
     def _hand_over(self, weights: WeightSource) -> None:
         if self._asleep:
-            self._wake_up("weights")  # the cache later: memory may not hold both beside gathered weights
+            self._wake_up(
+                "weights"
+            )  # the cache later: memory may not hold both beside gathered weights
         self._llm.collective_rpc(_take_in, args=(weights.merged(),))
         if self._asleep:
             self._wake_up("kv_cache")
@@ -186,7 +196,9 @@ class VLLMEngine(Engine):
                 "--rollout_engine vllm: after vLLM's sleep level 2 a greedy completion differs, and restoring all but "
                 "weights does not mend it. Use --rollout_engine hf, or another release of vLLM."
             )
-        logger.warning("vLLM's sleep level 2 changes completions: level 1 is used, which keeps weights in host memory")
+        logger.warning(
+            "vLLM's sleep level 2 changes completions: level 1 is used, which keeps weights in host memory"
+        )
         return 1
 
     def _greedy_ids(self) -> list[int]:
@@ -209,7 +221,12 @@ class VLLMEngine(Engine):
 
 
 def _start(
-    name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool, reads_images: bool, ids: SampledIds = ALL_IDS
+    name: str,
+    config: TrainPPOConfig,
+    max_tokens: int,
+    sleeps: bool,
+    reads_images: bool,
+    ids: SampledIds = ALL_IDS,
 ) -> Any:
     """An ``LLM`` in this process and process group. ``ValueError`` for what vLLM finds wrong with model and options."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before the import, like all of these
@@ -246,7 +263,9 @@ def _start(
         what = f"--rollout_engine vllm with --vllm_gpu_memory_utilization {memory_share}"
         raise ValueError(f"{what}: vLLM cannot start on {name}: {error}") from error
     for value in vars(llm.llm_engine.engine_core).values():
-        if isinstance(value, weakref.finalize):  # it would destroy the trainer's process group, at the latest at exit
+        if isinstance(
+            value, weakref.finalize
+        ):  # it would destroy the trainer's process group, at the latest at exit
             value.detach()
     gc.unfreeze()  # vLLM exempts all that is there from garbage collection, the trainer's objects too
     return llm
@@ -258,7 +277,11 @@ def _leaving_the_process_alone() -> Iterator[None]:
 
     It must not meet torchrun's store: that serves the launch, of which rollout ranks are a part.
     """
-    set_threads, n_threads, before = torch.set_num_threads, torch.get_num_threads(), dict(os.environ)
+    set_threads, n_threads, before = (
+        torch.set_num_threads,
+        torch.get_num_threads(),
+        dict(os.environ),
+    )
     os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
     os.environ.pop(_AGENT_STORE, None)
     try:
@@ -286,17 +309,27 @@ def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Runs in vLLM's worker. ``ValueError`` if its model has a weight that is not among ``weights``, or the reverse."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     model = worker.get_model()
     wanted = {name for name, _ in model.named_parameters()}  # of tied weights one
-    if any(name.startswith(_TOWER) for name in wanted):  # of CLIP and SigLIP, as transformers named it before 5
-        weights = ((re.sub(r"vision_tower\.(vision_model\.)?", _TOWER, name), weight) for name, weight in weights)
+    if any(
+        name.startswith(_TOWER) for name in wanted
+    ):  # of CLIP and SigLIP, as transformers named it before 5
+        weights = (
+            (re.sub(r"vision_tower\.(vision_model\.)?", _TOWER, name), weight)
+            for name, weight in weights
+        )
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
         loaded = model.load_weights(weights)
         finalize_layerwise_reload(model, worker.model_config)
-        for head in model.modules():  # on CPUs a head has a packed copy, which vLLM leaves stale where weights are tied
+        for head in (
+            model.modules()
+        ):  # on CPUs a head has a packed copy, which vLLM leaves stale where weights are tied
             if isinstance(head, ParallelLMHead) and head.weight.device.type == "cpu":
                 head.quant_method.process_weights_after_loading(head)
     missing = sorted(wanted - loaded)

@@ -44,7 +44,12 @@ class VLLMRequests:
         self._cancelled: list[str] = []
 
     def submit(
-        self, number: int, prompt_ids: Sequence[int], params: SamplingParams, seed: int, media: Media = ()
+        self,
+        number: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        media: Media = (),
     ) -> None:
         """For the next exchange."""
         request = VLLMRequest(self._name(number), list(prompt_ids), params, seed, media)
@@ -123,12 +128,21 @@ def _with_images(processor: Any, request: VLLMRequest) -> Any:
     inputs, keys, ranges = list[Any](), list[str](), list[PlaceholderRange]()
     for item, places in item_places(request.prompt_ids, request.media):
         given = BatchFeature(item.inputs)
-        inputs += MultiModalKwargsItems.from_hf_inputs(given, processor._get_mm_fields_config(given, {}))["image"]
+        inputs += MultiModalKwargsItems.from_hf_inputs(
+            given, processor._get_mm_fields_config(given, {})
+        )["image"]
         keys.append(str(item.key))
-        is_embed = torch.zeros(places[-1] + 1 - places[0], dtype=torch.bool)  # Pixtral's images have marks in between
+        is_embed = torch.zeros(
+            places[-1] + 1 - places[0], dtype=torch.bool
+        )  # Pixtral's images have marks in between
         is_embed[torch.tensor(places) - places[0]] = True
         ranges.append(PlaceholderRange(places[0], len(is_embed), is_embed))
-    return mm_input(request.prompt_ids, MultiModalKwargsItems({"image": inputs}), {"image": keys}, {"image": ranges})
+    return mm_input(
+        request.prompt_ids,
+        MultiModalKwargsItems({"image": inputs}),
+        {"image": keys},
+        {"image": ranges},
+    )
 
 
 def _params(params: SamplingParams, seed: int, eos_token_ids: Sequence[int]) -> Any:

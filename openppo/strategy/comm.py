@@ -36,7 +36,9 @@ def init_process_group(timeout: timedelta, rollout_ranks: int = 0) -> tuple[torc
     ranks on this machine, if a rank does not arrive, or if the launcher's restarts cannot work.
     """
     alone = "RANK" not in os.environ
-    if alone:  # the other variables of torchrun would make ranks of the programs that this one starts
+    if (
+        alone
+    ):  # the other variables of torchrun would make ranks of the programs that this one starts
         os.environ["LOCAL_RANK"] = "0"
     if not dist.is_initialized():
         record_uncaught()
@@ -53,7 +55,9 @@ def init_process_group(timeout: timedelta, rollout_ranks: int = 0) -> tuple[torc
     if dist.is_initialized():
         return device, Launch(dist.get_rank(), dist.get_world_size(), 0, timeout, dist.HashStore())
     rank, world_size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    store = dist.HashStore() if alone else _join_store(rank, world_size, min(timeout, _LONGEST_START))
+    store = (
+        dist.HashStore() if alone else _join_store(rank, world_size, min(timeout, _LONGEST_START))
+    )
     launch = Launch(rank, world_size, rollout_ranks, timeout, store)
     launch.join(backend)
     return device, launch
@@ -90,14 +94,19 @@ def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
     torchrun keeps its store over restarts, and with it the addresses of dead ranks, for which a new group would wait
     (pytorch issue 135712). The number of restarts, which tells the groups apart, is known on one host only.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+    if (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        or os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0"
+    ):
         return None
     if os.environ["GROUP_WORLD_SIZE"] != "1":
         raise ValueError(
             "--max_restarts on several hosts needs torchrun's --rdzv_backend c10d --rdzv_endpoint FIRST_HOST:PORT and "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them."
         )
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout
+    )
     return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
@@ -151,10 +160,16 @@ def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
         return vars(value) if dataclasses.is_dataclass(value) else type(value).__name__
 
     for flag, content in contents.items() if comm.world_size > 1 else ():
-        digests = comm.all_gather_object(sha256(json.dumps(content, default=plain).encode()).digest())
+        digests = comm.all_gather_object(
+            sha256(json.dumps(content, default=plain).encode()).digest()
+        )
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             where = name_ranks(comm, others)
-            remedy = "copy the same file to all hosts" if flag.startswith("--") else "make it alike on all ranks"
+            remedy = (
+                "copy the same file to all hosts"
+                if flag.startswith("--")
+                else "make it alike on all ranks"
+            )
             raise ValueError(f"{flag} holds something else on {where} than on rank 0: {remedy}.")
 
 
@@ -169,7 +184,9 @@ def set_up_gpu(bf16: bool) -> None:
     # cuDNN plans each new shape for up to a second; its gradients under a mask may be NaN (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.cuda.is_available() and not bf16:
-        logger.info("float32 is slow on a GPU and takes twice the memory of bfloat16: --bf16 computes in bfloat16.")
+        logger.info(
+            "float32 is slow on a GPU and takes twice the memory of bfloat16: --bf16 computes in bfloat16."
+        )
 
 
 class InferenceStrategy:

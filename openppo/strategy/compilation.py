@@ -40,7 +40,11 @@ def compile_layers(module: nn.Module) -> bool:
 
     All layers of a kind share one graph, whatever the shapes; micro-batches of a single row have another.
     """
-    names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
+    names = {
+        name
+        for child in module.modules()
+        for name in getattr(child, "_no_split_modules", None) or ()
+    }
     layers = [child for child in module.modules() if type(child).__name__ in names]
     if layers:
         _keep_compiled_code()
@@ -86,7 +90,11 @@ def _keep_compiled_code() -> None:
     """
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) != default_cache_dir():
         return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "openppo" / "torchinductor"
+    folder = (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        / "openppo"
+        / "torchinductor"
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

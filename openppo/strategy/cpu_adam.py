@@ -48,7 +48,9 @@ def _acquire(lock: IO[str]) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        logger.info("--adam_offload: waiting for another process that compiles DeepSpeed's CPU Adam")
+        logger.info(
+            "--adam_offload: waiting for another process that compiles DeepSpeed's CPU Adam"
+        )
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
@@ -56,7 +58,9 @@ def _compile(folder: Path, lock: IO[str]) -> None:
     """Make the library in ``folder``, whose lock is held, unless it is there."""
     left_over = folder / "lock"
     if left_over.exists():
-        logger.warning("--adam_offload: removed %s, which an interrupted compilation has left", left_over)
+        logger.warning(
+            "--adam_offload: removed %s, which an interrupted compilation has left", left_over
+        )
         left_over.unlink()
     lock.seek(0)
     if lock.read() == _VERSIONS and (folder / f"{CPUAdamBuilder.NAME}.so").is_file():
@@ -77,7 +81,12 @@ def _compile(folder: Path, lock: IO[str]) -> None:
 def _run_program(lock: IO[str]) -> tuple[int, str]:
     """Exit status and output of ``_PROGRAM``, which shares the lock while it runs, and ends with this process."""
     process = subprocess.Popen(
-        [sys.executable, "-P", _PROGRAM, str(os.getpid())],  # -P: deepspeed.py beside it is not the library
+        [
+            sys.executable,
+            "-P",
+            _PROGRAM,
+            str(os.getpid()),
+        ],  # -P: deepspeed.py beside it is not the library
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

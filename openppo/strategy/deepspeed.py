@@ -19,7 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import: its search for devices is slow and loud
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # before the import: its search for devices is slow and loud
 
 import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -81,13 +83,16 @@ class DeepspeedStrategy(InferenceStrategy):
         self.config = config
         self.overrides = overrides or {}
         if self.comm.world_size % config.zpg != 0:
-            raise ValueError(f"--zpg {config.zpg} does not divide the {self.comm.world_size} ranks: use a divisor.")
+            raise ValueError(
+                f"--zpg {config.zpg} does not divide the {self.comm.world_size} ranks: use a divisor."
+            )
         self.zero_stage = config.zero_stage
         if config.bf16 and config.zero_stage == 0:
             self.zero_stage = 1
             reason = "where DeepSpeed begins to accumulate bf16 gradients in float32"
             logger.info(
-                "--bf16 with --zero_stage 0: optimizer states are partitioned as with --zero_stage 1, %s.", reason
+                "--bf16 with --zero_stage 0: optimizer states are partitioned as with --zero_stage 1, %s.",
+                reason,
             )
         self.compiles = config.compile == "on" or self._compiles_by_default()
         if config.compile == "on" and self.device.type == "cpu":
@@ -120,12 +125,18 @@ class DeepspeedStrategy(InferenceStrategy):
         once in a process only, so with these the models are loaded whole.
         """
         partitioned = self.zero_stage == 3 and self.config.zpg == 1
-        alive = HfDeepSpeedConfig(merge(eval_config(self.config.bf16), self.overrides)) if partitioned else None
+        alive = (
+            HfDeepSpeedConfig(merge(eval_config(self.config.bf16), self.overrides))
+            if partitioned
+            else None
+        )
         with nullcontext() if self.zero_stage == 3 else super().loading():
             yield
         del alive
 
-    def prepare(self, module: nn.Module, adam: AdamConfig, learning_rate: float, total_steps: int) -> TrainableModel:
+    def prepare(
+        self, module: nn.Module, adam: AdamConfig, learning_rate: float, total_steps: int
+    ) -> TrainableModel:
         """Wrap a module whose parameters with ``requires_grad`` are trained with AdamW for ``total_steps`` steps."""
         if self.config.gradient_checkpointing:
             _enable_gradient_checkpointing(module)
@@ -141,27 +152,35 @@ class DeepspeedStrategy(InferenceStrategy):
             self.device.type == "cuda",
         )
         options = train_config(self.config, self.zero_stage, *sizes)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=merge(options, self.overrides)
+        )
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
             # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would
             # hold the memory of moments that rest on the host.
             engine.optimizer._hp_optimizer_states_linked = True
         if self.zero_stage in (1, 2):
             join_gradient_norms(engine.optimizer, on_gpu=self.device.type == "cuda")
-        self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled, launches=self._launches))
+        self._prepared.append(
+            model := TrainableModel(engine, scheduler, self.uncompiled, launches=self._launches)
+        )
         return model
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
         """A module for evaluation only: on the device, in the run's dtype, partitioned under ZeRO-3 alone."""
         if self.config.bf16:
-            for parameter in module.parameters():  # not the buffers: rotary frequencies must keep float32
+            for (
+                parameter
+            ) in module.parameters():  # not the buffers: rotary frequencies must keep float32
                 if parameter.is_floating_point():  # weights in 4 bits are packed as integers
                     parameter.data = parameter.data.bfloat16()
         if self.zero_stage < 3:
             return super().prepare_frozen(module)
         module.requires_grad_(False)
         self.fuse(module)
-        engine, *_ = deepspeed.initialize(model=module, config=merge(eval_config(self.config.bf16), self.overrides))
+        engine, *_ = deepspeed.initialize(
+            model=module, config=merge(eval_config(self.config.bf16), self.overrides)
+        )
         engine.eval()
         return engine
 
@@ -184,7 +203,9 @@ class DeepspeedStrategy(InferenceStrategy):
         weights = [layer.base_layer.weight for layer in adapted_layers(engine.module).values()]
         if not all(weight.is_floating_point() for weight in weights):
             if self.is_main:
-                logger.info("--load_in_4bit: responses are sampled with the adapters beside the weights, not merged")
+                logger.info(
+                    "--load_in_4bit: responses are sampled with the adapters beside the weights, not merged"
+                )
             return False
         whole = list(engine.module.parameters()) if self.zero_stage == 3 else []
         otherwise = "A copy of the adapted weights does not fit on a GPU, so sampling adds adapters, which is slower"
@@ -197,7 +218,9 @@ class DeepspeedStrategy(InferenceStrategy):
         needed = sum(_numel(weight) * weight.element_size() for weight in weights)
         free, _ = torch.cuda.mem_get_info(self.device)
         if not (moments_offloaded or self.config.adam_offload):
-            trained = [p for made in self._prepared for p in made.module.parameters() if p.requires_grad]
+            trained = [
+                p for made in self._prepared for p in made.module.parameters() if p.requires_grad
+            ]
             share = 1 if self.zero_stage == 0 else self.comm.world_size
             free -= sum(2 * 4 * _numel(p) for p in trained) // share
         fits = not self.any_rank(needed > _SHARE_FOR_WEIGHTS * free)
@@ -232,7 +255,9 @@ class DeepspeedStrategy(InferenceStrategy):
         if compile_layers(module):
             return
         if self.config.compile == "on":
-            raise ValueError(f"--compile: {type(module).__name__} does not name its layers; omit the flag.")
+            raise ValueError(
+                f"--compile: {type(module).__name__} does not name its layers; omit the flag."
+            )
         if self.is_main:
             _log_uncompiled(f"{type(module).__name__} does not name them")
 
@@ -240,15 +265,28 @@ class DeepspeedStrategy(InferenceStrategy):
         """Write a model (of PEFT: the adapters) and tokenizer; on all ranks, which raise ``OSError`` alike."""
 
         def write() -> None:
-            save_model(model, Path(folder), self.is_main)  # fails only after all that ranks do together
+            save_model(
+                model, Path(folder), self.is_main
+            )  # fails only after all that ranks do together
             if self.is_main and tokenizer is not None:
                 save_tokenizer(tokenizer, Path(folder))
 
         errors = (OSError, SafetensorError)
-        collective(self.comm, write, errors, lambda text: OSError(f"the model cannot be written to {folder}: {text}"))
+        collective(
+            self.comm,
+            write,
+            errors,
+            lambda text: OSError(f"the model cannot be written to {folder}: {text}"),
+        )
 
-    def _adam(self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float) -> torch.optim.Optimizer:
-        options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
+    def _adam(
+        self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float
+    ) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {
+            "lr": learning_rate,
+            "betas": adam.adam_betas,
+            "weight_decay": adam.l2,
+        }
         if not self.config.adam_offload:
             return torch.optim.AdamW(parameters, fused=True, **options)
         _require("--adam_offload", missing_compiler("CXX", "c++"))
@@ -261,16 +299,24 @@ def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
     return DeepspeedStrategy(config)
 
 
-def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, total_steps: int) -> LambdaLR:
+def learning_rate_schedule(
+    optimizer: torch.optim.Optimizer, adam: AdamConfig, total_steps: int
+) -> LambdaLR:
     """Schedule of ``total_steps``: linear warm-up, its steps rounded up, then as in transformers.
 
     The first of n steps of warm-up has 1/n of the peak: with 0, as in transformers, its rollout would be wasted.
     """
-    n_warmup = 0 if adam.lr_scheduler == "constant" else math.ceil(adam.lr_warmup_ratio * total_steps)
+    n_warmup = (
+        0 if adam.lr_scheduler == "constant" else math.ceil(adam.lr_warmup_ratio * total_steps)
+    )
     more = {"min_lr_rate": 0.1} if adam.lr_scheduler == "cosine_with_min_lr" else None
-    theirs = get_scheduler(adam.lr_scheduler, optimizer, n_warmup, max(1, total_steps), scheduler_specific_kwargs=more)
+    theirs = get_scheduler(
+        adam.lr_scheduler, optimizer, n_warmup, max(1, total_steps), scheduler_specific_kwargs=more
+    )
     after_warmup = theirs.lr_lambdas[0]
-    return LambdaLR(optimizer, lambda step: (step + 1) / n_warmup if step < n_warmup else after_warmup(step))
+    return LambdaLR(
+        optimizer, lambda step: (step + 1) / n_warmup if step < n_warmup else after_warmup(step)
+    )
 
 
 def _numel(parameter: Any) -> int:
@@ -279,7 +325,9 @@ def _numel(parameter: Any) -> int:
 
 
 def _log_uncompiled(reason: str) -> None:
-    logger.info("--compile auto: layers of trained models are not compiled, which is slower: %s.", reason)
+    logger.info(
+        "--compile auto: layers of trained models are not compiled, which is slower: %s.", reason
+    )
 
 
 def _require(flag: str, missing: str) -> None:

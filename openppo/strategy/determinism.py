@@ -14,14 +14,21 @@ from torch.utils import deterministic
 
 def prepare_fixed_order() -> None:
     """Say to libraries what they read once, before the first product on a GPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # workspaces of one size: products in one order
-    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers hands it on to flash-attn
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # workspaces of one size: products in one order
+    os.environ.setdefault(
+        "FLASH_ATTENTION_DETERMINISTIC", "1"
+    )  # transformers hands it on to flash-attn
 
 
 @contextmanager
 def fixed_order() -> Iterator[None]:
     """Inside, torch's deterministic algorithms are on; new tensors are not filled, which would cost a pass each."""
-    was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    was_on, warned = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     filled = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

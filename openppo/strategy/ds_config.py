@@ -9,7 +9,9 @@ LARGEST_BUCKET = 500_000_000
 _EVERY_ENGINE = {
     "train_micro_batch_size_per_gpu": 1,
     "steps_per_print": 10**9,
-    "timers": {"throughput": {"enabled": False}},  # on by default, and waits for the GPU in each forward
+    "timers": {
+        "throughput": {"enabled": False}
+    },  # on by default, and waits for the GPU in each forward
 }
 
 
@@ -24,15 +26,20 @@ def train_config(
     otherwise allocate for 500 million elements. ``on_gpu`` pins offloaded memory, for faster copies, and
     overlaps the reduction by nccl with the backward pass.
     """
-    bucket = min(max(2, n_trained + n_trained % 2), LARGEST_BUCKET)  # DeepSpeed wants an even number
+    bucket = min(
+        max(2, n_trained + n_trained % 2), LARGEST_BUCKET
+    )  # DeepSpeed wants an even number
     zero: dict[str, Any] = {
         "stage": zero_stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "zero_hpz_partition_size": options.zpg,
-        "reduce_scatter": zero_stage == 3,  # below, DeepSpeed would all-reduce all the same, but a copy of the bucket
+        "reduce_scatter": zero_stage
+        == 3,  # below, DeepSpeed would all-reduce all the same, but a copy of the bucket
     }
-    if options.overlap_comm != "auto" or (on_gpu and n_ranks > 1):  # else DeepSpeed's own choice: in stage 3 only
+    if options.overlap_comm != "auto" or (
+        on_gpu and n_ranks > 1
+    ):  # else DeepSpeed's own choice: in stage 3 only
         zero["overlap_comm"] = options.overlap_comm != "off"
     if options.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
@@ -61,5 +68,7 @@ def merge(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     merged = dict(config)
     for key, value in overrides.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = (
+            merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return merged

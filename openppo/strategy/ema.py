@@ -26,17 +26,25 @@ class ParameterAverage:
         self.beta = beta
         self._optimizer: Any = model.deepspeed.optimizer
         self._partitioned = model.deepspeed.zero_optimization_stage() == 3
-        self._trained: dict[str, Any] = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+        self._trained: dict[str, Any] = {
+            n: p for n, p in model.module.named_parameters() if p.requires_grad
+        }
         self._owner = {name: i % dist.get_world_size() for i, name in enumerate(self._trained)}
         shares = self._shares()
-        self._device = average_device(4 * sum(share.numel() for share in shares.values()), room, model.deepspeed.device)
-        self._averages = {name: share.to(self._device, torch.float32, copy=True) for name, share in shares.items()}
+        self._device = average_device(
+            4 * sum(share.numel() for share in shares.values()), room, model.deepspeed.device
+        )
+        self._averages = {
+            name: share.to(self._device, torch.float32, copy=True) for name, share in shares.items()
+        }
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the current parameters; call it after each optimizer step."""
         for name, share in self._shares().items():
-            self._averages[name].mul_(self.beta).add_(share.to(self._device, torch.float32), alpha=1 - self.beta)
+            self._averages[name].mul_(self.beta).add_(
+                share.to(self._device, torch.float32), alpha=1 - self.beta
+            )
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -68,12 +76,18 @@ class ParameterAverage:
         """This rank's share of the parameters, to read and write."""
         if self._partitioned:
             return {name: p.ds_tensor.data for name, p in self._trained.items()}
-        return {name: p.data for name, p in self._trained.items() if self._owner[name] == dist.get_rank()}
+        return {
+            name: p.data
+            for name, p in self._trained.items()
+            if self._owner[name] == dist.get_rank()
+        }
 
     def _write(self, values: dict[str, Tensor]) -> None:
         for name, share in self._shares().items():
             share.copy_(values[name])
-        if self._partitioned:  # drop old values that DeepSpeed keeps gathered, as it does for checkpoints
+        if (
+            self._partitioned
+        ):  # drop old values that DeepSpeed keeps gathered, as it does for checkpoints
             self._optimizer.checkpoint_event_prologue()
             self._optimizer.checkpoint_event_epilogue()
         else:
@@ -83,7 +97,14 @@ class ParameterAverage:
 
 def average_device(needed: int, room: int, device: Any) -> torch.device:
     """``device`` if it has ``room`` for the bytes ``needed``, else the host, which is slower; logged."""
-    fits, sizes = needed <= room, f"{needed / 2**30:.1f} GiB are needed and {max(0, room) / 2**30:.1f} GiB are free"
+    fits, sizes = (
+        needed <= room,
+        f"{needed / 2**30:.1f} GiB are needed and {max(0, room) / 2**30:.1f} GiB are free",
+    )
     if torch.device(device).type != "cpu":
-        logger.info("--enable_ema: the average lies %s: %s", "on the device" if fits else "on the host", sizes)
+        logger.info(
+            "--enable_ema: the average lies %s: %s",
+            "on the device" if fits else "on the host",
+            sizes,
+        )
     return torch.device(device if fits else "cpu")

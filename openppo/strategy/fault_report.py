@@ -75,7 +75,10 @@ class Heartbeat:
     def has_ended(self) -> bool:
         """Whether the rank's process was on this machine and is gone."""
         try:
-            return self.machine == this_machine() and psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+            return (
+                self.machine == this_machine()
+                and psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+            )
         except psutil.NoSuchProcess:
             return True
 
@@ -107,7 +110,11 @@ class Fault:
     def render(self, others: Sequence[Heartbeat], resume: str) -> str:
         """The page. ``others`` are the healthy ranks; ``resume`` says how to continue after a failure."""
         rows = [("fault", self.what), *(("where", str(beat)) for beat in self.where), *self.memory]
-        rows += [*(("others", str(beat)) for beat in others), ("look at", self.look_at), ("resume", resume)]
+        rows += [
+            *(("others", str(beat)) for beat in others),
+            ("look at", self.look_at),
+            ("resume", resume),
+        ]
         text = "".join(f"{name + ':':<9}{line}\n" for name, line in rows if line)
         details = f"{self.details.rstrip()}\n\n" if self.details else ""
         return f"\n{_TITLE:=^100}\n{details}{text}{'':=^100}\n"
@@ -125,7 +132,9 @@ ExplainMemory = Callable[[str], MemoryView]
 """What a run takes in a phase."""
 
 
-def raised(error: BaseException, where: Heartbeat, options: Mapping[str, Any], explain: ExplainMemory) -> Fault:
+def raised(
+    error: BaseException, where: Heartbeat, options: Mapping[str, Any], explain: ExplainMemory
+) -> Fault:
     """An error of this rank. Out of memory, with the sizes in ``options`` and what ``explain`` says."""
     text = mask_credentials("".join(traceback.format_exception(error)))
     message = mask_credentials(traceback.format_exception_only(error)[-1]).splitlines()[0]
@@ -135,7 +144,9 @@ def raised(error: BaseException, where: Heartbeat, options: Mapping[str, Any], e
         lines = (host_memory(), f"options: {' '.join(sizes(options))}", *view.lines)
         memory = [("memory", line) for line in lines]
         if view.is_foreign:
-            memory.append(("try", "end what else holds the GPU's memory: nvidia-smi lists processes"))
+            memory.append(
+                ("try", "end what else holds the GPU's memory: nvidia-smi lists processes")
+            )
         elif flags := remedies(where.phase, options, on_cpu=not torch.cuda.is_available()):
             memory.append(("try", f"reduce memory in {where.phase} with {', '.join(flags)}"))
     elif is_broken_connection(error):
@@ -148,15 +159,24 @@ def raised(error: BaseException, where: Heartbeat, options: Mapping[str, Any], e
 def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
     """Other ranks that are gone, for these reasons."""
     where = [beats[rank] for rank in ranks]
-    what = "; ".join(f"{beat.name} is gone: {why}" for beat, why in zip(where, ranks.values(), strict=True))
-    memory = [("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where]
+    what = "; ".join(
+        f"{beat.name} is gone: {why}" for beat, why in zip(where, ranks.values(), strict=True)
+    )
+    memory = [
+        ("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where
+    ]
     return Fault(what, where, _SILENT if "heartbeat" in what else _EXIT_CODES, memory=memory)
 
 
 def stalled(where: Heartbeat) -> Fault:
     """No progress of this rank."""
     what = f"{where.name} made no progress for {where.idle:.0f} s (--stall_timeout)"
-    return Fault(what, [where], "the stacks above. If the work is only slow, raise --stall_timeout", _stacks())
+    return Fault(
+        what,
+        [where],
+        "the stacks above. If the work is only slow, raise --stall_timeout",
+        _stacks(),
+    )
 
 
 def _stacks() -> str:
@@ -194,7 +214,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_broken_connection(error: BaseException) -> bool:
     """Whether ``error`` may come from a connection that another rank closed."""
     return not is_out_of_memory(error) and any(
-        isinstance(cause, DistError) or ("gloo/transport" in str(cause) and "enforce fail" not in str(cause))
+        isinstance(cause, DistError)
+        or ("gloo/transport" in str(cause) and "enforce fail" not in str(cause))
         for cause in _causes(error)
     )
 
@@ -202,11 +223,19 @@ def is_broken_connection(error: BaseException) -> bool:
 def host_memory() -> str:
     """Memory of this process, of its machine and of its container."""
     process, machine, gib = psutil.Process().memory_info().rss, psutil.virtual_memory(), 2**30
-    text = f"process {process / gib:.2f} GiB, machine {machine.available / gib:.2f} GiB available of "
+    text = (
+        f"process {process / gib:.2f} GiB, machine {machine.available / gib:.2f} GiB available of "
+    )
     text += f"{machine.total / gib:.2f} GiB"
     with suppress(OSError):
-        most, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        text += "" if most == "max" else f", container {int(used) / gib:.2f} GiB used of {int(most) / gib:.2f} GiB"
+        most, used = (
+            Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current")
+        )
+        text += (
+            ""
+            if most == "max"
+            else f", container {int(used) / gib:.2f} GiB used of {int(most) / gib:.2f} GiB"
+        )
     return text
 
 

@@ -102,7 +102,9 @@ def joined_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
         output: Tensor = type(self).forward(self, hidden_states)
     else:
         joined = self.gate_up_proj(hidden_states)
-        rows = function.apply(joined.flatten(0, -2))  # whose gradient has no more dimensions than that
+        rows = function.apply(
+            joined.flatten(0, -2)
+        )  # whose gradient has no more dimensions than that
         output = self.down_proj(rows.unflatten(0, joined.shape[:-1]))
     return output
 
@@ -116,7 +118,9 @@ def with_rotary(forward: types.FunctionType, kernel: Any, device_type: str) -> t
     plain = forward.__globals__[ROTARY_FUNCTION]
     names = {**forward.__globals__, ROTARY_FUNCTION: rotary_function(plain, kernel, device_type)}
     del names["__name__"]  # by which torch.compile would look for the plain function in its module
-    fused = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    fused = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     fused.__kwdefaults__ = forward.__kwdefaults__
     return fused
 

@@ -47,7 +47,9 @@ def has_kernels(device: torch.device, comm: Comm) -> bool:
     if all(comm.all_gather_object(is_installed)):
         return True
     missing = "" if is_installed else ": install liger-kernel (pip install 'openppo[gpu]')"
-    logger.info("fused kernels: none, so norms and activations take several kernels each%s", missing)
+    logger.info(
+        "fused kernels: none, so norms and activations take several kernels each%s", missing
+    )
     return False
 
 
@@ -74,14 +76,18 @@ def fuse_kernels(module: nn.Module, device: torch.device, comm: Comm) -> Counter
         for name, binding in bindings.items()
         if agreed.get(name) is None
     ]
-    names = (type(child).__name__ for child in module.modules() if hasattr(type(child), "config_class"))
+    names = (
+        type(child).__name__ for child in module.modules() if hasattr(type(child), "config_class")
+    )
     _log(next(names, type(module).__name__), counts, plain)
     return counts
 
 
 def fused_in(module: nn.Module) -> list[str]:
     """Kinds of kernels that are bound to modules of ``module``."""
-    return sorted({vars(child)["fused_kernel"] for child in module.modules() if "fused_kernel" in vars(child)})
+    return sorted(
+        {vars(child)["fused_kernel"] for child in module.modules() if "fused_kernel" in vars(child)}
+    )
 
 
 def _log(model: str, counts: Counter[str], plain: Sequence[str]) -> None:
@@ -91,7 +97,11 @@ def _log(model: str, counts: Counter[str], plain: Sequence[str]) -> None:
         logger.info("fused kernels in %s: %s%s", model, bound, left)
     else:
         reasons = f": {', '.join(plain)}" if plain else ""
-        logger.info("fused kernels: %s stays as it is, as none computes a part of it alike%s", model, reasons)
+        logger.info(
+            "fused kernels: %s stays as it is, as none computes a part of it alike%s",
+            model,
+            reasons,
+        )
 
 
 class _Binding:
@@ -137,7 +147,9 @@ class _Binding:
             torch.manual_seed(0)  # random numbers are drawn on the host
             return self.compare(settings, device, dtype)
         except kernel_errors() as error:
-            self.reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            self.reason = (
+                str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            )
             return math.inf
         finally:
             torch.random.set_rng_state(generator_state)
@@ -172,13 +184,22 @@ class _Norm(_Binding):
 
             errors.append(
                 _difference(
-                    type(self.module).forward.__get__(probe), kernel, [x], parameters=[parameter], weights=[out]
+                    type(self.module).forward.__get__(probe),
+                    kernel,
+                    [x],
+                    parameters=[parameter],
+                    weights=[out],
                 )
             )
         return max(errors)
 
     def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
-        attach(module, norm_forward, self.kind, settings=(load_kernels().rms_norm, settings, device_type))
+        attach(
+            module,
+            norm_forward,
+            self.kind,
+            settings=(load_kernels().rms_norm, settings, device_type),
+        )
 
 
 class _MLP(_Binding):
@@ -208,7 +229,11 @@ class _MLP(_Binding):
         for shape in _SHAPES:
             x, out = (_random((*shape, 64), device, dtype) for _ in range(2))
             out = out[..., :32] if self.joined else out
-            errors.append(_difference(forward.__get__(probe), fused.forward, [x], parameters=[], weights=[out]))
+            errors.append(
+                _difference(
+                    forward.__get__(probe), fused.forward, [x], parameters=[], weights=[out]
+                )
+            )
         return max(errors)
 
     def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
@@ -231,21 +256,33 @@ class _Rotary(_Binding):
         fused = rotary_function(plain, load_kernels().rotary, device.type)
         head_dim = int(getattr(self.module, "head_dim", 64))
         errors = []
-        for (rows, length), by_heads in [(shape, by_heads) for shape in _SHAPES for by_heads in (False, True)]:
+        for (rows, length), by_heads in [
+            (shape, by_heads) for shape in _SHAPES for by_heads in (False, True)
+        ]:
             heads = []
             for n_heads in (4, 2):
-                states = _random((rows, length, n_heads, head_dim), device, dtype).transpose(1, 2)  # (B, H, L, D)
-                heads.append(states.contiguous() if by_heads else states)  # as after a norm of each head
+                states = _random((rows, length, n_heads, head_dim), device, dtype).transpose(
+                    1, 2
+                )  # (B, H, L, D)
+                heads.append(
+                    states.contiguous() if by_heads else states
+                )  # as after a norm of each head
             angles = torch.rand(rows, length, head_dim // 2).repeat(1, 1, 2) * 7
             limits = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
             outs = [_random(tuple(states.shape), device, dtype) for states in heads]
 
-            def rotate(*states: Tensor, by: Any = plain, limits: tuple[Tensor, Tensor] = limits) -> Any:
+            def rotate(
+                *states: Tensor, by: Any = plain, limits: tuple[Tensor, Tensor] = limits
+            ) -> Any:
                 return by(*states, *limits)
 
             errors.append(
                 _difference(
-                    rotate, lambda *states, rotate=rotate: rotate(*states, by=fused), heads, parameters=[], weights=outs
+                    rotate,
+                    lambda *states, rotate=rotate: rotate(*states, by=fused),
+                    heads,
+                    parameters=[],
+                    weights=outs,
                 )
             )
         return max(errors)
@@ -260,8 +297,12 @@ def _binding_of(module: nn.Module) -> _Binding | None:
     kind = type(module)
     if "forward" in vars(module):  # somebody else's
         return None
-    if kind.__name__.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), nn.Parameter):
-        return _Norm(module) if hasattr(module, "variance_epsilon") or hasattr(module, "eps") else None
+    if kind.__name__.endswith("RMSNorm") and isinstance(
+        getattr(module, "weight", None), nn.Parameter
+    ):
+        return (
+            _Norm(module) if hasattr(module, "variance_epsilon") or hasattr(module, "eps") else None
+        )
     names = set(dict(module.named_children()))
     if {"gate_proj", "up_proj", "down_proj", "act_fn"} <= names or {
         "gate_up_proj",
@@ -270,10 +311,18 @@ def _binding_of(module: nn.Module) -> _Binding | None:
     } <= names:
         return _MLP(module)
     forward = kind.forward
-    calls_rotary = isinstance(forward, types.FunctionType) and ROTARY_FUNCTION in forward.__code__.co_names
-    has_sections = "mrope_section" in str(getattr(getattr(module, "config", None), "rope_parameters", ""))
+    calls_rotary = (
+        isinstance(forward, types.FunctionType) and ROTARY_FUNCTION in forward.__code__.co_names
+    )
+    has_sections = "mrope_section" in str(
+        getattr(getattr(module, "config", None), "rope_parameters", "")
+    )
     # Angles of sections differ between both halves of a head, of which the kernel reads one.
-    return _Rotary(module) if calls_rotary and ROTARY_FUNCTION in forward.__globals__ and not has_sections else None
+    return (
+        _Rotary(module)
+        if calls_rotary and ROTARY_FUNCTION in forward.__globals__ and not has_sections
+        else None
+    )
 
 
 class _Scale(nn.Module):
@@ -316,9 +365,13 @@ def _difference(
     for function in (plain, fused):
         leaves = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad():
-            outputs = function(*(leaf * 1 for leaf in leaves))  # kernels may write into what they get
+            outputs = function(
+                *(leaf * 1 for leaf in leaves)
+            )  # kernels may write into what they get
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            total = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
+            total = sum(
+                (output * weight).sum() for output, weight in zip(outputs, weights, strict=True)
+            )
             gradients = torch.autograd.grad(total, [*leaves, *parameters])
         results.append([x.detach().float() for x in (*outputs, *gradients)])
     return max(_relative(ours, expected) for expected, ours in zip(*results, strict=True))

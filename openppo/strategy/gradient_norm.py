@@ -59,7 +59,9 @@ def join_gradient_norms(optimizer: Any, on_gpu: bool) -> bool:
 
     if kind is BF16_Optimizer:
         if on_gpu:
-            optimizer.get_grads_for_norm = partial(_flat_gradients, optimizer.fp32_groups_gradients_flat)
+            optimizer.get_grads_for_norm = partial(
+                _flat_gradients, optimizer.fp32_groups_gradients_flat
+            )
         return on_gpu
     if optimizer.cpu_offload or not optimizer.compute_grad_norm:
         return False
@@ -87,7 +89,9 @@ def _leave_to_norm(partition_gradients: bool = True) -> None:
     """Stand for ``check_overflow``: ``step`` sets ``overflow`` by the norm."""
 
 
-def _norm_over_ranks(optimizer: Any, gradients: Sequence[Tensor], params: object, norm_type: float = 2) -> Tensor:
+def _norm_over_ranks(
+    optimizer: Any, gradients: Sequence[Tensor], params: object, norm_type: float = 2
+) -> Tensor:
     """Stand for ``get_grad_norm_direct``: L2 norm of all ranks' ``gradients``, float32 (); -1 unless it is finite.
 
     ``params``, which belong to the gradients, matter to DeepSpeed's own models in parts only.

@@ -25,7 +25,9 @@ def record_cause(message: str) -> None:
     """
     if file := os.environ.get(_FILE):
         cause = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with suppress(OSError):  # torchrun's temporary folder is full or gone: its summary has no message
+        with suppress(
+            OSError
+        ):  # torchrun's temporary folder is full or gone: its summary has no message
             Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")
 
 

@@ -19,14 +19,20 @@ class LaunchWatch:
     optimizer step is never timed: it also reduces gradients, and a step that has no other gains nothing by larger ones.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, synchronize: Callable[[], None] | None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._synchronize, self._clock = synchronize, clock
         self._n_steps = self._n_tries = 0
         self._began: float | None = None
 
     def before_forward(self) -> None:
         """Begin to time a micro-batch, if it is time to."""
-        if self._synchronize is not None and self._n_steps >= _WARM_UP_STEPS and self._n_tries < _TRIES:
+        if (
+            self._synchronize is not None
+            and self._n_steps >= _WARM_UP_STEPS
+            and self._n_tries < _TRIES
+        ):
             self._synchronize()
             self._began = self._clock()
 

@@ -17,7 +17,9 @@ class Link:
 
     def send(self, message: Any) -> None:
         """Send any object; ``OSError`` if the other end is gone."""
-        self._connection.send_bytes(pickle.dumps(message))  # its own ``send`` would share memory for tensors
+        self._connection.send_bytes(
+            pickle.dumps(message)
+        )  # its own ``send`` would share memory for tensors
 
     def receive(self) -> Any:
         """The next message."""
@@ -47,7 +49,9 @@ class Entrance:
             if error.errno is not None:
                 raise ValueError(f"{place} ({error}). Set TMPDIR to another folder.") from error
             n_bytes = len(self.address.encode())
-            raise ValueError(f"{place} has {n_bytes} bytes. Set TMPDIR to a folder with a shorter path.") from error
+            raise ValueError(
+                f"{place} has {n_bytes} bytes. Set TMPDIR to a folder with a shorter path."
+            ) from error
         self._listener.listen()
 
     def accept(self) -> Link:

@@ -26,8 +26,12 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
         return
     if is_peft:
         model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
-        config = copy.deepcopy(model.config)  # which may add to its base's: the PAD id, a reward model's mean and std
-        vars(config).pop("quantization_config", None)  # how the frozen weights were kept while training
+        config = copy.deepcopy(
+            model.config
+        )  # which may add to its base's: the PAD id, a reward model's mean and std
+        vars(config).pop(
+            "quantization_config", None
+        )  # how the frozen weights were kept while training
         config.to_json_file(folder / _CONFIG_BESIDE_ADAPTERS)
     else:
         model.save_pretrained(folder, state_dict=weights)
@@ -44,7 +48,9 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as written:
         tokenizer.save_pretrained(written)
         for file in (path for path in Path(written).rglob("*") if path.is_file()):
-            target = folder / file.relative_to(written)  # which keeps its own mode, and so does its folder
+            target = folder / file.relative_to(
+                written
+            )  # which keeps its own mode, and so does its folder
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
 

@@ -34,7 +34,9 @@ def install() -> None:
     by_torchrun = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     for number in _SIGNALS:
         if by_torchrun or number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            _handlers[number] = signal.signal(number, lambda *_: None)  # CPython writes the number into the pipe
+            _handlers[number] = signal.signal(
+                number, lambda *_: None
+            )  # CPython writes the number into the pipe
             signal.siginterrupt(number, False)  # system calls of C++ libraries restart
     os.set_blocking(_pipe[1], False)
     signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
@@ -43,7 +45,11 @@ def install() -> None:
 def receive(seconds: float) -> list[str]:
     """Wait at most so long for signals, on any thread, even while the main thread is inside C; ``wake`` ends it."""
     readable = select.select([_pipe[0]], [], [], seconds)[0]
-    return [signal.Signals(n).name for n in os.read(_pipe[0], 512) if n in _SIGNALS] if readable else []
+    return (
+        [signal.Signals(n).name for n in os.read(_pipe[0], 512) if n in _SIGNALS]
+        if readable
+        else []
+    )
 
 
 def wake() -> None:
@@ -80,7 +86,9 @@ def _leave_to_parent() -> None:
     _release_signals()
 
 
-os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_leave_to_parent)
+os.register_at_fork(
+    before=_hold_signals, after_in_parent=_release_signals, after_in_child=_leave_to_parent
+)
 
 
 class SignalStop(StopCheck):

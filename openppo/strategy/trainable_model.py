@@ -41,7 +41,9 @@ class TrainableModel:
     ) -> None:
         self.deepspeed, self.scheduler, self._uncompiled = engine, scheduler, uncompiled
         self._launches = launches
-        self._host: dict[tuple[int, str], Tensor] = {}  # offloaded moments: pinning each time anew would take long
+        self._host: dict[
+            tuple[int, str], Tensor
+        ] = {}  # offloaded moments: pinning each time anew would take long
 
     @property
     def module(self) -> nn.Module:
@@ -103,14 +105,21 @@ class TrainableModel:
         """Key, owner and name of each moment that Adam has made."""
         adam: Any = self.deepspeed.basic_optimizer
         states = enumerate(adam.state.values())
-        return [((number, name), state, name) for number, state in states for name in MOMENTS if name in state]
+        return [
+            ((number, name), state, name)
+            for number, state in states
+            for name in MOMENTS
+            if name in state
+        ]
 
     def step(self) -> float:
         """Clip, update, advance the schedule. Returns the gradient's L2 norm before clipping.
 
         When that is not finite, on all ranks alike, neither weights nor optimizer nor schedule change.
         """
-        if self.deepspeed.zero_optimization_stage() == 0:  # DeepSpeed neither reports a norm there nor skips a step
+        if (
+            self.deepspeed.zero_optimization_stage() == 0
+        ):  # DeepSpeed neither reports a norm there nor skips a step
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if math.isfinite(norm):
@@ -149,7 +158,9 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
     """Layers of PEFT with adapters, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # seconds of imports
 
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)}
+    return {
+        name: layer for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)
+    }
 
 
 @contextmanager
@@ -164,7 +175,9 @@ def adapters_merged(module: nn.Module) -> Iterator[None]:
             weight = layer.base_layer.weight.data
             kept[layer] = weight.clone()
             weight.copy_(_merged(weight, layer))
-            layer.merged_adapters = list(layer.active_adapters)  # forwards of peft leave them out then
+            layer.merged_adapters = list(
+                layer.active_adapters
+            )  # forwards of peft leave them out then
         yield
     finally:
         for layer, before in kept.items():
@@ -179,18 +192,33 @@ def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
     """
     model: nn.Module = policy.get_base_model() if hasattr(policy, "peft_config") else policy
     layers = adapted_layers(model)
-    adapters = {f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()}
-    weights: list[Any] = [(n, p) for n, p in model.named_parameters() if n not in adapters or ".base_layer." in n]
+    adapters = {
+        f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()
+    }
+    weights: list[Any] = [
+        (n, p) for n, p in model.named_parameters() if n not in adapters or ".base_layer." in n
+    ]
     partitioned = any(hasattr(p, "ds_id") for _, p in weights)
     sizes = (p.ds_numel * p.element_size() if partitioned else GATHERED_BYTES for _, p in weights)
     numbered = zip(accumulate(sizes, initial=0), weights, strict=False)
     for _, together in groupby(numbered, lambda each: each[0] // GATHERED_BYTES):
-        group = [(name, p, layers.get(name.removesuffix(".base_layer.weight"))) for _, (name, p) in together]
-        involved = [p for _, weight, layer in group for p in ([weight] if layer is None else layer.parameters())]
+        group = [
+            (name, p, layers.get(name.removesuffix(".base_layer.weight")))
+            for _, (name, p) in together
+        ]
+        involved = [
+            p
+            for _, weight, layer in group
+            for p in ([weight] if layer is None else layer.parameters())
+        ]
         with GatheredParameters(involved, enabled=partitioned):
             copy = Tensor.clone if partitioned else Tensor.detach
-            whole = [copy(p.detach()) if layer is None else _merged(p, layer) for _, p, layer in group]
-        yield from zip((name.replace(".base_layer.", ".") for name, *_ in group), whole, strict=True)
+            whole = [
+                copy(p.detach()) if layer is None else _merged(p, layer) for _, p, layer in group
+            ]
+        yield from zip(
+            (name.replace(".base_layer.", ".") for name, *_ in group), whole, strict=True
+        )
         del whole  # before the next are gathered
 
 

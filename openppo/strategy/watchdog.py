@@ -35,7 +35,9 @@ _LINGER = 3 * _INTERVAL
 _SECONDS_FOR_RANK_0 = 10.0
 """To find the same mistake of the user, which is then reported by rank 0 alone."""
 _SECONDS_TO_END = 10.0
-_SIGNALLED = 128  # exit status of a process ended by a signal, less the signal's number, as in shells
+_SIGNALLED = (
+    128  # exit status of a process ended by a signal, less the signal's number, as in shells
+)
 _ECHO = 2.0
 """Seconds within which two signals count as one: launchers pass on what Slurm and Ctrl-C send to all processes."""
 
@@ -56,7 +58,11 @@ class HeartbeatStore:
         self._heard: dict[int, float] = {}
         self._store: TCPStore | None = None
         # torchrun's store outlives a restart of the ranks, so each start has keys of its own (see comm.py).
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
+        restart = (
+            os.environ.get("TORCHELASTIC_RESTART_COUNT")
+            if os.environ.get("GROUP_WORLD_SIZE") == "1"
+            else "0"
+        )
         self._prefix = f"openppo/{restart}"
         # Without torchrun's agent, rank 0 hosts the store.
         self.is_hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -72,7 +78,9 @@ class HeartbeatStore:
                 self._send_and_receive(self._store, mine)
         except RuntimeError as error:  # of torch's store, in several classes
             self.error = str(error).splitlines()[0]
-            time.sleep(1)  # a rank that hosts the store closes it some time before its process is gone
+            time.sleep(
+                1
+            )  # a rank that hosts the store closes it some time before its process is gone
             ended = self._ended()
         for rank in (rank for rank, beat in self.beats.items() if not beat.done):
             silent = time.monotonic() - self._heard[rank]
@@ -88,7 +96,11 @@ class HeartbeatStore:
         """True on the first rank that asks; without a store, on the first living rank of each machine."""
         with suppress(RuntimeError):
             return self._store is None or self._store.add(f"{self._prefix}/{what}", 1) == 1
-        here = [beat for beat in self.beats.values() if beat.machine == this_machine() and not beat.has_ended()]
+        here = [
+            beat
+            for beat in self.beats.values()
+            if beat.machine == this_machine() and not beat.has_ended()
+        ]
         return all(self._rank < beat.rank for beat in here)
 
     def end_all(self, status: int) -> None:
@@ -112,7 +124,9 @@ class HeartbeatStore:
                 socket.create_connection((host, port), timeout=1).close()
             except OSError:
                 return None
-        return TCPStore(host, port, None, self.is_hosted_here, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(
+            host, port, None, self.is_hosted_here, wait_for_workers=False, multi_tenant=True
+        )
 
     def _send_and_receive(self, store: TCPStore, mine: Heartbeat) -> None:
         store.set(f"{self._prefix}/{self._rank}", json.dumps(asdict(mine)))
@@ -135,7 +149,11 @@ class Watchdog:
     """
 
     def __init__(
-        self, limits: RunConfig, where: Any, options: Mapping[str, Any], how_to_resume: Callable[[], str] = str
+        self,
+        limits: RunConfig,
+        where: Any,
+        options: Mapping[str, Any],
+        how_to_resume: Callable[[], str] = str,
     ) -> None:
         self.explain_memory: ExplainMemory = lambda phase: MemoryView()
         """For a report of an out-of-memory error: what each model takes."""
@@ -143,7 +161,10 @@ class Watchdog:
         """Whether the work under way polls ``signals.requested()``; other work ends at the first signal."""
         self._limits, self._where, self._options = limits, where, options
         self._how_to_resume = how_to_resume
-        self._rank, self._n_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._rank, self._n_ranks = (
+            int(os.environ.get("RANK", "0")),
+            int(os.environ.get("WORLD_SIZE", "1")),
+        )
         self._samples = self._rank >= self._n_ranks - options.get("rollout_ranks", 0)
         self._store = HeartbeatStore(self._rank, self._n_ranks, limits.heartbeat_timeout)
         self._signalled_at: float | None = None
@@ -160,17 +181,27 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not (isinstance(error, SystemExit) and (self._n_ranks == 1 or not error.code)):
+        if error is not None and not (
+            isinstance(error, SystemExit) and (self._n_ranks == 1 or not error.code)
+        ):
             if self._n_ranks > 1 and fault_report.is_broken_connection(error):
-                time.sleep(self._limits.heartbeat_timeout + _LINGER)  # until the cause is known, and ends the process
-            self._report(fault_report.raised(error, self._heartbeat(), self._options, self.explain_memory))
+                time.sleep(
+                    self._limits.heartbeat_timeout + _LINGER
+                )  # until the cause is known, and ends the process
+            self._report(
+                fault_report.raised(error, self._heartbeat(), self._options, self.explain_memory)
+            )
         self._ending.set()
         signals.wake()
         self._thread.join()
         deadline = time.monotonic() + _SECONDS_TO_END
-        while time.monotonic() < deadline:  # the others learn that this rank has finished; the store outlives them
+        while (
+            time.monotonic() < deadline
+        ):  # the others learn that this rank has finished; the store outlives them
             self._store.exchange(self._heartbeat(done=True))
-            if not self._store.is_hosted_here or all(beat.done for beat in self._store.beats.values()):
+            if not self._store.is_hosted_here or all(
+                beat.done for beat in self._store.beats.values()
+            ):
                 break
             time.sleep(_INTERVAL / 5)
         faulthandler.cancel_dump_traceback_later()
@@ -184,7 +215,9 @@ class Watchdog:
             sys.exit(2)
         if self._rank:
             time.sleep(_SECONDS_FOR_RANK_0)
-        self._end(f"error{f' on rank {self._rank}' if self._rank else ''}: {message}\n", 2, cause=message)
+        self._end(
+            f"error{f' on rank {self._rank}' if self._rank else ''}: {message}\n", 2, cause=message
+        )
 
     def _set_timer(self) -> None:
         """End the process, from C, if no look succeeds in time: a thread holds the GIL, or the store is silent."""
@@ -207,7 +240,9 @@ class Watchdog:
         received = signals.receive(_INTERVAL)
         mine, store = self._heartbeat(), self._store
         store.exchange(mine)
-        if store.status is not None:  # after the rank that reported: torchrun names the first that ends
+        if (
+            store.status is not None
+        ):  # after the rank that reported: torchrun names the first that ends
             time.sleep(2 * _LINGER if store.status < _SIGNALLED else 0)
             self._exit(store.status)
         if store.lost:
@@ -225,7 +260,12 @@ class Watchdog:
             self._report(fault_report.stalled(mine))
 
     def _heartbeat(self, done: bool = False) -> Heartbeat:
-        place = (self._rank, self._where.phase, self._where.step, time.monotonic() - self._where.last_progress)
+        place = (
+            self._rank,
+            self._where.phase,
+            self._where.step,
+            time.monotonic() - self._where.last_progress,
+        )
         state = fault_report.host_memory(), signals.requested(), done, self._samples
         return Heartbeat(*place, *state, fault_report.collectives_started())
 
@@ -234,7 +274,9 @@ class Watchdog:
         if self._limits.stall_timeout <= 0 or mine.idle <= self._stall_limit(mine):
             return False
         others = self._store.beats.values()
-        if all(beat.idle > self._stall_limit(beat) + _SECONDS_TO_END for beat in others):  # a deadlock
+        if all(
+            beat.idle > self._stall_limit(beat) + _SECONDS_TO_END for beat in others
+        ):  # a deadlock
             return True
         return not (any(map(mine.waits_for, others)) or fault_report.waits_for_other_ranks())
 
@@ -250,7 +292,9 @@ class Watchdog:
             self._signalled_at = now
             signals.request(name)
             if self._store.claim("signal"):
-                _write(f"{name}: saving a checkpoint, then exiting; a second signal exits at once\n")
+                _write(
+                    f"{name}: saving a checkpoint, then exiting; a second signal exits at once\n"
+                )
         elif first is None or now - first > _ECHO:
             how = "ended" if first is None else "a second signal, ended at once"
             ending = f"{name}: {how} in phase {self._where.phase}"
@@ -258,14 +302,20 @@ class Watchdog:
 
     def _report(self, fault: Fault) -> NoReturn:
         failed = {beat.rank for beat in fault.where}
-        others = [beat for beat in [*self._store.beats.values(), self._heartbeat()] if beat.rank not in failed]
+        others = [
+            beat
+            for beat in [*self._store.beats.values(), self._heartbeat()]
+            if beat.rank not in failed
+        ]
         text = fault.render(sorted(others, key=lambda beat: beat.rank), self._how_to_resume())
         self._end(text, 1, cause=fault.what)
 
     def _end(self, text: str, status: int, cause: str) -> NoReturn:
         """Report, unless another rank does, and end the run; torchrun's summary repeats the ``cause``."""
         self._ending.set()
-        faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)  # if stderr or stdout is blocked, say
+        faulthandler.dump_traceback_later(
+            _SECONDS_TO_END, exit=True, file=2
+        )  # if stderr or stdout is blocked, say
         claimed = self._store.claim("report")
         if claimed:
             record_cause(cause)

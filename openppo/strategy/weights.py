@@ -81,8 +81,14 @@ class WeightReceiver:
             for name, shape, dtype in header:
                 ours = parameters.get(name)
                 if ours is None or [list(ours.shape), str(ours.dtype)] != [shape, dtype]:
-                    have = "nothing of that name" if ours is None else f"{list(ours.shape)} {ours.dtype}"
-                    raise ValueError(f"the trainers' weight {name} is {shape} {dtype}, and this rank has {have}")
+                    have = (
+                        "nothing of that name"
+                        if ours is None
+                        else f"{list(ours.shape)} {ours.dtype}"
+                    )
+                    raise ValueError(
+                        f"the trainers' weight {name} is {shape} {dtype}, and this rank has {have}"
+                    )
                 sizes.append(ours.numel() * ours.element_size())
                 missing.remove(name)
             payload = _broadcast(self._group, torch.empty(sum(sizes), dtype=torch.uint8))
@@ -94,10 +100,14 @@ class WeightReceiver:
 
     def _header(self) -> list[tuple[str, list[int], str]]:
         length = _broadcast(self._group, torch.zeros(1, dtype=torch.int64))
-        return json.loads(bytes(_broadcast(self._group, torch.empty(int(length), dtype=torch.uint8)).tolist()))
+        return json.loads(
+            bytes(_broadcast(self._group, torch.empty(int(length), dtype=torch.uint8)).tolist())
+        )
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], most: int = BUCKET_BYTES) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], most: int = BUCKET_BYTES
+) -> Iterator[list[tuple[str, Tensor]]]:
     """Weights in order, together up to ``most`` bytes."""
     bucket: list[tuple[str, Tensor]] = []
     n_bytes = 0

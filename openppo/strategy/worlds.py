@@ -29,7 +29,11 @@ class Launch:
     def world(self) -> tuple[int, int]:
         """Rank and size of this rank's world."""
         n_training = self.size - self.rollout_ranks
-        return (self.rank - n_training, self.rollout_ranks) if self.samples else (self.rank, n_training)
+        return (
+            (self.rank - n_training, self.rollout_ranks)
+            if self.samples
+            else (self.rank, n_training)
+        )
 
     def join(self, backend: str) -> None:
         """Join this rank's world as torch's default process group, under which DeepSpeed trains in every ZeRO stage."""
@@ -37,7 +41,9 @@ class Launch:
         if self.rollout_ranks > 0:  # libraries read them; the launch's own are in use no more
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         store = dist.PrefixStore("samplers" if self.samples else "trainers", self.store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=self.timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=self.timeout
+        )
 
     def between(self) -> dist.ProcessGroupGloo:
         """A group of the first trainer and all samplers, in this order, beside the default ones."""

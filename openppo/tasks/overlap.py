@@ -19,7 +19,9 @@ class OverlappingDataset(MultiRoundBufferDataset):
     of the trainer. A group of several samples is dropped if fewer than two succeed; ten in a row end the waiting.
     """
 
-    def __init__(self, batch_groups: int, max_staleness: int, stale: Literal["drop", "mask"] = "drop") -> None:
+    def __init__(
+        self, batch_groups: int, max_staleness: int, stale: Literal["drop", "mask"] = "drop"
+    ) -> None:
         super().__init__()
         self.work = WorkBuffer(batch_groups, max_staleness, stale)
         self.failures = FailureCount()
@@ -36,7 +38,9 @@ class OverlappingDataset(MultiRoundBufferDataset):
             self._admit()
         return begins
 
-    def notify_score(self, request_id: str, score: float | None, total_round_count: int | None = None) -> None:
+    def notify_score(
+        self, request_id: str, score: float | None, total_round_count: int | None = None
+    ) -> None:
         """An episode has ended; its group is complete with the last one."""
         turns = self.scored(request_id, score, total_round_count)
         with self._changed:
@@ -49,7 +53,9 @@ class OverlappingDataset(MultiRoundBufferDataset):
             del self._under_way[group]
             if len(members) < min(2, n_samples):
                 self.work.drop(group, "failed")
-                self.failures.add_group(f"too few episodes of group {group} have a score; the log says why")
+                self.failures.add_group(
+                    f"too few episodes of group {group} have a score; the log says why"
+                )
             else:
                 self.failures.add_group(None)
                 self.work.complete(group, [turn for member in members for turn in member])

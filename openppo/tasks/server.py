@@ -31,7 +31,10 @@ class TaskServer:
     def __init__(self, control: TaskControl, file: Path) -> None:
         self.control, self.file, self._token = control, file, secrets.token_hex(16)
         listener = listen("127.0.0.1", 0)
-        address = {"url": f"http://127.0.0.1:{listener.getsockname()[1]}/tasks", "token": self._token}
+        address = {
+            "url": f"http://127.0.0.1:{listener.getsockname()[1]}/tasks",
+            "token": self._token,
+        }
         app = web.Application(middlewares=[self._checked])
         app.add_routes([web.get("/tasks", self._progress), web.post("/tasks", self._join)])
         app.add_routes([web.post("/tasks/{name}", self._change)])
@@ -45,7 +48,9 @@ class TaskServer:
         file.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
             json.dump(address, opened)
-        logger.info("tasks can be watched and changed while the run lasts: %s has address and token", file)
+        logger.info(
+            "tasks can be watched and changed while the run lasts: %s has address and token", file
+        )
 
     def close(self) -> None:
         """Answer no more."""
@@ -58,13 +63,19 @@ class TaskServer:
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         try:
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
-                raise Refused(f"send the token of {self.file.name} as 'Authorization: Bearer TOKEN'.", 401)
+            if not hmac.compare_digest(
+                given.encode(errors="surrogateescape"), self._token.encode()
+            ):
+                raise Refused(
+                    f"send the token of {self.file.name} as 'Authorization: Bearer TOKEN'.", 401
+                )
             return await handler(request)
         except Refused as error:
             refused = error
         except web.HTTPException as error:
-            refused = Refused(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
+            refused = Refused(
+                f"{request.method} {request.path}: {error.text or error.reason}", error.status
+            )
         return web.json_response(refused.json, status=refused.status)
 
     async def _progress(self, _: web.Request) -> web.Response:
@@ -73,7 +84,9 @@ class TaskServer:
     async def _join(self, request: web.Request) -> web.Response:
         body = read_body(await body_of(request))
         try:
-            await asyncio.to_thread(self.control.join, body)  # it reads data, and asks whether the program is there
+            await asyncio.to_thread(
+                self.control.join, body
+            )  # it reads data, and asks whether the program is there
         except ValueError as error:
             raise Refused(str(error)) from error
         return web.json_response(self.control.progress()[body["name"]], status=201)
@@ -83,12 +96,18 @@ class TaskServer:
         changes: dict[str, Any] = {what: body.pop(what, None) for what in _CHANGES}
         for what, value in changes.items():
             is_number = isinstance(value, _CHANGES[what]) and not isinstance(value, bool)
-            if value is not None and not (is_number and value > 0 and (what != "ratio" or value < 1)):
-                raise Refused(f"{what} {value!r}: send a ratio between 0 and 1, a max_concurrent of 1 or more.")
+            if value is not None and not (
+                is_number and value > 0 and (what != "ratio" or value < 1)
+            ):
+                raise Refused(
+                    f"{what} {value!r}: send a ratio between 0 and 1, a max_concurrent of 1 or more."
+                )
         if body or set(changes.values()) == {None}:
             raise Refused("send ratio, max_concurrent or both, and nothing else.")
         try:
             self.control.change(name, **changes)
         except KeyError as error:
-            raise Refused(f"there is no task {name!r}; tasks are {', '.join(self.control.progress())}.", 404) from error
+            raise Refused(
+                f"there is no task {name!r}; tasks are {', '.join(self.control.progress())}.", 404
+            ) from error
         return web.json_response(self.control.progress()[name])

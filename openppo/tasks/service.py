@@ -44,7 +44,9 @@ class ServiceAgent(Agent):
         except HTTPError:
             return  # an answer, of a service that has no such page
         except OSError as error:
-            raise ValueError(f"{self._name} does not answer ({error}): start it before the run.") from error
+            raise ValueError(
+                f"{self._name} does not answer ({error}): start it before the run."
+            ) from error
 
     async def start(self) -> None:
         """Listen on a free port."""
@@ -84,7 +86,12 @@ class ServiceAgent(Agent):
 
     def _of_episode(self, task: Task, key: str, attempt: int) -> dict[str, Any]:
         url, episode = self.gateway.base_url(key), f"{task.group}-{secrets.token_hex(4)}"
-        of_group = {"group": task.group, "seed": task.seed, "row": task.prompt.row, "messages": task.messages}
+        of_group = {
+            "group": task.group,
+            "seed": task.seed,
+            "row": task.prompt.row,
+            "messages": task.messages,
+        }
         return {"episode": episode, "attempt": attempt, **of_group, "base_url": url, "api_key": key}
 
     @property

@@ -32,7 +32,14 @@ _KINDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("sampling", "options"), (dict, "options by name")),
     "timeout": ((int, float), "a number of seconds"),
 }
-_OF_THE_RUN = {"prompt_data", "pretrain_data", "reward_weights", "reward_pretrain", "prm_pretrain", "agent_env"}
+_OF_THE_RUN = {
+    "prompt_data",
+    "pretrain_data",
+    "reward_weights",
+    "reward_pretrain",
+    "prm_pretrain",
+    "agent_env",
+}
 _OPTIONS = {
     name: rules_of(option)
     for group in (AgentConfig, PPODataConfig, RewardConfig)
@@ -77,7 +84,9 @@ class TaskService:
 
 
 def task_source(
-    config: TrainPPOConfig, services: Sequence[TaskService] | None = None, ratios: Ratios | None = None
+    config: TrainPPOConfig,
+    services: Sequence[TaskService] | None = None,
+    ratios: Ratios | None = None,
 ) -> TaskMaker:
     """The ``source`` of ``build_ppo_trainer`` that plays ``services``, or those of the file ``--tasks``.
 
@@ -91,13 +100,17 @@ def task_source(
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"--tasks: two tasks have the name {twice[0]!r}: rename one.")
     parts = _ratios(services)
-    return ServedTasks(config, [_run_task(each, config, parts[each.name]) for each in services], ratios)
+    return ServedTasks(
+        config, [_run_task(each, config, parts[each.name]) for each in services], ratios
+    )
 
 
 class ServedTasks(TaskMaker):
     """Tasks that can be watched and changed while the run lasts, and joined: ``logs/tasks.json`` says where."""
 
-    def __init__(self, config: TrainPPOConfig, tasks: Sequence[RunTask], ratios: Ratios | None) -> None:
+    def __init__(
+        self, config: TrainPPOConfig, tasks: Sequence[RunTask], ratios: Ratios | None
+    ) -> None:
         super().__init__(tasks, ratios)
         self.config = config
 
@@ -114,9 +127,13 @@ class ServedTasks(TaskMaker):
         if service.address is None:
             raise ValueError(f"{what} is a program: send its address as agent, http://... {_ELSE}")
         if named := sorted(_OF_THIS_MACHINE & service.options.keys()):
-            raise ValueError(f"{what} names no files and programs of this machine: leave {named[0]} out. {_ELSE}")
+            raise ValueError(
+                f"{what} names no files and programs of this machine: leave {named[0]} out. {_ELSE}"
+            )
         if not (isinstance(ratio, int | float) and 0 < ratio < 1) or service.eval_data is not None:
-            raise ValueError(f"{what} needs a ratio between 0 and 1, and is not evaluated: leave eval_data out.")
+            raise ValueError(
+                f"{what} needs a ratio between 0 and 1, and is not evaluated: leave eval_data out."
+            )
         task = _run_task(service, self.config, ratio)
         with task.named():
             assert task.maker is not None
@@ -124,13 +141,17 @@ class ServedTasks(TaskMaker):
                 raise ValueError("it gives its rewards itself: leave reward out.")
             task.maker.check(self.tokenizer)
             data, seed = task.config.data, self.config.deepspeed.seed
-            rows = load_mixed_rows(data, data.prompt_data, flag="data", split=data.prompt_split, seed=seed)
+            rows = load_mixed_rows(
+                data, data.prompt_data, flag="data", split=data.prompt_split, seed=seed
+            )
             prompts = load_tasks(rows, self.tokenizer, data)
         return replace(task, fields=fields), [replace(prompt, task=task.name) for prompt in prompts]
 
     def serve(self, control: TaskControl) -> Callable[[], None]:
         """Answer until what is returned is called."""
-        return TaskServer(control, Path(self.tasks[0].config.run.save_path) / "logs" / "tasks.json").close
+        return TaskServer(
+            control, Path(self.tasks[0].config.run.save_path) / "logs" / "tasks.json"
+        ).close
 
 
 def read_tasks(file: Path) -> list[TaskService]:
@@ -151,7 +172,9 @@ def _services(rows: Sequence[Mapping[str, Any]], where: str) -> list[TaskService
     for number, row in enumerate(rows, 1):
         name = row.get("name", f"number {number}")
         if unknown := sorted(row.keys() - set(known)):
-            raise ValueError(f"{where}: task {name} has no field {unknown[0]!r}; fields are {', '.join(known)}.")
+            raise ValueError(
+                f"{where}: task {name} has no field {unknown[0]!r}; fields are {', '.join(known)}."
+            )
         if not isinstance(row.get("name"), str):
             raise ValueError(f"{where}: task {name} needs a name: add 'name: NAME'.")
         for each, (kind, called) in _KINDS.items():
@@ -165,9 +188,17 @@ def _ratios(services: Sequence[TaskService]) -> dict[str, float]:
     if not given:
         return {service.name: 1 / len(services) for service in services}
     if missing := [service.name for service in services if service.ratio is None]:
-        raise ValueError(f"--tasks: task {missing[0]} has no ratio, and others have: give one to each, or to none.")
-    if bad := [name for name, ratio in given.items() if not (isinstance(ratio, int | float) and 0 < ratio <= 1)]:
-        raise ValueError(f"--tasks: the ratio of task {bad[0]} is {given[bad[0]]}: use a number above 0, at most 1.")
+        raise ValueError(
+            f"--tasks: task {missing[0]} has no ratio, and others have: give one to each, or to none."
+        )
+    if bad := [
+        name
+        for name, ratio in given.items()
+        if not (isinstance(ratio, int | float) and 0 < ratio <= 1)
+    ]:
+        raise ValueError(
+            f"--tasks: the ratio of task {bad[0]} is {given[bad[0]]}: use a number above 0, at most 1."
+        )
     if not math.isclose(total := sum(given.values()), 1.0, abs_tol=1e-6):
         raise ValueError(f"--tasks: the ratios sum to {total:g}: make them sum to 1.")
     return given
@@ -176,17 +207,23 @@ def _ratios(services: Sequence[TaskService]) -> dict[str, float]:
 def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> RunTask:
     name = service.name
     if not re.fullmatch(r"[\w.-]+", name):
-        raise ValueError(f"--tasks: {name!r} is no name of a task: use letters, digits, '.', '-' and '_'.")
+        raise ValueError(
+            f"--tasks: {name!r} is no name of a task: use letters, digits, '.', '-' and '_'."
+        )
     for what, given, allowed in (
         ("options", service.options, _OPTIONS.keys() - _OF_THE_RUN),
         ("sampling", service.sampling, set(_SAMPLING)),
     ):
         if wrong := sorted(given.keys() - allowed):
-            raise ValueError(f"--tasks: task {name}: {what} has {wrong[0]}, which is the run's, or no option of tasks.")
+            raise ValueError(
+                f"--tasks: task {name}: {what} has {wrong[0]}, which is the run's, or no option of tasks."
+            )
     for what, least in (("group_size", 1), ("max_concurrent", 1), ("retries", 0)):
         value = vars(service)[what]
         if value is not None and not (isinstance(value, int) and value >= least):
-            raise ValueError(f"--tasks: task {name}: {what} {value}: use a whole number of {least} or more.")
+            raise ValueError(
+                f"--tasks: task {name}: {what} {value}: use a whole number of {least} or more."
+            )
     own = {**service.options, **service.sampling, **_reward_options(service.reward)}
     own |= {"prompt_data": service.data, "eval_data": service.eval_data, "tasks": None}
     own |= {} if service.group_size is None else {"n_samples_per_prompt": service.group_size}
@@ -200,9 +237,13 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
     with task.named():
         for group in (made.agents, made.data, made.rewards, made.generation):
             group.validate()
-        raise_first(text.replace("--n_samples_per_prompt", "group_size") for text in made.group_problems())
+        raise_first(
+            text.replace("--n_samples_per_prompt", "group_size") for text in made.group_problems()
+        )
         if made.generation.generate_max_len > (most := config.generation.generate_max_len):
-            raise ValueError(f"generate_max_len is longer than the run's --generate_max_len {most}: raise that.")
+            raise ValueError(
+                f"generate_max_len is longer than the run's --generate_max_len {most}: raise that."
+            )
         maker = _maker(service, made)
         if not service.data and made.agents.environment is None:
             raise ValueError("it has no data, and no environment: give it data.")

@@ -33,7 +33,9 @@ class _Handler(logging.Handler):
         self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):  # a full disk or a closed pipe leaves nowhere to report it
+        with suppress(
+            OSError, ValueError
+        ):  # a full disk or a closed pipe leaves nowhere to report it
             write_line(self.format(record), sys.stderr)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -41,7 +43,11 @@ class _Handler(logging.Handler):
         message = "\n".join(map(escape_control, super().format(record).split("\n")))
         if self._rank == 0 and sys.stderr.isatty():
             message = _wrapped(message, shutil.get_terminal_size().columns)
-            return f"\x1b[33mwarning: {message}\x1b[0m" if record.levelno >= logging.WARNING else message
+            return (
+                f"\x1b[33mwarning: {message}\x1b[0m"
+                if record.levelno >= logging.WARNING
+                else message
+            )
         name = "[openppo]" if self._rank == 0 else f"[openppo rank {self._rank}]"
         return "\n".join(f"{name} {line}".rstrip() for line in message.split("\n"))
 
@@ -57,7 +63,9 @@ def _wrapped(message: str, width: int) -> str:
 
 def setup_logging(rank: int) -> None:
     """Log of a command: rank 0 from INFO on, other ranks from WARNING on."""
-    logger.handlers[:] = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
+    logger.handlers[:] = [
+        handler for handler in logger.handlers if not isinstance(handler, _Handler)
+    ]
     logger.addHandler(_Handler(rank))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
@@ -77,11 +85,19 @@ def escape_control(text: str, longest: int | None = None, keep: str = "start") -
     """
     left_out = 0 if longest is None else max(0, len(text) - longest)
     kept = text[left_out:] if keep == "end" else text[: len(text) - left_out]
-    blank = (" " if unicodedata.category(character) == "Zs" else character for character in kept)  # of any width
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in blank)
+    blank = (
+        " " if unicodedata.category(character) == "Zs" else character for character in kept
+    )  # of any width
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in blank
+    )
     if not left_out:
         return shown
-    return f"{shown} ... (+{left_out} characters)" if keep == "start" else f"(+{left_out} characters) ... {shown}"
+    return (
+        f"{shown} ... (+{left_out} characters)"
+        if keep == "start"
+        else f"(+{left_out} characters) ... {shown}"
+    )
 
 
 def columns(stream: TextIO) -> int:
@@ -90,7 +106,11 @@ def columns(stream: TextIO) -> int:
 
 
 def table_lines(
-    rows: Iterable[Sequence[str]], *, right: Collection[int] = (), indent: int = 0, stream: TextIO | None = None
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Collection[int] = (),
+    indent: int = 0,
+    stream: TextIO | None = None,
 ) -> list[str]:
     """``rows`` in aligned columns, two spaces apart; columns ``right`` are right-aligned.
 
@@ -154,7 +174,9 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         if not self._lines or now - since < SECONDS_BETWEEN_LINES:
             return
         self._last_line = now
-        line = tqdm.format_meter(self.done, self._total or 0, now - self._start, ncols=0, prefix=self._description)
+        line = tqdm.format_meter(
+            self.done, self._total or 0, now - self._start, ncols=0, prefix=self._description
+        )
         with suppress(OSError, ValueError):  # a full disk or a closed pipe ends no training
             print(line.strip(), file=sys.stderr, flush=True)
 

@@ -56,20 +56,30 @@ class Metrics:
         self._reductions: dict[str, Reduction] = {}
         self._pieces: dict[str, list[Tensor]] = {}  # each (3,) float64: weight, value, m2
 
-    def add(self, name: str, value: float | Tensor, *, weight: float = 1.0, reduce: Reduction = "mean") -> None:
+    def add(
+        self, name: str, value: float | Tensor, *, weight: float = 1.0, reduce: Reduction = "mean"
+    ) -> None:
         """Add one number. ``weight`` counts in mean and std; an addition of weight 0 adds nothing at all."""
         assert weight >= 0, f"{name}: negative weight {weight}"
         self._declare(name, reduce)
         if weight == 0:
             return
         value = torch.as_tensor(value, dtype=torch.float64).detach()
-        assert value.numel() == 1, f"{name}: one number expected, got shape {tuple(value.shape)}; see add_tensor"
-        self._pieces[name].append(torch.stack((value.new_tensor(weight), value.reshape(()), value.new_zeros(()))))
+        assert value.numel() == 1, (
+            f"{name}: one number expected, got shape {tuple(value.shape)}; see add_tensor"
+        )
+        self._pieces[name].append(
+            torch.stack((value.new_tensor(weight), value.reshape(()), value.new_zeros(())))
+        )
 
-    def add_tensor(self, name: str, values: Tensor, mask: Tensor | None = None, reduce: Reduction = "mean") -> None:
+    def add_tensor(
+        self, name: str, values: Tensor, mask: Tensor | None = None, reduce: Reduction = "mean"
+    ) -> None:
         """Add all elements of ``values`` where ``mask`` (of the same shape) is true; the others may be NaN."""
         self._declare(name, reduce)
-        assert mask is None or mask.shape == values.shape, f"{name}: {values.shape} values, {mask.shape} mask"
+        assert mask is None or mask.shape == values.shape, (
+            f"{name}: {values.shape} values, {mask.shape} mask"
+        )
         if values.numel() == 0:
             return
         values = values.detach().to(torch.float64)
@@ -90,7 +100,10 @@ class Metrics:
 
         Collective: every rank must call it. A metric to which nothing was added anywhere is left out.
         """
-        state = {name: (self._reductions[name], _merge(self._reductions[name], p)) for name, p in self._pieces.items()}
+        state = {
+            name: (self._reductions[name], _merge(self._reductions[name], p))
+            for name, p in self._pieces.items()
+        }
         triples: dict[str, list[Tensor]] = {}
         reductions: dict[str, Reduction] = {}
         for of_rank in comm.all_gather_object(state):
@@ -113,13 +126,18 @@ class Metrics:
     def _declare(self, name: str, reduction: Reduction) -> None:
         self._pieces.setdefault(name, [])
         if (before := self._reductions.setdefault(name, reduction)) != reduction:
-            raise ValueError(f"metric {name} was declared with reduction {before}, now with {reduction}")
+            raise ValueError(
+                f"metric {name} was declared with reduction {before}, now with {reduction}"
+            )
 
 
 def _merge(reduction: Reduction, pieces: list[Tensor]) -> list[float]:
     """One triple ``[weight, value, m2]`` that stands for all ``pieces``; weight 0 when they hold nothing."""
     devices = dict.fromkeys(piece.device for piece in pieces)  # one transfer for each
-    rows = [torch.stack([piece for piece in pieces if piece.device == device]).cpu() for device in devices]
+    rows = [
+        torch.stack([piece for piece in pieces if piece.device == device]).cpu()
+        for device in devices
+    ]
     stacked = torch.cat([torch.zeros(0, 3, dtype=torch.float64), *rows])  # (pieces, 3)
     weights, values, m2s = stacked[stacked[:, 0] > 0].unbind(dim=1)
     if len(weights) == 0:
@@ -154,7 +172,11 @@ def histogram(values: Tensor, comm: Comm, bins: int = BINS) -> Histogram | None:
     """
     finite = values.detach().flatten().double().cpu()
     finite = finite[finite.isfinite()]
-    ends = torch.stack((-finite.min(), finite.max())) if len(finite) else torch.full((2,), -torch.inf).double()
+    ends = (
+        torch.stack((-finite.min(), finite.max()))
+        if len(finite)
+        else torch.full((2,), -torch.inf).double()
+    )
     ends = comm.all_reduce(ends, "max")
     if not ends.isfinite().all():
         return None
@@ -165,4 +187,6 @@ def histogram(values: Tensor, comm: Comm, bins: int = BINS) -> Histogram | None:
     counts = torch.histc(finite, bins, low, high)  # counts in float64 are exact
     sums = comm.all_reduce(torch.cat((counts, finite.sum()[None], finite.square().sum()[None])))
     edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
-    return Histogram(edges.tolist(), [int(n) for n in sums[:bins]], float(sums[bins]), float(sums[bins + 1]))
+    return Histogram(
+        edges.tolist(), [int(n) for n in sums[:bins]], float(sums[bins]), float(sums[bins + 1])
+    )

@@ -14,7 +14,11 @@ _BEGINNING = 4096
 
 
 def check_output_file(
-    path: str, flag: str, *, is_ours: Callable[[bytes], bool], inputs: Iterable[tuple[str, str]] = ()
+    path: str,
+    flag: str,
+    *,
+    is_ours: Callable[[bytes], bool],
+    inputs: Iterable[tuple[str, str]] = (),
 ) -> Path:
     """The file that ``flag`` names, its folder made; ``ValueError`` if writing there would lose something.
 
@@ -29,14 +33,20 @@ def check_output_file(
             raise ValueError(f"{flag} {path} is read by {input_flag} {name}: name another file.")
     try:
         if file.is_file() and not _may_replace(file, is_ours):
-            raise ValueError(f"{flag} {path} holds what this command has not written: name another file, or remove it.")
-        if file.exists() and not file.is_file():  # a device or a pipe, which may wait for its reader
+            raise ValueError(
+                f"{flag} {path} holds what this command has not written: name another file, or remove it."
+            )
+        if (
+            file.exists() and not file.is_file()
+        ):  # a device or a pipe, which may wait for its reader
             return file
         folder = file.resolve().parent
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot be written ({error}); choose another folder.") from error
+        raise ValueError(
+            f"{flag} {path}: cannot be written ({error}); choose another folder."
+        ) from error
     return file
 
 

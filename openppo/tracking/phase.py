@@ -27,10 +27,18 @@ class CurrentPhase:
     def __init__(self) -> None:
         self.phase = "starting"
         self.step = 0  # the global step under way, from 1; 0 before the first
-        self.last_progress = time.monotonic()  # a phase began or ended, or a progress bar was updated
-        self.on_progress: Callable[[], None] | None = None  # called at each progress, on the training thread
-        self.seconds: dict[str, float] = {}  # of roles, and of phases outside of a timer, until a line reports them
-        self.events: list[tuple[str, Any, Any]] = []  # begin and end of more of them in a GPU's queue
+        self.last_progress = (
+            time.monotonic()
+        )  # a phase began or ended, or a progress bar was updated
+        self.on_progress: Callable[[], None] | None = (
+            None  # called at each progress, on the training thread
+        )
+        self.seconds: dict[
+            str, float
+        ] = {}  # of roles, and of phases outside of a timer, until a line reports them
+        self.events: list[
+            tuple[str, Any, Any]
+        ] = []  # begin and end of more of them in a GPU's queue
 
     def take_seconds(self) -> dict[str, float]:
         """The seconds since the last call; waits for the last of the events."""
@@ -66,7 +74,9 @@ def named_phase(name: str) -> Iterator[None]:
     except Interrupted:
         current.phase = outer
         raise
-    current.phase = outer  # kept after other exceptions: the report names the phase in which they were raised
+    current.phase = (
+        outer  # kept after other exceptions: the report names the phase in which they were raised
+    )
     current.progress()
 
 
@@ -84,7 +94,9 @@ def timed(name: str) -> Iterator[None]:
     On a GPU it is that between two places in its queue, so that nothing waits for it.
     """
     is_part, on_gpu = current.phase == "evaluation" != name, _gpu_in_use()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
+    begin, end = (
+        (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
+    )
     if begin:
         begin.record()
     start = time.perf_counter()
@@ -105,7 +117,9 @@ def evaluation(method: Callable[..., dict[str, float]]) -> Callable[..., dict[st
             metrics = method(trainer, *args, **kwargs)
         current.seconds = current.take_seconds()
         seconds = torch.tensor(current.seconds.pop("evaluation"), dtype=torch.float64)
-        return metrics and metrics | {"time/evaluation_s": float(trainer.comm.all_reduce(seconds, "max"))}
+        return metrics and metrics | {
+            "time/evaluation_s": float(trainer.comm.all_reduce(seconds, "max"))
+        }
 
     return run
 
@@ -170,23 +184,43 @@ class PhaseTimer:
         tokens: dict[str, list[int]] = {}  # of the ranks that count any
         peaks: dict[str, int] = {}
         mine = self._seconds | current.take_seconds()
-        for of_seconds, of_tokens, of_peaks in comm.all_gather_object((mine, self._tokens, self._peaks)):
-            seconds |= {name: max(seconds.get(name, 0.0), value) for name, value in of_seconds.items()}
+        for of_seconds, of_tokens, of_peaks in comm.all_gather_object(
+            (mine, self._tokens, self._peaks)
+        ):
+            seconds |= {
+                name: max(seconds.get(name, 0.0), value) for name, value in of_seconds.items()
+            }
             peaks |= {name: max(peaks.get(name, 0), peak) for name, peak in of_peaks.items()}
             tokens |= {name: [*tokens.get(name, []), count] for name, count in of_tokens.items()}
         self._seconds, self._tokens, self._peaks = {}, Counter(), {}
         tokens = {name: counts for name, counts in tokens.items() if seconds.get(name, 0.0) > 0}
         shares = {
-            name: max(counts) / sum(counts) for name, counts in tokens.items() if any(counts) and comm.world_size > 1
+            name: max(counts) / sum(counts)
+            for name, counts in tokens.items()
+            if any(counts) and comm.world_size > 1
         }
-        rates = {f"speed/{name}_tokens_per_s": sum(counts) / seconds[name] for name, counts in tokens.items()}
-        whole = {f"{name}_per_device": n / (comm.world_size + others) for name, n in rates.items() if "/step_" in name}
+        rates = {
+            f"speed/{name}_tokens_per_s": sum(counts) / seconds[name]
+            for name, counts in tokens.items()
+        }
+        whole = {
+            f"{name}_per_device": n / (comm.world_size + others)
+            for name, n in rates.items()
+            if "/step_" in name
+        }
         return {
             **{f"time/{name}_s": value for name, value in seconds.items()},
             **rates | whole,
-            **{f"speed/{name}_imbalance": comm.world_size * share - 1 for name, share in shares.items()},
+            **{
+                f"speed/{name}_imbalance": comm.world_size * share - 1
+                for name, share in shares.items()
+            },
             **{f"memory/{name}_peak_gib": peak / GIB for name, peak in peaks.items()},
-            **{f"memory/{name}_estimated_gib": n / GIB for name, n in self._estimated.items() if name in peaks},
+            **{
+                f"memory/{name}_estimated_gib": n / GIB
+                for name, n in self._estimated.items()
+                if name in peaks
+            },
         }
 
     def _record_peak(self) -> None:
@@ -257,7 +291,9 @@ class StepProfiler:
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         sys.stderr.flush()
         with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "wb") as kept:
-            os.dup2(nowhere.fileno(), 2)  # or C++ warns each time, through the middle of progress bars
+            os.dup2(
+                nowhere.fileno(), 2
+            )  # or C++ warns each time, through the middle of progress bars
             try:
                 self._profile.toggle_collection_dynamic(enable, kinds)
             finally:

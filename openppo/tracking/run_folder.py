@@ -20,10 +20,34 @@ from openppo.tracking.output_files import replacing
 from openppo.types import Comm
 from openppo.weight_files import WEIGHTS, holds_model
 
-PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "numpy", "vllm", "flash-attn", "bitsandbytes")
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "peft",
+    "datasets",
+    "numpy",
+    "vllm",
+    "flash-attn",
+    "bitsandbytes",
+)
 _BESIDE = (
-    *("*.safetensors.index.json", "generation_config.json", "model_config.json", "tokenizer*", "*.jinja", "*.model"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "modeling_*.py", "configuration_*.py"),
+    *(
+        "*.safetensors.index.json",
+        "generation_config.json",
+        "model_config.json",
+        "tokenizer*",
+        "*.jinja",
+        "*.model",
+    ),
+    *(
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+        "modeling_*.py",
+        "configuration_*.py",
+    ),
 )
 """Files that transformers and peft write with the weights."""
 _OF_RUNS = ("logs.[0-9]*", "checkpoints_*", "model.[0-9]*")
@@ -39,7 +63,11 @@ def environment(comm: Comm) -> dict[str, Any]:
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         device = {"device": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)}
     else:
-        device = {"device": f"CPU ({platform.machine()})", "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+        device = {
+            "device": f"CPU ({platform.machine()})",
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        }
     packages = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -58,8 +86,12 @@ def environment(comm: Comm) -> dict[str, Any]:
 def save_run(folder: Path, options: Mapping[str, object], environment: Mapping[str, Any]) -> None:
     """Write ``environment.json``, and ``options`` in their order to ``config.yaml``, which ``--config`` reads back."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
-    plain = json.loads(json.dumps(options, default=lambda value: getattr(value, "value", str(value))))  # of an enum
+    (folder / "environment.json").write_text(
+        json.dumps(environment, indent=1) + "\n", encoding="utf-8"
+    )
+    plain = json.loads(
+        json.dumps(options, default=lambda value: getattr(value, "value", str(value)))
+    )  # of an enum
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=False)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
@@ -71,7 +103,9 @@ def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
     """
     logs = folder / "logs"
     if logs.exists() and not _is_logs(logs) and (not logs.is_dir() or any(logs.iterdir())):
-        raise ValueError(f"--save_path {folder}: 'logs' in it is not of a run: rename it, or choose another folder.")
+        raise ValueError(
+            f"--save_path {folder}: 'logs' in it is not of a run: rename it, or choose another folder."
+        )
     is_run = _is_logs(logs) or any(any(folder.glob(name)) for name in _OF_RUNS)
     for flag, place in models.items():
         if holds_model(Path(place)) and not is_run:
@@ -87,7 +121,14 @@ def set_aside_model(folder: Path) -> None:
         return
     aside = numbered(folder / "model")
     aside.mkdir()
-    for file in sorted({file for pattern in (*WEIGHTS, *_BESIDE) for file in folder.glob(pattern) if file.is_file()}):
+    for file in sorted(
+        {
+            file
+            for pattern in (*WEIGHTS, *_BESIDE)
+            for file in folder.glob(pattern)
+            if file.is_file()
+        }
+    ):
         file.rename(aside / file.name)
     logger.warning("the model of an earlier run is kept in %s", aside)
 
@@ -104,14 +145,21 @@ def set_aside_logs(folder: Path) -> None:
 def _is_logs(folder: Path) -> bool:
     """Whether a run wrote ``folder``: its options are there."""
     try:
-        return re.search(r"^save_path:", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE) is not None
+        return (
+            re.search(
+                r"^save_path:", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE
+            )
+            is not None
+        )
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return False
 
 
 def numbered(path: Path) -> Path:
     """``path`` with the first free number after it."""
-    return next(new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.{n}")).exists())
+    return next(
+        new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.{n}")).exists()
+    )
 
 
 def cut_logs(folder: Path, step: int) -> None:
@@ -121,6 +169,8 @@ def cut_logs(folder: Path, step: int) -> None:
     """
     for file in sorted(folder.glob("*.jsonl")):
         *lines, _ = file.read_bytes().split(b"\n")  # not splitlines: a logged text may hold U+2028
-        kept = [line for line in lines if not (found := LOG_STEP.match(line)) or int(found[1]) <= step]
+        kept = [
+            line for line in lines if not (found := LOG_STEP.match(line)) or int(found[1]) <= step
+        ]
         with replacing(file) as new:
             new.write_bytes(b"".join(line + b"\n" for line in kept))

@@ -26,7 +26,9 @@ class ActorStep:
     tokens (or sequences) of all micro-batches and ranks, times the ranks, since DeepSpeed averages over them.
     """
 
-    def __init__(self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
+    def __init__(
+        self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device
+    ) -> None:
         self.model, self.config, self.comm, self.device = model, config, comm, device
         self.observe: Callable[[Experience, Tensor, Tensor | None], None] | None = None
         """Gets each micro-batch with the log-probs and entropy of its forward."""
@@ -58,9 +60,14 @@ class ActorStep:
         metrics.add("actor_grad_norm", norm)
         return norm
 
-    def _loss(self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool) -> Tensor:
+    def _loss(
+        self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool
+    ) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
-        entropy_coef, given = self.config.loss.entropy_coef, (micro.sequences, micro.attention_mask, micro.action_mask)
+        entropy_coef, given = (
+            self.config.loss.entropy_coef,
+            (micro.sequences, micro.attention_mask, micro.action_mask),
+        )
         outputs = self.model(*given, return_entropy=entropy_coef > 0, **micro.model_inputs)
         micro = micro.to(self.device, on_device)
         mask = micro.action_mask
@@ -68,16 +75,22 @@ class ActorStep:
         if self.observe is not None:
             self.observe(micro, log_probs, entropy)
         if micro.log_probs is None:
-            micro = micro.with_fields(log_probs=log_probs.detach() if on_policy else micro.rollout_log_probs)
+            micro = micro.with_fields(
+                log_probs=log_probs.detach() if on_policy else micro.rollout_log_probs
+            )
         assert micro.log_probs is not None and micro.advantages is not None
-        loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs)  # (B, L)
+        loss = self.policy_loss(
+            log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs
+        )  # (B, L)
         self._measure(loss, log_probs, micro, metrics)
         if on_policy and micro.entropy is None:
             measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics, micro.staleness)
         loss = loss * self._correction(micro, metrics)
         if self.config.kl.use_kl_loss:
             assert micro.ref_log_probs is not None
-            kl = compute_approx_kl(log_probs, micro.ref_log_probs, mask, self.config.kl.kl_estimator)
+            kl = compute_approx_kl(
+                log_probs, micro.ref_log_probs, mask, self.config.kl.kl_estimator
+            )
             metrics.add_tensor("kl_loss", kl.detach(), mask)
             loss = loss + kl_coef * kl
         if entropy is not None:
@@ -94,7 +107,11 @@ class ActorStep:
             return 1.0
         assert micro.log_probs is not None
         given = micro.log_probs, micro.rollout_log_probs, mask, options.rollout_correction
-        how = options.rollout_correction_low, options.rollout_correction_high, options.rollout_correction_level
+        how = (
+            options.rollout_correction_low,
+            options.rollout_correction_high,
+            options.rollout_correction_level,
+        )
         weights = rollout_correction(*given, *how, options.rollout_correction_veto)
         metrics.add_tensor("rollout_weight", weights, mask)
         metrics.add_tensor("rollout_masked_fraction", (weights == 0).float(), mask)
@@ -102,16 +119,22 @@ class ActorStep:
             measure_masked(correction_range(*given, *how), mask, metrics)
         return weights
 
-    def _measure(self, loss: Tensor, log_probs: Tensor, micro: Experience, metrics: Metrics) -> None:
+    def _measure(
+        self, loss: Tensor, log_probs: Tensor, micro: Experience, metrics: Metrics
+    ) -> None:
         assert micro.log_probs is not None
         mask, log_probs = micro.action_mask, log_probs.detach()
         metrics.add_tensor("policy_loss", loss.detach(), mask)
         clipped = self.policy_loss.clipped(log_probs, micro.log_probs, mask)  # bool (B, L)
         metrics.add_tensor("clip_fraction", clipped.float(), mask)
         if isinstance(self.policy_loss, MaskingLoss):
-            found = self.policy_loss.masking(log_probs, micro.log_probs, micro.rollout_log_probs, mask)
+            found = self.policy_loss.masking(
+                log_probs, micro.log_probs, micro.rollout_log_probs, mask
+            )
             measure_masked(found, mask, metrics)
-        change = log_ratio(log_probs, micro.log_probs, mask).double()  # near 0, where float32 would be all rounding
+        change = log_ratio(
+            log_probs, micro.log_probs, mask
+        ).double()  # near 0, where float32 would be all rounding
         metrics.add_tensor("ratio_max", change.exp(), mask, reduce="max")
         metrics.add_tensor("approx_kl", change.expm1() - change, mask)  # k3
 
@@ -123,4 +146,6 @@ class ActorStep:
             log_probs = self.model(*micro[:3], position_ids=micro.position_ids, **options)
             metrics.add_tensor("ptx_loss", -log_probs, on_device(micro.loss_mask, self.device))
             loss = -log_probs.sum() / max(batch.n_targets, 1)
-            self.model.backward(self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last)
+            self.model.backward(
+                self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last
+            )

@@ -70,7 +70,9 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """A trainer; ``objects`` fill ``OwnObjects``, ``trackers`` log on rank 0. ``ValueError`` names flag or object."""
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
-    strategy = strategy or DeepspeedStrategy(config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks)
+    strategy = strategy or DeepspeedStrategy(
+        config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks
+    )
     run = _before_models(config, strategy, OwnObjects(**objects), maker=maker, source=source)
     config, components = _with_models(run, strategy, trackers)
     if config.run.stop_when:
@@ -145,7 +147,11 @@ def _with_models(
     if run.samples:
         engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, run.actor_config)
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
-    ema = ParameterAverage(actor, config.ppo.ema_beta, _spare(run.estimate)) if config.ppo.enable_ema else None
+    ema = (
+        ParameterAverage(actor, config.ppo.ema_beta, _spare(run.estimate))
+        if config.ppo.enable_ema
+        else None
+    )
     run.checkpointer.attach({"actor": actor, "critic": critic}, ema)
     with strategy.uncompiled():
         pack_documents_to = packed_row_length(actor, data.documents, data.longest, strategy.device)
@@ -208,11 +214,17 @@ def _maker(
 
 
 def _checked(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, samples: bool, maker: SamplerMaker | None, own: OwnObjects
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    samples: bool,
+    maker: SamplerMaker | None,
+    own: OwnObjects,
 ) -> Checked:
     """Tokenizer, the actor's config, and data, once everything has been checked that needs no weights."""
     if samples and maker is None and config.agents.form is not None:
-        raise ValueError(f"--{config.agents.form}: pass source=agent_source(config.agents), of openppo.agents.")
+        raise ValueError(
+            f"--{config.agents.form}: pass source=agent_source(config.agents), of openppo.agents."
+        )
     own_rewards = None if maker is None else maker.gives_rewards
     own_source = not samples or isinstance(maker, TaskMaker)
     check_options(config, strategy.comm, own_source=own_source, own_rewards=own_rewards)
@@ -220,12 +232,18 @@ def _checked(
     if maker is not None:
         maker.check(tokenizer)
     if not samples:
-        return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False)
+        return (
+            tokenizer,
+            actor_config,
+            load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False),
+        )
     data = load_tasks_data(TaskMaker.of(config, maker), tokenizer, actor_config, strategy.comm, own)
     if data.kinds:
         check_run_with_images(config, data, actor_config)
     if config.evaluation.val_only and not data.held_out:
-        raise ValueError("--val_only: no task has eval_data: give it to one in the file of --tasks.")
+        raise ValueError(
+            "--val_only: no task has eval_data: give it to one in the file of --tasks."
+        )
     return tokenizer, actor_config, data
 
 
@@ -240,8 +258,12 @@ def _estimated(
     """``config`` with sizes by memory, whose estimate is logged, and what rewards are made of; a dry run ends here."""
     (tokenizer, actor_config, data), estimate = checked, None
     if samples or config.run.dry_run:
-        config, estimate = estimated_ppo(config, data, strategy, own.configs | {"--pretrain": actor_config})
-    rewards = TaskRewards(TaskMaker.of(config, maker), tokenizer, strategy, data, actor_config, own.reward_fn)
+        config, estimate = estimated_ppo(
+            config, data, strategy, own.configs | {"--pretrain": actor_config}
+        )
+    rewards = TaskRewards(
+        TaskMaker.of(config, maker), tokenizer, strategy, data, actor_config, own.reward_fn
+    )
     if config.run.dry_run and samples:
         rewards.check()
     log_estimate(estimate, config, strategy)
@@ -249,7 +271,11 @@ def _estimated(
 
 
 def _trackers(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, plan: BatchPlan, saver: Checkpointer, own: Sequence[Tracker]
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    plan: BatchPlan,
+    saver: Checkpointer,
+    own: Sequence[Tracker],
 ) -> Trackers:
     """Those of options, and on rank 0 those of the caller."""
     resume_step = None if config.evaluation.val_only else saver.found_step
@@ -259,7 +285,11 @@ def _trackers(
 
 
 def _plan(
-    config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None, maker: SamplerMaker | None
+    config: TrainPPOConfig,
+    n_ranks: int,
+    n_prompts: int,
+    source: RolloutSource | None,
+    maker: SamplerMaker | None,
 ) -> BatchPlan:
     plan = batch_plan(config, n_ranks, n_prompts, source)
     if source is not None or not _is_async(config, maker):
@@ -272,7 +302,9 @@ def _is_async(config: TrainPPOConfig, maker: SamplerMaker | None) -> bool:
     return config.orchestrator.is_async or isinstance(maker, TaskMaker)
 
 
-def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPOTrainer | RolloutRank:
+def build_rank(
+    config: TrainPPOConfig, maker: SamplerMaker | None = None
+) -> PPOTrainer | RolloutRank:
     """What this rank of a launch runs: a trainer or, on the last ``--rollout_ranks``, what samples for trainers."""
     n_sampling = config.orchestrator.rollout_ranks
     if int(os.environ.get("RANK", "0")) < int(os.environ.get("WORLD_SIZE", "1")) - n_sampling:
@@ -280,15 +312,25 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
     if config.run.dry_run:  # estimates what trainers need
         sys.exit()
     deepspeed = config.deepspeed
-    strategy = InferenceStrategy(deepspeed.bf16, rollout_ranks=n_sampling, fused_kernels=deepspeed.fused_kernels)
+    strategy = InferenceStrategy(
+        deepspeed.bf16, rollout_ranks=n_sampling, fused_kernels=deepspeed.fused_kernels
+    )
     tokenizer, actor_config = check_models(config, strategy)
     tasks = TaskMaker.of(config, maker)
     tasks.check(tokenizer)
     data = load_tasks_data(tasks, tokenizer, actor_config, strategy.comm)
-    scorer = None if scored_by_trainers(config) else TaskRewards(tasks, tokenizer, strategy, data, actor_config).build()
+    scorer = (
+        None
+        if scored_by_trainers(config)
+        else TaskRewards(tasks, tokenizer, strategy, data, actor_config).build()
+    )
     with model_error_context("--pretrain", config.model.pretrain), strategy.loading():
-        actor = Actor(config.model.pretrain, temperature=config.generation.temperature, **loading(config))
-    policy: Any = actor.eval().to(strategy.device).model  # not frozen: torch rounds otherwise with frozen weights
+        actor = Actor(
+            config.model.pretrain, temperature=config.generation.temperature, **loading(config)
+        )
+    policy: Any = (
+        actor.eval().to(strategy.device).model
+    )  # not frozen: torch rounds otherwise with frozen weights
     if deepspeed.bf16:
         to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
     strategy.fuse(policy)
@@ -297,15 +339,30 @@ def build_rank(config: TrainPPOConfig, maker: SamplerMaker | None = None) -> PPO
     shows_images = strategy.launch.wait_for(_SHOWS_IMAGES) == "yes"
     what = config.model, tokenizer, actor_config, config.data, data.kinds, maker is not None
     vision = run_vision(*what) if shows_images else None
-    given = engine, tokenizer, eos_token_ids(policy, tokenizer), strategy.comm, StopCheck(), data.longest
-    parts = SamplerParts(
-        *given, context_length(actor_config), leave=config.orchestrator.running_requests, vision=vision
+    given = (
+        engine,
+        tokenizer,
+        eos_token_ids(policy, tokenizer),
+        strategy.comm,
+        StopCheck(),
+        data.longest,
     )
-    return rollout_rank(config, strategy, engine, policy, tasks.make(parts), scorer, data.prompts, tasks)
+    parts = SamplerParts(
+        *given,
+        context_length(actor_config),
+        leave=config.orchestrator.running_requests,
+        vision=vision,
+    )
+    return rollout_rank(
+        config, strategy, engine, policy, tasks.make(parts), scorer, data.prompts, tasks
+    )
 
 
 def _source(
-    config: TrainPPOConfig, components: PPOComponents, maker: SamplerMaker | None, actor_config: PreTrainedConfig
+    config: TrainPPOConfig,
+    components: PPOComponents,
+    maker: SamplerMaker | None,
+    actor_config: PreTrainedConfig,
 ) -> RolloutSource:
     """Samples responses, or what ``maker`` plays, in turn with training or beside it."""
     vision = components.prepare_for_images(config, maker is not None)
@@ -336,4 +393,8 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Lea
 
 def _spare(estimate: Estimate | None) -> int:
     """Bytes of the device that an estimate leaves free, but for a tenth of all."""
-    return 0 if estimate is None else estimate.machine.room * 9 // 10 - estimate.phases[estimate.largest]
+    return (
+        0
+        if estimate is None
+        else estimate.machine.room * 9 // 10 - estimate.phases[estimate.largest]
+    )

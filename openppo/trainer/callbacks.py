@@ -54,10 +54,18 @@ class EarlyStopping(Callback):
     ``mode`` says whether better is larger or smaller.
     """
 
-    def __init__(self, metric: str, patience: int, mode: Literal["max", "min"] = "max", min_delta: float = 0.0) -> None:
+    def __init__(
+        self,
+        metric: str,
+        patience: int,
+        mode: Literal["max", "min"] = "max",
+        min_delta: float = 0.0,
+    ) -> None:
         if patience < 1 or mode not in ("max", "min") or min_delta < 0:
             wanted = "patience of at least 1, mode 'max' or 'min', and min_delta of at least 0"
-            raise ValueError(f"EarlyStopping needs {wanted}; got {patience}, {mode!r}, {min_delta}.")
+            raise ValueError(
+                f"EarlyStopping needs {wanted}; got {patience}, {mode!r}, {min_delta}."
+            )
         check_metric(metric, "EarlyStopping")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.sign = 1 if mode == "max" else -1
@@ -109,13 +117,25 @@ class StopWhen(Callback):
         for each in self.conditions:
             if each.holds(metrics):
                 value = metrics[each.metric]
-                logger.info("--stop_when %s: %s is %.4g at step %d; the run ends", each.text, each.metric, value, step)
+                logger.info(
+                    "--stop_when %s: %s is %.4g at step %d; the run ends",
+                    each.text,
+                    each.metric,
+                    value,
+                    step,
+                )
                 self.stopped_by, trainer.should_stop = each.text, True
                 return
             missing = not each.metric.startswith("eval") and each.metric not in metrics
-            if missing and each.text not in self._warned:  # the policy's come later while only the critic learns
+            if (
+                missing and each.text not in self._warned
+            ):  # the policy's come later while only the critic learns
                 self._warned.add(each.text)
-                logger.warning("--stop_when %s: no such metric yet among %s", each.text, ", ".join(sorted(metrics)))
+                logger.warning(
+                    "--stop_when %s: no such metric yet among %s",
+                    each.text,
+                    ", ".join(sorted(metrics)),
+                )
 
 
 def check_metric(metric: str, where: str) -> None:
@@ -135,7 +155,11 @@ def notify(callbacks: Sequence[Callback], hook: str, *arguments: Any) -> None:
 
 def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, Any]]) -> bool:
     """Give each callback the state of the next one of its class in ``saved``; whether they are the same as then."""
-    were, are, left = [each["class"] for each in saved], [type(each).__name__ for each in callbacks], list(saved)
+    were, are, left = (
+        [each["class"] for each in saved],
+        [type(each).__name__ for each in callbacks],
+        list(saved),
+    )
     for callback, name in zip(callbacks, are, strict=True):
         if mine := next((each for each in left if each["class"] == name), None):
             left.remove(mine)

@@ -34,7 +34,11 @@ from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
 from openppo.tracking.phase import phase
-from openppo.trainer.resume.compatible import check_compatible, measured_otherwise, model_fingerprint
+from openppo.trainer.resume.compatible import (
+    check_compatible,
+    measured_otherwise,
+    model_fingerprint,
+)
 from openppo.weight_files import save_tensors
 
 WriteModel = Callable[[Path], None]
@@ -89,42 +93,68 @@ class Checkpointer:
     ) -> None:
         self.options, self.strategy, self.comm = config.checkpoint, strategy, strategy.comm
         self.save_path, given = Path(config.run.save_path).resolve(), self.options.ckpt_path
-        folder = Path(given).resolve() if given else (self.save_path / f"checkpoints_{kind}").resolve()
+        folder = (
+            Path(given).resolve() if given else (self.save_path / f"checkpoints_{kind}").resolve()
+        )
         flag = "--ckpt_path" if given else "--save_path"
         collective(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
         self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
-        contents = {flag: model_fingerprint(name) for flag, name in config.input_models.items() if name is not None}
+        contents = {
+            flag: model_fingerprint(name)
+            for flag, name in config.input_models.items()
+            if name is not None
+        }
         options = flat_dict(config)
         # Not auto: both change rounding.
         options |= {"compile": "on" if strategy.compiles else "off"}
         options |= {"fused_kernels": "auto" if strategy.fuses else "off"}
-        self.identity: dict[str, Any] = {"kind": kind, "options": options, "contents": contents | data}
+        self.identity: dict[str, Any] = {
+            "kind": kind,
+            "options": options,
+            "contents": contents | data,
+        }
         self.identity["user_files"] = user_files or {}
         self.models: dict[str, TrainableModel] = {}
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
         self.found: Path | None = None
         self.found_step: int | None = None  # that the run resumes from
-        self.last: tuple[int, Path] | None = None  # step and folder that this session has saved or resumed from
+        self.last: tuple[int, Path] | None = (
+            None  # step and folder that this session has saved or resumed from
+        )
         self.saves_critic = isinstance(config, TrainPPOConfig) and config.model.save_value_network
         self.state: dict[str, Any] = {}
         if not self.options.load_checkpoint:
             return
         self.found = found = self.folder.newest()
         if found is None and self.evaluates_only:
-            raise ValueError(f"--val_only: no checkpoint in {self.folder.folder}: leave out --load_checkpoint.")
+            raise ValueError(
+                f"--val_only: no checkpoint in {self.folder.folder}: leave out --load_checkpoint."
+            )
         if found is None:
-            logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
+            logger.info(
+                "--load_checkpoint: no checkpoint in %s, starting from the beginning",
+                self.folder.folder,
+            )
         else:
             self.state = json.loads((found / _STATE).read_text(encoding="utf-8"))
             self.found_step = int(self.state["step"])
             collective(self.comm, lambda: check_compatible(found, self.state, self.identity))
 
-    def attach(self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
+    def attach(
+        self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None
+    ) -> None:
         """Name what to save and load; ``ValueError`` if the disk has no room for a checkpoint."""
-        self.models, self.ema = {role: model for role, model in models.items() if model is not None}, ema
-        of_models = [model.module.parameters() for model in self.models.values()]  # of the actor first
-        trained = [sum(n_elements(p) for p in parameters if p.requires_grad) for parameters in of_models]
+        self.models, self.ema = (
+            {role: model for role, model in models.items() if model is not None},
+            ema,
+        )
+        of_models = [
+            model.module.parameters() for model in self.models.values()
+        ]  # of the actor first
+        trained = [
+            sum(n_elements(p) for p in parameters if p.requires_grad) for parameters in of_models
+        ]
         needed = 12 * sum(trained) + 4 * trained[0] * (ema is not None)
         flag, folder = self.folder.flag, self.folder.folder
 
@@ -143,14 +173,18 @@ class Checkpointer:
         if self.found is not None or self.evaluates_only:
             return
         self.folder.set_aside()
-        beside = [self.save_path.with_name(self.save_path.name + "_critic")] if self.saves_critic else []
+        beside = (
+            [self.save_path.with_name(self.save_path.name + "_critic")] if self.saves_critic else []
+        )
 
         def set_aside() -> None:
             for folder in (self.save_path, *beside) if self.strategy.is_main else ():
                 set_aside_model(folder)
 
         failure = "--save_path: an earlier run's model cannot be set aside ({})."
-        collective(self.comm, set_aside, OSError, lambda message: ValueError(failure.format(message)))
+        collective(
+            self.comm, set_aside, OSError, lambda message: ValueError(failure.format(message))
+        )
 
     @property
     def evaluates_only(self) -> bool:
@@ -163,7 +197,11 @@ class Checkpointer:
         return pass_ended if every == -1 else every > 0 and step % every == 0
 
     def save(
-        self, step: int, state: Mapping[str, Any], write_model: WriteModel, random_state: RandomState | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        write_model: WriteModel,
+        random_state: RandomState | None = None,
     ) -> Path:
         """Write a checkpoint of ``step``; ``CheckpointError`` on all ranks if one of them cannot.
 
@@ -172,18 +210,34 @@ class Checkpointer:
         """
         numbers = {role: model_numbers(model) for role, model in self.models.items()}
         everyones = self.comm.all_gather_object(random_state or get_random_state())
-        whole = {**self.identity, "step": step, "models": numbers, "best": self.best, "trainer": state}
+        whole = {
+            **self.identity,
+            "step": step,
+            "models": numbers,
+            "best": self.best,
+            "trainer": state,
+        }
 
         def write(folder: Path) -> None:
             if self.options.save_hf_ckpt:
                 write_model(folder / MODEL)
             for role, model in self.models.items():
-                if self.strategy.is_main or model.deepspeed.zero_optimization_stage() > 0:  # else all have the same
-                    write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", model_fragments(model))
+                if (
+                    self.strategy.is_main or model.deepspeed.zero_optimization_stage() > 0
+                ):  # else all have the same
+                    write_fragments(
+                        folder / f"{role}-{self.comm.rank:05d}.safetensors", model_fragments(model)
+                    )
             if self.ema is not None:
-                write_fragments(folder / f"ema-{self.comm.rank:05d}.safetensors", self.ema.fragments())
+                write_fragments(
+                    folder / f"ema-{self.comm.rank:05d}.safetensors", self.ema.fragments()
+                )
             if self.strategy.is_main:
-                randoms = {f"{rank}/{name}": t for rank, each in enumerate(everyones) for name, t in each.items()}
+                randoms = {
+                    f"{rank}/{name}": t
+                    for rank, each in enumerate(everyones)
+                    for name, t in each.items()
+                }
                 save_tensors(randoms, folder / _RANDOM)
                 (folder / _STATE).write_text(json.dumps(whole, default=_as_text), encoding="utf-8")
 
@@ -208,7 +262,9 @@ class Checkpointer:
             logger.warning("the best model is looked for anew: --%s changed", ", --".join(changed))
         prefix = f"{self.comm.rank}/"
         randoms = load_file(self.found / _RANDOM).items()
-        if mine := {name.removeprefix(prefix): each for name, each in randoms if name.startswith(prefix)}:
+        if mine := {
+            name.removeprefix(prefix): each for name, each in randoms if name.startswith(prefix)
+        }:
             set_random_state(mine)
         else:  # a rank that was not there: a stream of its own, not the one that it would have begun with
             seed = self.strategy.config.seed + 1 + self.comm.rank + 1_000_003 * self.state["step"]
@@ -217,21 +273,33 @@ class Checkpointer:
         logger.info("resuming from %s", self.found)
         return dict(self.state["trainer"])
 
-    def save_if_best(self, step: int, metrics: Mapping[str, float], write_model: WriteModel) -> None:
+    def save_if_best(
+        self, step: int, metrics: Mapping[str, float], write_model: WriteModel
+    ) -> None:
         """Keep the model as the best one if ``metrics`` of an evaluation say so."""
         name = self.options.keep_best
         if name is None:
             return
         if name not in metrics:
-            logger.warning("--keep_best %s: the evaluation has no such metric but %s", name, ", ".join(metrics))
+            logger.warning(
+                "--keep_best %s: the evaluation has no such metric but %s", name, ", ".join(metrics)
+            )
             return
         sign, value = -1 if name.endswith("loss") else 1, metrics[name]
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
         with phase("saving"):
             self.folder.save_best(step, write_model)
-        self.best = value  # now: a signal while it was written must not leave the score without its model
-        logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
+        self.best = (
+            value  # now: a signal while it was written must not leave the score without its model
+        )
+        logger.info(
+            "the best model so far, %s %.4g at step %d, is kept in %s",
+            name,
+            value,
+            step,
+            self.folder.folder,
+        )
 
 
 def _as_text(value: object) -> str:

@@ -43,7 +43,9 @@ class TrainState:
     consumed_tokens: int = 0
     ended_episodes: int = 0
     document_batches: int = 0  # batches of --pretrain_data trained on
-    unreported: dict[str, float] | None = None  # metrics of the last step while its report is not complete
+    unreported: dict[str, float] | None = (
+        None  # metrics of the last step while its report is not complete
+    )
 
 
 @dataclass
@@ -97,7 +99,9 @@ class PPOComponents:
                 raise
             error = raised
         if self.strategy.any_rank(error is not None):
-            logger.warning("agents get no images: %s", error or "another rank cannot load the processor")
+            logger.warning(
+                "agents get no images: %s", error or "another rank cannot load the processor"
+            )
             return None
         for module in modules:
             module.stand_in = blank if self.strategy.comm.world_size > 1 else None
@@ -109,10 +113,14 @@ class PPOComponents:
             what = "weights that are gathered layer by layer while sampling, as these are too large, read no images"
             raise ValueError(f"--zero_stage 3: {what}. Use --zero_stage 2, or a smaller model.")
         named = {"actor": self.actor, "critic": self.critic, "reference": self.maker.reference}
-        modules: dict[str, Any] = {role: getattr(model, "module", model) for role, model in named.items() if model}
+        modules: dict[str, Any] = {
+            role: getattr(model, "module", model) for role, model in named.items() if model
+        }
         for role, module in modules.items():
             if placeholders(module.model.config) != placeholders(modules["actor"].model.config):
-                raise ValueError(f"the {role} does not read images as --pretrain does. Use a model of its family.")
+                raise ValueError(
+                    f"the {role} does not read images as --pretrain does. Use a model of its family."
+                )
         return [*modules.values()]
 
     def weights_to_save(self) -> AbstractContextManager[None]:
@@ -127,7 +135,12 @@ class PPOComponents:
 
 def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
     """The policy before training, or the ``reference`` where that is a model of its own."""
-    model, lora, flag, name = config.model, {} if reference else vars(config.lora), "--pretrain", config.model.pretrain
+    model, lora, flag, name = (
+        config.model,
+        {} if reference else vars(config.lora),
+        "--pretrain",
+        config.model.pretrain,
+    )
     if reference and model.ref_pretrain is not None:
         flag, name = "--ref_pretrain", model.ref_pretrain
     with model_error_context(flag, name, "reference" if reference else "actor"):
@@ -138,19 +151,32 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
     """The critic before training."""
     start = critic_start(config)
     assert start is not None, "the estimator has a critic"
-    options = {"value_head_prefix": config.model.value_head_prefix, **loading(config), **vars(critic_lora(config))}
+    options = {
+        "value_head_prefix": config.model.value_head_prefix,
+        **loading(config),
+        **vars(critic_lora(config)),
+    }
     with model_error_context(*start, "critic"):
         return get_llm_for_sequence_regression(start[1], "critic", **options)
 
 
-def check_run_with_images(config: TrainPPOConfig, data: PPOData, actor_config: PreTrainedConfig) -> None:
+def check_run_with_images(
+    config: TrainPPOConfig, data: PPOData, actor_config: PreTrainedConfig
+) -> None:
     """``ValueError`` for what cannot work where prompts have images."""
     check_images(actor_config, f"--pretrain {config.model.pretrain}")
-    if any(not placeholders(actor_config).keys().isdisjoint(document.token_ids) for document in data.documents):
-        raise ValueError("--pretrain_data: a document names the token that stands for an image. Remove it.")
+    if any(
+        not placeholders(actor_config).keys().isdisjoint(document.token_ids)
+        for document in data.documents
+    ):
+        raise ValueError(
+            "--pretrain_data: a document names the token that stands for an image. Remove it."
+        )
     in_vllm = "video" not in data.kinds and actor_config.model_type in IMAGE_FAMILIES
     if config.generation.rollout_engine == "vllm" and not in_vllm:
-        what = f"is given no videos, and images with models of type {', '.join(IMAGE_FAMILIES)} only"
+        what = (
+            f"is given no videos, and images with models of type {', '.join(IMAGE_FAMILIES)} only"
+        )
         raise ValueError(f"--rollout_engine vllm {what}. Use --rollout_engine hf.")
 
 

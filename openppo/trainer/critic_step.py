@@ -22,7 +22,9 @@ from openppo.types import Comm, Experience, Trajectory
 class CriticStep:
     """Adds up the gradients of all micro-batches and steps once; normalized like the actor's loss."""
 
-    def __init__(self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
+    def __init__(
+        self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device
+    ) -> None:
         self.model, self.config, self.comm, self.device = model, config, comm, device
         self.loss_agg = loss_aggregation(config)
         self.taken: tuple[float, Metrics] | None = None
@@ -45,7 +47,9 @@ class CriticStep:
             (norm, measured), self.taken = self.taken, None
             metrics.merge(measured)
             return norm
-        value_loss = ValueLoss(clip_eps=self.config.loss.value_clip if clip else None, reduction="none")
+        value_loss = ValueLoss(
+            clip_eps=self.config.loss.value_clip if clip else None, reduction="none"
+        )
         counts = batch.n_tokens, batch.n_sequences, self.config.generation.generate_max_len
         for i, micro in enumerate(batch.micro_batches):
             values = self.model(micro.sequences, micro.attention_mask, **micro.model_inputs)
@@ -55,7 +59,9 @@ class CriticStep:
             assert micro.values is not None and micro.returns is not None
             loss = value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
             metrics.add_tensor("value_loss", loss, micro.action_mask)
-            weights = token_weights(micro.action_mask, self.loss_agg, *counts, micro.weight, micro.share)
+            weights = token_weights(
+                micro.action_mask, self.loss_agg, *counts, micro.weight, micro.share
+            )
             mean = (loss * weights).sum() * self.comm.world_size
             self.model.backward(mean, last=i == len(batch.micro_batches) - 1)
         metrics.add("critic_learning_rate", self.model.learning_rate, reduce="max")
@@ -82,7 +88,9 @@ class OnePassCritic(ExperienceMaker):
         dropped = config.shaping.overlong_filter or config.ppo.buffer_limit > 0
         return not dropped and config.lora.lora_dropout == 0
 
-    def make(self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0) -> list[Experience]:
+    def make(
+        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0
+    ) -> list[Experience]:
         """As of ``ExperienceMaker``; signals are looked at before the critic is trained, not after."""
         if not 0 < self.count(trajectories) <= self.config.batch.train_batch_size:
             return super().make(trajectories, metrics, n_done)
@@ -95,7 +103,10 @@ class OnePassCritic(ExperienceMaker):
 
     def _with_values(self, own: Experience | None, n_done: int) -> list[Experience]:
         """This rank's samples with values, by an optimizer step on all ranks' samples."""
-        buffer, measured = ReplayBuffer(self.comm, zero_stage=self.config.deepspeed.zero_stage), Metrics()
+        buffer, measured = (
+            ReplayBuffer(self.comm, zero_stage=self.config.deepspeed.zero_stage),
+            Metrics(),
+        )
         if own is not None:
             buffer.append(own)
         model, clip = self.critic_step.model, n_done >= self.config.ppo.value_pretrain_steps
@@ -110,7 +121,10 @@ class OnePassCritic(ExperienceMaker):
             found.update(zip(batch.places[number], map(Tensor.clone, values.cpu()), strict=False))
             return self._add_returns(micro.with_fields(values=values), n_done)
 
-        self.critic_step.taken = self.critic_step.train(batch, measured, clip, with_returns), measured
+        self.critic_step.taken = (
+            self.critic_step.train(batch, measured, clip, with_returns),
+            measured,
+        )
         of_ranks = self.comm.all_gather_object((len(buffer), found))
         everyones = {place: values for _, of_rank in of_ranks for place, values in of_rank.items()}
         first = sum(n for n, _ in of_ranks[: self.comm.rank])

@@ -9,7 +9,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
-from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets import (
+    TokenExample,
+    load_documents,
+    load_mixed_rows,
+    load_prompts,
+    load_tasks,
+    seed_prompts,
+)
 from openppo.datasets.media import RowVision
 from openppo.datasets.sources import ShowRows, value_of
 from openppo.experience.forwards import forward_size
@@ -76,10 +83,19 @@ def load_ppo_data(
     names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
     loading = _Loading(
-        config, tokenizer, actor_config, reads_prompts=prompts, agent=agent, own=own, show=tokenizing(comm)
+        config,
+        tokenizer,
+        actor_config,
+        reads_prompts=prompts,
+        agent=agent,
+        own=own,
+        show=tokenizing(comm),
     )
     data = once_per_host(comm, config.data, loading.run)
-    rows = {"--prompt_data": list(map(_content, data.prompts)), "--eval_data": list(map(_content, data.held_out))}
+    rows = {
+        "--prompt_data": list(map(_content, data.prompts)),
+        "--eval_data": list(map(_content, data.held_out)),
+    }
     check_same(comm, rows | {"--pretrain_data": data.documents})
     return data
 
@@ -101,11 +117,17 @@ class _Loading:
         config, options, evaluation = self.config, self.config.data, self.config.evaluation
         vision = policy_vision(config.model, self.tokenizer, self.actor_config, options)
         prompts = self._prompts(
-            "--prompt_data", options.prompt_data, options.prompt_data_probs, split=options.prompt_split, vision=vision
+            "--prompt_data",
+            options.prompt_data,
+            options.prompt_data_probs,
+            split=options.prompt_split,
+            vision=vision,
         )
         prints = {"--prompt_data": examples_fingerprint(map(_content, prompts))} if prompts else {}
         prompts = prompts or seed_prompts(config.agents.n_envs or 0)
-        held_out = self._prompts("--eval_data", evaluation.eval_data, None, split=evaluation.eval_split, vision=vision)
+        held_out = self._prompts(
+            "--eval_data", evaluation.eval_data, None, split=evaluation.eval_split, vision=vision
+        )
         held_out = held_out or seed_prompts(config.agents.eval_n_envs)
 
         longest = self._longest([*prompts, *held_out])
@@ -113,11 +135,19 @@ class _Loading:
         documents, texts = _load_documents(config, self.tokenizer, longest, self.show)
         prints |= {"--pretrain_data": examples_fingerprint(texts)} if documents else {}
         ids = (x.token_ids for x in chain[Any](prompts, held_out, documents))
-        check_token_ids(self.actor_config, f"--pretrain {config.model.pretrain}", self.tokenizer, ids)
+        check_token_ids(
+            self.actor_config, f"--pretrain {config.model.pretrain}", self.tokenizer, ids
+        )
         return PPOData(prompts, held_out, documents, prints, longest)
 
     def _prompts(
-        self, flag: str, source: str | None, probs: str | None, *, split: str, vision: RowVision | None
+        self,
+        flag: str,
+        source: str | None,
+        probs: str | None,
+        *,
+        split: str,
+        vision: RowVision | None,
     ) -> list[Prompt]:
         if not source or not self.reads_prompts:
             return []
@@ -145,7 +175,9 @@ class _Loading:
         if self.reads_prompts:
             models = [("--pretrain", config.model.pretrain), *models]
         for flag, name in models:
-            model_config = self.own.configs.get(flag) or check_model(name, flag, config.model.trust_remote_code)
+            model_config = self.own.configs.get(flag) or check_model(
+                name, flag, config.model.trust_remote_code
+            )
             check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
 
 
@@ -156,11 +188,19 @@ def _load_documents(
     options = config.data
     if options.pretrain_data is None or config.ppo.ptx_coef == 0:
         return [], []
-    given, seed, key = (options.pretrain_data, options.pretrain_data_probs), config.deepspeed.seed, options.pretrain_key
-    rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=options.pretrain_split, seed=seed)
+    given, seed, key = (
+        (options.pretrain_data, options.pretrain_data_probs),
+        config.deepspeed.seed,
+        options.pretrain_key,
+    )
+    rows = load_mixed_rows(
+        options, *given, flag="--pretrain_data", split=options.pretrain_split, seed=seed
+    )
     key = key or options.input_key
     documents = load_documents(rows, tokenizer, key, longest, show, options.dataset_num_proc)
-    return documents, [row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows]
+    return documents, [
+        row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows
+    ]
 
 
 def load_tasks_data(
@@ -177,7 +217,9 @@ def load_tasks_data(
         if number > 0:  # documents are the run's
             config = replace(config, data=replace(config.data, pretrain_data=None))
         with task.named():
-            loaded.append(load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker, own=own))
+            loaded.append(
+                load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker, own=own)
+            )
     if not tasks.are_named:
         return loaded[0]
     named = list(zip(tasks.tasks, loaded, strict=True))
@@ -185,7 +227,11 @@ def load_tasks_data(
         [replace(prompt, task=task.name) for task, data in named for prompt in data.prompts],
         [replace(prompt, task=task.name) for task, data in named for prompt in data.held_out],
         loaded[0].documents,
-        {f"{flag} of task {task.name}": value for task, data in named for flag, value in data.fingerprints.items()},
+        {
+            f"{flag} of task {task.name}": value
+            for task, data in named
+            for flag, value in data.fingerprints.items()
+        },
         max(data.longest for data in loaded),
     )
 
@@ -210,10 +256,15 @@ class TaskRewards:
                 if scorer is not None and task.maker is None:  # whole episodes cannot be made up
                     self._try_out(scorer, setup.prompts)
                 rewards = task.config.rewards
-                models = {"--reward_pretrain": rewards.reward_pretrain, "--prm_pretrain": rewards.prm_pretrain}
+                models = {
+                    "--reward_pretrain": rewards.reward_pretrain,
+                    "--prm_pretrain": rewards.prm_pretrain,
+                }
                 for flag, model in models.items():
                     if model is not None:
-                        logger.info("%s %s scores no row here: a dry run reads no weights", flag, model)
+                        logger.info(
+                            "%s %s scores no row here: a dry run reads no weights", flag, model
+                        )
         self.build_held_out()
 
     def _try_out(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
@@ -240,7 +291,9 @@ class TaskRewards:
         task = self.tasks.tasks[0]  # with several the option is refused
         if task.config.evaluation.eval_reward_fn is None:
             return None
-        setup = replace(self._setup(task), source=task.config.eval_rewards, prompts=self.data.held_out)
+        setup = replace(
+            self._setup(task), source=task.config.eval_rewards, prompts=self.data.held_out
+        )
         return replace(setup, function_flag="--eval_reward_fn").build()
 
     def _setup(self, task: RunTask) -> ScorerSetup:

@@ -40,7 +40,12 @@ REQUESTS = (((3, 1, 0, 2, 2, 1, 3, 0, 1), 2), ((2, 3, 1), 6))
 """Prompts as places among ids, and numbers of sampled tokens: the long row ends first, the other continues alone."""
 LONGEST = max(len(prompt) + n_new for prompt, n_new in REQUESTS)
 WIDER = 16  # columns of padding that must not change log-probs; on CPUs, bfloat16 rows are padded by up to 7 anyway
-BOUNDS = {("hf", True): 1e-3, ("hf", False): 8 * 2**-8, ("vllm", True): 1e-2, ("vllm", False): 16 * 2**-8}
+BOUNDS = {
+    ("hf", True): 1e-3,
+    ("hf", False): 8 * 2**-8,
+    ("vllm", True): 1e-2,
+    ("vllm", False): 16 * 2**-8,
+}
 """Differences of log-probs that count as rounding, by engine, and whether weights and logits are float32.
 
 In float32 they are nats of any token. Else they are shares of the largest logit, on average over tokens: correct
@@ -58,7 +63,9 @@ def training_engine(
     actor_config: PreTrainedConfig,
 ) -> Engine:
     """Samples with the actor's own module, or a copy of it in vLLM; checked with ``--engine_check on``."""
-    if config.orchestrator.rollout_ranks > 0:  # it only evaluates: what a vLLM takes is on the ranks that sample
+    if (
+        config.orchestrator.rollout_ranks > 0
+    ):  # it only evaluates: what a vLLM takes is on the ranks that sample
         config = replace(config, generation=replace(config.generation, rollout_engine="hf"))
     policy: Any = actor.module.model
     together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank
@@ -117,7 +124,10 @@ def check_like(engine: Engine, check: Callable[[Mapping[str, Engine]], None]) ->
 
 
 def check_engines(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel, engines: Mapping[str, Engine]
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    actor: TrainableModel,
+    engines: Mapping[str, Engine],
 ) -> None:
     """Refuse, on all ranks, an actor that one of ``engines`` samples wrongly."""
     kind = config.generation.rollout_engine, not (config.deepspeed.bf16 or config.lora.load_in_4bit)
@@ -136,7 +146,11 @@ def check_sampling(pretrain: str, *given: Any) -> None:
 
 
 def engine_fault(
-    actor: Any, engines: Mapping[str, Engine], weights: WeightSource | None, device: torch.device, kind: Kind
+    actor: Any,
+    engines: Mapping[str, Engine],
+    weights: WeightSource | None,
+    device: torch.device,
+    kind: Kind,
 ) -> str | None:
     """Difference between ``engines`` and ``actor`` in words, if any; ``kind`` is a key of ``BOUNDS``.
 
@@ -147,10 +161,23 @@ def engine_fault(
     modes, state = [(part, part.training) for part in module.modules()], get_random_state()
     try:
         return _fault(actor, engines, weights, device, kind)
-    except (torch.OutOfMemoryError, torch.AcceleratorError, DistError):  # RuntimeErrors that are not about the model
+    except (
+        torch.OutOfMemoryError,
+        torch.AcceleratorError,
+        DistError,
+    ):  # RuntimeErrors that are not about the model
         raise
-    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, ValueError) and "--" in str(error):  # it names a flag and its own remedy
+    except (
+        AttributeError,
+        LookupError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        if isinstance(error, ValueError) and "--" in str(
+            error
+        ):  # it names a flag and its own remedy
             raise
         logger.debug("the check of the engine failed", exc_info=True)
         return f"a tiny forward fails, {type(error).__name__}: {error}"
@@ -162,7 +189,11 @@ def engine_fault(
 
 @torch.no_grad()
 def _fault(
-    actor: Any, engines: Mapping[str, Engine], weights: WeightSource | None, device: torch.device, kind: Kind
+    actor: Any,
+    engines: Mapping[str, Engine],
+    weights: WeightSource | None,
+    device: torch.device,
+    kind: Kind,
 ) -> str | None:
     policy: Any = getattr(actor, "module", actor).model
     n_ids, is_exact = policy.config.get_text_config().vocab_size, kind[1]
@@ -178,12 +209,19 @@ def _fault(
             logits: torch.Tensor = policy(input_ids=sequences, use_cache=False).logits
             allowed *= float(logits.float().amax(-1).abs().max())
             limit = max(allowed, 5 * float(rounding.max()))
-        sampled = [row[len(prompt) : len(ids)] for row, ids, (prompt, _) in zip(plain, rows, REQUESTS, strict=True)]
+        sampled = [
+            row[len(prompt) : len(ids)]
+            for row, ids, (prompt, _) in zip(plain, rows, REQUESTS, strict=True)
+        ]
         actor.train(weights is not None)  # new adapters add 0, so their dropout does not show
         trained = actor(sequences, mask, temperature=1.0)
         for what, differences, most in (
             ("forwards of rows padded to other lengths", rounding[mask], allowed),
-            (f"decode steps{how} and the plain forward", (decoded - torch.cat(sampled).cpu()).abs(), limit),
+            (
+                f"decode steps{how} and the plain forward",
+                (decoded - torch.cat(sampled).cpu()).abs(),
+                limit,
+            ),
             ("forwards in training and evaluation mode", (trained - plain).abs()[mask], limit),
         ):
             found = float(differences.max() if is_exact else differences.mean())
@@ -193,12 +231,18 @@ def _fault(
     return None
 
 
-def _sample(engine: Engine, weights: WeightSource | None, n_ids: int) -> tuple[list[list[int]], torch.Tensor]:
+def _sample(
+    engine: Engine, weights: WeightSource | None, n_ids: int
+) -> tuple[list[list[int]], torch.Tensor]:
     """Rows of prompts and sampled tokens, and the log-probs (N,) of all sampled ones.
 
     Prompts are made of ids that can be sampled: others may stand for images.
     """
-    known = [token_id for token_id in engine.sampled_ids.first(1 + max(REQUESTS[0][0])) if token_id < n_ids]
+    known = [
+        token_id
+        for token_id in engine.sampled_ids.first(1 + max(REQUESTS[0][0]))
+        if token_id < n_ids
+    ]
     done: dict[int, Completion] = {}
     prompts: dict[int, list[int]] = {}
     with nullcontext() if weights is None else engine.with_weights(weights):
@@ -209,4 +253,6 @@ def _sample(engine: Engine, weights: WeightSource | None, n_ids: int) -> tuple[l
             engine.step()
             done |= engine.collect()
     rows = [[*prompt, *done[number].token_ids] for number, prompt in prompts.items()]
-    return rows, torch.tensor([log_prob for number in prompts for log_prob in done[number].log_probs])
+    return rows, torch.tensor(
+        [log_prob for number in prompts for log_prob in done[number].log_probs]
+    )

@@ -63,12 +63,18 @@ def _prepared(
     module = own.module(role, config.generation.temperature, lora)
     if module is None:
         with strategy.loading():
-            module = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
+            module = (
+                load_critic(config)
+                if role == "critic"
+                else load_actor(config, reference=role == "reference")
+            )
     freeze_vision(module, config.model.freeze_vision_tower, config.model.freeze_connector)
     if role == "reference":
         model: Any = strategy.prepare_frozen(module)
     else:
-        rate = config.ppo.actor_learning_rate if role == "actor" else config.ppo.critic_learning_rate
+        rate = (
+            config.ppo.actor_learning_rate if role == "actor" else config.ppo.critic_learning_rate
+        )
         model = strategy.prepare(module, config.adam, rate, n_steps)
     with strategy.uncompiled():
         pack_where_exact(module, model, strategy.device, role)

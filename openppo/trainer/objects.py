@@ -32,7 +32,12 @@ GIVEN = "(given in Python)"
 
 Role = Literal["actor", "critic", "reference"]
 Prompts = Iterable[str | Prompt]
-_FLAGS = {"critic": "critic_pretrain", "reference": "ref_pretrain", "prompts": "prompt_data", "reward_fn": "reward_fn"}
+_FLAGS = {
+    "critic": "critic_pretrain",
+    "reference": "ref_pretrain",
+    "prompts": "prompt_data",
+    "reward_fn": "reward_fn",
+}
 _HAS_OPTIMIZER: WeakSet[nn.Module] = WeakSet()  # of an earlier trainer
 _SAMPLED = 1024  # elements of a tensor, evenly spread, stand for it in a fingerprint
 
@@ -55,27 +60,42 @@ class OwnObjects:
     @property
     def models(self) -> dict[str, Any]:
         """Models by role."""
-        return {role: model for role in ("actor", "critic", "reference") if (model := vars(self)[role]) is not None}
+        return {
+            role: model
+            for role in ("actor", "critic", "reference")
+            if (model := vars(self)[role]) is not None
+        }
 
     @property
     def configs(self) -> dict[str, PreTrainedConfig]:
         """Configs of the models by the flag that would name them."""
-        return {f"--{_FLAGS.get(role, 'pretrain')}": _bare(model).config for role, model in self.models.items()}
+        return {
+            f"--{_FLAGS.get(role, 'pretrain')}": _bare(model).config
+            for role, model in self.models.items()
+        }
 
-    def named(self, config: TrainPPOConfig, comm: Comm, samples: bool, are_tasks: bool) -> TrainPPOConfig:
+    def named(
+        self, config: TrainPPOConfig, comm: Comm, samples: bool, are_tasks: bool
+    ) -> TrainPPOConfig:
         """``config`` with ``GIVEN`` as the name of each object; ``ValueError`` on all ranks for what cannot work.
 
         Whether the run ``samples`` responses, and whether to the prompts of several tasks.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
         check_same(comm, {"what is given in Python": list(given)})
-        problems = chain(_problems(config, given, samples, are_tasks), _problems_of_models(config, self.models))
+        problems = chain(
+            _problems(config, given, samples, are_tasks), _problems_of_models(config, self.models)
+        )
         collective(comm, lambda: raise_first(problems))
         check_same(comm, self.fingerprints())
         if given:
             logger.info("given in Python, not read by name: %s", ", ".join(given))
         names = {flag: GIVEN for name, flag in _FLAGS.items() if name in given}
-        groups: dict[str, Any] = {"model": config.model, "data": config.data, "rewards": config.rewards}
+        groups: dict[str, Any] = {
+            "model": config.model,
+            "data": config.data,
+            "rewards": config.rewards,
+        }
         for name, group in groups.items():
             groups[name] = replace(group, **{flag: GIVEN for flag in names if flag in vars(group)})
         return replace(config, **groups)
@@ -84,7 +104,9 @@ class OwnObjects:
         """Of the models as they are now, by role."""
         return {role: _fingerprint(_bare(model)) for role, model in self.models.items()}
 
-    def read_prompts(self, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig, empty: bool) -> list[Prompt]:
+    def read_prompts(
+        self, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig, empty: bool
+    ) -> list[Prompt]:
         """At most ``--max_samples`` prompts, without those longer than ``--prompt_max_len`` tokens.
 
         An agent's may be ``empty``. ``ValueError`` names what is no prompt.
@@ -97,11 +119,20 @@ class OwnObjects:
         kept = []
         for number, value in enumerate(given, start=1):
             try:
-                prompt = value if isinstance(value, Prompt) else render_prompt(value, tokenizer, options)
+                prompt = (
+                    value if isinstance(value, Prompt) else render_prompt(value, tokenizer, options)
+                )
                 ids = prompt.token_ids
-                are_ids = isinstance(ids, list) and {*map(type, ids)} <= {int} and min(ids, default=0) >= 0
+                are_ids = (
+                    isinstance(ids, list)
+                    and {*map(type, ids)} <= {int}
+                    and min(ids, default=0) >= 0
+                )
                 require(are_ids, "token_ids must be a list of ints, as tensor.tolist() gives.")
-                require(ids or empty, "token_ids is empty, so there is nothing to respond to: leave it out.")
+                require(
+                    ids or empty,
+                    "token_ids is empty, so there is nothing to respond to: leave it out.",
+                )
                 require(not prompt.task, "task is for runs with --tasks: leave it empty.")
                 prompt = fitted_prompt(prompt, tokenizer, options)
             except ValueError as error:
@@ -109,13 +140,24 @@ class OwnObjects:
             if len(prompt.token_ids) <= options.prompt_max_len:
                 kept.append(prompt)
         if dropped := len(given) - len(kept):
-            logger.warning("prompts: dropped %d of %d with more than --prompt_max_len tokens", dropped, len(given))
-        require(kept, f"prompts: {len(given)} are given, none of at most --prompt_max_len {options.prompt_max_len}.")
+            logger.warning(
+                "prompts: dropped %d of %d with more than --prompt_max_len tokens",
+                dropped,
+                len(given),
+            )
+        require(
+            kept,
+            f"prompts: {len(given)} are given, none of at most --prompt_max_len {options.prompt_max_len}.",
+        )
         return kept
 
-    def check_vocabularies(self, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig) -> None:
+    def check_vocabularies(
+        self, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig
+    ) -> None:
         """``ValueError`` for a critic or reference without an embedding of a token that the actor may sample."""
-        largest = min(max(tokenizer.get_vocab().values()), actor_config.get_text_config().vocab_size - 1)
+        largest = min(
+            max(tokenizer.get_vocab().values()), actor_config.get_text_config().vocab_size - 1
+        )
         for role, model in self.models.items():
             check_token_ids(_bare(model).config, f"{role} {GIVEN}", tokenizer, [[largest]])
 
@@ -149,7 +191,9 @@ class Given(TypedDict, total=False):
 NOTHING = OwnObjects()
 
 
-def _problems(config: TrainPPOConfig, given: Mapping[str, Any], samples: bool, are_tasks: bool) -> Iterator[str]:
+def _problems(
+    config: TrainPPOConfig, given: Mapping[str, Any], samples: bool, are_tasks: bool
+) -> Iterator[str]:
     """Messages about objects that contradict options or the source, each with a remedy."""
     options, estimator = given_options(config), config.advantage.advantage_estimator
     for name, flag in _FLAGS.items():
@@ -186,13 +230,23 @@ def _problems_of_models(config: TrainPPOConfig, models: Mapping[str, Any]) -> It
     wanted = torch.bfloat16 if config.deepspeed.bf16 else torch.float32
     for role, model in models.items():
         bare, wrapper = _bare(model), ScalarHeadModel if role == "critic" else Actor
-        if not isinstance(bare, PreTrainedModel) or not isinstance(model, PreTrainedModel | wrapper):
+        if not isinstance(bare, PreTrainedModel) or not isinstance(
+            model, PreTrainedModel | wrapper
+        ):
             what = f"neither a model of transformers without adapters nor {wrapper.__name__} around one"
             yield f"{role}: {type(model).__name__} is {what}; give one of them, and --lora_rank for adapters."
             return
         head: Any = getattr(bare, HEAD, None) if role == "critic" else bare.get_output_embeddings()
-        if head is None or (role == "critic" and head.weight.shape[0] != 1) or getattr(model, "role", role) != role:
-            load = 'get_llm_for_sequence_regression(NAME, "critic")' if role == "critic" else "AutoModelForCausalLM"
+        if (
+            head is None
+            or (role == "critic" and head.weight.shape[0] != 1)
+            or getattr(model, "role", role) != role
+        ):
+            load = (
+                'get_llm_for_sequence_regression(NAME, "critic")'
+                if role == "critic"
+                else "AutoModelForCausalLM"
+            )
             yield f"{role}: {type(bare).__name__} lacks the head of that role; load it with {load}."
         if strange := {str(p.dtype) for p in bare.parameters()} - {"torch.float32", str(wanted)}:
             yield f"{role}: its weights are {', '.join(strange)}, and the run's {wanted}; load it so, or change --bf16."
@@ -207,12 +261,18 @@ def _problems_of_models(config: TrainPPOConfig, models: Mapping[str, Any]) -> It
             yield f"{role}: --flash_attn is for what is read by name; load it with {load}, or leave the flag out."
         if isinstance(model, PreTrainedModel):
             continue
-        if role != "reference" and max(config.lora.lora_rank, config.model.critic_lora_rank or 0) > 0:
+        if (
+            role != "reference"
+            and max(config.lora.lora_rank, config.model.critic_lora_rank or 0) > 0
+        ):
             yield f"{role}: --lora_rank puts adapters on a model of transformers; give {wrapper.__name__}'s .model."
         if isinstance(model, Actor) and model.temperature != config.generation.temperature:
             other = f"--temperature is {config.generation.temperature}"
             yield f"{role}: its temperature is {model.temperature}, and {other}; make them equal."
-    places = {role: {p.data_ptr() for p in _bare(model).parameters() if p.numel()} for role, model in models.items()}
+    places = {
+        role: {p.data_ptr() for p in _bare(model).parameters() if p.numel()}
+        for role, model in models.items()
+    }
     for one, other in combinations(places, 2):
         if places[one] & places[other]:
             yield f"{one} and {other} share weights, so one would change with the other; give copy.deepcopy of one."

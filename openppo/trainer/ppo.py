@@ -34,13 +34,20 @@ class PPOTrainer:
     """
 
     def __init__(
-        self, config: TrainPPOConfig, components: PPOComponents, source: RolloutSource, callbacks: Sequence[Callback]
+        self,
+        config: TrainPPOConfig,
+        components: PPOComponents,
+        source: RolloutSource,
+        callbacks: Sequence[Callback],
     ) -> None:
         self.config, self.components, self.source = config, components, source
         self.callbacks = list(callbacks)
         self.comm = components.strategy.comm
         self.state, self.maker = components.state, components.maker
-        ppo, normalizes = config.ppo, self.maker.estimator.normalizes(config.advantage.normalize_advantages)
+        ppo, normalizes = (
+            config.ppo,
+            self.maker.estimator.normalizes(config.advantage.normalize_advantages),
+        )
         how = config.deepspeed.zero_stage, normalizes, ppo.share_prompts == "auto"
         self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, *how)
         self.update = Update(config, components)
@@ -82,7 +89,9 @@ class PPOTrainer:
             self.replay_buffer.fill(experience)
             reduced = self.update(self.replay_buffer, metrics)
         self.view.trained_on = trajectories
-        return reduced | self.maker.hooks.timer.take_metrics(self.comm, self.config.orchestrator.rollout_ranks)
+        return reduced | self.maker.hooks.timer.take_metrics(
+            self.comm, self.config.orchestrator.rollout_ranks
+        )
 
     @evaluation
     def evaluate(self) -> dict[str, float]:
@@ -100,13 +109,20 @@ class PPOTrainer:
 
     def report(self, metrics: dict[str, float]) -> None:
         """Log samples and metrics of a step; evaluate, and save a checkpoint, when due."""
-        state, every, saver = self.state, self.config.evaluation.eval_steps, self.components.checkpointer
+        state, every, saver = (
+            self.state,
+            self.config.evaluation.eval_steps,
+            self.components.checkpointer,
+        )
         self._mark()
         done = self.planned_steps - (self.source.steps or self.total_steps) + state.global_step
         metrics["episode"] = done * self.config.ppo.num_episodes / self.planned_steps
         state.unreported = dict(metrics)
         self.view.show_step(state.global_step, self.replay_buffer, metrics)
-        last, episode_ended = state.global_step == self.total_steps, int(metrics["episode"]) > state.ended_episodes
+        last, episode_ended = (
+            state.global_step == self.total_steps,
+            int(metrics["episode"]) > state.ended_episodes,
+        )
         due = last or (episode_ended if every == -1 else state.global_step % every == 0)
         evaluated = self.evaluate() if due else {}
         metrics |= evaluated
@@ -115,7 +131,12 @@ class PPOTrainer:
         state.ended_episodes = int(metrics["episode"])
         notify(self.callbacks, "on_step_end", self, metrics)
         self.should_stop = self.components.strategy.any_rank(self.should_stop)
-        if evaluated or last or self.should_stop or state.global_step % self.config.run.logging_steps == 0:
+        if (
+            evaluated
+            or last
+            or self.should_stop
+            or state.global_step % self.config.run.logging_steps == 0
+        ):
             self.components.trackers.log(state.global_step, metrics)
         state.unreported = None
         if self.should_stop or saver.due(state.global_step, episode_ended or last):
@@ -125,11 +146,18 @@ class PPOTrainer:
     def save(self) -> None:
         """Write the actor (its average with ``--enable_ema``), and the critic if asked for, as Hugging Face folders."""
         folder = Path(self.config.run.save_path).resolve()
-        with ensure_checkpoint_on_save_error(self.components.checkpointer, self.global_step, self.save_checkpoint):
+        with ensure_checkpoint_on_save_error(
+            self.components.checkpointer, self.global_step, self.save_checkpoint
+        ):
             self.components.write_policy(folder)
-            if self.config.model.save_value_network and (critic := self.components.critic) is not None:
+            if (
+                self.config.model.save_value_network
+                and (critic := self.components.critic) is not None
+            ):
                 beside = folder.with_name(folder.name + "_critic")
-                self.components.strategy.save_pretrained(critic.module.model, beside, self.components.tokenizer)
+                self.components.strategy.save_pretrained(
+                    critic.module.model, beside, self.components.tokenizer
+                )
         logger.info("saved the trained model to %s", folder)
         notify(self.callbacks, "on_save", self, folder)
 
@@ -178,7 +206,9 @@ class PPOTrainer:
     @property
     def _prompt_source(self) -> PromptSource:
         if not isinstance(self.source, PromptSource):
-            raise TypeError(f"{type(self.source).__name__} takes no prompts: iterate over trainer.source instead.")
+            raise TypeError(
+                f"{type(self.source).__name__} takes no prompts: iterate over trainer.source instead."
+            )
         return self.source
 
     def _rollouts(self) -> Iterator[Sequence[Trajectory]]:
@@ -186,18 +216,26 @@ class PPOTrainer:
         source = iter(self.source)
         with progress_bar(self.total_steps, "PPO", enabled=self.components.strategy.is_main) as bar:
             bar.update(self.global_step)
-            while self.global_step < self.total_steps and not self.components.strategy.any_rank(self.should_stop):
+            while self.global_step < self.total_steps and not self.components.strategy.any_rank(
+                self.should_stop
+            ):
                 self._mark()
                 self.components.stop()
                 if (trajectories := next(source, None)) is None:
-                    logger.info("no more trajectories after %d of %d steps", self.global_step, self.total_steps)
+                    logger.info(
+                        "no more trajectories after %d of %d steps",
+                        self.global_step,
+                        self.total_steps,
+                    )
                     if evaluated := self.evaluate():  # as after the last step
                         self.components.trackers.log(self.global_step, evaluated)
                     if self.components.checkpointer.due(self.global_step, True):
                         self.save_checkpoint()
                     return
                 yield trajectories
-                bar.update(total=self.total_steps)  # dynamic sampling may have used up prompts of later steps
+                bar.update(
+                    total=self.total_steps
+                )  # dynamic sampling may have used up prompts of later steps
 
     @contextmanager
     def _session(self) -> Iterator[None]:

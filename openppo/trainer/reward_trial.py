@@ -12,7 +12,9 @@ _ROWS, _LONGEST = 3, 240
 _TITLE = "rewards of the first rows; the response is the label, empty without one"
 
 
-def trial_lines(scorer: Scorer, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def trial_lines(
+    scorer: Scorer, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
     """Score the labels of the first ``prompts`` as responses; returns prompts, responses and rewards for the log."""
     samples = [_labelled(prompt, tokenizer, group) for group, prompt in enumerate(prompts[:_ROWS])]
     lines = [_TITLE, ""]

@@ -22,21 +22,32 @@ from openppo.trainer.startup import (
 
 
 def check_models(
-    config: TrainPPOConfig, strategy: InferenceStrategy, samples: bool = True, own: OwnObjects = NOTHING
+    config: TrainPPOConfig,
+    strategy: InferenceStrategy,
+    samples: bool = True,
+    own: OwnObjects = NOTHING,
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
     """Check what needs neither data nor weights; tokenizer and config of the actor, which ``own`` may hold.
 
     Only a run that ``samples`` needs an engine.
     """
-    model, estimator, trust = config.model, config.advantage.advantage_estimator, config.model.trust_remote_code
+    model, estimator, trust = (
+        config.model,
+        config.advantage.advantage_estimator,
+        config.model.trust_remote_code,
+    )
     given, without = given_options(config), f"--advantage_estimator {estimator} has none"
-    for name, declared in declared_options(TrainPPOConfig).items() if critic_start(config) is None else ():
+    for name, declared in (
+        declared_options(TrainPPOConfig).items() if critic_start(config) is None else ()
+    ):
         if rules_of(declared).of_critic and given[name] != declared.default:
             raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
     actor_config = own.configs.get("--pretrain") or collective(
         strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust)
     )
-    load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
+    load_options(
+        config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit
+    )  # what they need is installed
     if samples and config.generation.cuda_graphs == "on":
         elsewhere = config.run.dry_run  # which may be about another machine
         choose_recorder("on", actor_config, torch.device("cuda") if elsewhere else strategy.device)
@@ -54,7 +65,9 @@ def check_models(
         if own_tokenizer(flag, name, actor_config, tokenizer, trust) is not None:
             role = "a reference" if flag == "--ref_pretrain" else "a critic"
             own_flag = flag != "--reward_pretrain"
-            other = "use one of the same family" if own_flag else "name another with --critic_pretrain"
+            other = (
+                "use one of the same family" if own_flag else "name another with --critic_pretrain"
+            )
             raise ValueError(
                 f"{flag} {name} has another vocabulary than --pretrain {model.pretrain}, and as {role} it would read "
                 f"token ids that are not its own: {other}."
@@ -67,8 +80,13 @@ def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
     if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
         return None
     model = config.model
-    named = {"--critic_pretrain": model.critic_pretrain, "--reward_pretrain": config.rewards.reward_pretrain}
-    return next(((flag, name) for flag, name in named.items() if name), ("--pretrain", model.pretrain))
+    named = {
+        "--critic_pretrain": model.critic_pretrain,
+        "--reward_pretrain": config.rewards.reward_pretrain,
+    }
+    return next(
+        ((flag, name) for flag, name in named.items() if name), ("--pretrain", model.pretrain)
+    )
 
 
 def loading(config: TrainPPOConfig) -> dict[str, bool]:
@@ -80,17 +98,28 @@ def loading(config: TrainPPOConfig) -> dict[str, bool]:
 
 def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
     """The critic's adapters, if it has any."""
-    rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
+    rank = (
+        config.lora.lora_rank
+        if config.model.critic_lora_rank is None
+        else config.model.critic_lora_rank
+    )
     return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
 
 
 def _start_from_pretrain(config: TrainPPOConfig) -> bool:
     """Whether critic or reference are read from ``--pretrain``."""
-    has_reference = config.kl.init_kl_coef > 0 and config.model.ref_pretrain is None and config.lora.lora_rank == 0
+    has_reference = (
+        config.kl.init_kl_coef > 0
+        and config.model.ref_pretrain is None
+        and config.lora.lora_rank == 0
+    )
     return has_reference or (critic_start(config) or ("", ""))[0] == "--pretrain"
 
 
 def other_models(config: TrainPPOConfig) -> list[tuple[str, str]]:
     """Flag and name of what critic and reference start from, where it is not the actor's model."""
-    starts = [critic_start(config) or ("--pretrain", ""), ("--ref_pretrain", config.model.ref_pretrain)]
+    starts = [
+        critic_start(config) or ("--pretrain", ""),
+        ("--ref_pretrain", config.model.ref_pretrain),
+    ]
     return [(flag, name) for flag, name in starts if flag != "--pretrain" and name is not None]

@@ -17,7 +17,13 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.media import Media, distinct_ids, media_url
 from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
-from openppo.rollout.rollout import Rollout, by_episode, episode_numbers, episode_reward, whole_rewards
+from openppo.rollout.rollout import (
+    Rollout,
+    by_episode,
+    episode_numbers,
+    episode_reward,
+    whole_rewards,
+)
 from openppo.tracking import json_form
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.self_check import check_samples, token_columns, token_texts
@@ -42,13 +48,19 @@ class StepDiagnostics:
         self.weights = config.rewards.weights()
         self.trained_on: Sequence[Trajectory] | None = None  # in the last step, until it is shown
         self._checks_next = config.tracking.self_check and self.comm.rank == 0
-        self.observed: dict[tuple[int, ...], dict[str, Tensor]] = {}  # of the last epoch, (L,) by token ids
+        self.observed: dict[
+            tuple[int, ...], dict[str, Tensor]
+        ] = {}  # of the last epoch, (L,) by token ids
 
     def observe(self, micro: Experience, log_probs: Tensor, entropy: Tensor | None) -> None:
         """Keep ratio and entropy (B, L) of a training forward, if the step under way is logged token by token."""
         if self._shows_tokens(self.components.state.global_step + 1):
-            ratio = policy_ratio(log_probs.detach(), micro.old_or_rollout_log_probs, micro.action_mask).cpu()
-            numbers = {"ratio": ratio} | ({} if entropy is None else {"entropy": entropy.detach().cpu()})
+            ratio = policy_ratio(
+                log_probs.detach(), micro.old_or_rollout_log_probs, micro.action_mask
+            ).cpu()
+            numbers = {"ratio": ratio} | (
+                {} if entropy is None else {"entropy": entropy.detach().cpu()}
+            )
             media, masks = micro.media or [()] * len(micro), micro.attention_mask.cpu()
             for row, (ids, mask) in enumerate(zip(micro.sequences.cpu(), masks, strict=True)):
                 known = _known(ids[mask].tolist(), media[row])
@@ -58,19 +70,36 @@ class StepDiagnostics:
         """Log what ``step`` has trained on, ``trained_on`` and its experience in ``buffer``; drop both."""
         if self.trained_on is None:  # of an earlier session, which has logged it
             return
-        kept = list(self.trained_on)[len(self.trained_on) - len(buffer) :]  # without those dropped by --buffer_limit
+        kept = list(self.trained_on)[
+            len(self.trained_on) - len(buffer) :
+        ]  # without those dropped by --buffer_limit
         # What a limit of its episode cut off was ended neither by the policy nor by --generate_max_len.
-        plain = [i for i, t in enumerate(kept) if t.truncated == (t.finish_reason is FinishReason.LENGTH)]
+        plain = [
+            i for i, t in enumerate(kept) if t.truncated == (t.finish_reason is FinishReason.LENGTH)
+        ]
         if self._checks_next and plain:
             self._checks_next, rewards = False, self.config.rewards
             eos = eos_token_ids(self.components.actor.module.model, self.tokenizer)
             # a function may reward single tokens, and so may steps and turns
-            one_score = rewards.reward_fn is None and rewards.remote_rm_url is None and rewards.prm_pretrain is None
-            one_score = one_score and all(trajectory.episode is None for trajectory in self.trained_on)
+            one_score = (
+                rewards.reward_fn is None
+                and rewards.remote_rm_url is None
+                and rewards.prm_pretrain is None
+            )
+            one_score = one_score and all(
+                trajectory.episode is None for trajectory in self.trained_on
+            )
             penalty = metrics.get("kl_coef", 0.0)
             items, labels = [buffer.items[i] for i in plain], [kept[i].prompt.label for i in plain]
             check_samples(
-                step, items, self.tokenizer, eos, kl=self.config.kl, kl_coef=penalty, labels=labels, one_score=one_score
+                step,
+                items,
+                self.tokenizer,
+                eos,
+                kl=self.config.kl,
+                kl_coef=penalty,
+                labels=labels,
+                one_score=one_score,
             )
         chosen = choose(kept) if self.comm.rank == 0 else []
         earned = whole_rewards(kept, self.weights)
@@ -79,7 +108,10 @@ class StepDiagnostics:
         tokens: list[Row] = []
         if self._shows_tokens(step):
             observed = self._of_all_ranks([kept[i] for i in chosen])
-            tokens = [token_row(kept[i], self.tokenizer, buffer.items[i], observed[n]) for n, i in enumerate(chosen)]
+            tokens = [
+                token_row(kept[i], self.tokenizer, buffer.items[i], observed[n])
+                for n, i in enumerate(chosen)
+            ]
             tokens += self._failed_tokens(failed)
         self._log(step, [*samples, *self._failed_rows(failed)], tokens)
         self._dump(step, "train", self.trained_on, self.weights)
@@ -106,7 +138,11 @@ class StepDiagnostics:
 
     def _failed_rows(self, failed: Sequence[Trajectory]) -> list[Row]:
         """Lines of samples.jsonl on rank 0, which follow those of episodes that are trained on."""
-        return [sample_row(each, self.tokenizer, reward=0.0) for each in failed] if self.comm.rank == 0 else []
+        return (
+            [sample_row(each, self.tokenizer, reward=0.0) for each in failed]
+            if self.comm.rank == 0
+            else []
+        )
 
     def _failed_tokens(self, failed: Sequence[Trajectory]) -> list[Row]:
         """Their lines of tokens.jsonl: what the model read."""
@@ -120,20 +156,33 @@ class StepDiagnostics:
         own = [_known(t.token_ids, t.prompt.media) for t in chosen]
         wanted = self.comm.all_gather_object(own)[0]
         mine = {ids: self.observed[ids] for ids in wanted if ids in self.observed}
-        found = {ids: row for numbers in self.comm.all_gather_object(mine) for ids, row in numbers.items()}
+        found = {
+            ids: row
+            for numbers in self.comm.all_gather_object(mine)
+            for ids, row in numbers.items()
+        }
         return [found.get(ids, {}) for ids in own]
 
-    def _dump(self, step: int, split: str, trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:
+    def _dump(
+        self,
+        step: int,
+        split: str,
+        trajectories: Sequence[Trajectory],
+        weights: Mapping[str, float],
+    ) -> None:
         """Hand all of this rank's ``trajectories`` to what writes ``--dump_rollouts``, if it is given."""
         if (dump := self.config.dump).dump_rollouts is not None:
             earned = whole_rewards(trajectories, weights)
             rows = [
-                {"sample": i} | rollout_row(trajectory, self.tokenizer, earned[i], tokens=dump.dump_tokens)
+                {"sample": i}
+                | rollout_row(trajectory, self.tokenizer, earned[i], tokens=dump.dump_tokens)
                 for i, trajectory in enumerate(trajectories)
             ]
             self.components.trackers.log_rollouts(step, split, rows)
 
-    def _log(self, step: int, samples: Sequence[Row], tokens: Sequence[Row], evaluation: bool = False) -> None:
+    def _log(
+        self, step: int, samples: Sequence[Row], tokens: Sequence[Row], evaluation: bool = False
+    ) -> None:
         start, trackers = {"evaluation": True} if evaluation else {}, self.components.trackers
         trackers.log_samples(step, [start | {"sample": i} | row for i, row in enumerate(samples)])
         trackers.log_tokens(step, [start | {"sample": i} | row for i, row in enumerate(tokens)])
@@ -149,8 +198,12 @@ def choose(trajectories: Sequence[Trajectory]) -> list[int]:
     for i in sorted(last_parts.values()):
         groups.setdefault(trajectories[i].group, []).append(i)
     prompts = {g: trajectories[i].prompt for g, (i, *_) in groups.items()}
-    checksums = {g: zlib.crc32(repr(_known(p.token_ids, p.media)).encode()) for g, p in prompts.items()}
-    return [i for group in sorted(groups, key=checksums.__getitem__) for i in groups[group][:2]][:N_SAMPLES]
+    checksums = {
+        g: zlib.crc32(repr(_known(p.token_ids, p.media)).encode()) for g, p in prompts.items()
+    }
+    return [i for group in sorted(groups, key=checksums.__getitem__) for i in groups[group][:2]][
+        :N_SAMPLES
+    ]
 
 
 def _known(token_ids: list[int], media: Media) -> tuple[int, ...]:
@@ -179,10 +232,16 @@ def sample_row(
     }
     row |= {"extra": trajectory.logged} if trajectory.logged else {}
     if (episode := trajectory.episode) is not None:
-        row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": json_form(episode.messages)}
+        row |= {
+            "ending": episode.ending.value,
+            "turns": episode.n_turns,
+            "messages": json_form(episode.messages),
+        }
         row |= {"error": episode.error, "output": episode.output}
         asked = takewhile(lambda message: message["role"] != "assistant", episode.messages)
-        row["prompt"] = trajectory.prompt.text or "\n".join(text_of(message.get("content")) for message in asked)
+        row["prompt"] = trajectory.prompt.text or "\n".join(
+            text_of(message.get("content")) for message in asked
+        )
     read = rendered(trajectory.prompt, tokenizer)
     is_shown = read != row["prompt"] if episode is None else episode.n_turns > 0
     if is_shown:
@@ -197,12 +256,16 @@ def rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
     parts = []
     for is_image, run in groupby(prompt.token_ids, images.__contains__):
         ids = list(run)
-        text = str(tokenizer.decode(ids[:1] if is_image else ids, clean_up_tokenization_spaces=False))
+        text = str(
+            tokenizer.decode(ids[:1] if is_image else ids, clean_up_tokenization_spaces=False)
+        )
         parts.append(f"{text} x {len(ids)}" if is_image else text)
     return "".join(parts)
 
 
-def rollout_row(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, reward: float, tokens: bool) -> Row:
+def rollout_row(
+    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, reward: float, tokens: bool
+) -> Row:
     """A line of ``--dump_rollouts``: the same columns of the same types in any run, so that all files make one table.
 
     What may be anything in a row of data is text: labels, and as JSON rewards, extras and messages.
@@ -210,13 +273,24 @@ def rollout_row(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, rewa
     prompt, episode = trajectory.prompt, trajectory.episode
     row = sample_row(trajectory, tokenizer, reward)
     label = row["label"]
-    row["label"] = "" if label is None else label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+    row["label"] = (
+        ""
+        if label is None
+        else label
+        if isinstance(label, str)
+        else json.dumps(label, ensure_ascii=False)
+    )
     row |= {"reward": float(row["reward"]), "rewards": json.dumps(json_form(row["rewards"]))}
     row["extra"] = json.dumps(trajectory.logged, ensure_ascii=False)
     row |= {"ending": "", "turns": 1, "error": "", "output": ""} if episode is None else {}
     row["rendered_prompt"] = row.get("rendered_prompt", "")
     row["messages"] = json.dumps(None if episode is None else row["messages"], ensure_ascii=False)
-    row |= {"source": prompt.source, "task": prompt.task, "row": prompt.index, "group": trajectory.group}
+    row |= {
+        "source": prompt.source,
+        "task": prompt.task,
+        "row": prompt.index,
+        "group": trajectory.group,
+    }
     if tokens:
         row |= {name: vars(trajectory)[name] for name in ("token_ids", "action_mask", "log_probs")}
     return row
@@ -234,13 +308,20 @@ def token_row(
     and of training forwards that were ``observed``, (L,).
     """
     first, n = len(trajectory.prompt.token_ids), len(trajectory.token_ids)
-    mask, columns = trajectory.action_mask, {"log_prob": torch.tensor(trajectory.log_probs, dtype=torch.float64)}
+    mask, columns = (
+        trajectory.action_mask,
+        {"log_prob": torch.tensor(trajectory.log_probs, dtype=torch.float64)},
+    )
     if experience is not None:
         mask = experience.action_mask[0].tolist()
         columns = {name: column[0] for name, column in token_columns(experience).items()}
     columns |= observed or {}
     half = MAX_TOKENS // 2
-    kept = list(range(first, n)) if n - first <= MAX_TOKENS else [*range(first, first + half), *range(n - half, n)]
+    kept = (
+        list(range(first, n))
+        if n - first <= MAX_TOKENS
+        else [*range(first, first + half), *range(n - half, n)]
+    )
     texts = token_texts(trajectory.token_ids, tokenizer, first)
     row: Row = {"first": first, "n_tokens": n - first, "texts": [texts[t - first] for t in kept]}
     row |= _prompt_columns(trajectory.token_ids[:first], tokenizer)

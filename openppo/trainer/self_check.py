@@ -24,7 +24,9 @@ from openppo.types import Experience
 _SHOWN = ("log_prob", "kl", "value", "reward", "advantage")
 _SAMPLES, _SEGMENTS, _LONGEST, _LONGEST_TOKEN = 2, 6, 240, 8
 _BEFORE, _ENDS = 2, 3  # tokens shown before the first action, and at both ends of the actions
-_CONTEXT = 6  # tokens that the text of the next may depend on: a leading blank, the bytes of one character
+_CONTEXT = (
+    6  # tokens that the text of the next may depend on: a leading blank, the bytes of one character
+)
 _TINY = 1e-5  # what float32 leaves of rewards of about 1 when the KL penalty is taken out again
 _HINT = "(--no_self_check leaves it out)"
 
@@ -51,8 +53,17 @@ def check_samples(
     lines, faults = [f"self-check of step {step}: samples as trained on {_HINT}", ""], []
     for row in range(len(both)):
         sample = _Sample(both, row, set(eos_token_ids), 0.0 if kl.use_kl_loss else kl_coef)
-        label = [] if labels[chosen[row]] is None else [("label", escape_control(str(labels[chosen[row]]), _LONGEST))]
-        facts = [(f"sample {row + 1}", sample.summary()), *sample.texts(tokenizer), *label, ("places", sample.places())]
+        label = (
+            []
+            if labels[chosen[row]] is None
+            else [("label", escape_control(str(labels[chosen[row]]), _LONGEST))]
+        )
+        facts = [
+            (f"sample {row + 1}", sample.summary()),
+            *sample.texts(tokenizer),
+            *label,
+            ("places", sample.places()),
+        ]
         lines += [*table_lines(facts), *sample.table(tokenizer), ""]
         faults += [f"sample {row + 1}: {fault}" for fault in sample.faults(one_score)]
     log_lines("\n".join(lines).split("\n"))
@@ -69,12 +80,21 @@ class _Sample:
     def __init__(self, batch: Experience, row: int, eos: set[int], penalty: float) -> None:
         assert batch.scores is not None, "the experience is complete"
         self.ids: list[int] = batch.sequences[row].tolist()
-        self.attended, self.trained = batch.attention_mask[row].bool(), batch.action_mask[row].bool()
+        self.attended, self.trained = (
+            batch.attention_mask[row].bool(),
+            batch.action_mask[row].bool(),
+        )
         self.actions: list[int] = self.trained.nonzero()[:, 0].tolist()
-        self.truncated, self.reward, self.eos = bool(batch.truncated[row]), float(batch.scores[row]), eos
+        self.truncated, self.reward, self.eos = (
+            bool(batch.truncated[row]),
+            float(batch.scores[row]),
+            eos,
+        )
         columns = token_columns(batch)
         self.columns = {name: columns[name][row].double() for name in _SHOWN if name in columns}
-        self.score = self.columns["reward"] + penalty * self.columns.get("kl", torch.zeros(1))  # without the penalty
+        self.score = self.columns["reward"] + penalty * self.columns.get(
+            "kl", torch.zeros(1)
+        )  # without the penalty
         self.score[self.score.abs() <= _TINY * max(1.0, float(self.score.abs().max()))] = 0.0
         self.scored: list[int] = self.score.nonzero()[:, 0].tolist()
 
@@ -88,7 +108,9 @@ class _Sample:
         """Prompt, by its end, and what follows from the first action on, by its start."""
         real = int(self.attended.sum())
         first = self.actions[0] if self.actions else real
-        prompt, response = (str(tokenizer.decode(ids)) for ids in (self.ids[:first], self.ids[first:real]))
+        prompt, response = (
+            str(tokenizer.decode(ids)) for ids in (self.ids[:first], self.ids[first:real])
+        )
         return [
             ("prompt", escape_control(prompt, _LONGEST, keep="end")),
             ("response", escape_control(response, _LONGEST)),
@@ -110,34 +132,55 @@ class _Sample:
         places = {"is trained on but is padding": self.trained & ~self.attended}
         for name, column in self.columns.items():
             places[f"is not trained on but has {name}"] = ~self.trained & (column != 0)
-        found = [f"token {int(where.nonzero()[0])} {fault}" for fault, where in places.items() if where.any()]
+        found = [
+            f"token {int(where.nonzero()[0])} {fault}"
+            for fault, where in places.items()
+            if where.any()
+        ]
         last = self.actions[-1]
         if not self.truncated and self.ids[last] not in self.eos:
             found.append(f"it ended by itself, but token {last}, the last trained on, is not EOS")
         if one_score and self.scored not in ([], [last]):
-            found.append(f"the score lies at token {self.scored[0]}, not only at the last one that is trained on")
+            found.append(
+                f"the score lies at token {self.scored[0]}, not only at the last one that is trained on"
+            )
         return found
 
     def table(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Both ends of the actions, scored tokens, and where padding begins."""
         n, real = len(self.ids), int(self.attended.sum())
         first = self.actions[0] if self.actions else _BEFORE
-        shown = {*range(max(0, first - _BEFORE), first), *self.actions[:_ENDS], *self.actions[-_ENDS:]}
+        shown = {
+            *range(max(0, first - _BEFORE), first),
+            *self.actions[:_ENDS],
+            *self.actions[-_ENDS:],
+        }
         shown |= {*self.scored[-_ENDS:], *range(real, min(n, real + 1))}
         rows: list[list[str]] = [["", "token", "id", "action", *self.columns, ""]]
         for before, i in pairwise([-1, *sorted(shown), n]):
             if i > before + 1:
                 rows.append(["", f"{i - before - 1} more"])
             if i < n:
-                text = escape_control(token_texts(self.ids[: i + 1], tokenizer, first=i)[0][:_LONGEST_TOKEN])
-                numbers = [f"{column[i]:z.3f}" if self.trained[i] else "" for column in self.columns.values()]
-                rows.append([str(i), f"'{text}'", str(self.ids[i]), str(int(self.trained[i])), *numbers, ""])
+                text = escape_control(
+                    token_texts(self.ids[: i + 1], tokenizer, first=i)[0][:_LONGEST_TOKEN]
+                )
+                numbers = [
+                    f"{column[i]:z.3f}" if self.trained[i] else ""
+                    for column in self.columns.values()
+                ]
+                rows.append(
+                    [str(i), f"'{text}'", str(self.ids[i]), str(int(self.trained[i])), *numbers, ""]
+                )
         return table_lines(rows, right=[0, *range(2, 4 + len(self.columns))])
 
 
 def token_columns(experience: Experience) -> dict[str, Tensor]:
     """What an experience (B, L) knows of its tokens, (B, L) each, by the names of tokens.jsonl."""
-    log_probs, reference, mask = experience.old_or_rollout_log_probs, experience.ref_log_probs, experience.action_mask
+    log_probs, reference, mask = (
+        experience.old_or_rollout_log_probs,
+        experience.ref_log_probs,
+        experience.action_mask,
+    )
     columns = {
         "log_prob": log_probs,
         "kl": None if reference is None else compute_approx_kl(log_probs, reference, mask),
@@ -150,7 +193,9 @@ def token_columns(experience: Experience) -> dict[str, Tensor]:
     return {name: column for name, column in columns.items() if column is not None}
 
 
-def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, first: int = 0) -> list[str]:
+def token_texts(
+    token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, first: int = 0
+) -> list[str]:
     """The text that each token from ``first`` on adds; joined, they are the text.
 
     A token that only begins a character (byte-level BPE) adds nothing; the one that ends it adds all of it.
@@ -158,7 +203,9 @@ def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, fi
     texts, read = [], first
     for end in range(first + 1, len(token_ids) + 1):
         both = [list(token_ids[max(0, read - _CONTEXT) : stop]) for stop in (read, end)]
-        before, after = (str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in both)
+        before, after = (
+            str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in both
+        )
         complete = not after.endswith("\ufffd") or end - read >= _CONTEXT or end == len(token_ids)
         texts.append(after[len(before) :] if complete else "")
         if complete:
@@ -169,7 +216,10 @@ def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, fi
 def show_examples(examples: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Log the first of the ``examples`` of a supervised step: what is read, and what the loss is of."""
     rows = [
-        (f"{number} {part}", escape_control(text, _LONGEST, keep="end" if part == "read" else "start"))
+        (
+            f"{number} {part}",
+            escape_control(text, _LONGEST, keep="end" if part == "read" else "start"),
+        )
         for number, example in enumerate(examples[:_SAMPLES], 1)
         for part, text in _parts(example, tokenizer)
     ]
@@ -180,15 +230,24 @@ def _parts(example: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, 
     """Names and texts of an example's parts: of token examples the last turns of reading and training."""
     if isinstance(example, (PreferenceExample, RankingExample)):
         scores = example.scores if isinstance(example, RankingExample) else None
-        sides = ["chosen", "rejected"] if scores is None else [f"ranked {score:g}" for score in scores]
+        sides = (
+            ["chosen", "rejected"] if scores is None else [f"ranked {score:g}" for score in scores]
+        )
         texts = zip(sides, example.texts, strict=True)
-        return [(side, f"score at token {len(ids) - 1} of: {tokenizer.decode(ids)}") for side, ids in texts]
+        return [
+            (side, f"score at token {len(ids) - 1} of: {tokenizer.decode(ids)}")
+            for side, ids in texts
+        ]
     if isinstance(example, ProcessExample):
         judged = {i: label for i, label in enumerate(example.labels) if label != IGNORE_INDEX}
         places = ", ".join(
-            f"{f'{x:.2f}' if isinstance(x, float) else tokenizer.decode([x])} at {i}" for i, x in judged.items()
+            f"{f'{x:.2f}' if isinstance(x, float) else tokenizer.decode([x])} at {i}"
+            for i, x in judged.items()
         )
-        return [("read", str(tokenizer.decode(example.token_ids))), ("judged", f"{len(judged)} steps: {places}")]
+        return [
+            ("read", str(tokenizer.decode(example.token_ids))),
+            ("judged", f"{len(judged)} steps: {places}"),
+        ]
     targets = zip((False, *example.loss_mask[1:]), example.token_ids, strict=True)
     turns = [(target, [i for _, i in turn]) for target, turn in groupby(targets, key=itemgetter(0))]
     return [

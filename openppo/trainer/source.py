@@ -32,7 +32,9 @@ from openppo.tracking.phase import timed
 from openppo.trainer.components import PPOComponents
 from openppo.types import Comm, Prompt, Trajectory
 
-_ALL_EQUAL = "--dynamic_sampling: the rewards of each group are equal. Use other prompts, or a finer reward"
+_ALL_EQUAL = (
+    "--dynamic_sampling: the rewards of each group are equal. Use other prompts, or a finer reward"
+)
 
 
 class PromptBatch(list[Prompt]):
@@ -46,7 +48,9 @@ class PromptBatch(list[Prompt]):
 class PromptSource:
     """Samples trajectories for batches of prompts and scores them in the background. Collective in every method."""
 
-    def __init__(self, config: TrainPPOConfig, components: PPOComponents, sampler: Sampler | None = None) -> None:
+    def __init__(
+        self, config: TrainPPOConfig, components: PPOComponents, sampler: Sampler | None = None
+    ) -> None:
         assert components.engine is not None
         self.config = config
         self.components = components
@@ -56,10 +60,14 @@ class PromptSource:
         self.timer = components.maker.hooks.timer
         self.comm = components.strategy.comm
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
-        self.sampler = BatchSampler(len(components.data.prompts), config.prompts_per_step, config.deepspeed.seed)
+        self.sampler = BatchSampler(
+            len(components.data.prompts), config.prompts_per_step, config.deepspeed.seed
+        )
         self.reward_weights = config.rewards.weights()
         self.n_batches = config.ppo.num_episodes * len(self.sampler)
-        self.has_no_end = config.agents.environment is not None and not config.data.prompt_data  # seeds of a game
+        self.has_no_end = (
+            config.agents.environment is not None and not config.data.prompt_data
+        )  # seeds of a game
         self.consumed_batches = 0  # of all episodes
         self.batch_under_way: PromptBatch | None = None  # of a loop over prompt_batches()
         self.consumed_prompts = 0  # sampled so far; groups and seeds follow from it
@@ -104,7 +112,11 @@ class PromptSource:
         if batch is not None:
             self.consumed_batches = max(self.consumed_batches, batch.number + 1)
         with self.timer.step(self.components.state.global_step + 1):
-            rollout = self._filtered(prompts) if self.config.ppo.dynamic_sampling else self._sampled(prompts)
+            rollout = (
+                self._filtered(prompts)
+                if self.config.ppo.dynamic_sampling
+                else self._sampled(prompts)
+            )
         self.failures.end_step()
         if message := self.failures.steps_message(self._planned_steps):
             raise NothingTrainedError(message, rollout.failed)
@@ -118,26 +130,43 @@ class PromptSource:
         if not self.components.data.held_out:
             return []
         options, seed = self.config.evaluation, self.config.deepspeed.seed
-        sampling = sampling_params(self.config.generation, options.eval_temperature), options.eval_n_samples_per_prompt
+        sampling = (
+            sampling_params(self.config.generation, options.eval_temperature),
+            options.eval_n_samples_per_prompt,
+        )
         with self.components.weights_to_save(), self.with_weights():
             held_out, metrics = self.components.data.held_out, Metrics()
-            responses = self.sampled_by.sample(SampleRequest(held_out, *sampling, seed, 0, metrics, evaluation=True))
+            responses = self.sampled_by.sample(
+                SampleRequest(held_out, *sampling, seed, 0, metrics, evaluation=True)
+            )
         grading = self.components.grading
-        for response in responses if grading.scorer is not None else ():  # an agent may have given rewards
+        for response in (
+            responses if grading.scorer is not None else ()
+        ):  # an agent may have given rewards
             response.scores, response.token_rewards, response.step_ends = {}, None, None
-        rollout = begin_scoring(grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_")
+        rollout = begin_scoring(
+            grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_"
+        )
         wait_for_scores(rollout, self.components.stop)
         check_rewarded(rollout, self.comm)
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
         """How many prompts are consumed, and by which free memory the engine was sized."""
-        consumed = {"consumed_batches": self.consumed_batches, "consumed_prompts": self.consumed_prompts}
-        return consumed if self.engine.free is None else consumed | {"free_memory": self.engine.free}
+        consumed = {
+            "consumed_batches": self.consumed_batches,
+            "consumed_prompts": self.consumed_prompts,
+        }
+        return (
+            consumed if self.engine.free is None else consumed | {"free_memory": self.engine.free}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next prompts."""
-        self.consumed_batches, self.consumed_prompts = state["consumed_batches"], state["consumed_prompts"]
+        self.consumed_batches, self.consumed_prompts = (
+            state["consumed_batches"],
+            state["consumed_prompts"],
+        )
         self.engine.free = state.get("free_memory")
 
     def close(self) -> None:
@@ -174,18 +203,24 @@ class PromptSource:
 
     def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Responses to this rank's share of ``prompts``, those of one prompt in a row, on which scoring has begun."""
-        ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
+        ready = [
+            as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts
+        ]
         n_samples = self.config.ppo.n_samples_per_prompt
         seed, first = self.config.deepspeed.seed, self.consumed_prompts
         params = sampling_params(self.config.generation)
         metrics = Metrics()
         failed: list[Trajectory] = []
         with self.timer.phase("generation"), self.with_weights():
-            asked = SampleRequest(ready, params, n_samples, seed, first, metrics, note_failed=failed.append)
+            asked = SampleRequest(
+                ready, params, n_samples, seed, first, metrics, note_failed=failed.append
+            )
             sampled = self.sampled_by.sample(asked)
             if self.estimator.needs_greedy:
                 params = dataclasses.replace(params, temperature=0.0)
-                greedy = self.sampled_by.sample(asked._replace(params=params, n_samples=1, metrics=Metrics()))
+                greedy = self.sampled_by.sample(
+                    asked._replace(params=params, n_samples=1, metrics=Metrics())
+                )
                 of_group = {parts[-1].group: tuple(parts) for parts in by_episode(greedy)}
                 sampled = [trajectory for trajectory in sampled if trajectory.group in of_group]
                 for trajectory in sampled:
@@ -201,7 +236,10 @@ class PromptSource:
         return rollout
 
     def _count_groups(
-        self, share: tuple[Sequence[Prompt], int], sampled: Sequence[Trajectory], failed: Sequence[Trajectory]
+        self,
+        share: tuple[Sequence[Prompt], int],
+        sampled: Sequence[Trajectory],
+        failed: Sequence[Trajectory],
     ) -> list[Trajectory]:
         """Count groups of all ranks that failed, in their order; returns a few of the ``failed`` episodes of all.
 
@@ -264,7 +302,9 @@ def first_groups(trajectories: Sequence[Trajectory], most: int, comm: Comm) -> l
     return sorted((t for t in everyones if t.group in of_this_rank), key=lambda t: t.group)
 
 
-def as_prompt(prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig) -> Prompt:
+def as_prompt(
+    prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig
+) -> Prompt:
     """A text as the prompt that the options make of it; ``ValueError`` if it is too long."""
     if isinstance(prompt, Prompt):
         return prompt

@@ -56,9 +56,15 @@ def quiet_libraries() -> None:
     setup_logging(int(os.environ.get("RANK", "0")))
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # peft and transformers about each other
-    warnings.filterwarnings("ignore", message="fan_in_fan_out", category=UserWarning)  # peft has set it right
-    transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # peft and transformers about each other
+    warnings.filterwarnings(
+        "ignore", message="fan_in_fan_out", category=UserWarning
+    )  # peft has set it right
+    transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = (
+        0  # an error instead of a question on stdin
+    )
 
 
 def check_options(config: Any, comm: Comm, **given: bool | None) -> None:
@@ -66,11 +72,21 @@ def check_options(config: Any, comm: Comm, **given: bool | None) -> None:
 
     Ranks with another seed or batch size would train different models or deadlock.
     """
-    mine = {"openppo": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    mine = {
+        "openppo": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     mine["CUDA"] = "available" if torch.cuda.is_available() else "not available"
-    places = {name for name, declared in declared_options(type(config)).items() if rules_of(declared).place}
+    places = {
+        name
+        for name, declared in declared_options(type(config)).items()
+        if rules_of(declared).place
+    }
     for name, value in flat_dict(config).items():
-        mine[f"--{name}"] = ("not given" if value is None else "given") if name in places else str(value)
+        mine[f"--{name}"] = (
+            ("not given" if value is None else "given") if name in places else str(value)
+        )
     everyones, differences = comm.all_gather_object(mine), []
     for name, value in everyones[0].items():
         if others := [rank for rank, theirs in enumerate(everyones) if theirs[name] != value]:
@@ -111,23 +127,41 @@ def start_trackers(
         save_run(logs, options, found)
 
     def failure(message: str) -> ValueError:
-        return ValueError(f"--save_path {path}: cannot be written ({message}); choose another folder.")
+        return ValueError(
+            f"--save_path {path}: cannot be written ({message}); choose another folder."
+        )
 
-    collective(strategy.comm, lambda: prepare(Path(path) / "logs") if strategy.is_main else None, OSError, failure)
-    return make_trackers(path, config.tracking, options, strategy.comm, headline, total_steps, resume_step, own)
+    collective(
+        strategy.comm,
+        lambda: prepare(Path(path) / "logs") if strategy.is_main else None,
+        OSError,
+        failure,
+    )
+    return make_trackers(
+        path, config.tracking, options, strategy.comm, headline, total_steps, resume_step, own
+    )
 
 
-def rollout_trackers(config: TrainPPOConfig, strategy: DeepspeedStrategy, resume_step: int | None) -> list[Tracker]:
+def rollout_trackers(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, resume_step: int | None
+) -> list[Tracker]:
     """What writes ``--dump_rollouts``, on every rank, if it is given."""
     folder, comm = config.dump.dump_rollouts, strategy.comm
     if folder is None:
         return []
 
     def failure(message: str) -> ValueError:
-        return ValueError(f"--dump_rollouts {folder}: cannot be written ({message}); choose another folder.")
+        return ValueError(
+            f"--dump_rollouts {folder}: cannot be written ({message}); choose another folder."
+        )
 
     path = Path(folder)
-    collective(comm, lambda: prepare_rollouts(path, resume_step) if strategy.is_main else None, OSError, failure)
+    collective(
+        comm,
+        lambda: prepare_rollouts(path, resume_step) if strategy.is_main else None,
+        OSError,
+        failure,
+    )
     return [RolloutTracker(path, comm.rank, config.dump.dump_max_mib * 2**20)]
 
 
@@ -145,7 +179,9 @@ def once_per_host(comm: Comm, options: RowsConfig, load: Callable[[], T]) -> T:
     return collective(comm, lambda: load() if made is None else made)
 
 
-def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, options: RowsConfig) -> PreTrainedTokenizerBase:
+def load_policy_tokenizer(
+    pretrain: str, trust_remote_code: bool, options: RowsConfig
+) -> PreTrainedTokenizerBase:
     """The tokenizer of ``--pretrain`` with the chat template of ``options`` and its arguments."""
     given = parse_template_kwargs(options.chat_template_kwargs), options.chat_template
     return load_tokenizer(pretrain, "--pretrain", None, trust_remote_code, *given)
@@ -159,7 +195,9 @@ def policy_vision(
 ) -> RowVision:
     """What reads images and videos for the model of ``--pretrain``."""
     load = partial(load_processor, model.pretrain, "--pretrain", model.trust_remote_code)
-    return RowVision(load, [*placeholders(model_config)], tokenizer, options, f"--pretrain {model.pretrain}")
+    return RowVision(
+        load, [*placeholders(model_config)], tokenizer, options, f"--pretrain {model.pretrain}"
+    )
 
 
 def run_vision(
@@ -184,12 +222,19 @@ def blank_prompt(*of_run: Any) -> Prompt | None:
     return None if vision is None else vision.blank(sorted(kinds | ({"image"} if plays else set())))
 
 
-def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:
+def check_context(
+    model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int
+) -> None:
     """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``model``: a flag and a name."""
     text = model_config.get_text_config()
-    limits = [context_length(model_config), getattr(text, "keep_window_size", None)]  # beyond that of Doge, and
+    limits = [
+        context_length(model_config),
+        getattr(text, "keep_window_size", None),
+    ]  # beyond that of Doge, and
     if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):
-        limits.append(text.floor_scale - 1)  # that of Llama 4, log-probs depend on what else is in a batch
+        limits.append(
+            text.floor_scale - 1
+        )  # that of Llama 4, log-probs depend on what else is in a batch
     context = min((limit for limit in limits if limit), default=None)
     if context is not None and longest_prompt + new_tokens > context:
         raise ValueError(

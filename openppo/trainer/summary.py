@@ -32,7 +32,9 @@ class BatchPlan:
 
     config: TrainPPOConfig
     n_ranks: int
-    steps: list[int]  # prompts of each step of one episode, all of full batches except perhaps the last
+    steps: list[
+        int
+    ]  # prompts of each step of one episode, all of full batches except perhaps the last
     episodes: int
 
     @property
@@ -44,8 +46,12 @@ class BatchPlan:
     def n_samples(self, n_prompts: int) -> int:
         """Responses to so many prompts that are trained on, over all ranks."""
         ppo, n_ranks = self.config.ppo, self.n_ranks
-        bounds = [rank * n_prompts // n_ranks for rank in range(n_ranks + 1)]  # as prompts are dealt out
-        on_ranks = [(end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)]
+        bounds = [
+            rank * n_prompts // n_ranks for rank in range(n_ranks + 1)
+        ]  # as prompts are dealt out
+        on_ranks = [
+            (end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)
+        ]
         return sum(min(on_rank, ppo.buffer_limit or on_rank) for on_rank in on_ranks)
 
     def mini_batches(self, n_prompts: int) -> int:
@@ -58,19 +64,28 @@ class BatchPlan:
         return sum(map(self.mini_batches, steps)) * self.config.batch.max_epochs
 
 
-def batch_plan(config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None) -> BatchPlan:
+def batch_plan(
+    config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None
+) -> BatchPlan:
     """Plan for ``n_prompts`` prompts, or full batches of a ``source`` or environment that says how many."""
-    full, has_no_end = config.prompts_per_step, config.agents.environment is not None and not config.data.prompt_data
+    full, has_no_end = (
+        config.prompts_per_step,
+        config.agents.environment is not None and not config.data.prompt_data,
+    )
     if source is not None or has_no_end:
         steps = None if source is None else source.steps
         if not (n_steps := config.ppo.max_steps if steps is None else steps):
-            raise ValueError("--max_steps is missing: the source of trajectories does not say how many steps it has.")
+            raise ValueError(
+                "--max_steps is missing: the source of trajectories does not say how many steps it has."
+            )
         return BatchPlan(config, n_ranks, [full] * n_steps, episodes=1)
     rest = [n_prompts % full] if n_prompts % full else []
     return BatchPlan(config, n_ranks, [full] * (n_prompts // full) + rest, config.ppo.num_episodes)
 
 
-def model_role(name: str, model: str, module: Any, strategy: DeepspeedStrategy, is_trained: bool) -> Facts:
+def model_role(
+    name: str, model: str, module: Any, strategy: DeepspeedStrategy, is_trained: bool
+) -> Facts:
     """Name and facts of ``module``, which ``DeepspeedStrategy`` may have wrapped and partitioned.
 
     Parameters are counted for the whole model.
@@ -109,15 +124,30 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
         name = config.model.ref_pretrain or pretrain
         roles += model_role("reference", name, reference, strategy, is_trained=False)
     if components.scorer is not None:
-        others = rewards.reward_fn, mask_credentials(rewards.remote_rm_url or ""), " ".join(rewards.verifiable_reward)
+        others = (
+            rewards.reward_fn,
+            mask_credentials(rewards.remote_rm_url or ""),
+            " ".join(rewards.verifiable_reward),
+        )
         roles += [("reward", source) for source in others if source]
         for scorer in getattr(components.scorer, "scorers", [components.scorer]):
             if isinstance(scorer, ModelScorer | ProcessScorer):
-                source = rewards.reward_pretrain if isinstance(scorer, ModelScorer) else rewards.prm_pretrain
-                roles += model_role("reward", source or "", scorer.model, strategy, is_trained=False)
+                source = (
+                    rewards.reward_pretrain
+                    if isinstance(scorer, ModelScorer)
+                    else rewards.prm_pretrain
+                )
+                roles += model_role(
+                    "reward", source or "", scorer.model, strategy, is_trained=False
+                )
     if (ids := components.maker.hooks.sampled_ids).left_out:
         roles.append(("never sampled", f"ids {ids}"))
-    _log(roles, _ppo_facts(plan, len(components.data.prompts)), components.state.global_step, plan.n_steps)
+    _log(
+        roles,
+        _ppo_facts(plan, len(components.data.prompts)),
+        components.state.global_step,
+        plan.n_steps,
+    )
 
 
 def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
@@ -131,7 +161,10 @@ def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
         (ppo.micro_rollout_tokens, ppo.forward_rows),
         (ppo.micro_train_tokens, batch.micro_rows),
     )
-    passes, micro = (f"up to {tokens:,} tokens" if tokens else f"up to {rows:,} samples" for tokens, rows in sizes)
+    passes, micro = (
+        f"up to {tokens:,} tokens" if tokens else f"up to {rows:,} samples"
+        for tokens, rows in sizes
+    )
     mini = count(plan.mini_batches(first), "mini-batch", "mini-batches")
     mini += f" of {min(batch.train_batch_size, trained):,} samples"
     rest = f", the last of {last:,}" if last < first else ""
@@ -143,7 +176,10 @@ def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
     return [
         *([("each step", f"{most}{samples}{kept}")] if n_prompts else []),
         ("experience", f"passes of {passes}{each}"),
-        ("training", f"{count(batch.max_epochs, 'epoch')} of {mini}, in micro-batches of {micro}{each}"),
+        (
+            "training",
+            f"{count(batch.max_epochs, 'epoch')} of {mini}, in micro-batches of {micro}{each}",
+        ),
         ("in all", in_all if n_prompts else "trajectories of the given source"),
         ("", f"{most}{count(plan.n_steps, 'step')}, {total}"),
     ]
@@ -160,13 +196,20 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     share = -(-size // ranks)
     micro = count(-(-share // batch.micro_rows), "micro-batch", "micro-batches")
     whole = batch.max_epochs * -(-n // batch.train_batch_size)
-    cut = f"; --max_steps ends it after {trainer.total_steps:,}" if trainer.total_steps < whole else ""
+    cut = (
+        f"; --max_steps ends it after {trainer.total_steps:,}"
+        if trainer.total_steps < whole
+        else ""
+    )
     split = f"in {micro} of up to {batch.micro_rows}"
     if config.pack_to is not None:
         split = f"packed into rows of {config.pack_to} tokens, in micro-batches of up to {batch.micro_rows} rows"
     facts = [
         ("each step", f"{size:,} samples, {split}{each}"),
-        ("in all", f"{count(batch.max_epochs, 'epoch')} of {count(n, 'sample')}, {count(whole, 'step')}{cut}"),
+        (
+            "in all",
+            f"{count(batch.max_epochs, 'epoch')} of {count(n, 'sample')}, {count(whole, 'step')}{cut}",
+        ),
     ]
     if components.eval_examples:
         facts.append(("held out", count(len(components.eval_examples), "sample")))

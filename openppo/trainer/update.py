@@ -55,7 +55,9 @@ class SkippedSteps:
                 f"the learning rate, and look at the batches in {file.parent}. The weights are those before."
             )
         if self.comm.rank == 0:
-            logger.warning("%s: this optimizer step is skipped on all ranks; its batch is in %s", what, file)
+            logger.warning(
+                "%s: this optimizer step is skipped on all ranks; its batch is in %s", what, file
+            )
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +83,11 @@ class Update:
         self.comm = components.strategy.comm
         self.actor_step = ActorStep(components.actor, config, self.comm, components.strategy.device)
         self.skipped = SkippedSteps(config.run, self.comm)
-        self.models = [components.actor] if components.critic is None else [components.actor, components.critic]
+        self.models = (
+            [components.actor]
+            if components.critic is None
+            else [components.actor, components.critic]
+        )
         self._documents = self._document_batches()
         self.set_training(False)
 
@@ -90,7 +96,10 @@ class Update:
 
         ``FloatingPointError`` after ``--max_skipped_steps`` optimizer steps in a row that had to be skipped.
         """
-        n_samples, kl = self.components.maker.count(buffer.items), self.components.maker.kl_controller
+        n_samples, kl = (
+            self.components.maker.count(buffer.items),
+            self.components.maker.kl_controller,
+        )
         n_tokens, state = sum(int(item.attention_mask.sum()) for item in buffer.items), self.state
         self.timer.count_tokens("step", n_tokens)
         trains_actor = self.state.global_step >= self.components.maker.frozen_steps
@@ -104,7 +113,9 @@ class Update:
         reduced["skipped_steps"] = float(self.skipped.total)
         state.consumed_samples += n_samples
         state.consumed_tokens += int(self.comm.all_reduce(torch.tensor(n_tokens)))
-        reduced |= {name: float(vars(state)[name]) for name in ("consumed_samples", "consumed_tokens")}
+        reduced |= {
+            name: float(vars(state)[name]) for name in ("consumed_samples", "consumed_tokens")
+        }
         if "kl" in reduced:
             reduced["kl_coef"] = kl.value
             if trains_actor:  # before, the KL is 0 for any coefficient
@@ -122,17 +133,24 @@ class Update:
         for model in self.models:
             model.train(mode)
 
-    def _train(self, buffer: ReplayBuffer, n_samples: int, metrics: Metrics, kl_coef: float | None) -> None:
+    def _train(
+        self, buffer: ReplayBuffer, n_samples: int, metrics: Metrics, kl_coef: float | None
+    ) -> None:
         """All optimizer steps of critic and, if there is a ``kl_coef``, actor."""
         batch, step = self.config.batch, self.state.global_step
         self.set_training(True)
         self._move_moments(to_host=False)
         order = self.components.strategy.training()
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
-        with order, progress_bar(n_updates, "training", enabled=self.components.strategy.is_main) as bar:
+        with (
+            order,
+            progress_bar(n_updates, "training", enabled=self.components.strategy.is_main) as bar,
+        ):
             for number, mini_batch in enumerate(mini_batches(buffer, self.config, step)):
                 for micro, places in zip(mini_batch.micro_batches, mini_batch.places, strict=True):
-                    self.timer.count_tokens("training", int(micro.attention_mask.sum()) if places else 0)
+                    self.timer.count_tokens(
+                        "training", int(micro.attention_mask.sum()) if places else 0
+                    )
                 self._step(mini_batch, metrics, kl_coef, number)
                 bar.update()
         self._move_moments(to_host=True)
@@ -140,13 +158,19 @@ class Update:
 
     def _step(self, batch: MiniBatch, metrics: Metrics, kl_coef: float | None, number: int) -> None:
         """The optimizer step of that ``number`` of critic and, if there is a ``kl_coef``, actor."""
-        parts, state, samples = self.components, self.state, [micro.tensors() for micro in batch.micro_batches]
+        parts, state, samples = (
+            self.components,
+            self.state,
+            [micro.tensors() for micro in batch.micro_batches],
+        )
         place = f"global step {state.global_step + 1} optimizer step {number + 1}"
         if kl_coef is not None:
             documents, measured = next(self._documents) if parts.data.documents else None, Metrics()
             with timed("actor_training"):
                 norm = self.actor_step.train(batch, documents, measured, kl_coef, number == 0)
-            read = [] if documents is None else [micro._asdict() for micro in documents.micro_batches]
+            read = (
+                [] if documents is None else [micro._asdict() for micro in documents.micro_batches]
+            )
             if self.skipped.accept(norm, "actor", place, samples=samples, documents=read):
                 metrics.merge(measured)
                 if parts.ema is not None:
@@ -154,7 +178,9 @@ class Update:
             state.document_batches += documents is not None
         if parts.critic_step is not None:
             measured, clip = Metrics(), state.global_step >= self.config.ppo.value_pretrain_steps
-            if self.skipped.accept(parts.critic_step.train(batch, measured, clip), "critic", place, samples=samples):
+            if self.skipped.accept(
+                parts.critic_step.train(batch, measured, clip), "critic", place, samples=samples
+            ):
                 metrics.merge(measured)
 
     def _move_moments(self, to_host: bool) -> None:
@@ -164,22 +190,40 @@ class Update:
 
     def _document_batches(self) -> Iterator[StepBatch]:
         """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
-        parts, size, start = self.components, self.config.batch.train_batch_size, self.state.document_batches
-        documents, pad, pack_to = parts.data.documents, pad_token_id(parts.tokenizer), parts.pack_documents_to
+        parts, size, start = (
+            self.components,
+            self.config.batch.train_batch_size,
+            self.state.document_batches,
+        )
+        documents, pad, pack_to = (
+            parts.data.documents,
+            pad_token_id(parts.tokenizer),
+            parts.pack_documents_to,
+        )
         limit = MicroBatchSize(self.config.batch.micro_rows, self.config.ppo.micro_train_tokens)
-        rows = limit.rows_of(pack_to or max((len(document.token_ids) for document in documents), default=1))
+        rows = limit.rows_of(
+            pack_to or max((len(document.token_ids) for document in documents), default=1)
+        )
         for indices in cyclic_batches(len(documents), size, self.config.deepspeed.seed, start):
             yield token_batch([documents[i] for i in indices], rows, pad, self.comm, pack_to)
 
 
 def _write(batch: Mapping[str, list[dict[str, Any]]], file: Path) -> None:
     """Tensors by kind, number of the micro-batch and field; a file that cannot be written ends no run."""
-    fields = ((f"{kind}/{i}", micro) for kind, micros in batch.items() for i, micro in enumerate(micros))
+    fields = (
+        (f"{kind}/{i}", micro) for kind, micros in batch.items() for i, micro in enumerate(micros)
+    )
     tensors = {
-        f"{place}/{name}": value for place, micro in fields for name, value in micro.items() if value is not None
+        f"{place}/{name}": value
+        for place, micro in fields
+        for name, value in micro.items()
+        if value is not None
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors({n: torch.as_tensor(value).detach().cpu().contiguous() for n, value in tensors.items()}, file)
+        save_tensors(
+            {n: torch.as_tensor(value).detach().cpu().contiguous() for n, value in tensors.items()},
+            file,
+        )
     except (OSError, SafetensorError) as error:
         logger.warning("%s cannot be written (%s)", file, error)

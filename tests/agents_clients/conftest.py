@@ -22,11 +22,22 @@ def client_python() -> str:
     folder = Path(sys.prefix) / "agents_clients"
     python, stamp = folder / "bin" / "python", folder / "complete"
     if not stamp.exists() or stamp.read_text() != REQUIREMENTS.read_text():
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", REQUIREMENTS]
+        pip = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "-r",
+            REQUIREMENTS,
+        ]
         for command in ([sys.executable, "-m", "venv", "--clear", folder], pip):
             made = subprocess.run(command, capture_output=True, text=True)
             if made.returncode != 0:
-                end = pytest.fail if os.environ.get("OPENPPO_REQUIRE_CLIENTS") == "1" else pytest.skip
+                end = (
+                    pytest.fail if os.environ.get("OPENPPO_REQUIRE_CLIENTS") == "1" else pytest.skip
+                )
                 end(f"the environment of real clients cannot be made: {made.stderr.strip()[-500:]}")
         stamp.write_text(REQUIREMENTS.read_text())
     return str(python)

@@ -76,11 +76,18 @@ class ClientAgent(Agent):
         async with self.at_once:
             key = self.gateway.open(session)
             address = {"OPENAI_BASE_URL": self.gateway.base_url(key), "OPENAI_API_KEY": key}
-            more = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+            more = {
+                "OPENAI_AGENTS_DISABLE_TRACING": "1",
+                "PATH": os.environ["PATH"],
+                "HOME": os.environ["HOME"],
+            }
             command = [self.python, str(PROGRAMS / task["file"]), *task["arguments"]]
             loop = asyncio.get_running_loop()
             done = await loop.run_in_executor(
-                None, lambda: subprocess.run(command, env=address | more, capture_output=True, text=True, timeout=300)
+                None,
+                lambda: subprocess.run(
+                    command, env=address | more, capture_output=True, text=True, timeout=300
+                ),
             )
             self.gateway.close(key)
         assert done.returncode == 0, f"{command[1:]}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
@@ -92,7 +99,11 @@ def prompts(lines: str, times: int = 1) -> list[Prompt]:
     made = []
     for line in lines.split("\n")[1:-1] * times:
         client, file, *arguments = line.split()
-        row = {"client": client, "file": file, "arguments": [each.replace("~", " ") for each in arguments]}
+        row = {
+            "client": client,
+            "file": file,
+            "arguments": [each.replace("~", " ") for each in arguments],
+        }
         made.append(Prompt(line, [5], row=row))
     return made
 
@@ -102,14 +113,21 @@ def table(agent: ClientAgent) -> tuple[str, dict[str, float]]:
     rows = defaultdict(lambda: [0] * 6)
     for row, session, _ in agent.ended:
         renderer = session.setup.renderer
-        differ = sum(turn.prompt_ids != renderer.render(turn.messages, turn.tools) for turn in session.turns)
+        differ = sum(
+            turn.prompt_ids != renderer.render(turn.messages, turn.tools) for turn in session.turns
+        )
         sampled = sum(len(turn.completion.token_ids) for turn in session.turns)
         bridged, anew = session.counts["bridged_turns"], session.counts["rerendered_turns"]
         found = (1, len(session.turns), bridged, anew, differ, sampled)
         rows[row["client"]] = list(map(sum, zip(rows[row["client"]], found, strict=True)))
     head = f"{'client':<14}{'episodes':>9}{'turns':>7}{'bridged':>9}{'anew':>6}{'rendering differs':>19}{'sampled':>9}"
-    lines = [f"{name:<14}{n:>9}{t:>7}{b:>9}{a:>6}{d:>19}{s:>9}" for name, (n, t, b, a, d, s) in sorted(rows.items())]
-    return "\n".join(["", head, *lines]), {name: b / max(1, a + b) for name, (_, _, b, a, _, _) in rows.items()}
+    lines = [
+        f"{name:<14}{n:>9}{t:>7}{b:>9}{a:>6}{d:>19}{s:>9}"
+        for name, (n, t, b, a, d, s) in sorted(rows.items())
+    ]
+    return "\n".join(["", head, *lines]), {
+        name: b / max(1, a + b) for name, (_, _, b, a, _, _) in rows.items()
+    }
 
 
 def play(make_sampler: Any, agent: ClientAgent, lines: str, times: int = 1) -> list[Any]:
@@ -122,7 +140,9 @@ def play(make_sampler: Any, agent: ClientAgent, lines: str, times: int = 1) -> l
     journal = sampler.parts.engine.journal
     assert sorted((turn.prompt_ids, turn.completion.token_ids) for turn in turns) == sorted(journal)
     assert all(turn.trained for turn in turns)
-    assert sum(sum(trajectory.action_mask) for trajectory in sampled) == sum(len(ids) for _, ids in journal)
+    assert sum(sum(trajectory.action_mask) for trajectory in sampled) == sum(
+        len(ids) for _, ids in journal
+    )
     return sampled
 
 
@@ -135,15 +155,22 @@ def check_tools(make_sampler: Any, client_python: str, capsys: Any, times: int) 
     assert {client for client, share in bridged.items() if share >= 0.95} >= set(LINEAR)
     for row, session, output in agent.ended:
         reported = json.loads(output.splitlines()[-1])["tokens"]
-        assert reported in (None, sum(len(turn.completion.token_ids) for turn in session.turns)), row
+        assert reported in (None, sum(len(turn.completion.token_ids) for turn in session.turns)), (
+            row
+        )
         if row["client"] in LINEAR:
             assert len(session.turns) == N_CALLS + 1, row
             renderer = session.setup.renderer
-            differ = [turn.prompt_ids != renderer.render(turn.messages, turn.tools) for turn in session.turns]
+            differ = [
+                turn.prompt_ids != renderer.render(turn.messages, turn.tools)
+                for turn in session.turns
+            ]
             assert any(differ), "rendering anew would have tokenized other text"
     linear = [len(session.turns) for row, session, _ in agent.ended if row["client"] in LINEAR]
     assert len(sampled) == len(linear) + sum(
-        1 + session.counts["rerendered_turns"] for row, session, _ in agent.ended if row["client"] not in LINEAR
+        1 + session.counts["rerendered_turns"]
+        for row, session, _ in agent.ended
+        if row["client"] not in LINEAR
     ), "one segment for each linear episode"
 
 

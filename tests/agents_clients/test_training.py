@@ -17,7 +17,9 @@ def reward_fn(response):
 
 
 @pytest.mark.slow
-def test_a_stock_agent_trains_a_model_and_imports_nothing_of_ours(client_python, chat_model, tmp_path, launch):
+def test_a_stock_agent_trains_a_model_and_imports_nothing_of_ours(
+    client_python, chat_model, tmp_path, launch
+):
     rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "reward.py").write_text(REWARD)
@@ -28,7 +30,9 @@ def test_a_stock_agent_trains_a_model_and_imports_nothing_of_ours(client_python,
         --train_batch_size 8 --generate_max_len 200 --episode_max_len 600 --init_kl_coef 0 --actor_learning_rate 1e-3"""
     flags += f" --stop {' '.join(string.ascii_lowercase)}"  # the package raises where a turn is cut off by its length
     command = f"{shlex.quote(client_python)} -I {script}"
-    launch(2, "-m", "openppo.cli.train_ppo", *flags.split(), "--agent_command", command, cwd=tmp_path)
+    launch(
+        2, "-m", "openppo.cli.train_ppo", *flags.split(), "--agent_command", command, cwd=tmp_path
+    )
     metrics = logged(tmp_path / "trained")
     assert [line["step"] for line in metrics] == [1, 2]
     assert {line["agent/completed"] for line in metrics} == {1.0}

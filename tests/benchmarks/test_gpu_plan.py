@@ -14,7 +14,9 @@ from benchmarks.gpu import plan, rows
 from tests.fork_server import PYTHON_PATH
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
-SLEEPER = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+SLEEPER = (
+    "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+)
 
 
 @pytest.fixture
@@ -30,14 +32,26 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(folder: Path, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """A call of run.sh."""
-    command = ["bash", str(FOLDER / "run.sh"), "--out", str(folder / "out"), "--work", str(folder / "work"), *words]
+    command = [
+        "bash",
+        str(FOLDER / "run.sh"),
+        "--out",
+        str(folder / "out"),
+        "--work",
+        str(folder / "work"),
+        *words,
+    ]
     variables = os.environ | {"PYTHONPATH": PYTHON_PATH, "PYTHON": sys.executable} | environment
-    return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=1800)
+    return subprocess.run(
+        command, env=variables, cwd=folder, capture_output=True, text=True, timeout=1800
+    )
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
     """The rows of a call."""
-    return [json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()
+    ]
 
 
 def test_every_stage_is_a_documented_function() -> None:
@@ -56,7 +70,10 @@ def test_an_unknown_stage_ends_with_the_names_of_all(tmp_path: Path) -> None:
 
 def test_a_stage_that_does_not_fit_is_left_out(out: Path) -> None:
     plan.Plan(["large"], budget=30).run()
-    assert "| large | left out: 30 s are left, and it takes about 50 |" in (out / "tables.md").read_text()
+    assert (
+        "| large | left out: 30 s are left, and it takes about 50 |"
+        in (out / "tables.md").read_text()
+    )
 
 
 def test_a_stage_beyond_its_limit_ends_with_all_it_started(out: Path) -> None:
@@ -65,10 +82,16 @@ def test_a_stage_beyond_its_limit_ends_with_all_it_started(out: Path) -> None:
         time.sleep(0.05)
     plan.end(process)
     assert process.poll() is not None
-    assert not any(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started if Path(f"/proc/{pid}").exists())
+    assert not any(
+        Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid in started
+        if Path(f"/proc/{pid}").exists()
+    )
 
 
-def test_rows_are_kept_at_once_and_tables_name_no_place(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_kept_at_once_and_tables_name_no_place(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KIT_STAGE", "parts")
     rows.emit("decode", rows=64, ms=3.7)
     rows.attempt("decode", lambda: Path("/tmp/somebody/missing").read_text(), rows=256)
@@ -88,7 +111,11 @@ def test_a_dry_run_measures_each_stage_on_a_cpu(tmp_path: Path) -> None:
     measured = results(tmp_path)
     assert [row for row in measured if "failed" in row] == []
     assert {row["stage"] for row in measured} == set(stages)
-    assert [row["step"] for row in measured if row["table"] == "steps" and row["run"] == "PPO"] == [1, 2, 3]
+    assert [row["step"] for row in measured if row["table"] == "steps" and row["run"] == "PPO"] == [
+        1,
+        2,
+        3,
+    ]
     assert [row["differ by"] for row in measured if row["table"] == "compared"] == [0.0] * 6
     page = (tmp_path / "out" / "tables.md").read_text()
     assert page.startswith("# OpenPPO on a GPU\n\nA dry run on a CPU: its figures mean nothing.")

@@ -11,16 +11,34 @@ from openppo.datasets.media_files import thumbnail
 from openppo.tracking.report.page import write_report
 from tests.unit.tracking.report.runs import write_run
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (requirements-dev.txt)")
+webdriver = pytest.importorskip(
+    "selenium.webdriver", reason="needs selenium (requirements-dev.txt)"
+)
 By = pytest.importorskip("selenium.webdriver.common.by").By
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 ui = pytest.importorskip("selenium.webdriver.support.ui")
-ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,1000")
+ARGUMENTS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--window-size=1300,1000",
+)
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b[0m\u202e"
 N_STEPS = 30
 NUMBERS = {
-    **{"advantage": (1.5, -0.75), "KL": (0.25, -0.5), "value": (0.0, 0.0625), "reward": (-0.125, 0.5)},
-    **{"return": (2.0, -1.0), "log-prob": (-0.25, -2.0), "ratio": (1.25, 0.875), "entropy": (0.5, 1.0)},
+    **{
+        "advantage": (1.5, -0.75),
+        "KL": (0.25, -0.5),
+        "value": (0.0, 0.0625),
+        "reward": (-0.125, 0.5),
+    },
+    **{
+        "return": (2.0, -1.0),
+        "log-prob": (-0.25, -2.0),
+        "ratio": (1.25, 0.875),
+        "entropy": (0.5, 1.0),
+    },
 }
 """Of the first and the third token of each sample, by what colours them; the second is a tool's."""
 ABOVE, BELOW = (214, 92, 20), (38, 108, 214)
@@ -48,18 +66,34 @@ def make_run(folder, learned, more=(), evaluations=(0, N_STEPS), **options):
     for step in range(1, N_STEPS + 1):
         metrics[step] |= {"reward": learned * step, "kl": 0.01 * step, "truncated_fraction": 0.75}
     for step in evaluations:
-        metrics[step] |= dict.fromkeys(("eval_reward", "eval_rejected_reward"), 0.5 if step else 0.25)
+        metrics[step] |= dict.fromkeys(
+            ("eval_reward", "eval_rejected_reward"), 0.5 if step else 0.25
+        )
     samples, tokens = [], []
     of_step = enumerate([(0.5, 3, "first"), (2.0, 1, "second"), (-1.0, 2, HOSTILE)])
     for step, (number, (reward, n, prompt)) in itertools.product((1, N_STEPS), of_step):
         where = {"step": step, "time": 0.0, "sample": number}
-        texts = {"prompt": prompt, "response": HOSTILE, "label": None, "finish_reason": "eos", "response_length": n}
-        samples.append({**where, **texts, "reward": reward, "rewards": {"style": 0.125}, "kl": -reward})
+        texts = {
+            "prompt": prompt,
+            "response": HOSTILE,
+            "label": None,
+            "finish_reason": "eos",
+            "response_length": n,
+        }
+        samples.append(
+            {**where, **texts, "reward": reward, "rewards": {"style": 0.125}, "kl": -reward}
+        )
         lists = {"texts": [HOSTILE, "b", ""], "ids": [11, 12, 13], "trained": [1, 0, 1]}
-        lists |= {name.lower().replace("-", "_"): [of[0], None, of[1]] for name, of in NUMBERS.items()}
-        tokens.append({**where, "first": 2, "n_tokens": n, **{name: of[:n] for name, of in lists.items()}})
+        lists |= {
+            name.lower().replace("-", "_"): [of[0], None, of[1]] for name, of in NUMBERS.items()
+        }
+        tokens.append(
+            {**where, "first": 2, "n_tokens": n, **{name: of[:n] for name, of in lists.items()}}
+        )
     config = {"seed": 7, "generate_max_len": 16, **options}
-    write_run(folder, [row for row in metrics if len(row) > 2] + list(more), samples, tokens, config)
+    write_run(
+        folder, [row for row in metrics if len(row) > 2] + list(more), samples, tokens, config
+    )
     environment = {"python": "3.11", "ranks": [{"host": "h", "device": "CPU"}] * 2}
     (folder / "logs" / "environment.json").write_text(json.dumps(environment))
     return folder
@@ -74,19 +108,60 @@ def make_agent_run(folder, metrics):
         {"role": "tool", "content": HOSTILE},
         {"role": "assistant", "content": "7"},
     ]
-    common = {"step": 1, "time": 0.0, "label": None, "finish_reason": "stop", "response": "", "rewards": {}}
+    common = {
+        "step": 1,
+        "time": 0.0,
+        "label": None,
+        "finish_reason": "stop",
+        "response": "",
+        "rewards": {},
+    }
     texts = ["<call>", "add", "</call>", "<tool>", HOSTILE, "7", "<end>"]
     trained, spans = [1, 1, 1, 0, 0, 1, 1], [[0, 3], [5, 7]]
-    tokens = {"step": 1, "time": 0.0, "sample": 0, "first": 4, "n_tokens": 7, "texts": texts, "ids": list(range(7))}
-    tokens |= {"trained": trained, "turns": spans, "log_prob": [-0.5 if is_action else None for is_action in trained]}
+    tokens = {
+        "step": 1,
+        "time": 0.0,
+        "sample": 0,
+        "first": 4,
+        "n_tokens": 7,
+        "texts": texts,
+        "ids": list(range(7)),
+    }
+    tokens |= {
+        "trained": trained,
+        "turns": spans,
+        "log_prob": [-0.5 if is_action else None for is_action in trained],
+    }
     read = f"<system>Tools: add(a){HOSTILE}<user>3 + 4?"
-    tokens |= {"prompt_texts": ["<system>", f"Tools: add(a){HOSTILE}", "<user>", "3 + 4?"], "prompt_ids": [7, 8, 9, 6]}
-    played = {"sample": 0, "prompt": "3 + 4?", "reward": 1.0, "response_length": 5, "messages": messages}
+    tokens |= {
+        "prompt_texts": ["<system>", f"Tools: add(a){HOSTILE}", "<user>", "3 + 4?"],
+        "prompt_ids": [7, 8, 9, 6],
+    }
+    played = {
+        "sample": 0,
+        "prompt": "3 + 4?",
+        "reward": 1.0,
+        "response_length": 5,
+        "messages": messages,
+    }
     played["rendered_prompt"] = read
-    failed = {"sample": 1, "prompt": "3 + 4?", "reward": 0.0, "response_length": 0, "messages": messages[:1]}
+    failed = {
+        "sample": 1,
+        "prompt": "3 + 4?",
+        "reward": 0.0,
+        "response_length": 0,
+        "messages": messages[:1],
+    }
     samples = [
         {**common, **played, "ending": "completed", "turns": 2, "error": "", "output": ""},
-        {**common, **failed, "ending": "agent_error", "turns": 0, "error": "RuntimeError: broken", "output": "bye"},
+        {
+            **common,
+            **failed,
+            "ending": "agent_error",
+            "turns": 0,
+            "error": "RuntimeError: broken",
+            "output": "bye",
+        },
     ]
     return write_run(folder, metrics, samples, [tokens], {})
 
@@ -94,18 +169,55 @@ def make_agent_run(folder, metrics):
 def make_run_with_images(folder):
     """A response to a prompt with two images, and an episode in which a tool shows one, of six tokens."""
     red, blue = (thumbnail(Image.new("RGB", (8, 4), color)) for color in ("red", "blue"))
-    seen = {"content": [{"type": "image_url", "image_url": {"url": "openppo:2"}}, {"type": "text", "text": "here"}]}
-    common = {"step": 1, "time": 0.0, "label": None, "finish_reason": "stop", "response": "", "rewards": {}}
-    first = {**common, "sample": 0, "prompt": "<image><image> which?", "reward": 2.0, "response_length": 1}
-    messages = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "a"}, {"role": "tool", **seen}]
+    seen = {
+        "content": [
+            {"type": "image_url", "image_url": {"url": "openppo:2"}},
+            {"type": "text", "text": "here"},
+        ]
+    }
+    common = {
+        "step": 1,
+        "time": 0.0,
+        "label": None,
+        "finish_reason": "stop",
+        "response": "",
+        "rewards": {},
+    }
+    first = {
+        **common,
+        "sample": 0,
+        "prompt": "<image><image> which?",
+        "reward": 2.0,
+        "response_length": 1,
+    }
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", **seen},
+    ]
     messages.append({"role": "assistant", "content": "b"})
-    second = {**common, "sample": 1, "prompt": "look", "reward": 1.0, "response_length": 2, "messages": messages}
+    second = {
+        **common,
+        "sample": 1,
+        "prompt": "look",
+        "reward": 1.0,
+        "response_length": 2,
+        "messages": messages,
+    }
     second |= {"ending": "completed", "turns": 2, "error": "", "output": ""}
     tokens = [{"step": 1, "time": 0.0, "sample": n, "first": 4} for n in (0, 1)]
     tokens[0] |= {"n_tokens": 1, "texts": ["a"], "ids": [5], "trained": [1], "log_prob": [-0.5]}
     tokens[0]["images"] = {"openppo:1": red, "openppo:2": blue}
-    tokens[1] |= {"n_tokens": 9, "texts": ["a", *["<image>"] * 6, "here", "b"], "ids": [5, *[9] * 6, 7, 6]}
-    tokens[1] |= {"trained": [1, *[0] * 7, 1], "log_prob": [-0.5, *[None] * 7, -0.25], "turns": [[0, 1], [8, 9]]}
+    tokens[1] |= {
+        "n_tokens": 9,
+        "texts": ["a", *["<image>"] * 6, "here", "b"],
+        "ids": [5, *[9] * 6, 7, 6],
+    }
+    tokens[1] |= {
+        "trained": [1, *[0] * 7, 1],
+        "log_prob": [-0.5, *[None] * 7, -0.25],
+        "turns": [[0, 1], [8, 9]],
+    }
     tokens[1]["images"] = {"openppo:2": blue}
     return write_run(folder, [{"step": 1, "time": 0.0, "reward": 1.5}], [first, second], tokens, {})
 
@@ -117,19 +229,31 @@ def pages(tmp_path_factory):
     slow = make_run(folder / "slow", 0.01, actor_learning_rate=1e-6)
     quick = make_run(folder / "quick", 0.02, actor_learning_rate=1e-5)
     signs = [
-        {"step": step, "time": 60.0 * step, "policy_loss": 0.001 * (-1) ** step, "values": -1.0 - step}
+        {
+            "step": step,
+            "time": 60.0 * step,
+            "policy_loss": 0.001 * (-1) ** step,
+            "values": -1.0 - step,
+        }
         for step in range(N_STEPS + 1, 2 * N_STEPS + 1)
     ]
     ends = {"agent/completed": 0.75, "agent/agent_error": 0.25, "agent/timeout": 0.0}
     runs = {
-        "agent": [make_agent_run(folder / "agent", [{"step": 1, "time": 0.0, "reward": 1.0, **ends}])],
+        "agent": [
+            make_agent_run(folder / "agent", [{"step": 1, "time": 0.0, "reward": 1.0, **ends}])
+        ],
         "images": [make_run_with_images(folder / "images")],
         "one": [slow],
         "two": [slow, quick],
-        "targets": [make_run(folder / f"target{i}", 0.01, kl_target=kl) for i, kl in enumerate((0.1, 0.2, 0.1))],
+        "targets": [
+            make_run(folder / f"target{i}", 0.01, kl_target=kl)
+            for i, kl in enumerate((0.1, 0.2, 0.1))
+        ],
         "once": [make_run(folder / "once", 0.01, signs, evaluations=[N_STEPS])],
     }
-    return {name: write_report(some, folder / f"{name}.html").as_uri() for name, some in runs.items()}
+    return {
+        name: write_report(some, folder / f"{name}.html").as_uri() for name, some in runs.items()
+    }
 
 
 DRAWN = """return [...document.querySelectorAll("[data-chart] svg")].every(
@@ -148,7 +272,9 @@ def page(browser, pages):
 
     yield open_page
     assert browser.get_log("browser") == []
-    loaded = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    loaded = browser.execute_script(
+        "return performance.getEntriesByType('resource').map((entry) => entry.name)"
+    )
     assert loaded == []
     assert browser.title != "owned"
     assert "[object" not in one(browser, "body").text
@@ -171,7 +297,10 @@ def tooltip(driver):
 
 def rewards(driver):
     """Rewards in the list of samples, in its order."""
-    return [row.text.split("reward ")[1].split()[0] for row in all_of(driver, "#sample-list button .line")]
+    return [
+        row.text.split("reward ")[1].split()[0]
+        for row in all_of(driver, "#sample-list button .line")
+    ]
 
 
 def hover(driver, node):
@@ -188,7 +317,9 @@ def test_a_run_is_summed_up_and_its_warnings_are_in_words(page):
     driver = page("one")
     assert "slow" in driver.title
     assert "30 steps" in one(driver, "#status").text
-    tiles = {tile.text.splitlines()[0]: tile.text.splitlines()[1:] for tile in all_of(driver, ".tile")}
+    tiles = {
+        tile.text.splitlines()[0]: tile.text.splitlines()[1:] for tile in all_of(driver, ".tile")
+    }
     assert tiles["Held-out reward"] == ["0.5", "from 0.25"]
     assert tiles["Reward"] == ["0.29", "from 0.02"]  # means of the first and the last three steps
     (warning,) = all_of(driver, ".warning")
@@ -203,13 +334,16 @@ def test_a_run_is_summed_up_and_its_warnings_are_in_words(page):
 def test_headings_that_are_jumped_to_lie_below_the_bar(page, width):
     driver = page("two")
     driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False},
     )
     try:
         for link in all_of(driver, "nav a"):
             link.click()
             heading, bar = (
-                driver.execute_script(f"return document.querySelector('{which}').getBoundingClientRect()")
+                driver.execute_script(
+                    f"return document.querySelector('{which}').getBoundingClientRect()"
+                )
                 for which in (link.get_dom_attribute("href") + " h2", "header")
             )
             assert heading["top"] >= bar["bottom"] == bar["height"], link.text
@@ -235,26 +369,35 @@ def test_a_curve_goes_through_its_numbers_says_them_and_is_zoomed_by_dragging(pa
     for key, said in ((Keys.END, "step 30"), (Keys.ARROW_LEFT, "step 29")):
         one(chart, "svg").send_keys(key)
         assert tooltip(driver)[0].startswith(said)
-    assert all(cross.get_attribute("visibility") == "visible" for cross in all_of(driver, ".chart .cross"))
+    assert all(
+        cross.get_attribute("visibility") == "visible" for cross in all_of(driver, ".chart .cross")
+    )
     picture = one(driver, '[data-chart="Reward"] svg')
     assert "reward from 0.01 to 0.3" in picture.get_attribute("aria-label")
     hover(driver, picture)
     webdriver.ActionChains(driver).click_and_hold().move_by_offset(80, 0).release().perform()
     button = one(driver, "#unzoom")
     assert button.is_displayed()
-    assert "0" not in [text.text for text in all_of(driver, '[data-chart="KL from the reference"] svg text')]
+    assert "0" not in [
+        text.text for text in all_of(driver, '[data-chart="KL from the reference"] svg text')
+    ]
     button.click()
     assert not button.is_displayed()
 
 
 def test_a_logarithmic_axis_has_no_place_for_0_and_below(page):
     driver = page("once")
-    policy_loss, below = '[data-chart="Policy loss"]', '[data-chart="Values and returns"] .head button[aria-pressed]'
+    policy_loss, below = (
+        '[data-chart="Policy loss"]',
+        '[data-chart="Values and returns"] .head button[aria-pressed]',
+    )
     n_lines = []
     for _ in range(2):
         path = one(driver, f'{policy_loss} path[data-metric="policy_loss"]').get_attribute("d")
         n_lines.append(len([part for part in path.split("M") if part]))
-        driver.execute_script("arguments[0].click()", one(driver, f"{policy_loss} .head button[aria-pressed]"))
+        driver.execute_script(
+            "arguments[0].click()", one(driver, f"{policy_loss} .head button[aria-pressed]")
+        )
     assert n_lines == [1, N_STEPS // 2], "gaps where it is below 0"
     assert not one(driver, below).is_displayed(), "all of its values are below 0"
 
@@ -265,17 +408,25 @@ def test_runs_are_laid_over_each_other_and_their_options_and_samples_compared(pa
     assert [path.get_attribute("data-run") for path in paths] == ["slow", "quick"]
     assert len({path.get_attribute("stroke") for path in paths}) == 2
     rows = [row.text.split() for row in all_of(driver, "#evaluation tr")]
-    assert rows[0] == ["Metric", *"slow step 0 step 30 change best quick step 0 step 30 change best".split()]
+    assert rows[0] == [
+        "Metric",
+        *"slow step 0 step 30 change best quick step 0 step 30 change best".split(),
+    ]
     assert rows[2] == ["eval_reward", *("0.25 0.5 +0.25 0.5".split() * 2)]
     (options,) = (row.text for row in all_of(driver, "#options tbody tr"))
-    assert options in ("--actor_learning_rate 1e-06 1e-05", "--actor_learning_rate 0.000001 0.00001")
+    assert options in (
+        "--actor_learning_rate 1e-06 1e-05",
+        "--actor_learning_rate 0.000001 0.00001",
+    )
     one(driver, "#only-different").click()
     assert len(all_of(driver, "#options tbody tr")) == 3
     one(driver, "#same-prompt").click()
     facts = [node.text for node in all_of(driver, ".sides .facts")]
     assert [fact.split("step ")[1].split()[0] for fact in facts] == ["1", "1", "30", "30"]
     assert [fact.split("run ")[1].split()[0] for fact in facts] == ["slow", "quick"] * 2
-    assert len({round(node.rect["y"]) for node in all_of(driver, ".sides > div")}) == 1, "beside, not below each other"
+    assert len({round(node.rect["y"]) for node in all_of(driver, ".sides > div")}) == 1, (
+        "beside, not below each other"
+    )
     choose_run(driver, "quick")
     assert len(all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')) == 1
 
@@ -284,27 +435,42 @@ def test_each_target_has_its_line(page):
     driver, chart = page("targets"), '[data-chart="KL from the reference"]'
     lines = {line.get_attribute("data-target"): line for line in all_of(driver, f"{chart} .target")}
     assert lines.keys() == {"0.1", "0.2"}
-    assert float(lines["0.2"].get_attribute("y1")) < float(lines["0.1"].get_attribute("y1")), "higher up"
+    assert float(lines["0.2"].get_attribute("y1")) < float(lines["0.1"].get_attribute("y1")), (
+        "higher up"
+    )
     assert len({line.value_of_css_property("stroke") for line in lines.values()}) == 2
     legend = one(driver, f"{chart} .legend").text
     assert "target 0.1" in legend and "target 0.2" in legend
     choose_run(driver, "target1")
-    assert [line.get_attribute("data-target") for line in all_of(driver, f"{chart} .target")] == ["0.1"]
+    assert [line.get_attribute("data-target") for line in all_of(driver, f"{chart} .target")] == [
+        "0.1"
+    ]
 
 
 def test_evaluations_show_change_and_what_is_better_unless_there_is_one(page):
     table = one(page("one"), "#evaluation table")
     assert one(table, "thead").text == "Metric step 0 step 30 change best"
     rows = [all_of(row, "td") for row in all_of(table, "tbody tr")]
-    expected = [["eval_rejected_reward", "0.25", "0.5", "+0.25", ""], ["eval_reward", "0.25", "0.5", "+0.25", "0.5"]]
+    expected = [
+        ["eval_rejected_reward", "0.25", "0.5", "+0.25", ""],
+        ["eval_reward", "0.25", "0.5", "+0.25", "0.5"],
+    ]
     assert [[cell.text for cell in row] for row in rows] == expected
-    assert [row[3].get_attribute("class").split() for row in rows] == [["number"], ["number", "better"]]
+    assert [row[3].get_attribute("class").split() for row in rows] == [
+        ["number"],
+        ["number", "better"],
+    ]
     driver = page("once")
     evaluation = one(driver, "#evaluation")
     assert one(evaluation, "table thead").text == "Metric step 30"
-    assert [row.text for row in all_of(evaluation, "tbody tr")] == ["eval_rejected_reward 0.5", "eval_reward 0.5"]
+    assert [row.text for row in all_of(evaluation, "tbody tr")] == [
+        "eval_rejected_reward 0.5",
+        "eval_reward 0.5",
+    ]
     assert "--eval_before_training" in one(evaluation, ".note").text
-    (tile,) = (tile for tile in all_of(driver, ".tile") if "eval_reward" in tile.get_attribute("title"))
+    (tile,) = (
+        tile for tile in all_of(driver, ".tile") if "eval_reward" in tile.get_attribute("title")
+    )
     assert tile.text.splitlines() == ["Held-out reward", "0.5", "one evaluation"]
 
 
@@ -343,7 +509,9 @@ def test_a_token_says_its_exact_numbers_under_the_pointer_and_to_the_keys(page):
     assert shown[1:] == ["▸ advantage", *numbers[1:]]
     hover(driver, tool)
     assert "Not trained" in tooltip(driver)[1] and "untrained" in tool.get_attribute("class")
-    assert "</script><script>document.title='owned'</script>" in first.text, "sampled text is shown as it is"
+    assert "</script><script>document.title='owned'</script>" in first.text, (
+        "sampled text is shown as it is"
+    )
     assert "␛[0m⟨U+202E⟩" in first.text
     assert all_of(driver, "#samples img") == []
     box = one(driver, "#sample-detail .response")
@@ -382,14 +550,20 @@ def complaints(browser):
 
 
 def test_every_page_of_the_site_opens_without_an_error_and_from_the_disk_alone(browser, site):
-    pages = sorted(file for file in site.rglob("*.html") if file.name != "404.html")  # which only a server shows
+    pages = sorted(
+        file for file in site.rglob("*.html") if file.name != "404.html"
+    )  # which only a server shows
     assert len(pages) > 40
     wrong = {}
     for page in pages:
         browser.get(page.as_uri())
         heading = browser.find_element(By.CSS_SELECTOR, "article h1").text
-        loaded = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
-        from_elsewhere = [name for name in loaded if not name.startswith(("file:", "blob:", "data:"))]
+        loaded = browser.execute_script(
+            "return performance.getEntriesByType('resource').map((entry) => entry.name)"
+        )
+        from_elsewhere = [
+            name for name in loaded if not name.startswith(("file:", "blob:", "data:"))
+        ]
         if found := [*complaints(browser), *from_elsewhere, *([] if heading else ["no heading"])]:
             wrong[str(page.relative_to(site))] = found
     assert wrong == {}
@@ -401,7 +575,9 @@ def test_search_finds_a_flag_without_a_server(browser, site):
     browser.execute_script("arguments[0].focus()", field)
     field.send_keys("init_kl_coef")
     results = ".md-search-result__item a"
-    ui.WebDriverWait(browser, 30).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, results))
+    ui.WebDriverWait(browser, 30).until(
+        lambda driver: driver.find_elements(By.CSS_SELECTOR, results)
+    )
     links = [link.get_attribute("href") for link in browser.find_elements(By.CSS_SELECTOR, results)]
     assert any("/flags/" in link or "/algorithms/kl" in link for link in links), links
     assert complaints(browser) == []
@@ -409,9 +585,15 @@ def test_search_finds_a_flag_without_a_server(browser, site):
 
 def test_an_episode_is_a_conversation_whose_tools_are_not_trained(page):
     driver = page("agent")
-    assert [row.text for row in all_of(driver, "#endings tbody tr")] == ["completed 75 % 75 %", "agent_error 25 % 25 %"]
+    assert [row.text for row in all_of(driver, "#endings tbody tr")] == [
+        "completed 75 % 75 %",
+        "agent_error 25 % 25 %",
+    ]
     one(driver, "#sort").send_keys("reward")
-    boxes = [(box.get_attribute("class"), box.text.splitlines()[0]) for box in all_of(driver, ".conversation .turn")]
+    boxes = [
+        (box.get_attribute("class"), box.text.splitlines()[0])
+        for box in all_of(driver, ".conversation .turn")
+    ]
     assert boxes == [
         ("turn other", "user"),
         ("turn model", "turn 1 of the model \u00b7 3 tokens"),
@@ -419,13 +601,19 @@ def test_an_episode_is_a_conversation_whose_tools_are_not_trained(page):
         ("turn model", "turn 2 of the model \u00b7 2 tokens"),
     ]
     by_box = [len(all_of(box, ".token")) for box in all_of(driver, ".conversation .turn")]
-    untrained = [len(all_of(box, ".token.untrained")) for box in all_of(driver, ".conversation .turn")]
+    untrained = [
+        len(all_of(box, ".token.untrained")) for box in all_of(driver, ".conversation .turn")
+    ]
     assert (by_box, untrained) == ([0, 3, 2, 2], [0, 0, 2, 0])
     hover(driver, all_of(driver, ".turn.model .token")[0])
     assert tooltip(driver)[0].startswith('"<call>" \u00b7 token 1 of 7')
     all_of(driver, "#sample-list button")[1].click()
     said = one(driver, "#sample-detail").text
-    assert "ended by agent_error" in said and "error RuntimeError: broken" in said and "output bye" in said
+    assert (
+        "ended by agent_error" in said
+        and "error RuntimeError: broken" in said
+        and "output bye" in said
+    )
 
 
 def test_what_the_model_read_is_shown_as_text_or_as_tokens(page):
@@ -436,7 +624,9 @@ def test_what_the_model_read_is_shown_as_text_or_as_tokens(page):
     assert "The model read 4 tokens before its first turn" in one(driver, "#read").text
     as_text.click()
     read = one(driver, ".text.prompt")
-    assert read.text.startswith("<system>Tools: add(a)</script>") and read.text.endswith("<user>3 + 4?")
+    assert read.text.startswith("<system>Tools: add(a)</script>") and read.text.endswith(
+        "<user>3 + 4?"
+    )
     assert all_of(read, ".token") == []
     all_of(driver, "#read button")[1].click()
     tokens = all_of(one(driver, ".text.prompt"), ".token")
@@ -454,7 +644,9 @@ def test_a_prompt_is_shown_as_text_unless_its_tokens_are_chosen(page):
     driver = page("one")
     shown = one(driver, ".text.prompt").text
     as_text, as_tokens = all_of(driver, "#read button")
-    assert as_text.get_attribute("aria-pressed") == "true" and not as_tokens.is_enabled(), "logs of an older version"
+    assert as_text.get_attribute("aria-pressed") == "true" and not as_tokens.is_enabled(), (
+        "logs of an older version"
+    )
     assert shown in ("first", "second") or "</script>" in shown
 
 
@@ -466,7 +658,10 @@ def test_images_are_pictures_and_their_tokens_one(page):
     all_of(driver, "#sample-list button")[1].click()
     boxes = all_of(driver, ".conversation .turn")
     assert [len(all_of(box, "img")) for box in boxes] == [0, 0, 1, 0]
-    assert [node.text for node in all_of(boxes[2], ".token") if node.is_displayed()] == ["<image> \u00d7 6", "here"]
+    assert [node.text for node in all_of(boxes[2], ".token") if node.is_displayed()] == [
+        "<image> \u00d7 6",
+        "here",
+    ]
     one(driver, ".response").click()
     for _ in range(3):
         one(driver, ".response").send_keys(Keys.ARROW_RIGHT)

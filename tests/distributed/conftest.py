@@ -63,9 +63,18 @@ def write_rows(file: Path, rows: Sequence[dict[str, object]]) -> None:
 
 
 def _config(tokenizer: PreTrainedTokenizerFast, **more: int) -> LlamaConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+    }
     sizes |= {"vocab_size": len(tokenizer), "num_attention_heads": 4, "num_key_value_heads": 2}
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
     # the default range gives a nearly uniform policy, on which little can go wrong
     return LlamaConfig(initializer_range=0.2, **sizes, **ends, **more)
 
@@ -83,10 +92,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = save_tokenizer(folder / "actor", LETTERS)
     LlamaForCausalLM(_config(tokenizer)).save_pretrained(folder / "actor")
     save_tokenizer(folder / "reward", LETTERS)
-    LlamaForSequenceClassification(_config(tokenizer, num_labels=1)).save_pretrained(folder / "reward")
+    LlamaForSequenceClassification(_config(tokenizer, num_labels=1)).save_pretrained(
+        folder / "reward"
+    )
 
     save_tokenizer(folder / "chat", LETTERS, ["<turn>"], chat_template=CHAT)
-    LlamaForCausalLM(_config(AutoTokenizer.from_pretrained(folder / "chat"))).save_pretrained(folder / "chat")
+    LlamaForCausalLM(_config(AutoTokenizer.from_pretrained(folder / "chat"))).save_pretrained(
+        folder / "chat"
+    )
     (folder / "game.py").write_text(GAME)
 
     rng = random.Random(7)
@@ -96,9 +109,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     write_rows(folder / "prompts.jsonl", [{"input": text(1, 9), "label": i} for i in range(24)])
     write_rows(folder / "documents.jsonl", [{"input": text(1, 24)} for _ in range(14)])
-    write_rows(folder / "sft.jsonl", [{"input": text(1, 9), "output": text(1, 9)} for _ in range(26)])
+    write_rows(
+        folder / "sft.jsonl", [{"input": text(1, 9), "output": text(1, 9)} for _ in range(26)]
+    )
     pairs = [
-        {"prompt": text(1, 5), "chosen": text(2, 9, "aab"), "rejected": text(2, 9, "bcd"), "margin": 0.5 * (i % 3)}
+        {
+            "prompt": text(1, 5),
+            "chosen": text(2, 9, "aab"),
+            "rejected": text(2, 9, "bcd"),
+            "margin": 0.5 * (i % 3),
+        }
         for i in range(26)
     ]
     write_rows(folder / "preference.jsonl", pairs)
@@ -115,13 +135,28 @@ def write_llava(folder: Path) -> None:
     tokenizer = save_tokenizer(folder, LETTERS, ["<image>", "<turn>"], chat_template=CHAT)
     sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     given = {"image_token": "<image>", "num_additional_image_tokens": 1}
-    LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **given).save_pretrained(folder)
+    LlavaProcessor(
+        CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **given
+    ).save_pretrained(folder)
     seen = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
     )
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
     image_token = tokenizer.convert_tokens_to_ids("<image>")
-    parts: Any = {"vision_config": seen, "text_config": _config(tokenizer), "vision_feature_layer": -1}
+    parts: Any = {
+        "vision_config": seen,
+        "text_config": _config(tokenizer),
+        "vision_feature_layer": -1,
+    }
     config = LlavaConfig(**parts, image_token_index=image_token, **ends)
     torch.manual_seed(8)
     LlavaForConditionalGeneration(config).save_pretrained(folder)
@@ -130,11 +165,25 @@ def write_llava(folder: Path) -> None:
         names = [f"{i}-{k}.png" for k in range((1, 0, 3)[i % 3])]
         for name in names:
             Image.frombytes("RGB", (20, 16), rng.randbytes(20 * 16 * 3)).save(folder / name)
-        parts = ["<image>" * len(names[:2]), "".join(rng.choices(LETTERS, k=12 + i % 5)), "<image>" * len(names[2:])]
-        rows.append({"input": "".join(parts), "images": names, "output": "".join(rng.choices(LETTERS, k=3 + i % 4))})
+        parts = [
+            "<image>" * len(names[:2]),
+            "".join(rng.choices(LETTERS, k=12 + i % 5)),
+            "<image>" * len(names[2:]),
+        ]
+        rows.append(
+            {
+                "input": "".join(parts),
+                "images": names,
+                "output": "".join(rng.choices(LETTERS, k=3 + i % 4)),
+            }
+        )
     write_rows(folder / "images.jsonl", rows)
-    answers = [{"chosen": row["output"], "rejected": "".join(rng.choices(LETTERS, k=4))} for row in rows]
-    write_rows(folder / "pairs.jsonl", [row | more for row, more in zip(rows, answers, strict=True)])
+    answers = [
+        {"chosen": row["output"], "rejected": "".join(rng.choices(LETTERS, k=4))} for row in rows
+    ]
+    write_rows(
+        folder / "pairs.jsonl", [row | more for row, more in zip(rows, answers, strict=True)]
+    )
     (folder / "gallery.py").write_text(GALLERY)
     with torch.random.fork_rng():
         scoring = get_llm_for_sequence_regression(str(folder), "reward", init_value_head=True)
@@ -160,6 +209,8 @@ def run_cases(tiny: Path, launch: Callable[..., str]) -> Callable[..., str]:
             (folder / name).mkdir(parents=True, exist_ok=True)
         file = folder / f"cases{''.join(mode)}.json"
         file.write_text(json.dumps(described))
-        return launch(ranks, Path(__file__).with_name("run_cases.py"), file, folder, *mode, status=status)
+        return launch(
+            ranks, Path(__file__).with_name("run_cases.py"), file, folder, *mode, status=status
+        )
 
     return run

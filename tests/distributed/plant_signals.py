@@ -86,7 +86,10 @@ def alive_programs(folder: Path) -> Iterator[psutil.Process]:
     time.sleep(0.2)
     for process in psutil.process_iter(["cmdline"]):
         with suppress(psutil.Error):
-            if f"{folder}/" in str(process.info["cmdline"]) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                f"{folder}/" in str(process.info["cmdline"])
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 yield process
 
 

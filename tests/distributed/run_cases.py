@@ -42,7 +42,9 @@ SMALL_PIECES = mock.patch.object(model_state, "PIECE_BYTES", 20_000)
 TRAINERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "train_ppo": (
         TrainPPOConfig,
-        lambda config, strategy: build_ppo_trainer(config, strategy, source=agent_source(config.agents)),
+        lambda config, strategy: build_ppo_trainer(
+            config, strategy, source=agent_source(config.agents)
+        ),
     ),
     "train_sft": (TrainSFTConfig, build_supervised_trainer),
     "train_rm": (TrainRMConfig, build_supervised_trainer),
@@ -84,8 +86,12 @@ def poison(model: TrainableModel, how: str, calls: Sequence[int], here: bool) ->
 
 def partitioned_share(module: nn.Module) -> float:
     """This rank's share of a module's parameters; 1 where they are not partitioned."""
-    held = sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in module.parameters())
-    return held / sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in module.parameters())
+    held = sum(
+        p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in module.parameters()
+    )
+    return held / sum(
+        p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in module.parameters()
+    )
 
 
 def record(trainer: PPOTrainer) -> list[Sequence[Trajectory]]:
@@ -129,7 +135,9 @@ def probe(trainer: PPOTrainer) -> dict[str, list[Any]]:
     return found
 
 
-def take_steps(trainer: Any, case: Case, own_loop: bool, rows: Sequence[Any], step: Callable[..., Any]) -> list[Any]:
+def take_steps(
+    trainer: Any, case: Case, own_loop: bool, rows: Sequence[Any], step: Callable[..., Any]
+) -> list[Any]:
     """Metrics of steps of so many rows each; none after all of ``fit()``, or of a loop of one's own."""
     size = case.get("n_rows", 0)
     metrics = [step(rows[i * size : (i + 1) * size]) for i in range(case.get("n_steps", 0))]
@@ -154,13 +162,17 @@ def run_ppo(trainer: PPOTrainer, case: Case, own_loop: bool) -> dict[str, Any]:
     shares = {name: partitioned_share(model) for name, model in models.items()}
     recorded = record(trainer)
     metrics = take_steps(trainer, case, own_loop, parts.data.prompts, trainer.step)
-    of_ranks = parts.strategy.comm.all_gather_object([[plain(t) for t in step] for step in recorded])
+    of_ranks = parts.strategy.comm.all_gather_object(
+        [[plain(t) for t in step] for step in recorded]
+    )
     return {
         "metrics": metrics,
         "samples": [[t for step in steps for t in step] for steps in zip(*of_ranks, strict=True)],
         "probe": probe(trainer),
         "shares": shares,
-        "buffer_types": sorted({str(b.dtype) for model in models.values() for b in model.buffers()}),
+        "buffer_types": sorted(
+            {str(b.dtype) for model in models.values() for b in model.buffers()}
+        ),
         "zero_stage": parts.actor.deepspeed.zero_optimization_stage(),
         "shares_prompts": parts.actor.module.shares_prompts,
         "optimizer_steps": parts.actor.scheduler.last_epoch,
@@ -171,7 +183,13 @@ def run_supervised(trainer: Any, case: Case, own_loop: bool) -> dict[str, Any]:
     """Optimizer steps of supervised training."""
     parts = trainer.components
     shares = {"model": partitioned_share(parts.model.module)}
-    metrics = take_steps(trainer, case, own_loop, parts.train_examples, lambda r: trainer.step(r) | trainer.evaluate())
+    metrics = take_steps(
+        trainer,
+        case,
+        own_loop,
+        parts.train_examples,
+        lambda r: trainer.step(r) | trainer.evaluate(),
+    )
     stage = parts.model.deepspeed.zero_optimization_stage()
     return {"metrics": metrics, "samples": [], "shares": shares, "zero_stage": stage}
 
@@ -182,7 +200,11 @@ def run(case: Case, folder: Path, mode: str) -> dict[str, Any]:
     config_type, build = TRAINERS[case.get("command", "train_ppo")]
     arguments = [*case["arguments"], "--save_path", str(folder / "model")]
     arguments += ["--load_checkpoint"] if mode == "rest" else []
-    arguments += ["--save_value_network"] if ppo and not mode and "--advantage_estimator" not in arguments else []
+    arguments += (
+        ["--save_value_network"]
+        if ppo and not mode and "--advantage_estimator" not in arguments
+        else []
+    )
     config = parse_options(config_type, arguments)
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     setup_logging(strategy.comm.rank)
@@ -191,11 +213,15 @@ def run(case: Case, folder: Path, mode: str) -> dict[str, Any]:
         changed.enter_context(SMALL_PIECES)
         changed.enter_context(mock.patch.object(SignalStop, "__call__", lambda _: stop()))
         if case.get("lockstep"):
-            changed.enter_context(mock.patch.object(DeepspeedStrategy, "fits_gathered", return_value=False))
+            changed.enter_context(
+                mock.patch.object(DeepspeedStrategy, "fits_gathered", return_value=False)
+            )
         trainer = build(config, strategy)
         if spoiled := case.get("poison"):
             here = strategy.comm.rank == spoiled["rank"]
-            poison(getattr(trainer.components, spoiled["role"]), spoiled["how"], spoiled["calls"], here)
+            poison(
+                getattr(trainer.components, spoiled["role"]), spoiled["how"], spoiled["calls"], here
+            )
         own_loop = mode == "rest" and case.get("own_loop", False)
         result = (run_ppo if ppo else run_supervised)(trainer, case, own_loop)
     return result | {"checks": stop.n_checks}

@@ -84,7 +84,9 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 def main() -> None:
     """Plant the fault, then run the command."""
-    words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # of the deepspeed launcher
+    words = [
+        word for word in sys.argv[1:] if not word.startswith("--local_rank")
+    ]  # of the deepspeed launcher
     fault, rank, phase, step, command, *arguments = words
 
     def meet() -> None:

@@ -29,7 +29,9 @@ def session(rank: int, port: int, arguments: list[str], started: int) -> None:
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     config = parse_options(TrainPPOConfig, arguments)
-    trainer = build_ppo_trainer(config, DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING))
+    trainer = build_ppo_trainer(
+        config, DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
+    )
     os.write(started, b".")
     with SMALL_PIECES:
         trainer.fit()
@@ -53,7 +55,11 @@ def wait_for(checkpoints: Path, pattern: str, n_new: int, ranks: Ranks) -> None:
     """Until so many folders have come, a rank has ended, or a minute is over."""
     seen = before = set(checkpoints.glob(pattern))
     limit = time.monotonic() + 60
-    while len(seen - before) < n_new and time.monotonic() < limit and all(rank.is_alive() for rank in ranks):
+    while (
+        len(seen - before) < n_new
+        and time.monotonic() < limit
+        and all(rank.is_alive() for rank in ranks)
+    ):
         seen = seen | set(checkpoints.glob(pattern))
         time.sleep(0.0005)
 
@@ -79,9 +85,13 @@ def main() -> None:
     for kind in kinds:
         ranks, started = start(arguments)
         heard = b""
-        while len(heard) < 2 and (more := os.read(started, 2 - len(heard))):  # until all train, or are gone
+        while len(heard) < 2 and (
+            more := os.read(started, 2 - len(heard))
+        ):  # until all train, or are gone
             heard += more
-        if kind == "random":  # counted in steps: a fast machine has as many kills in its run as a slow one
+        if (
+            kind == "random"
+        ):  # counted in steps: a fast machine has as many kills in its run as a slow one
             wait_for(checkpoints, "step_*", rng.choice([0, 1, 2]), ranks)
             time.sleep(rng.uniform(0, 0.1))
         for _ in range(10 * (kind == "while saving")):  # until a save outlasts the wait

@@ -24,7 +24,9 @@ def rows(file: Path) -> Rows:
 def logged(model: Path, file: str = "metrics") -> Rows:
     """A log in the folder of a model, without what tells the time."""
     lines = rows(model / "logs" / f"{file}.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(("time", "speed/"))} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("time", "speed/"))} for line in lines
+    ]
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -58,7 +60,9 @@ def left_by(model: Path) -> Run:
     newest, best = checkpoints / "latest", checkpoints / "best"
     state = json.loads((newest / "state.json").read_text())
     places = {"model": model, "checkpoint": newest, "in checkpoint": newest / "model", "best": best}
-    files = {f"{name}/{f.name}": f for name, place in places.items() for f in place.glob("*.safetensors")}
+    files = {
+        f"{name}/{f.name}": f for name, place in places.items() for f in place.glob("*.safetensors")
+    }
     files |= {f.name: f for f in model.glob("rollouts/*.jsonl")}
     return Run(
         *(logged(model, file) for file in ("metrics", "samples", "tokens")),
@@ -76,10 +80,23 @@ def save_chat_model(folder: Path) -> Path:
     marks = ["<user>", "<assistant>", "<system>", "<tool>"]
     tokenizer = save_tokenizer(folder, string.printable, marks, chat_template=CHAT)
     torch.manual_seed(7)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
     config = LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=2048, initializer_range=0.2, **sizes, **ends
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        **sizes,
+        **ends,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

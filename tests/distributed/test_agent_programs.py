@@ -41,17 +41,23 @@ def test_a_plain_client_trains_a_model_on_two_ranks(chat_model, tmp_path, launch
         --advantage_estimator group_norm --n_samples_per_prompt 4 --rollout_batch_size 4 --train_batch_size 16
         --generate_max_len 8 --episode_max_len 160 --init_kl_coef 0 --actor_learning_rate 1e-3"""
     command = f"{shlex.quote(sys.executable)} agent.py {{more}}"
-    launch(2, "-m", "openppo.cli.train_ppo", *flags.split(), "--agent_command", command, cwd=tmp_path)
+    launch(
+        2, "-m", "openppo.cli.train_ppo", *flags.split(), "--agent_command", command, cwd=tmp_path
+    )
     metrics = logged(tmp_path / "trained")
     assert [line["step"] for line in metrics] == [1, 2]
-    assert {(line["agent/completed"], line["agent/turns"], line["agent/bridged_turns"]) for line in metrics} == {
-        (1, 2, 1)
-    }
+    assert {
+        (line["agent/completed"], line["agent/turns"], line["agent/bridged_turns"])
+        for line in metrics
+    } == {(1, 2, 1)}
     assert (vector(tmp_path / "trained") - vector(chat_model)).norm() > 0
 
 
 def test_a_program_that_does_not_exist_ends_the_run_before_models_load(tmp_path, launch):
     flags = "--pretrain no_model --prompt_data no_data --save_path trained --agent_command no_such_program"
     printed = launch(0, "-m", "openppo.cli.train_ppo", *flags.split(), cwd=tmp_path, status=2)
-    assert "--agent_command: there is no program 'no_such_program'. Install it, or write its whole path." in printed
+    assert (
+        "--agent_command: there is no program 'no_such_program'. Install it, or write its whole path."
+        in printed
+    )
     assert "Traceback" not in printed

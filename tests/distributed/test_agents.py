@@ -48,12 +48,24 @@ async def solve(task: Any, session: Any) -> float:
 
 def main(folder: Path) -> None:
     """Play the episodes of one step, then train on them."""
-    arguments = [*OPTIONS.split(), "--pretrain", str(folder / "actor"), "--prompt_data", str(folder / "prompts.jsonl")]
-    config = parse_options(TrainPPOConfig, [*arguments, "--save_path", str(folder / "model"), "--agent", "in Python"])
+    arguments = [
+        *OPTIONS.split(),
+        "--pretrain",
+        str(folder / "actor"),
+        "--prompt_data",
+        str(folder / "prompts.jsonl"),
+    ]
+    config = parse_options(
+        TrainPPOConfig, [*arguments, "--save_path", str(folder / "model"), "--agent", "in Python"]
+    )
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     with mock.patch.object(DeepspeedStrategy, "fits_gathered", return_value=False):
         trainer = build_ppo_trainer(config, strategy, source=AgentSource(solve, config.agents))
-    any_rank, model, driver = strategy.any_rank, trainer.components.actor.module.model, trainer.source.sampled_by.driver
+    any_rank, model, driver = (
+        strategy.any_rank,
+        trainer.components.actor.module.model,
+        trainer.source.sampled_by.driver,
+    )
     counts = {"agreements": 0, "forwards": 0}
 
     def agree(flag: bool) -> bool:
@@ -73,20 +85,37 @@ def main(folder: Path) -> None:
     reuse = engine.reused_tokens / engine.read_tokens
     spans = [len(trajectory.spans) for trajectory in trajectories]
     metrics = trainer.train_on(trajectories)
-    found = {"steps": driver.steps, "seconds": seconds, "reuse": reuse, "spans": spans, "metrics": metrics}
+    found = {
+        "steps": driver.steps,
+        "seconds": seconds,
+        "reuse": reuse,
+        "spans": spans,
+        "metrics": metrics,
+    }
     (folder / f"{strategy.comm.rank}.json").write_text(json.dumps(found | counts))
     leave()
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> list[dict[str, Any]]:
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]
+) -> list[dict[str, Any]]:
     """What each rank did."""
     folder = tmp_path_factory.mktemp("lockstep")
     torch.manual_seed(7)
-    tokenizer = save_tokenizer(folder / "actor", "abcdefghijklmnopqrstuvwxyz", chat_template=TEMPLATE)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    tokenizer = save_tokenizer(
+        folder / "actor", "abcdefghijklmnopqrstuvwxyz", chat_template=TEMPLATE
+    )
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+    }
     sizes |= {"vocab_size": len(tokenizer), "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(initializer_range=0.2, pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes)
+    config = LlamaConfig(
+        initializer_range=0.2, pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes
+    )
     LlamaForCausalLM(config).save_pretrained(folder / "actor")
     write_rows(folder / "prompts.jsonl", [{"input": "abcdefgh"[: 1 + i]} for i in range(4)])
     launch(2, __file__, folder)
@@ -95,7 +124,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) 
 
 def test_ranks_with_slow_and_quick_tools_take_equally_many_steps(ranks):
     assert ranks[0]["steps"] == ranks[1]["steps"] >= TURNS
-    assert [rank["forwards"] for rank in ranks] == [rank["steps"] for rank in ranks], "one forward in each"
+    assert [rank["forwards"] for rank in ranks] == [rank["steps"] for rank in ranks], (
+        "one forward in each"
+    )
 
 
 def test_all_episodes_are_played_to_the_end_and_trained_on(ranks):

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from tests.distributed.runs import outcome, vector
 
@@ -28,11 +33,15 @@ Run = dict[str, Any]
 def write_models(tiny: Path, folder: Path) -> None:
     """Language models with the actor's tokens: a ``small`` one, half as wide and of one layer, an ``other`` one, and a
     ``bigram`` one that ends at once after "a" and says "b" without end after "b"."""
-    tokenizer, config = (auto.from_pretrained(tiny / "actor") for auto in (AutoTokenizer, AutoConfig))
+    tokenizer, config = (
+        auto.from_pretrained(tiny / "actor") for auto in (AutoTokenizer, AutoConfig)
+    )
     model = AutoModelForCausalLM.from_pretrained(tiny / "actor")
     a, b, eos = tokenizer.convert_tokens_to_ids(["a", "b", tokenizer.eos_token])
     with torch.no_grad():
-        for layer in model.model.layers:  # the layers add nothing: what follows depends on the last token alone
+        for layer in (
+            model.model.layers
+        ):  # the layers add nothing: what follows depends on the last token alone
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(len(tokenizer), model.config.hidden_size))
@@ -59,7 +68,9 @@ COMMON = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --label_k
     --rollout_batch_size 6 --train_batch_size 6 --micro_train_batch_size 2"""
 GROUPS = f"""{COMMON} --reward_fn {{folder}}/reward.py --reward_weights long=0 --advantage_estimator group_norm
     --n_samples_per_prompt 2 --zero_stage 2 --dynamic_sampling"""
-FROZEN = f"{COMMON} --reward_fn {{folder}}/reward.py --critic_pretrain {{folder}}/small --max_samples 12"
+FROZEN = (
+    f"{COMMON} --reward_fn {{folder}}/reward.py --critic_pretrain {{folder}}/small --max_samples 12"
+)
 REFERENCE = """--pretrain {tiny}/actor --ref_pretrain {folder}/other --prompt_data {tiny}/prompts.jsonl
     --verifiable_reward length --verify_length 3 --advantage_estimator reinforce --generate_max_len 6
     --rollout_batch_size 4 --train_batch_size 4 --micro_train_batch_size 2"""
@@ -82,7 +93,9 @@ CASES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]) -> dict[str, Run]:
+def runs(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]
+) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("algorithms")
     (folder / "reward.py").write_text(REWARD)
     write_models(tiny, folder)
@@ -118,13 +131,20 @@ def test_zero_3_ends_when_one_rank_samples_much_longer_than_the_other(runs, name
 
 def test_an_odd_number_of_prompts_trains_all_of_them_and_plain_models_are_saved(runs):
     run = runs["odd"]
-    assert [len(samples) for samples in run["samples"]] == [4, 1, 4, 1]  # a rank has no prompt in every second step
+    assert [len(samples) for samples in run["samples"]] == [
+        4,
+        1,
+        4,
+        1,
+    ]  # a rank has no prompt in every second step
     assert [line["step"] for line in run["logged"]] == [1, 2, 3, 4]
     for first, second in (run["samples"][:2], run["samples"][2:]):
         assert len({tuple(sample["prompt"]) for sample in first + second}) == 5
     model = AutoModelForCausalLM.from_pretrained(run["folder"] / "model")
     assert_actor_is(model, run)
-    assert_critic_is(AutoModelForSequenceClassification.from_pretrained(run["folder"] / "model_critic"), run)
+    assert_critic_is(
+        AutoModelForSequenceClassification.from_pretrained(run["folder"] / "model_critic"), run
+    )
     tokenizer = AutoTokenizer.from_pretrained(run["folder"] / "model")
     ids = model.generate(**tokenizer("abc", return_tensors="pt"), max_new_tokens=4, do_sample=False)
     assert ids.shape[1] > 3
@@ -145,10 +165,15 @@ def test_the_reference_of_lora_is_no_model_of_its_own_and_starts_equal(runs):
 @torch.no_grad()
 def test_the_penalty_is_measured_from_the_given_reference(runs, tiny, name):
     run, gaps = runs[name], []
-    models = [AutoModelForCausalLM.from_pretrained(path) for path in (tiny / "actor", run["folder"].parent / "other")]
+    models = [
+        AutoModelForCausalLM.from_pretrained(path)
+        for path in (tiny / "actor", run["folder"].parent / "other")
+    ]
     for sample in run["samples"][0]:
         ids, n = torch.tensor(sample["prompt"] + sample["response"]), len(sample["prompt"])
-        policy, other = (torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1) for model in models)
+        policy, other = (
+            torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1) for model in models
+        )
         gaps.append((policy - other).gather(-1, ids[1:, None])[n - 1 :, 0])
     expected = torch.cat(gaps).mean().item()
     assert abs(expected) > 0.01
@@ -191,5 +216,10 @@ def test_several_rewards_are_weighted(runs):
     for line in runs["several"]["logged"]:
         names = {name for name in line if name.startswith("reward/")}
         assert names == {"reward/even", "reward/long", "reward/length", "reward/reward_model"}
-        total = 2 * line["reward/even"] + line["reward/long"] + line["reward/length"] + line["reward/reward_model"] / 2
+        total = (
+            2 * line["reward/even"]
+            + line["reward/long"]
+            + line["reward/length"]
+            + line["reward/reward_model"] / 2
+        )
         assert line["reward"] == pytest.approx(total, abs=1e-5)

@@ -49,12 +49,19 @@ def main() -> None:
         groups, metrics = take(source)
         if source.coordinator is not None:
             oldest = min(v for group in groups for t in group for v in t.versions if v >= 0)
-            row = {"version": source.version, "oldest": oldest, "groups": [group[0].group for group in groups]}
+            row = {
+                "version": source.version,
+                "oldest": oldest,
+                "groups": [group[0].group for group in groups],
+            }
             with open("batches.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
         return groups, metrics
 
-    replaced = {"strangers": (Entrance, "__init__", beset), "worker": (Link, "send", lambda link, message: None)}
+    replaced = {
+        "strangers": (Entrance, "__init__", beset),
+        "worker": (Link, "send", lambda link, message: None),
+    }
     silent = replaced.get(os.environ.get("OPENPPO_SILENT", ""))
     with mock.patch.object(AsyncSource, "_batch", batch), ExitStack() as stack:
         if silent is not None:
@@ -64,7 +71,11 @@ def main() -> None:
 
 def ports() -> set[int]:
     """TCP ports on which this process listens."""
-    return {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return {
+        each.laddr.port
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def beset(entrance: Entrance, *arguments: object, build=Entrance.__init__) -> None:
@@ -78,7 +89,9 @@ def beset(entrance: Entrance, *arguments: object, build=Entrance.__init__) -> No
         connections[-1].connect(entrance.address)
     _STRANGERS.extend(connections)
     mode = stat.S_IMODE(Path(entrance.address).parent.stat().st_mode)
-    print(f"silent connections: {len(connections)}, ports: {len(opened)}, mode: {mode:o}", flush=True)
+    print(
+        f"silent connections: {len(connections)}, ports: {len(opened)}, mode: {mode:o}", flush=True
+    )
 
 
 @pytest.fixture
@@ -102,7 +115,9 @@ def train(tiny: Path, tmp_path: Path, launcher: Launcher):
 def numbers(folder: Path) -> list[dict[str, float]]:
     """Metrics that a synchronous run has too."""
     own = ("async/", "stale/", "agent/prefix_reuse")
-    return [{k: v for k, v in row.items() if not k.startswith(own)} for row in logged(folder / "model")]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(own)} for row in logged(folder / "model")
+    ]
 
 
 def test_staleness_0_on_a_rollout_rank_gives_the_synchronous_run(train):
@@ -144,11 +159,25 @@ def test_samplers_have_the_trained_weights_in_each_stage(train, stage, more):
 
 AHEAD = [
     ("on 1 + 1", 2, "--rollout_ranks 1 --max_staleness 1"),
-    ("on 2 + 1, every 2", 3, "--rollout_ranks 1 --max_staleness 2 --sync_every 2 --running_requests drain"),
-    pytest.param("on 1 + 2", 3, "--rollout_ranks 2 --max_staleness 1 --bf16 --zero_stage 2", marks=pytest.mark.slow),
+    (
+        "on 2 + 1, every 2",
+        3,
+        "--rollout_ranks 1 --max_staleness 2 --sync_every 2 --running_requests drain",
+    ),
+    pytest.param(
+        "on 1 + 2",
+        3,
+        "--rollout_ranks 2 --max_staleness 1 --bf16 --zero_stage 2",
+        marks=pytest.mark.slow,
+    ),
     ("in turn", 1, "--max_staleness 2 --reset_optimizer_on_sync"),
     ("in turn on 2, in lockstep", 2, "--max_staleness 1 --zero_stage 3 --running_requests abort"),
-    pytest.param("reward model", 3, "--rollout_ranks 1 --max_staleness 1 --zero_stage 3", marks=pytest.mark.slow),
+    pytest.param(
+        "reward model",
+        3,
+        "--rollout_ranks 1 --max_staleness 1 --zero_stage 3",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -157,7 +186,10 @@ def test_sampling_runs_ahead_within_the_bound(train, tiny, name, ranks, options)
     if name == "reward model":
         options += f" --reward_fn None --reward_pretrain {tiny}/reward"
     folder = train("run", ranks, options)
-    bound, batches = int(re.search(r"max_staleness (\d)", options)[1]), rows(folder / "batches.jsonl")
+    bound, batches = (
+        int(re.search(r"max_staleness (\d)", options)[1]),
+        rows(folder / "batches.jsonl"),
+    )
     assert [batch["version"] for batch in batches] == list(range(6))
     assert all(batch["version"] - batch["oldest"] <= bound for batch in batches)
     trained = [number for batch in batches for number in batch["groups"]]
@@ -205,7 +237,9 @@ async def solve(task, session):
 """
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(1, ""), (1, "--max_staleness 1"), (2, "--rollout_ranks 1")])
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, ""), (1, "--max_staleness 1"), (2, "--rollout_ranks 1")]
+)
 def test_weights_name_the_rewards_of_an_agent(train, tiny, tmp_path, ranks, more):
     (tmp_path / "agent.py").write_text(AGENT)
     flags = f"--agent {tmp_path}/agent.py:solve --pretrain {tiny}/chat --apply_chat_template --reward_fn None {more}"
@@ -240,12 +274,16 @@ def test_a_worker_that_stays_away_is_a_stall(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENPPO_SILENT", "worker")
     ended = silent_run(tiny, tmp_path, "--stall_timeout 5")
     assert ended.status != 0
-    assert re.search(r"rank 0 made no progress for \d+ s \(--stall_timeout\)", ended.row("fault")), ended.output
+    assert re.search(
+        r"rank 0 made no progress for \d+ s \(--stall_timeout\)", ended.row("fault")
+    ), ended.output
 
 
 def options(tiny: Path, folder: Path, more: str) -> list[str]:
     (folder / "reward.py").write_text(REWARD)
-    return f"{OPTIONS} --rollout_ranks 1 --max_staleness 1 {more}".replace("{tiny}", str(tiny)).split()
+    return f"{OPTIONS} --rollout_ranks 1 --max_staleness 1 {more}".replace(
+        "{tiny}", str(tiny)
+    ).split()
 
 
 SLOW, SILENT = pytest.mark.slow, "--heartbeat_timeout 12"
@@ -254,7 +292,9 @@ FAULTS = [
     ("kill", 0, "training", 2, "rank 0 is gone: its process has ended", ""),
     pytest.param("kill", 1, "training", 1, "rank 1 is gone: its process has ended", "", marks=SLOW),
     ("raise", 2, "generation", 2, "rollout rank 2 raised RuntimeError: planted", ""),
-    pytest.param("raise", 1, "experience", 2, "rank 1 raised RuntimeError: planted", "", marks=SLOW),
+    pytest.param(
+        "raise", 1, "experience", 2, "rank 1 raised RuntimeError: planted", "", marks=SLOW
+    ),
     ("stop", 2, "generation", 1, "rollout rank 2 is gone: no heartbeat", SILENT),
     pytest.param("stop", 0, "training", 1, "rank 0 is gone: no heartbeat", SILENT, marks=SLOW),
 ]
@@ -262,7 +302,15 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "rank", "phase", "step", "what", "more"), FAULTS)
 def test_a_fault_on_either_side_ends_both_with_one_report(
-    launcher: Launcher, tiny: Path, tmp_path: Path, fault: str, rank: int, phase: str, step: int, what: str, more: str
+    launcher: Launcher,
+    tiny: Path,
+    tmp_path: Path,
+    fault: str,
+    rank: int,
+    phase: str,
+    step: int,
+    what: str,
+    more: str,
 ):
     place = (HERE / "run_faults.py", fault, rank, phase, step, "train_ppo")
     words = [str(word) for word in (*place, *options(tiny, tmp_path, f"{more} --zero_stage 2"))]
@@ -283,14 +331,18 @@ def test_sigterm_saves_and_the_run_resumes(tiny, tmp_path):
 
     words = options(tiny, tmp_path, "--load_checkpoint")
     launcher = "torch.distributed.run --standalone --nproc_per_node 3"
-    first = torchrun("test_asynchronous.py", *words, cwd=tmp_path, launcher=launcher, on_line=on_line)
+    first = torchrun(
+        "test_asynchronous.py", *words, cwd=tmp_path, launcher=launcher, on_line=on_line
+    )
     assert first.status == 0, first.output
     assert first.output.count("saving a checkpoint, then exiting") == 1
     saved = json.loads((tmp_path / "model/checkpoints_ppo/latest/state.json").read_text())["step"]
     assert 2 <= saved < 6
     second = torchrun("test_asynchronous.py", *words, cwd=tmp_path, launcher=launcher)
     assert second.status == 0, second.output
-    batches = {row["version"]: row["groups"] for row in rows(tmp_path / "batches.jsonl")}  # a dropped step is repeated
+    batches = {
+        row["version"]: row["groups"] for row in rows(tmp_path / "batches.jsonl")
+    }  # a dropped step is repeated
     trained = [number for groups in batches.values() for number in groups]
     assert len(trained) == len({*trained}) == 24
 
@@ -312,7 +364,9 @@ def test_deepspeeds_launcher_starts_both_sides(tiny, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         launcher = f"deepspeed.launcher.runner --num_gpus 3 --master_port {probe.getsockname()[1]}"
-    ended = torchrun("test_asynchronous.py", *options(tiny, tmp_path, ""), cwd=tmp_path, launcher=launcher)
+    ended = torchrun(
+        "test_asynchronous.py", *options(tiny, tmp_path, ""), cwd=tmp_path, launcher=launcher
+    )
     assert ended.status == 0, ended.output
     assert len(logged(tmp_path / "model")) == 6
 

@@ -57,29 +57,45 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_long_responses_of_one_rank_are_shared_and_change_nothing(estimator, tiny, tmp_path, launch):
+def test_long_responses_of_one_rank_are_shared_and_change_nothing(
+    estimator, tiny, tmp_path, launch
+):
     (tmp_path / "program.py").write_text(PROGRAM)
-    flags = f"{OPTIONS} {ESTIMATORS[estimator]} --save_path {tmp_path}/model".replace("{tiny}", str(tiny)).split()
+    flags = f"{OPTIONS} {ESTIMATORS[estimator]} --save_path {tmp_path}/model".replace(
+        "{tiny}", str(tiny)
+    ).split()
     found = {}
     for n in (1, 2):
         lines = launch(n, tmp_path / "program.py", *flags, cwd=tmp_path).splitlines()
-        found[n] = [json.loads(line.removeprefix("RESULT")) for line in lines if line.startswith("RESULT")]
+        found[n] = [
+            json.loads(line.removeprefix("RESULT")) for line in lines if line.startswith("RESULT")
+        ]
     (dealt, kept), (alone, alone_too) = found[2], found[1]
     for result, tokens in ((dealt, (150, 150)), (kept, (246, 54))):
         for name in result["forwards"][0]:
             of_ranks = [of_rank[name] for of_rank in result["forwards"]]
             assert len(of_ranks[0]) == len(of_ranks[1]) == 3, "equally many forwards"
-            assert tuple(sum(n for width, n in widths if width > 2) for widths in of_ranks) == tokens
+            assert (
+                tuple(sum(n for width, n in widths if width > 2) for widths in of_ranks) == tokens
+            )
         metrics = result["metrics"]
         assert metrics["speed/experience_imbalance"] == pytest.approx(max(tokens) / 150 - 1)
-        assert metrics["speed/training_tokens_per_s"] * metrics["time/training_s"] == pytest.approx(300)
-        assert 0 <= metrics["speed/training_imbalance"] <= 42 / 150, "each of two steps is even up to the longest row"
+        assert metrics["speed/training_tokens_per_s"] * metrics["time/training_s"] == pytest.approx(
+            300
+        )
+        assert 0 <= metrics["speed/training_imbalance"] <= 42 / 150, (
+            "each of two steps is even up to the longest row"
+        )
     assert alone == alone_too | {"metrics": alone["metrics"]}
     for result in (dealt, kept):
         for name in (name for name in alone["metrics"] if not name.startswith(("time/", "speed/"))):
-            assert result["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-4, abs=1e-6), name
+            assert result["metrics"][name] == pytest.approx(
+                alone["metrics"][name], rel=1e-4, abs=1e-6
+            ), name
         # Adam makes whole updates of 1e-3 of the smallest gradients too, so one weight may show what rounding is.
         differences = (torch.tensor(result["weights"]) - torch.tensor(alone["weights"])).abs()
-        print(f"weights differ by {differences.max():.1e} at most, {differences.mean():.1e} on average")
+        print(
+            f"weights differ by {differences.max():.1e} at most, {differences.mean():.1e} on average"
+        )
         assert differences.max() < 1e-4
         assert differences.mean() < 1e-7

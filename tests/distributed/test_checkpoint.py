@@ -27,7 +27,12 @@ CASES = {"2 to 1": ((2, 0), (1, 1)), "2 to 4": ((2, 3), (4, 3)), "4 to 2": ((4, 
 
 
 def command(tiny: Path, flags: str, *more: object) -> list[str]:
-    return ["-m", "openppo.cli.train_ppo", *flags.replace("{tiny}", str(tiny)).split(), *map(str, more)]
+    return [
+        "-m",
+        "openppo.cli.train_ppo",
+        *flags.replace("{tiny}", str(tiny)).split(),
+        *map(str, more),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +51,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., st
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_resumes_with_another_number_of_ranks_and_another_stage(folder, name):
     whole, resumed = (left_by(folder / kind / "model") for kind in ("whole", name))
-    assert [line["step"] for line in resumed.metrics] == [line["step"] for line in whole.metrics] == [1, 2, 3, 4, 5, 6]
+    assert (
+        [line["step"] for line in resumed.metrics]
+        == [line["step"] for line in whole.metrics]
+        == [1, 2, 3, 4, 5, 6]
+    )
     for found, expected in zip(resumed.metrics, whole.metrics, strict=True):
-        assert found == {key: pytest.approx(value, rel=1e-3, abs=1e-5) for key, value in expected.items()}
+        assert found == {
+            key: pytest.approx(value, rel=1e-3, abs=1e-5) for key, value in expected.items()
+        }
     if name == "2 to 1":  # rank 0 has all samples to choose from
-        responses = [[s["response"] for s in run.samples if s["step"] > 2] for run in (resumed, whole)]
+        responses = [
+            [s["response"] for s in run.samples if s["step"] > 2] for run in (resumed, whole)
+        ]
         assert responses[0] == responses[1]
     got, want = (load(files["model/model.safetensors"]) for files in (resumed.files, whole.files))
-    vectors = [torch.cat([weights[key].flatten() for key in sorted(weights)]) for weights in (got, want)]
+    vectors = [
+        torch.cat([weights[key].flatten() for key in sorted(weights)]) for weights in (got, want)
+    ]
     assert (vectors[0] - vectors[1]).norm() <= 1e-5 * vectors[1].norm()
 
 
-@pytest.mark.parametrize(("numbers", "episodes"), [((3, 2), 6), pytest.param((12, 8), 12, marks=pytest.mark.slow)])
-def test_kills_at_random_moments_change_nothing(numbers, episodes, tiny, tmp_path, run_cases, launch):
+@pytest.mark.parametrize(
+    ("numbers", "episodes"), [((3, 2), 6), pytest.param((12, 8), 12, marks=pytest.mark.slow)]
+)
+def test_kills_at_random_moments_change_nothing(
+    numbers, episodes, tiny, tmp_path, run_cases, launch
+):
     flags = f"""{PPO} --num_episodes {episodes} --rollout_batch_size 4 --generate_max_len 4 --zero_stage 2
         --save_steps 1 --max_ckpt_num 2"""
     save_path = tmp_path / "killed" / "model"
@@ -83,7 +102,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 20 MB, of which 16 MB must be free at the start."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], capture_output=True
+    )
     if mounted.returncode != 0:
         pytest.skip("a file system can be mounted by root only")
     (tmp_path / "fills.py").write_text(FILLS.replace("{disk}", str(disk)))
@@ -104,7 +125,9 @@ def reward_fn(prompts, responses):
 """
 
 
-def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(tiny, tmp_path, small_disk, launch):
+def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
+    tiny, tmp_path, small_disk, launch
+):
     checkpoints, model = small_disk / "c", tmp_path / "model"
     more = f"--reward_fn {tmp_path}/fills.py --num_episodes 9 --save_steps 1"
     words = command(tiny, f"{COMMON} {more}", "--save_path", model, "--ckpt_path", checkpoints)
@@ -113,11 +136,18 @@ def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(tiny,
     assert "Checkpoints that were there before are untouched" in output
     assert sorted(path.name for path in checkpoints.glob("[!.]*")) == ["latest", "step_00000001"]
     output = launch(2, *words, status=1)
-    assert f"--ckpt_path {checkpoints}: a checkpoint takes 0.00 GiB and 0.00 GiB are free there: make room" in output
+    assert (
+        f"--ckpt_path {checkpoints}: a checkpoint takes 0.00 GiB and 0.00 GiB are free there: make room"
+        in output
+    )
 
 
-def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(tiny, tmp_path, small_disk, launch):
-    words = command(tiny, f"{COMMON} --save_steps 0 --reward_fn {tmp_path}/fills.py --ckpt_path {tmp_path}/c")
+def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(
+    tiny, tmp_path, small_disk, launch
+):
+    words = command(
+        tiny, f"{COMMON} --save_steps 0 --reward_fn {tmp_path}/fills.py --ckpt_path {tmp_path}/c"
+    )
     output = launch(2, *words, "--save_path", small_disk / "model", status=1)
     kept = tmp_path / "c" / "step_00000003"
     assert f"the model cannot be written to {small_disk}/model" in output
@@ -129,7 +159,9 @@ def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(tiny, tmp
     assert "step 3/3" not in output
     shutil.rmtree(tmp_path / "c")
     launch(2, *words, "--save_path", tmp_path / "whole")
-    trained, whole = (place / "model.safetensors" for place in (small_disk / "model", tmp_path / "whole"))
+    trained, whole = (
+        place / "model.safetensors" for place in (small_disk / "model", tmp_path / "whole")
+    )
     assert trained.read_bytes() == whole.read_bytes()
 
 
@@ -149,9 +181,14 @@ def reward_fn(prompts, responses):
 def test_one_rank_whose_reward_function_hangs_saves_upon_a_signal_and_ends(tiny, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     words = [sys.executable, *command(tiny, f"{COMMON} --reward_fn hangs.py --save_path model")]
-    ended = watch(words, tmp_path, lambda line, process: process.terminate() if line == "hangs\n" else None)
+    ended = watch(
+        words, tmp_path, lambda line, process: process.terminate() if line == "hangs\n" else None
+    )
     assert ended.status == 0
-    assert "stopped by SIGTERM after 1 of 3 steps. The same command with --load_checkpoint continues" in ended.output
+    assert (
+        "stopped by SIGTERM after 1 of 3 steps. The same command with --load_checkpoint continues"
+        in ended.output
+    )
     assert ended.output.count("scoring\n") == 2, "what was printed last got lost"
     assert (tmp_path / "model" / "checkpoints_ppo" / "latest" / "manifest.json").is_file()
     assert [line["step"] for line in logged(tmp_path / "model")] == [1]
@@ -172,14 +209,24 @@ def reward_fn(responses):
 
 def test_a_save_path_that_is_removed_is_made_again(tiny, tmp_path, launcher):
     (tmp_path / "reward.py").write_text(REMOVES)
-    words = command(tiny, f"{COMMON} --reward_fn reward.py --save_path model --save_steps 1 --max_steps 3")
+    words = command(
+        tiny, f"{COMMON} --reward_fn reward.py --save_path model --save_steps 1 --max_steps 3"
+    )
     done = launcher.run([*words, "--advantage_estimator", "reinforce"], 2, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    assert f"--save_path {tmp_path}/model/checkpoints_ppo was removed during the run: it is made again" in done.stdout
-    assert "model/logs was removed during the run: it is made again, without what was logged before" in done.stdout
+    assert (
+        f"--save_path {tmp_path}/model/checkpoints_ppo was removed during the run: it is made again"
+        in done.stdout
+    )
+    assert (
+        "model/logs was removed during the run: it is made again, without what was logged before"
+        in done.stdout
+    )
     assert [row["step"] for row in logged(tmp_path / "model")] == [3]
     assert (tmp_path / "model/model.safetensors").is_file()
     assert (tmp_path / "model/logs/report.html").is_file()
-    resumed = launcher.run([*words, "--advantage_estimator", "reinforce", "--load_checkpoint"], 2, cwd=tmp_path)
+    resumed = launcher.run(
+        [*words, "--advantage_estimator", "reinforce", "--load_checkpoint"], 2, cwd=tmp_path
+    )
     assert resumed.returncode == 0, resumed.stdout
     assert "step_00000003" in resumed.stdout

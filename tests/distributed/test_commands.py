@@ -48,7 +48,9 @@ def test_train_ppo_logs_every_metric_at_every_step_also_for_tensorboard(ppo_run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
         assert [name for name in PPO_METRICS if name not in line] == []
-        assert [name for name, value in line.items() if value is None or not math.isfinite(value)] == []
+        assert [
+            name for name, value in line.items() if value is None or not math.isfinite(value)
+        ] == []
     events = EventAccumulator(str(ppo_run / "events" / "model"))
     events.Reload()
     for name in PPO_METRICS:
@@ -56,15 +58,24 @@ def test_train_ppo_logs_every_metric_at_every_step_also_for_tensorboard(ppo_run)
         assert curve == [(line["step"], pytest.approx(line[name], rel=1e-5)) for line in lines]
     samples = logged(ppo_run / "model", "samples")
     assert {sample["step"] for sample in samples} == {1, 2, 3}
-    assert all({"prompt", "response", "finish_reason", "reward"} <= sample.keys() for sample in samples)
+    assert all(
+        {"prompt", "response", "finish_reason", "reward"} <= sample.keys() for sample in samples
+    )
 
 
 def test_the_saved_options_repeat_the_run_exactly(ppo_run, launch):
     again = "-m openppo.cli.train_ppo --config model/logs/config.yaml --save_path again --use_tensorboard others"
     again += " --dump_rollouts dumped"
     launch(2, *again.split(), cwd=ppo_run)
-    first, second = (yaml.safe_load((ppo_run / f"{run}/logs/config.yaml").read_text()) for run in ("model", "again"))
-    assert second == first | {"save_path": "again", "use_tensorboard": "others", "dump_rollouts": "dumped"}
+    first, second = (
+        yaml.safe_load((ppo_run / f"{run}/logs/config.yaml").read_text())
+        for run in ("model", "again")
+    )
+    assert second == first | {
+        "save_path": "again",
+        "use_tensorboard": "others",
+        "dump_rollouts": "dumped",
+    }
     assert logged(ppo_run / "again") == logged(ppo_run / "model")
     for suffix in ("", "_critic"):
         assert vector(ppo_run / f"again{suffix}").equal(vector(ppo_run / f"model{suffix}"))
@@ -77,21 +88,41 @@ def test_every_trajectory_is_dumped_once(ppo_run):
     }
     for split, name, size in (("train", "reward", 8), ("eval", "eval_reward", 26)):
         for line in [line for line in metrics if name in line]:
-            found = [row for file in dumped.glob(f"{split}-*") for row in rows(file) if row["step"] == line["step"]]
+            found = [
+                row
+                for file in dumped.glob(f"{split}-*")
+                for row in rows(file)
+                if row["step"] == line["step"]
+            ]
             rewards = [row["reward"] for row in found]
             assert len(found) == size and {row["split"] for row in found} == {split}
-            assert (sum(rewards) / size, max(rewards)) == pytest.approx((line[name], line[f"{name}_max"]), rel=1e-6)
-    first = [row for file in sorted(dumped.glob("train-*")) for row in rows(file) if row["step"] == 1]
+            assert (sum(rewards) / size, max(rewards)) == pytest.approx(
+                (line[name], line[f"{name}_max"]), rel=1e-6
+            )
+    first = [
+        row for file in sorted(dumped.glob("train-*")) for row in rows(file) if row["step"] == 1
+    ]
     assert [row["group"] for row in first] == list(range(8)), "in the order of the ranks"
-    assert {(row["source"].rpartition("/")[2], int(row["label"]) < 24) for row in first} == {("prompts.jsonl", True)}
-    shown = [row for row in rows(ppo_run / "model/logs/samples.jsonl") if row["step"] == 1 and "evaluation" not in row]
+    assert {(row["source"].rpartition("/")[2], int(row["label"]) < 24) for row in first} == {
+        ("prompts.jsonl", True)
+    }
+    shown = [
+        row
+        for row in rows(ppo_run / "model/logs/samples.jsonl")
+        if row["step"] == 1 and "evaluation" not in row
+    ]
     of_dump = [(row["prompt"], row["response"], row["reward"]) for row in first]
     assert {(row["prompt"], row["response"], row["reward"]) for row in shown} <= {*of_dump}
 
 
 def contents(*folders: Path) -> dict[Path, bytes]:
     """All files but the lock of checkpoints, which each session takes."""
-    files = (file for folder in folders for file in folder.rglob("*") if file.is_file() and file.name != ".lock")
+    files = (
+        file
+        for folder in folders
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != ".lock"
+    )
     return {file: file.read_bytes() for file in files}
 
 
@@ -106,11 +137,15 @@ def test_a_checkpoint_or_a_folder_is_evaluated_alone(ppo_run, launch):
         found = {name: value for name, value in trained.items() if name.startswith("eval_")}
         assert {name: line[name] for name in found} == found, "as the run evaluated it at its end"
         assert re.search(rf"^reward +{found['eval_reward']:.4f}$", printed, re.MULTILINE)
-        assert {file.name for file in evaluated.iterdir()} <= {"logs", "logs.1"}, "no model, no checkpoint"
+        assert {file.name for file in evaluated.iterdir()} <= {"logs", "logs.1"}, (
+            "no model, no checkpoint"
+        )
         assert len(rows(ppo_run / "rollouts_val_only/eval-rank00001-00000.jsonl")) == 13
     assert contents(ppo_run / "model", ppo_run / "rollouts", ppo_run / "model_critic") == before
     command = f"{command} --ckpt_path nowhere --load_checkpoint"
-    assert "error: --val_only: no checkpoint in" in launch(0, *command.split(), cwd=ppo_run, status=2)
+    assert "error: --val_only: no checkpoint in" in launch(
+        0, *command.split(), cwd=ppo_run, status=2
+    )
 
 
 REWARD_FILE = """
@@ -136,27 +171,38 @@ def test_train_ppo_works_without_torchrun_and_with_a_python_reward(tiny, tmp_pat
     assert sorted(label for _, _, label in calls) == sorted(2 * list(range(24)))
     assert all(prompt == f"x{prompts[label]['input']}y" for prompt, _, label in calls)
     assert not any(response.endswith(("<eos>", "<pad>")) for _, response, _ in calls)
-    assert lines[0]["reward"] == pytest.approx(sum(response.count("a") for _, response, _ in calls[:24]) / 24)
+    assert lines[0]["reward"] == pytest.approx(
+        sum(response.count("a") for _, response, _ in calls[:24]) / 24
+    )
 
 
 def test_a_reward_edited_between_run_and_resume_is_named(tiny, tmp_path, launch):
     (tmp_path / "reward.py").write_text(REWARD_FILE)
-    words = command(tiny, "--reward_fn reward.py:count_a --label_key label --advantage_estimator reinforce")
+    words = command(
+        tiny, "--reward_fn reward.py:count_a --label_key label --advantage_estimator reinforce"
+    )
     words += ["--load_checkpoint", "--max_steps"]
     launch(0, *words, "1", cwd=tmp_path)
     (tmp_path / "reward.py").write_text(REWARD_FILE.replace('count("a")', 'count("b")'))
     printed = launch(0, *words, "2", cwd=tmp_path)
-    assert "files edited since the checkpoint, in force from now on: --reward_fn reward.py\n" in printed
+    assert (
+        "files edited since the checkpoint, in force from now on: --reward_fn reward.py\n"
+        in printed
+    )
     assert [line["step"] for line in logged(tmp_path / "model")] == [1, 2]
 
 
 def test_stop_when_ends_all_ranks_after_the_step_and_says_why(tiny, tmp_path, launch):
-    words = command(tiny, "--verifiable_reward length --verify_length 3 --advantage_estimator reinforce")
+    words = command(
+        tiny, "--verifiable_reward length --verify_length 3 --advantage_estimator reinforce"
+    )
     said = launch(2, *words, "--stop_when", "reward > 99", "response_length > 0.5", cwd=tmp_path)
     assert said.count("--stop_when response_length > 0.5: response_length is") == 1
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert [line["step"] for line in logged(tmp_path / "model")] == [1]
-    launch(2, *words, "--load_checkpoint", "--stop_when", "response_length > 0.5", cwd=tmp_path)  # it stays stopped
+    launch(
+        2, *words, "--load_checkpoint", "--stop_when", "response_length > 0.5", cwd=tmp_path
+    )  # it stays stopped
     assert [line["step"] for line in logged(tmp_path / "model")] == [1]
     said = launch(2, *words, "--load_checkpoint", "--stop_when", "reward > 99", cwd=tmp_path)
     assert "--stop_when response_length > 0.5 is not given any more: the run resumes" in said
@@ -169,11 +215,15 @@ def test_ppo_is_rewarded_for_each_step_by_a_process_reward_model(tiny, tmp_path,
         --input_template c{}e --rollout_batch_size 24 --train_batch_size 24 --generate_max_len 12 --zero_stage 3"""
     launch(2, *command(tiny, flags), cwd=tmp_path)
     [metrics], samples = logged(tmp_path / "model"), logged(tmp_path / "model", "samples")
-    model, tokenizer = (auto.from_pretrained(tiny / "actor") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        auto.from_pretrained(tiny / "actor") for auto in (AutoModelForCausalLM, AutoTokenizer)
+    )
     good, bad = tokenizer.convert_tokens_to_ids(["a", "b"])
     for sample in samples:
         read, expected = sample["prompt"], 0.0
-        steps = [step for step in re.sub("(<eos>|<pad>)+$", "", sample["response"]).split("d") if step]
+        steps = [
+            step for step in re.sub("(<eos>|<pad>)+$", "", sample["response"]).split("d") if step
+        ]
         for number, step in enumerate(steps):
             read += ("d" if number else "") + step + "h"
             logits = model(**tokenizer(read, return_tensors="pt")).logits[0, -1]
@@ -198,10 +248,14 @@ def test_two_ranks_write_the_lines_and_the_table_of_one(name, tiny, tmp_path, la
         printed = launch(ranks, "-m", f"openppo.cli.{name}", *flags.split(), "--output_path", out)
         tables.append(re.findall(r"^ *(?:all|prompts|reward|pass).*", printed, flags=re.MULTILINE))
         lines.append(rows(out))
-    assert lines[1] == json.loads(json.dumps(lines[0]), parse_float=lambda x: pytest.approx(float(x), abs=1e-5))
+    assert lines[1] == json.loads(
+        json.dumps(lines[0]), parse_float=lambda x: pytest.approx(float(x), abs=1e-5)
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "2.jsonl", "more.jsonl"]
     if name == "generate":
-        assert [(line["label"], line["sample"]) for line in lines[0]] == [(i, k) for i in range(6) for k in range(2)]
+        assert [(line["label"], line["sample"]) for line in lines[0]] == [
+            (i, k) for i in range(6) for k in range(2)
+        ]
     else:
         assert tables[0] == tables[1]
         words = [row.split() for row in tables[0]]
@@ -226,14 +280,19 @@ def test_two_ranks_evaluate_the_episodes_of_one(tiny, tmp_path, launch):
     (tmp_path / "chat/chat_template.jinja").write_text(template)
     (tmp_path / "agent.py").write_text(AGENT)
     flags = f"{SAMPLED} --agent {tmp_path}/agent.py:solve --prompt_max_len 50 --max_samples 5"
-    flags, lines = flags.replace("{tiny}/actor", f"{tmp_path}/chat").replace("{tiny}", str(tiny)), []
+    flags, lines = (
+        flags.replace("{tiny}/actor", f"{tmp_path}/chat").replace("{tiny}", str(tiny)),
+        [],
+    )
     for ranks in (0, 2):
         out = tmp_path / f"{ranks}.jsonl"
         printed = launch(ranks, "-m", "openppo.cli.evaluate", *flags.split(), "--output_path", out)
         assert re.search(r"^agent/completed +1\.0000", printed, flags=re.MULTILINE), printed
         lines.append(rows(out))
     assert lines[0] == lines[1] and len(lines[0]) == 10
-    assert {(line["ending"], line["turns"], len(line["messages"])) for line in lines[0]} == {("completed", 2, 4)}
+    assert {(line["ending"], line["turns"], len(line["messages"])) for line in lines[0]} == {
+        ("completed", 2, 4)
+    }
 
 
 SHOWS_ORDER = """
@@ -257,7 +316,9 @@ train_ppo.main()
 """
 
 
-def test_a_fixed_order_is_that_of_training_alone_and_on_cpus_changes_nothing(tiny, tmp_path, launch):
+def test_a_fixed_order_is_that_of_training_alone_and_on_cpus_changes_nothing(
+    tiny, tmp_path, launch
+):
     """Also that it refuses none of our operators; of a GPU's kernels a GPU tells."""
     flags = "--reward_pretrain {tiny}/reward --pretrain_data {tiny}/documents.jsonl --save_value_network"
     words = command(tiny, flags)[2:]

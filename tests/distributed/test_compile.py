@@ -18,7 +18,9 @@ from tests.distributed.test_split import CAN_COMPILE
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile needs g++, and folders without a space"),
+    pytest.mark.skipif(
+        not CAN_COMPILE, reason="torch.compile needs g++, and folders without a space"
+    ),
 ]
 SFT = """train_sft --pretrain {tiny}/actor --dataset {tiny}/sft.jsonl --eval_dataset {tiny}/sft.jsonl --compile
     --train_batch_size 4 --micro_train_batch_size 2 --max_steps 4 --eval_steps 2 --save_path {folder}/model"""
@@ -41,7 +43,9 @@ def main() -> None:
 
 
 @pytest.fixture
-def count(tiny: Path, tmp_path: Path, launch: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def count(
+    tiny: Path, tmp_path: Path, launch: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """Runs a command whose compiled code is kept in a folder of this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

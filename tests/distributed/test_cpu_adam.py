@@ -40,10 +40,20 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
         file = tmp_path / f"compiler_{len(started)}"
         file.write_text(compiler)
         file.chmod(0o755)
-        own = {"CXX": str(file), "TORCH_EXTENSIONS_DIR": str(tmp_path / "built"), "DS_ACCELERATOR": "cpu"}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        own = {
+            "CXX": str(file),
+            "TORCH_EXTENSIONS_DIR": str(tmp_path / "built"),
+            "DS_ACCELERATOR": "cpu",
+        }
+        pipes: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
         environment = os.environ | ENVIRONMENT | own
-        started.append(subprocess.Popen([sys.executable, "-c", LOADS], cwd=tmp_path, env=environment, **pipes))
+        started.append(
+            subprocess.Popen([sys.executable, "-c", LOADS], cwd=tmp_path, env=environment, **pipes)
+        )
         return started[-1]
 
     yield run
@@ -75,7 +85,10 @@ def test_a_killed_compilation_ends_whole_and_blocks_nobody(start, tmp_path):
     wait_until(lambda: {"ninja", "sleep"} <= names_below(killed.pid), 30)
     compilers = descendants(killed.pid)
     assert killed.stdout is not None
-    assert "compiling DeepSpeed's CPU Adam, about 100 seconds the first time" in killed.stdout.readline()
+    assert (
+        "compiling DeepSpeed's CPU Adam, about 100 seconds the first time"
+        in killed.stdout.readline()
+    )
     waiting = start(FAILS)
     assert waiting.stdout is not None
     assert "waiting for another process that compiles" in waiting.stdout.readline()
@@ -97,7 +110,12 @@ def test_a_run_after_a_killed_one_compiles_and_trains(tiny, tmp_path):
 
     options = small_ppo(tiny, tmp_path, "--adam_offload --zero_stage 2")
     alone = [sys.executable, "-m", "openppo.cli.train_ppo", *options]
-    ranks = [sys.executable, "-m", *"torch.distributed.run --standalone --nproc_per_node 2".split(), *alone[1:]]
+    ranks = [
+        sys.executable,
+        "-m",
+        *"torch.distributed.run --standalone --nproc_per_node 2".split(),
+        *alone[1:],
+    ]
     folder = str(tmp_path / "built")
     watch(alone, tmp_path, kill, TORCH_EXTENSIONS_DIR=folder)
     assert (tmp_path / "built/cpu_adam/lock").exists()

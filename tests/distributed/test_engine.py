@@ -77,11 +77,15 @@ def main() -> None:
     """All experiments."""
     results: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
-        results[f"tiny updates {stage}"] = descend(stage)  # from 1.0, whose next number below is 0.996 in bfloat16
+        results[f"tiny updates {stage}"] = descend(
+            stage
+        )  # from 1.0, whose next number below is 0.996 in bfloat16
         results[f"turn {stage}"] = turn_around(stage)
         # in bfloat16 each of these sums would stay 1
         results[f"small gradients {stage}"] = norm_of(stage, [1.0] + [2.0**-10] * 8)
-        results[f"small rank {stage}"] = norm_of(stage, [2.0 ** (-10 * torch.distributed.get_rank())] * 2)
+        results[f"small rank {stage}"] = norm_of(
+            stage, [2.0 ** (-10 * torch.distributed.get_rank())] * 2
+        )
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[1], "engine.json").write_text(json.dumps(results))
     leave()
@@ -113,7 +117,9 @@ def test_after_a_reset_adam_steps_by_the_learning_rate_against_its_past(results,
 
 @STAGES
 def test_gradients_of_micro_batches_and_ranks_are_added_in_float32(results, stage):
-    assert results[f"small gradients {stage}"] == pytest.approx(math.sqrt(64) * (1 + 8 / 1024), rel=1e-5)
+    assert results[f"small gradients {stage}"] == pytest.approx(
+        math.sqrt(64) * (1 + 8 / 1024), rel=1e-5
+    )
     assert results[f"small rank {stage}"] == pytest.approx(math.sqrt(64) * (1 + 1 / 1024), rel=1e-5)
 
 

@@ -18,13 +18,18 @@ PPO = """-m openppo.cli.train_ppo --pretrain {tiny}/actor --reward_pretrain {tin
     --prompt_data {tiny}/prompts.jsonl --rollout_batch_size 8 --train_batch_size 4 --micro_train_batch_size 2
     --micro_rollout_batch_size 4 --generate_max_len 6 --actor_learning_rate 1e-2 --critic_learning_rate 1e-2
     --lr_warmup_ratio 0 --save_steps 1 --save_hf_ckpt --save_value_network --zero_stage 3"""
-RUNS = {"averaged": "--enable_ema --ema_beta 0.5 --bf16", "lora": "--lora_rank 4 --critic_lora_rank 2"}
+RUNS = {
+    "averaged": "--enable_ema --ema_beta 0.5 --bf16",
+    "lora": "--lora_rank 4 --critic_lora_rank 2",
+}
 
 
 def files(folder: Path) -> dict[str, bytes]:
     """By name; peft writes target modules in the order of a set, and transformers whether it was offline."""
     found = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    found["tokenizer_config.json"] = re.sub(rb'"local_files_only": \w+', b"", found["tokenizer_config.json"])
+    found["tokenizer_config.json"] = re.sub(
+        rb'"local_files_only": \w+', b"", found["tokenizer_config.json"]
+    )
     if "adapter_config.json" in found:
         described = json.loads(found["adapter_config.json"])
         described["target_modules"].sort()

@@ -39,7 +39,9 @@ CANCELLED = "cancelled: its own code, or a library that it uses, cancelled it"
 
 
 def write_rooms(place, number):
-    (place / "tasks.jsonl").write_text("".join(json.dumps({"question": f"room {i}"}) + "\n" for i in range(number)))
+    (place / "tasks.jsonl").write_text(
+        "".join(json.dumps({"question": f"room {i}"}) + "\n" for i in range(number))
+    )
 
 
 @pytest.fixture
@@ -58,20 +60,45 @@ def program(file):
 @pytest.mark.parametrize(
     ("ranks", "agent", "flags", "error"),
     [
-        pytest.param(1, ["--agent_command", "false"], "", "ProgramError: exit status 1: no output", id="false"),
-        pytest.param(1, ["--agent", "agent.py:cancels"], "", CANCELLED, id="cancels"),
-        pytest.param(2, ["--agent", "agent.py:raises"], f"--rollout_ranks 1 {ASYNC}", NO_DOOR, id="rollout_ranks"),
-        pytest.param(2, program("broken.py"), "", NO_MODULE, id="import", marks=pytest.mark.slow),
-        pytest.param(2, ["--agent", "agent.py:raises"], "", NO_DOOR, id="coroutine", marks=pytest.mark.slow),
-        pytest.param(2, ["--agent", "agent.py:raises"], ASYNC, NO_DOOR, id="overlap", marks=pytest.mark.slow),
         pytest.param(
-            1, ["--agent", "agent.py:cancels"], ASYNC, CANCELLED, id="overlap cancels", marks=pytest.mark.slow
+            1,
+            ["--agent_command", "false"],
+            "",
+            "ProgramError: exit status 1: no output",
+            id="false",
+        ),
+        pytest.param(1, ["--agent", "agent.py:cancels"], "", CANCELLED, id="cancels"),
+        pytest.param(
+            2,
+            ["--agent", "agent.py:raises"],
+            f"--rollout_ranks 1 {ASYNC}",
+            NO_DOOR,
+            id="rollout_ranks",
+        ),
+        pytest.param(2, program("broken.py"), "", NO_MODULE, id="import", marks=pytest.mark.slow),
+        pytest.param(
+            2, ["--agent", "agent.py:raises"], "", NO_DOOR, id="coroutine", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            2, ["--agent", "agent.py:raises"], ASYNC, NO_DOOR, id="overlap", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            1,
+            ["--agent", "agent.py:cancels"],
+            ASYNC,
+            CANCELLED,
+            id="overlap cancels",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_run_whose_episodes_all_fail_ends_with_their_error(folder, launch, ranks, agent, flags, error):
+def test_a_run_whose_episodes_all_fail_ends_with_their_error(
+    folder, launch, ranks, agent, flags, error
+):
     place, options = folder
-    printed = launch(ranks, "-m", "openppo.cli.train_ppo", *options, *agent, *flags.split(), cwd=place, status=1)
+    printed = launch(
+        ranks, "-m", "openppo.cli.train_ppo", *options, *agent, *flags.split(), cwd=place, status=1
+    )
     report = printed[printed.index("OpenPPO: the run has failed") :]
     assert error in report
     assert "saved the trained model" not in printed and "stopped by" not in printed
@@ -91,7 +118,10 @@ def test_a_run_whose_groups_teach_nothing_ends_after_a_checkpoint(folder, launch
     command = ["-m", "openppo.cli.train_ppo", *options, "--agent", "agent.py:works", *flags]
     printed = launch(1, *command, cwd=place, status=1)
     report = printed[printed.index("OpenPPO: the run has failed") :]
-    assert "--dynamic_sampling: " in report and "Mend the cause; --load_checkpoint resumes from" in report
+    assert (
+        "--dynamic_sampling: " in report
+        and "Mend the cause; --load_checkpoint resumes from" in report
+    )
     assert "saved the trained model" not in printed
 
 
@@ -108,7 +138,9 @@ async def solve(task, session):
 """
 
 
-@pytest.mark.parametrize("flags", [pytest.param("", marks=pytest.mark.slow), f"--rollout_ranks 1 {ASYNC}"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("", marks=pytest.mark.slow), f"--rollout_ranks 1 {ASYNC}"]
+)
 def test_a_step_logs_failed_episodes_of_any_rank(folder, launch, flags):
     place, options = folder
     (place / "agent.py").write_text(SOMETIMES)
@@ -120,7 +152,9 @@ def test_a_step_logs_failed_episodes_of_any_rank(folder, launch, flags):
     errors = {row["error"] for row in failed}
     assert errors == {f"LookupError: no door in room {i}" for i in (1, 6)}
     assert {(row["turns"], len(row["messages"]), row["reward"]) for row in failed} == {(1, 2, 0.0)}
-    assert all(row["ending"] == "completed" for row in rows if row["sample"] == 0), "failed ones come last"
+    assert all(row["ending"] == "completed" for row in rows if row["sample"] == 0), (
+        "failed ones come last"
+    )
 
 
 @pytest.mark.parametrize("flags", ["", SLOW_ASYNC])
@@ -128,13 +162,19 @@ def test_a_run_that_failures_end_resumes_before_that_step(folder, launch, flags)
     """The agent works again: what follows is as in a run that never failed, where nothing is asynchronous."""
     place, options = folder
     write_rooms(place, 24)
-    options[options.index("--rollout_batch_size") + 1], options[options.index("--train_batch_size") + 1] = "12", "24"
+    (
+        options[options.index("--rollout_batch_size") + 1],
+        options[options.index("--train_batch_size") + 1],
+    ) = "12", "24"
     (place / "agent.py").write_text(SOMETIMES)
     command = ["-m", "openppo.cli.train_ppo", *options, "--agent", "agent.py:solve", *flags.split()]
     launch(1, *command, "--save_path", "whole", cwd=place)
     (place / "broken").touch()
     printed = launch(1, *command, cwd=place, status=1)
-    assert "raised openppo.rollout.failures.NothingTrainedError: 10 groups in a row failed; the last: " in printed
+    assert (
+        "raised openppo.rollout.failures.NothingTrainedError: 10 groups in a row failed; the last: "
+        in printed
+    )
     (place / "broken").unlink()
     launch(1, *command, "--load_checkpoint", cwd=place)
     assert [line["step"] for line in logged(place / "trained")] == list(range(1, 9))

@@ -57,7 +57,9 @@ class Case(NamedTuple):
 GONE, RAISED, STALLED = "is gone: its process has ended", "raised", "made no progress"
 SILENCE = "is gone: no heartbeat for"
 REWARD_RAISED = "raised RuntimeError: --reward_fn reward.py raised LookupError"
-IN_EVALUATION = "--zero_stage 3 --enable_ema --eval_before_training --eval_data {tiny}/prompts.jsonl"
+IN_EVALUATION = (
+    "--zero_stage 3 --enable_ema --eval_before_training --eval_data {tiny}/prompts.jsonl"
+)
 KILLED, IN_FAIL = ("-9: killed",), ("in fail",)
 MEMORY = ("can't allocate memory", "--micro_train_batch_size 2")
 MEMORY += ("reduce memory in training with --micro_train_batch_size, --gradient_checkpointing",)
@@ -65,25 +67,52 @@ RM = """--pretrain {tiny}/reward --dataset {tiny}/preference.jsonl --prompt_key 
     --micro_train_batch_size 1 --zero_stage 3 --save_path model"""
 CASES = {
     "kill while loading": Case("kill", 1, "loading", 0, GONE, "--zero_stage 3", KILLED),
-    "kill in generation": Case("kill", 0, "generation", 2, GONE, "--zero_stage 2 --save_steps 1", KILLED),
+    "kill in generation": Case(
+        "kill", 0, "generation", 2, GONE, "--zero_stage 2 --save_steps 1", KILLED
+    ),
     "kill in training": Case("kill", 1, "training", 2, GONE, "--zero_stage 3", KILLED),
     "kill of train_rm": Case("kill", 1, "step", 2, GONE, RM, KILLED, command="train_rm"),
     "crash in C": Case("segfault", 1, "training", 1, GONE, says=("in string_at",)),
-    "raise": Case("raise", 0, "scoring", 2, RAISED, says=("RuntimeError: planted", 'fail(RuntimeError("planted"))')),
-    "raise while a thread sleeps": Case(
-        "raise", 1, "experience", 1, RAISED, "--zero_stage 2", ("planted",), SLEEPS.replace("RANKS", "01")
+    "raise": Case(
+        "raise",
+        0,
+        "scoring",
+        2,
+        RAISED,
+        says=("RuntimeError: planted", 'fail(RuntimeError("planted"))'),
     ),
-    "async reward raises": Case("none", 1, "scoring", 1, REWARD_RAISED, "--zero_stage 3", IN_FAIL, RAISES_ALONE),
+    "raise while a thread sleeps": Case(
+        "raise",
+        1,
+        "experience",
+        1,
+        RAISED,
+        "--zero_stage 2",
+        ("planted",),
+        SLEEPS.replace("RANKS", "01"),
+    ),
+    "async reward raises": Case(
+        "none", 1, "scoring", 1, REWARD_RAISED, "--zero_stage 3", IN_FAIL, RAISES_ALONE
+    ),
     # All ranks swap averaged weights back before one of them can fail.
     "reward raises in evaluation": Case(
         "none", 1, "evaluation", 0, REWARD_RAISED, IN_EVALUATION, IN_FAIL, RAISES_IN_BATCH
     ),
     "reward never returns": Case(
-        "none", 0, "scoring", 1, STALLED, STALLS, ('reward.py", line 7 in reward_fn',), SLEEPS.replace("RANKS", "0")
+        "none",
+        0,
+        "scoring",
+        1,
+        STALLED,
+        STALLS,
+        ('reward.py", line 7 in reward_fn',),
+        SLEEPS.replace("RANKS", "0"),
     ),
     "stall": Case("sleep", 1, "experience", 1, STALLED, f"--zero_stage 3 {STALLS}", ("in sleep",)),
     "stall before a collective": Case("lag", 1, "experience", 1, STALLED, STALLS, ("in lag",)),
-    "blocked store client": Case("wait_in_store", 0, "training", 1, STALLED, STALLS, ("in wait_in_store",)),
+    "blocked store client": Case(
+        "wait_in_store", 0, "training", 1, STALLED, STALLS, ("in wait_in_store",)
+    ),
     "stopped": Case("stop", 0, "experience", 1, SILENCE, SILENT, ("--heartbeat_timeout",)),
     "GIL held": Case("hold", 1, "generation", 1, SILENCE, SILENT, ("in hold",)),
     "out of memory": Case("exhaust", 1, "training", 1, RAISED, "--zero_stage 3", MEMORY),
@@ -99,9 +128,13 @@ def fail(tiny: Path, tmp_path: Path, launcher: Launcher) -> Fail:
         if case.reward:
             (tmp_path / "reward.py").write_text(case.reward)
             options += " --reward_fn reward.py"
-        flags = small_ppo(tiny, tmp_path, options) if case.command == "train_ppo" else options.split()
+        flags = (
+            small_ppo(tiny, tmp_path, options) if case.command == "train_ppo" else options.split()
+        )
         place = (case.rank, case.phase, case.step) if case.fault != "none" else (0, "", 0)
-        words = [str(word) for word in (HERE / "run_faults.py", case.fault, *place, case.command, *flags)]
+        words = [
+            str(word) for word in (HERE / "run_faults.py", case.fault, *place, case.command, *flags)
+        ]
         done = launcher.run(words, ranks, cwd=tmp_path)
         ended = Ended(words, done.stdout, done.returncode, time.time())
         assert ended.status != 0
@@ -123,7 +156,9 @@ def test_a_fault_is_reported_with_rank_phase_and_step(fail, name):
     assert ("--load_checkpoint" in ended.row("resume")) == has_checkpoint
     assert [text for text in case.says if text not in ended.output] == []
     assert "gloo" not in ended.report, "the cause, not its consequences"
-    assert "SIGTERM:" not in ended.output, "the launcher's signal to the other rank is not an operator's"
+    assert "SIGTERM:" not in ended.output, (
+        "the launcher's signal to the other rank is not an operator's"
+    )
     if name == "out of memory":
         sizes = r"process \d+\.\d+ GiB, machine \d+\.\d+ GiB available of \d+\.\d+ GiB"
         assert re.search(sizes, ended.row("memory"))

@@ -38,13 +38,19 @@ def new_model(stage: Any, bf16: bool, max_norm: float, joined: bool) -> Any:
         if joined:
             assert join_gradient_norms(optimizer, on_gpu=True)
 
-    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage, bf16=bf16, max_norm=max_norm), timedelta(seconds=60))
+    strategy = DeepspeedStrategy(
+        DeepSpeedConfig(zero_stage=stage, bf16=bf16, max_norm=max_norm), timedelta(seconds=60)
+    )
     torch.manual_seed(0)
-    module = nn.ModuleDict({"used": nn.Linear(3, 5), "second": nn.Linear(5, 7), "unused": nn.Linear(2, 1)})
+    module = nn.ModuleDict(
+        {"used": nn.Linear(3, 5), "second": nn.Linear(5, 7), "unused": nn.Linear(2, 1)}
+    )
     module["used"].bias.requires_grad_(False)
     with mock.patch(JOIN, join):
         adam = AdamConfig(lr_scheduler="constant", lr_warmup_ratio=0)
-        return strategy.prepare(module.to(torch.bfloat16 if bf16 else torch.float32), adam, 1e-2, total_steps=9)
+        return strategy.prepare(
+            module.to(torch.bfloat16 if bf16 else torch.float32), adam, 1e-2, total_steps=9
+        )
 
 
 def train(model: Any, scales: list[float]) -> Result:
@@ -58,11 +64,15 @@ def train(model: Any, scales: list[float]) -> Result:
     for scale in scales:
         inputs = torch.randn(4, 3, generator=generator).to(module["used"].weight.dtype)
         factor = scale if rank == 1 else 1.0
-        hook = module["second"].bias.register_hook(lambda gradient, factor=factor: gradient * factor)
+        hook = module["second"].bias.register_hook(
+            lambda gradient, factor=factor: gradient * factor
+        )
         model.backward(model(inputs).float().square().sum(), last=True)
         hook.remove()
         result["norms"].append(model.step())
-        result["weights"].append(torch.cat([p.detach().flatten().float() for p in module.parameters()]).tolist())
+        result["weights"].append(
+            torch.cat([p.detach().flatten().float() for p in module.parameters()]).tolist()
+        )
     return result
 
 
@@ -84,7 +94,9 @@ def main() -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> dict[str, list[Result]]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]
+) -> dict[str, list[Result]]:
     """Results of both ranks for each experiment of the script."""
     folder = tmp_path_factory.mktemp("norms")
     launch(2, __file__, folder)
@@ -115,7 +127,9 @@ def test_norms_of_flat_gradients_equal_those_of_deepspeed_but_for_rounding(resul
 @CLIPPING
 @pytest.mark.parametrize("name", [*SPOILED, "square beyond float32"])
 @pytest.mark.parametrize(("stage", "bf16"), SETUPS)
-def test_a_spoiled_gradient_of_one_rank_skips_the_step_on_both(results, stage, bf16, name, max_norm):
+def test_a_spoiled_gradient_of_one_rank_skips_the_step_on_both(
+    results, stage, bf16, name, max_norm
+):
     ranks = results[f"{stage} {bf16} {max_norm} {name} True"]
     assert ranks[0] == ranks[1]
     assert [math.isfinite(norm) for norm in ranks[0]["norms"]] == [True, False, True]

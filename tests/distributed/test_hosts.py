@@ -39,7 +39,9 @@ def train(ranks: int, folders: Sequence[Path], flags: Sequence[str], status: int
         words = [sys.executable, *torchrun.split()]
         running.append(subprocess.Popen(words, cwd=folder, env=os.environ | ENVIRONMENT, **pipes))  # type: ignore
     try:
-        outputs = [process.communicate(timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN)[0] for process in running]
+        outputs = [
+            process.communicate(timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN)[0] for process in running
+        ]
     finally:
         for process in running:
             process.kill()

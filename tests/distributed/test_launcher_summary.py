@@ -31,7 +31,10 @@ INDIVISIBLE = "--train_batch_size 3 does not divide among 2 ranks: use a multipl
         ("--gamma much", "Error parsing --gamma: could not convert string to float: 'much'"),
         ("--gama 1", "unknown flag --gama; did you mean --gamma?"),
         ("--train_batch_size 3", INDIVISIBLE),
-        ("", "rank 1 raised RuntimeError: --reward_fn reward.py raised ZeroDivisionError('division by zero')"),
+        (
+            "",
+            "rank 1 raised RuntimeError: --reward_fn reward.py raised ZeroDivisionError('division by zero')",
+        ),
     ],
 )
 def test_the_summary_repeats_the_error_of_a_command(
@@ -44,7 +47,9 @@ def test_the_summary_repeats_the_error_of_a_command(
     assert "--load_checkpoint" not in printed, "no checkpoint was written"
 
 
-def test_the_summary_repeats_the_error_of_an_own_loop(tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_the_summary_repeats_the_error_of_an_own_loop(
+    tiny: Path, tmp_path: Path, launch: Launch
+) -> None:
     (tmp_path / "loop.py").write_text(OWN_LOOP.replace("{tiny}", str(tiny)))
     printed = launch(2, "loop.py", cwd=tmp_path, status=1, real=True)
     assert root_cause(printed) == f"ValueError: {INDIVISIBLE}", printed
@@ -53,4 +58,6 @@ def test_the_summary_repeats_the_error_of_an_own_loop(tiny: Path, tmp_path: Path
 
 def root_cause(printed: str) -> str:
     """The message of the failure that torchrun observed first."""
-    return re.findall(r"^  traceback : (.*)", printed.partition("Root Cause")[2], flags=re.MULTILINE)[0]
+    return re.findall(
+        r"^  traceback : (.*)", printed.partition("Root Cause")[2], flags=re.MULTILINE
+    )[0]

@@ -43,7 +43,11 @@ def kill_all(launcher: Launcher) -> None:
 def alive(folder: Path) -> list[int]:
     """Those of the processes of all programs that have not ended."""
     pids = [int(pid) for file in folder.iterdir() for pid in file.name.split(".")]
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,9 @@ def test_no_program_outlives_its_rank(chat_model, tmp_path, disturb, restarts, h
 
     def disturb_each_start(launcher: Launcher) -> None:
         for restart in range(1 + restarts):
-            while len(list(folder.iterdir())) < N_PROGRAMS * (1 + restart) and launcher.poll() is None:
+            while (
+                len(list(folder.iterdir())) < N_PROGRAMS * (1 + restart) and launcher.poll() is None
+            ):
                 time.sleep(0.1)
             n_alive.append(len(alive(folder)))
             disturb(launcher)

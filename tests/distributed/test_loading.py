@@ -35,14 +35,18 @@ STARTS: dict[str, Callable[..., Any]] = {
     "actor with adapters": lambda folder, **options: Actor(f"{folder}/causal", **LORA, **options),
     "merged": lambda folder, **options: Actor(f"{folder}/actor_adapters", **options),
     "judge": lambda folder, **options: ProcessRewardModel(Actor(f"{folder}/tied", **options).model),
-    "fresh critic": lambda folder, **options: get_llm_for_sequence_regression(f"{folder}/causal", "critic", **options),
+    "fresh critic": lambda folder, **options: get_llm_for_sequence_regression(
+        f"{folder}/causal", "critic", **options
+    ),
     "critic with adapters": lambda folder, **options: get_llm_for_sequence_regression(
         f"{folder}/reward", "critic", **LORA, **options
     ),
     "merged reward": lambda folder, **options: get_llm_for_sequence_regression(
         f"{folder}/critic_adapters", "reward", **options
     ),
-    "reward": lambda folder, **options: get_llm_for_sequence_regression(f"{folder}/reward", "reward", **options),
+    "reward": lambda folder, **options: get_llm_for_sequence_regression(
+        f"{folder}/reward", "reward", **options
+    ),
 }
 MODES: dict[str, dict[str, Any]] = {"float32": {}, "bf16": {"bf16": True}}
 
@@ -57,13 +61,19 @@ class MostHeld(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        before = {tensor.untyped_storage()._cdata for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+        before = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves(args)
+            if isinstance(tensor, Tensor)
+        }
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 if storage._cdata not in before:  # no view of a file, or of what is held already
                     self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.held = {key: (ref, size) for key, (ref, size) in self.held.items() if not ref.expired()}
+        self.held = {
+            key: (ref, size) for key, (ref, size) in self.held.items() if not ref.expired()
+        }
         self.most = max(self.most, sum(size for _, size in self.held.values()))
         self.largest = max([self.largest, *(size for _, size in self.held.values())])
         return made
@@ -77,10 +87,16 @@ def compared(whole: Any, partitioned: Any) -> list[str]:
     for name, parameter in ours.items():
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             same = parameter.dtype == theirs[name].dtype and torch.equal(parameter, theirs[name])
-            different += [] if same and parameter.requires_grad == theirs[name].requires_grad else [name]
+            different += (
+                [] if same and parameter.requires_grad == theirs[name].requires_grad else [name]
+            )
     buffers = dict(partitioned.named_buffers())
     for name, buffer in whole.named_buffers():
-        different += [] if buffer.dtype == buffers[name].dtype and torch.equal(buffer, buffers[name]) else [name]
+        different += (
+            []
+            if buffer.dtype == buffers[name].dtype and torch.equal(buffer, buffers[name])
+            else [name]
+        )
     return different
 
 
@@ -88,7 +104,9 @@ def main() -> None:
     """Load all both ways."""
     folder, results = Path(sys.argv[1]), {}
     for mode, options in MODES.items():
-        strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3, **options), timedelta(seconds=100))
+        strategy = DeepspeedStrategy(
+            DeepSpeedConfig(zero_stage=3, **options), timedelta(seconds=100)
+        )
         for name, start in STARTS.items():
             frozen = name in ("merged", "judge", "merged reward", "reward")
             ways: list[tuple[Any, MostHeld, float]] = []
@@ -99,7 +117,11 @@ def main() -> None:
                 ways.append((model, held, float(torch.rand(()))))
             (whole, _, after), (partitioned, held, then) = ways
             size = sum(p.numel() * p.element_size() for p in whole.parameters())
-            result = {"different": compared(whole, partitioned), "random": after == then, "size": size}
+            result = {
+                "different": compared(whole, partitioned),
+                "random": after == then,
+                "size": size,
+            }
             result |= {"largest": held.largest, "most": held.most}
             if not frozen:
                 result["n_trained"] = sum(p.numel() for p in whole.parameters() if p.requires_grad)
@@ -122,7 +144,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str])
     """What each rank found of each model, and as ``output`` what they printed."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": LAYERS}
-    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=4, rope_parameters=LLAMA3, **sizes)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, num_attention_heads=4, rope_parameters=LLAMA3, **sizes
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder / "causal")
     config.tie_word_embeddings = True
@@ -151,7 +175,9 @@ def test_partitions_hold_the_weights_that_are_loaded_whole(loaded, case):
 
 @CASES
 def test_no_rank_holds_more_than_its_share_and_a_weight(loaded, case):
-    element = 2 if case.startswith("bf16") and "merged" not in case else 4  # adapters are added in float32
+    element = (
+        2 if case.startswith("bf16") and "merged" not in case else 4
+    )  # adapters are added in float32
     more = 0.3 if "merged" in case else 0.15  # with copies of a weight
     for rank in loaded["ranks"]:
         found = rank[case]

@@ -46,10 +46,23 @@ def save_model_of_bytes(folder):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **names)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(7)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
     config = LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=2048, initializer_range=0.2, **sizes, **ends
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        **sizes,
+        **ends,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
 
@@ -64,8 +77,13 @@ def test_episodes_beside_megabytes_of_text_end_normally_and_train(tmp_path, laun
         --advantage_estimator group_norm --n_samples_per_prompt 2 --rollout_batch_size 4 --train_batch_size 8
         --generate_max_len 8 --episode_max_len 2000 --init_kl_coef 0 --actor_learning_rate 1e-3 --agent_timeout 30"""
     command = f"{shlex.quote(sys.executable)} agent.py {{n}}"
-    launch(1, "-m", "openppo.cli.train_ppo", *flags.split(), "--agent_command", command, cwd=tmp_path)
+    launch(
+        1, "-m", "openppo.cli.train_ppo", *flags.split(), "--agent_command", command, cwd=tmp_path
+    )
     (metrics,) = logged(tmp_path / "trained")
-    endings = {name: metrics[f"agent/{name}"] for name in ("completed", "context_full", "timeout", "agent_error")}
+    endings = {
+        name: metrics[f"agent/{name}"]
+        for name in ("completed", "context_full", "timeout", "agent_error")
+    }
     assert endings == {"completed": 0.5, "context_full": 0.5, "timeout": 0, "agent_error": 0}
     assert (vector(tmp_path / "trained") - vector(tmp_path / "model")).norm() > 0

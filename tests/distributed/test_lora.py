@@ -67,12 +67,17 @@ def batch(step: int) -> dict[str, Tensor]:
 
 def train(engine: TrainableModel, strategy: DeepspeedStrategy, step: int, role: str) -> float:
     """One optimizer step on this rank's half of the batch in micro-batches of 4 and 2; the gradient's norm."""
-    rows = {name: tensor.chunk(strategy.comm.world_size)[strategy.comm.rank] for name, tensor in batch(step).items()}
+    rows = {
+        name: tensor.chunk(strategy.comm.world_size)[strategy.comm.rank]
+        for name, tensor in batch(step).items()
+    }
     engine.train()
     for part in (slice(4), slice(4, None)):
         micro = {name: tensor[part] for name, tensor in rows.items()}
         outputs = engine(micro["sequences"], micro["mask"])
-        loss = micro["weights"] * outputs if role == "actor" else (outputs - micro["targets"]).square()
+        loss = (
+            micro["weights"] * outputs if role == "actor" else (outputs - micro["targets"]).square()
+        )
         loss = torch.where(micro["mask"], loss, 0.0).sum() / N_ROWS * strategy.comm.world_size
         engine.backward(loss, last=part.start == 4)
     return engine.step()
@@ -87,19 +92,27 @@ def outputs(model: Any) -> Tensor:
 
 def full_weights(engine: TrainableModel) -> dict[str, Tensor]:
     """Copies of the trained parameters."""
-    trained: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-    with GatheredParameters(list(trained.values()), enabled=hasattr(next(iter(trained.values())), "ds_id")):
+    trained: dict[str, Any] = {
+        name: p for name, p in engine.module.named_parameters() if p.requires_grad
+    }
+    with GatheredParameters(
+        list(trained.values()), enabled=hasattr(next(iter(trained.values())), "ds_id")
+    ):
         return {name: p.detach().clone() for name, p in trained.items()}
 
 
-def adapt(models: Path, out: Path, config: DeepSpeedConfig, load_in_4bit: bool = False) -> dict[str, Any]:
+def adapt(
+    models: Path, out: Path, config: DeepSpeedConfig, load_in_4bit: bool = False
+) -> dict[str, Any]:
     """Train both, with the reference in between, and save them."""
     strategy = DeepspeedStrategy(config, timedelta(seconds=100), PARTITION_EVERYTHING)
     options: dict[str, Any] = {"bf16": config.bf16, **vars(LORA), "load_in_4bit": load_in_4bit}
     critic = get_llm_for_sequence_regression(str(models / "reward"), "critic", **options)
     engines = {
         "critic": strategy.prepare(critic, ADAM, LEARNING_RATE, N_STEPS),
-        "actor": strategy.prepare(Actor(str(models / "actor"), **options), ADAM, LEARNING_RATE, N_STEPS),
+        "actor": strategy.prepare(
+            Actor(str(models / "actor"), **options), ADAM, LEARNING_RATE, N_STEPS
+        ),
     }
     reference = AdapterOffReference(engines["actor"])
     result: dict[str, Any] = {"norms": {role: [] for role in engines}, "reference": []}
@@ -120,7 +133,10 @@ def adapt(models: Path, out: Path, config: DeepSpeedConfig, load_in_4bit: bool =
 
 def sample(actor: TrainableModel, strategy: DeepspeedStrategy) -> dict[str, Any]:
     """Completions of the engine, and what sampling calls and leaves behind; under ZeRO-3 of gathered weights."""
-    layers, calls = [layer for name, layer in actor.module.named_modules() if name.endswith(".lora_A.default")], []
+    layers, calls = (
+        [layer for name, layer in actor.module.named_modules() if name.endswith(".lora_A.default")],
+        [],
+    )
     assert layers
     hooks = [layer.register_forward_hook(lambda *_: calls.append(1)) for layer in layers]
     before, was = whole_weights(actor), outputs(actor)
@@ -151,7 +167,9 @@ def average(models: Path, out: Path, config: DeepSpeedConfig, lora: bool) -> dic
 
     Without LoRA DeepSpeed keeps its default, by which ZeRO-3 never releases weights as small as some of these.
     """
-    strategy = DeepspeedStrategy(config, timedelta(seconds=100), PARTITION_EVERYTHING if lora else {})
+    strategy = DeepspeedStrategy(
+        config, timedelta(seconds=100), PARTITION_EVERYTHING if lora else {}
+    )
     actor = Actor(str(models / "actor"), bf16=config.bf16, **(vars(LORA) if lora else {}))
     engine = strategy.prepare(actor, ADAM, LEARNING_RATE, N_STEPS)
     ema = ParameterAverage(engine, beta=BETA)
@@ -173,7 +191,9 @@ def average(models: Path, out: Path, config: DeepSpeedConfig, lora: bool) -> dic
         strategy.save_pretrained(engine.module.model, out / "actor")
     result["restored"] = full_weights(engine)
     result["same outputs again"] = torch.equal(outputs(engine), before)
-    result["elements"] = strategy.comm.all_gather_object(sum(f.values.numel() for f in ema.fragments().values()))
+    result["elements"] = strategy.comm.all_gather_object(
+        sum(f.values.numel() for f in ema.fragments().values())
+    )
     return result
 
 
@@ -185,7 +205,9 @@ def main() -> None:
         results[f"adapted {name}"] = adapt(models, out / f"adapted {name}", config, in_4bit)
     for name, options in {}.items() if in_4bit else AVERAGED.items():
         place = out / f"averaged {name}"
-        results[f"averaged {name}"] = average(models, place, DeepSpeedConfig(**options), "lora" in name)
+        results[f"averaged {name}"] = average(
+            models, place, DeepSpeedConfig(**options), "lora" in name
+        )
     if torch.distributed.get_rank() == 0:
         torch.save(results, out / "results.pt")
     leave()
@@ -196,7 +218,9 @@ Found = tuple[Path, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str], tiny: Path) -> Found:
+def found(
+    tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str], tiny: Path
+) -> Found:
     """The folder of what was saved, and results by case."""
     folder = tmp_path_factory.mktemp("lora")
     launch(2, __file__, tiny, folder)
@@ -205,12 +229,16 @@ def found(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str], 
 
 def log_probs(model: nn.Module, ids: Tensor) -> Tensor:
     """Of the tokens after the first."""
-    return torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].float(), -1).gather(-1, ids[1:, None])[:, 0]
+    return torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].float(), -1).gather(
+        -1, ids[1:, None]
+    )[:, 0]
 
 
 def values(model: Any, ids: Tensor) -> Tensor:
     classifier = model.get_base_model()
-    return classifier.score(classifier.model(input_ids=ids[None]).last_hidden_state)[0, :-1, 0].float()
+    return classifier.score(classifier.model(input_ids=ids[None]).last_hidden_state)[
+        0, :-1, 0
+    ].float()
 
 
 COMPUTE: dict[str, Callable[[Any, Tensor], Tensor]] = {"actor": log_probs, "critic": values}
@@ -244,7 +272,9 @@ class NaiveLoop:
         self.role = role
         self.model = load(folder / f"start_{role}", role, is_trainable=True, **options).train()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.adam = torch.optim.AdamW(self.trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        self.adam = torch.optim.AdamW(
+            self.trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
 
     def step(self, step: int) -> float:
         """The norm of the gradient before clipping."""
@@ -275,10 +305,14 @@ def test_training_equals_a_naive_loop_and_peft_alone_reads_what_is_saved(found, 
     tensors = load_file(folder / role / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     assert len(tensors) == 2 * 14 + (role == "critic"), "whole adapters and the head, nothing else"
-    assert all("lora_" in name or "score.modules_to_save" in name for name in result[f"trained {role}"])
+    assert all(
+        "lora_" in name or "score.modules_to_save" in name for name in result[f"trained {role}"]
+    )
     if "bf16" not in case:
         loop = NaiveLoop(folder, role)
-        assert result["norms"][role] == pytest.approx([loop.step(step) for step in range(N_STEPS)], rel=1e-4)
+        assert result["norms"][role] == pytest.approx(
+            [loop.step(step) for step in range(N_STEPS)], rel=1e-4
+        )
         assert close(plain_outputs(loop.model, role), result[role], 1e-3)
         base = plain_outputs(AutoModelForCausalLM.from_pretrained(tiny / "actor"), "actor")
         assert all(close(base, reference, 1e-6) for reference in result["reference"])
@@ -302,17 +336,28 @@ def test_training_on_4_bits_equals_a_naive_loop_with_plain_bitsandbytes(tmp_path
     """The models are as wide as a block of 4-bit weights is long."""
     pytest.importorskip("bitsandbytes", reason="--load_in_4bit needs bitsandbytes")
     torch.manual_seed(5)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=11, initializer_range=0.2, num_labels=1, pad_token_id=0, **sizes)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=11, initializer_range=0.2, num_labels=1, pad_token_id=0, **sizes
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "actor")
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "reward")
     launch(2, __file__, tmp_path, tmp_path, "4bit")
     result, folder = torch.load(tmp_path / "results.pt")["adapted 4bit"], tmp_path / "adapted 4bit"
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     heads = ["lm_head", "score"]
-    four_bits = BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=heads)
+    four_bits = BitsAndBytesConfig(
+        **nf4, bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=heads
+    )
     loop = NaiveLoop(folder, role, quantization_config=four_bits)
-    assert result["norms"][role] == pytest.approx([loop.step(step) for step in range(N_STEPS)], rel=1e-3)
+    assert result["norms"][role] == pytest.approx(
+        [loop.step(step) for step in range(N_STEPS)], rel=1e-3
+    )
     assert close(plain_outputs(loop.model, role), result[role], 5e-3)
     assert result["adapter calls"] > 0 and result["same weights"], "4-bit weights are not merged"
     exact = plain_outputs(load(folder / role, role), role)  # the saved folder asks for no 4 bits
@@ -329,7 +374,9 @@ def test_the_average_equals_a_naive_loop_in_float64_is_saved_and_leaves_the_weig
         for weights in later:
             expected = BETA * expected + (1 - BETA) * weights[name].double()
         if "bf16" in case:
-            assert (average != expected.bfloat16()).float().mean() < 0.01, name  # but for ties of rounding
+            assert (average != expected.bfloat16()).float().mean() < 0.01, (
+                name
+            )  # but for ties of rounding
         else:
             assert torch.allclose(average.double(), expected, rtol=0, atol=1e-6), name
     assert any((result["average"][name] - later[-1][name]).abs().max() > 1e-3 for name in first)
@@ -338,7 +385,11 @@ def test_the_average_equals_a_naive_loop_in_float64_is_saved_and_leaves_the_weig
     assert max(result["elements"]) < 0.75 * n_trained, "each rank keeps a share"
     if "bf16" not in case:
         folder = found[0] / f"averaged {case}" / "actor"
-        model = load(folder, "actor") if "lora" in case else AutoModelForCausalLM.from_pretrained(folder)
+        model = (
+            load(folder, "actor")
+            if "lora" in case
+            else AutoModelForCausalLM.from_pretrained(folder)
+        )
         assert close(plain_outputs(model, "actor"), result["outputs"], 1e-5), "the average is saved"
     assert all(torch.equal(result["restored"][name], weight) for name, weight in later[-1].items())
     assert result["same outputs again"]

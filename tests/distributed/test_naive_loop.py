@@ -16,7 +16,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.distributed.runs import outcome, vector
 
 N_PROMPTS, N_STEPS, EPOCHS = 13, 2, 2
-LEARNING_RATE, TEMPERATURE, KL_COEF, GAMMA, LAMBDA, EPS, PTX_COEF, MAX_NORM = 5e-3, 0.8, 0.1, 0.97, 0.9, 0.2, 0.3, 0.5
+LEARNING_RATE, TEMPERATURE, KL_COEF, GAMMA, LAMBDA, EPS, PTX_COEF, MAX_NORM = (
+    5e-3,
+    0.8,
+    0.1,
+    0.97,
+    0.9,
+    0.2,
+    0.3,
+    0.5,
+)
 LONGEST_SAMPLE = 9 + 12  # prompt and response; longer documents are cut
 OPTIONS = f"""
     --zero_stage 2 --rollout_batch_size 14 --train_batch_size 14 --micro_train_batch_size 3 --micro_rollout_batch_size 4
@@ -63,7 +72,10 @@ class NaiveLoop:
         self.actor_adam = torch.optim.AdamW(self.actor.parameters(), **adam)
         self.critic_adam = torch.optim.AdamW(self.critic.parameters(), **adam)
         tokenizer = AutoTokenizer.from_pretrained(tiny / "actor")
-        texts = [json.loads(line)["input"] for line in (tiny / "documents.jsonl").read_text().splitlines()]
+        texts = [
+            json.loads(line)["input"]
+            for line in (tiny / "documents.jsonl").read_text().splitlines()
+        ]
         ids = [tokenizer.convert_tokens_to_ids([*text, tokenizer.eos_token]) for text in texts]
         self.documents = [torch.tensor(document[:LONGEST_SAMPLE]) for document in ids]
 
@@ -74,7 +86,9 @@ class NaiveLoop:
         log_probs = log_probs_of(self.actor, ids, start, TEMPERATURE)
         kl = log_probs - log_probs_of(self.reference, ids, start, TEMPERATURE)
         values = values_of(self.critic, ids, start)
-        score = self.reward.score(self.reward.model(input_ids=ids[None]).last_hidden_state)[0, -1, 0].item()
+        score = self.reward.score(self.reward.model(input_ids=ids[None]).last_hidden_state)[
+            0, -1, 0
+        ].item()
         rewards = [-KL_COEF * kl[t].item() for t in range(n)]
         rewards[-1] += min(max(score, -0.2), 0.2)
         sample, advantage = Sample(ids, start, log_probs, values), 0.0
@@ -90,7 +104,9 @@ class NaiveLoop:
         """One global step on sampled tokens."""
         made = [self.experience(row["prompt"], row["response"]) for row in responses]
         samples = [sample for sample, _ in made]
-        everything = torch.tensor([a for sample in samples for a in sample.advantages], dtype=torch.float64)
+        everything = torch.tensor(
+            [a for sample in samples for a in sample.advantages], dtype=torch.float64
+        )
         mean, std = everything.mean().item(), (everything.var(correction=0) + 1e-8).sqrt().item()
         for sample in samples:
             sample.advantages = [(advantage - mean) / std for advantage in sample.advantages]
@@ -110,12 +126,16 @@ class NaiveLoop:
             values = values_of(self.critic, sample.ids, sample.n_prompt)
             for t, advantage in enumerate(sample.advantages):
                 ratio = (log_probs[t] - sample.old_log_probs[t]).exp()
-                policy_loss = policy_loss - torch.min(ratio * advantage, ratio.clamp(1 - EPS, 1 + EPS) * advantage)
+                policy_loss = policy_loss - torch.min(
+                    ratio * advantage, ratio.clamp(1 - EPS, 1 + EPS) * advantage
+                )
                 old = sample.old_values[t]
                 clipped = old + (values[t] - old).clamp(-EPS, EPS)
                 errors = (values[t] - sample.returns[t]) ** 2, (clipped - sample.returns[t]) ** 2
                 value_loss = value_loss + 0.5 * torch.max(*errors)
-        ptx_loss = -sum(log_probs_of(self.actor, document, 1, 1.0).sum() for document in self.documents)
+        ptx_loss = -sum(
+            log_probs_of(self.actor, document, 1, 1.0).sum() for document in self.documents
+        )
         n_targets = sum(len(document) - 1 for document in self.documents)
         actor_loss = policy_loss / n_tokens + PTX_COEF * ptx_loss / n_targets
         actor_norm = self.descend(actor_loss, self.actor, self.actor_adam)
@@ -141,7 +161,10 @@ def test_two_global_steps_equal_a_naive_loop(tiny, tmp_path, run_cases):
         for name, value in loop.step(samples).items():
             assert metrics[name] == pytest.approx(value, rel=1e-4), name
     assert result["metrics"][1]["kl_k3"] > 0.01
-    for folder, model, start in (("model", loop.actor, "actor"), ("model_critic", loop.critic, "reward")):
+    for folder, model, start in (
+        ("model", loop.actor, "actor"),
+        ("model_critic", loop.critic, "reward"),
+    ):
         trained, before = vector(tmp_path / "ppo" / folder), vector(tiny / start)
         weights = dict(model.named_parameters())
         naive = torch.cat([weights[name].detach().double().flatten() for name in sorted(weights)])

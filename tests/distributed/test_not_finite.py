@@ -28,7 +28,9 @@ TRIED = [(name, how) for name in SETUPS for how in (HOWS if name == "zero2" else
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]) -> tuple[Path, str]:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]
+) -> tuple[Path, str]:
     """All setups with one spoiled step each, and SFT with a spoiled second step and with one step alone."""
     folder, cases = tmp_path_factory.mktemp("not_finite"), {}
     for name, (more, role) in SETUPS.items():
@@ -43,7 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., st
 
 @pytest.mark.parametrize(("setup", "how"), TRIED)
 def test_the_step_is_as_if_it_had_not_been_tried(folder, setup, how):
-    spoiled, left_out = (left_by(folder[0] / f"{setup}-{kind}" / "model") for kind in (how, "left out"))
+    spoiled, left_out = (
+        left_by(folder[0] / f"{setup}-{kind}" / "model") for kind in (how, "left out")
+    )
     assert spoiled == left_out
     assert [line["skipped_steps"] for line in spoiled.metrics] in ([0.0, 1.0], [1.0, 1.0])
 
@@ -55,12 +59,16 @@ def test_the_batch_of_a_skipped_step_is_kept_by_each_rank(folder):
     ]
     tensors = load_file(files[1])
     assert {"samples/0/sequences", "samples/0/advantages", "samples/1/log_probs"} <= tensors.keys()
-    assert {"documents/0/sequences", "documents/0/loss_mask"} <= tensors.keys(), "the gradient is of both"
+    assert {"documents/0/sequences", "documents/0/loss_mask"} <= tensors.keys(), (
+        "the gradient is of both"
+    )
 
 
 def test_a_step_of_supervised_training_leaves_the_weights_on_all_ranks(folder):
     path, output = folder
-    one, spoiled = (load_file(path / name / "model" / "model.safetensors") for name in ("sft one step", "sft"))
+    one, spoiled = (
+        load_file(path / name / "model" / "model.safetensors") for name in ("sft one step", "sft")
+    )
     assert all(spoiled[name].equal(tensor) for name, tensor in one.items())
     assert [line["skipped_steps"] for line in logged(path / "sft" / "model")] == [0.0, 1.0]
     assert "a loss or the gradient of the model was not finite in step 2" in output
@@ -72,6 +80,12 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(tmp_path, run_
     spoiled = {"role": "critic", "calls": [1, 3, 4], "rank": 0, "how": "nan"}
     case = {"arguments": f"{PPO} --max_skipped_steps 2", "poison": spoiled}
     output = run_cases(2, tmp_path, {"case": case}, "whole", status=1)
-    assert "FloatingPointError: a loss or the gradient of the critic was not finite in global step 2" in output
-    assert "2 optimizer steps in a row were skipped (--max_skipped_steps). Lower the learning rate" in output
+    assert (
+        "FloatingPointError: a loss or the gradient of the critic was not finite in global step 2"
+        in output
+    )
+    assert (
+        "2 optimizer steps in a row were skipped (--max_skipped_steps). Lower the learning rate"
+        in output
+    )
     assert "this optimizer step is skipped on all ranks" in output

@@ -64,7 +64,9 @@ FLAGS = """--input_key input --rollout_batch_size 8 --train_batch_size 4 --micro
 def start(tiny, folder):
     """The program, its reward, and a reference that is not the actor."""
     (folder / "program.py").write_text(PROGRAM)
-    (folder / "reward.py").write_text("def reward_fn(response, label):\n    return len(set(response)) - 0.1 * label\n")
+    (folder / "reward.py").write_text(
+        "def reward_fn(response, label):\n    return len(set(response)) - 0.1 * label\n"
+    )
     model = AutoModelForCausalLM.from_pretrained(tiny / "actor")
     torch.manual_seed(1)
     with torch.no_grad():
@@ -91,13 +93,17 @@ def test_objects_train_as_their_names_do_and_resume(tiny, tmp_path, launch):
     layers = {}
     for folder in (tiny / "actor", tmp_path / "frozen"):
         weights = load_file(folder / "model.safetensors")
-        layers[folder.name] = [[w for n, w in sorted(weights.items()) if f"layers.{i}." in n] for i in (0, 1)]
+        layers[folder.name] = [
+            [w for n, w in sorted(weights.items()) if f"layers.{i}." in n] for i in (0, 1)
+        ]
     assert all(map(torch.equal, layers["actor"][0], layers["frozen"][0]))
     assert not any(map(torch.equal, layers["actor"][1], layers["frozen"][1]))
     refused = [line for line in printed.splitlines() if "is refused" in line]
     assert len(refused) == 3
     for line, why in zip(
-        refused, ("reference (given", "--prompt_data (given", "actor was given in Python"), strict=True
+        refused,
+        ("reference (given", "--prompt_data (given", "actor was given in Python"),
+        strict=True,
     ):
         assert "this run contradicts its checkpoint" in line
         assert why in line
@@ -105,5 +111,14 @@ def test_objects_train_as_their_names_do_and_resume(tiny, tmp_path, launch):
 
 def test_whole_objects_train_under_zero_3_on_two_ranks(tiny, tmp_path, launch):
     start(tiny, tmp_path)
-    launch(2, "program.py", tiny, "names:named objects:plain", *FLAGS, "--zero_stage", "3", cwd=tmp_path)
+    launch(
+        2,
+        "program.py",
+        tiny,
+        "names:named objects:plain",
+        *FLAGS,
+        "--zero_stage",
+        "3",
+        cwd=tmp_path,
+    )
     assert left_by(tmp_path / "names") == left_by(tmp_path / "objects")

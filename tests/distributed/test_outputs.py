@@ -17,7 +17,9 @@ def folder(tmp_path):
     """Prompts, a link to them, a reward function, and metrics of a run."""
     write_rows(tmp_path / "prompts.jsonl", [{"input": letter} for letter in "abcdef"])
     (tmp_path / "link.jsonl").symlink_to("prompts.jsonl")
-    (tmp_path / "rewards.py").write_text("def score(responses):\n    return [len(text) for text in responses]\n")
+    (tmp_path / "rewards.py").write_text(
+        "def score(responses):\n    return [len(text) for text in responses]\n"
+    )
     (tmp_path / "run" / "logs").mkdir(parents=True)
     write_rows(tmp_path / "run" / "logs" / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
     return tmp_path
@@ -26,7 +28,11 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "command", "error"),
     [
-        (2, f"{GENERATE} --output_path prompts.jsonl", "prompts.jsonl is read by --prompt_data prompts.jsonl"),
+        (
+            2,
+            f"{GENERATE} --output_path prompts.jsonl",
+            "prompts.jsonl is read by --prompt_data prompts.jsonl",
+        ),
         pytest.param(
             2,
             f"{GENERATE} --output_path link.jsonl",
@@ -53,9 +59,13 @@ def folder(tmp_path):
         ),
     ],
 )
-def test_an_output_that_would_replace_other_data_is_refused(tiny, folder, launch, ranks, command, error):
+def test_an_output_that_would_replace_other_data_is_refused(
+    tiny, folder, launch, ranks, command, error
+):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    printed = launch(ranks, *command.format(tiny=tiny).split(), cwd=folder, status=1 if ranks else 2)
+    printed = launch(
+        ranks, *command.format(tiny=tiny).split(), cwd=folder, status=1 if ranks else 2
+    )
     assert printed.count(error) == 1
     assert "Traceback" not in printed
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -59,7 +59,9 @@ def test_a_source_from_a_list_trains_checkpoints_and_resumes(tiny, tmp_path, lau
         flags = f"""--pretrain {tiny}/actor --rollout_batch_size 4 --train_batch_size 4 --generate_max_len 6
             --micro_train_batch_size 2 --save_steps 1 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3
             --lr_scheduler constant --save_path {tmp_path / name}"""
-        return launch(2, tmp_path / "program.py", source_steps, *flags.split(), *more, status=status)
+        return launch(
+            2, tmp_path / "program.py", source_steps, *flags.split(), *more, status=status
+        )
 
     printed = run("whole", 6, "--max_steps", "4")
     assert "of 4" in printed
@@ -69,7 +71,10 @@ def test_a_source_from_a_list_trains_checkpoints_and_resumes(tiny, tmp_path, lau
     whole, parts = (left_by(tmp_path / name) for name in ("whole", "parts"))
     assert [line["step"] for line in whole.metrics] == [1, 2, 3, 4]
     first, second = (
-        [{k: v for k, v in line.items() if "eval" not in k and k != "episode"} for line in run.metrics]
+        [
+            {k: v for k, v in line.items() if "eval" not in k and k != "episode"}
+            for line in run.metrics
+        ]
         for run in (whole, parts)
     )
     assert first == second, "but for episodes, which are shares of the steps that were planned"
@@ -77,7 +82,9 @@ def test_a_source_from_a_list_trains_checkpoints_and_resumes(tiny, tmp_path, lau
     assert whole.state["trainer"]["source"] == {"next": 4}
     weights = [{n: f for n, f in run.files.items() if "random" not in n} for run in (whole, parts)]
     assert weights[0] == weights[1]
-    missing = "ValueError: --max_steps is missing: the source of trajectories does not say how many steps"
+    missing = (
+        "ValueError: --max_steps is missing: the source of trajectories does not say how many steps"
+    )
     assert missing in run("endless", None, status=1)
 
 
@@ -131,7 +138,9 @@ def test_callbacks_see_every_point_of_a_run_alike_on_all_ranks_and_end_it(tiny, 
     launch(2, "program.py", *arguments.split(), cwd=tmp_path)
     calls = {}
     for run in ("early", "one_rank", "again"):
-        calls[run], other = (json.loads((tmp_path / f"{run}_{rank}.json").read_text()) for rank in (0, 1))
+        calls[run], other = (
+            json.loads((tmp_path / f"{run}_{rank}.json").read_text()) for rank in (0, 1)
+        )
         assert calls[run] == other
     early = calls["early"]
     seen = "on_fit_start on_evaluate on_evaluate on_step_end on_evaluate on_step_end on_save on_fit_end"
@@ -139,6 +148,10 @@ def test_callbacks_see_every_point_of_a_run_alike_on_all_ranks_and_end_it(tiny, 
     assert [call[1] for call in early if call[0] == "on_evaluate"] == [0, 1, 2]
     assert len({call[2] for call in early if call[0] == "on_evaluate"}) == 1
     assert early[-2][2] is True, "the model is there when on_save is called"
-    assert [call[1] for call in calls["one_rank"] if call[0] == "on_step_end"] == [1], "one rank ends it for all"
+    assert [call[1] for call in calls["one_rank"] if call[0] == "on_step_end"] == [1], (
+        "one rank ends it for all"
+    )
     assert calls["one_rank"][-1] == ["on_fit_end"]
-    assert [call[0] for call in calls["again"]] == ["on_fit_start", "on_save", "on_fit_end"], "it stays ended"
+    assert [call[0] for call in calls["again"]] == ["on_fit_start", "on_save", "on_fit_end"], (
+        "it stays ended"
+    )

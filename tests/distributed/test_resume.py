@@ -22,10 +22,14 @@ AGENT = """--pretrain {tiny}/chat --environment {tiny}/game.py:Game --n_envs 4 -
     --train_batch_size 4 --micro_train_batch_size 2 --micro_rollout_batch_size 4 --generate_max_len 4 --max_turns 3
     --episode_max_len 100 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --save_steps 2 --max_ckpt_num 1
     --init_kl_coef 0.1 --eval_n_envs 3 --eval_steps 2"""
-AT_ONCE = PPO.replace("--train_batch_size 4", "--train_batch_size 8")  # the critic's first step makes experience
+AT_ONCE = PPO.replace(
+    "--train_batch_size 4", "--train_batch_size 8"
+)  # the critic's first step makes experience
 REWARD = "--reward_pretrain {tiny}/reward"
 PTX = "--pretrain_data {tiny}/documents.jsonl"
-IMAGES = PPO.replace("{tiny}/prompts.jsonl", "{tiny}/llava/images.jsonl").replace("{tiny}/actor", "{tiny}/llava")
+IMAGES = PPO.replace("{tiny}/prompts.jsonl", "{tiny}/llava/images.jsonl").replace(
+    "{tiny}/actor", "{tiny}/llava"
+)
 IMAGES += " --image_key images --verifiable_reward length --verify_length 4 --zero_stage 2"
 LORA = "--lora_rank 2 --lora_dropout 0.3"
 SUPERVISED = """--pretrain {tiny}/actor --micro_train_batch_size 2 --train_batch_size 4 --max_epochs 2 --save_steps 5
@@ -58,15 +62,30 @@ def everything(stage: int) -> str:
 
 CASES = [
     *(
-        Case(f"everything-zero{stage}", everything(stage), share, slow=((2,), (1, 2), (1, 2), (1,))[stage])
+        Case(
+            f"everything-zero{stage}",
+            everything(stage),
+            share,
+            slow=((2,), (1, 2), (1, 2), (1,))[stage],
+        )
         for stage, share in enumerate((0.2, 0.45, 0.6, 0.85))
     ),
     *(
-        Case(f"lora-zero{stage}", f"{PPO} {REWARD} {PTX} {LORA} --zero_stage {stage}", share, slow=slow)
+        Case(
+            f"lora-zero{stage}",
+            f"{PPO} {REWARD} {PTX} {LORA} --zero_stage {stage}",
+            share,
+            slow=slow,
+        )
         for stage, share, slow in ((0, 0.4, (2,)), (2, 0.7, (1, 2)), (3, 0.25, (1,)))
     ),
     Case("bf16-zero1", f"{PPO} {REWARD} --zero_stage 1 --bf16", 0.5, slow=(1, 2)),
-    Case("bf16-zero3", f"{PPO} {REWARD} --zero_stage 3 --bf16 --gradient_checkpointing", 0.3, slow=(1,)),
+    Case(
+        "bf16-zero3",
+        f"{PPO} {REWARD} --zero_stage 3 --bf16 --gradient_checkpointing",
+        0.3,
+        slow=(1,),
+    ),
     Case("images", IMAGES, 0.4, slow=(1,)),
     Case("offload", f"{PPO} {REWARD} --zero_stage 2 --adam_offload", 0.35, slow=(1,)),
     Case("weights-twice", f"{PPO} {REWARD} --zero_stage 3 --zpg 2", 0.65, ranks=(2,)),
@@ -77,13 +96,16 @@ CASES = [
         0.55,
         slow=(1,),
     ),
-    Case("at-once-zero2", f"{AT_ONCE} {REWARD} {PTX} --zero_stage 2 --max_epochs 2", 0.4, slow=(1,)),
+    Case(
+        "at-once-zero2", f"{AT_ONCE} {REWARD} {PTX} --zero_stage 2 --max_epochs 2", 0.4, slow=(1,)
+    ),
     Case("at-once-bf16-zero3", f"{AT_ONCE} {REWARD} --zero_stage 3 --bf16", 0.55, slow=(1, 2)),
     Case("own-loop", f"{PPO} {REWARD} {PTX} --max_epochs 2", 0.5, slow=(2,), own_loop=True),
     *(
         Case(
             f"environment-{kind}",
-            f"{AGENT} --advantage_estimator {kind}" + (" --enable_ema" if kind == "gae" else " --dynamic_sampling"),
+            f"{AGENT} --advantage_estimator {kind}"
+            + (" --enable_ema" if kind == "gae" else " --dynamic_sampling"),
             share,
             slow=slow,
         )
@@ -122,18 +144,26 @@ CASES = [
 
 @pytest.fixture(scope="module", params=(1, 2), ids=("1 rank", "2 ranks"))
 def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    run_cases: Callable[..., str],
 ) -> tuple[int, Path]:
     """The folder with the undisturbed runs in ``whole`` and the stopped and resumed ones in ``parts``."""
     ranks, folder = request.param, tmp_path_factory.mktemp(f"resume{request.param}")
     slow = request.config.getoption("slow")
-    cases = {c.name: dataclasses.asdict(c) for c in CASES if ranks in c.ranks and (slow or ranks not in c.slow)}
+    cases = {
+        c.name: dataclasses.asdict(c)
+        for c in CASES
+        if ranks in c.ranks and (slow or ranks not in c.slow)
+    }
     run_cases(ranks, folder / "whole", cases, "whole")
     for case in cases.values():
         n_checks = outcome(folder / "whole" / case["name"])["checks"]
         case["stop_at"] = case["check"] or 1 + int(case["share"] * (n_checks - 1))
     run_cases(ranks, folder / "parts", cases, "first")
-    saved = [name for name in cases if list((folder / "parts" / name / "model").glob("*config.json"))]
+    saved = [
+        name for name in cases if list((folder / "parts" / name / "model").glob("*config.json"))
+    ]
     assert saved == [], "they were not stopped"
     run_cases(ranks, folder / "parts", cases, "rest")
     return ranks, folder

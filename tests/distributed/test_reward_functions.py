@@ -34,7 +34,9 @@ def folder(tmp_path, chat_model):  # noqa: F811
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rewards").mkdir()
     (tmp_path / "rewards" / "limited.py").write_text(LIMITED)
-    (tmp_path / "rewards" / "lengths.py").write_text("def length(text):\n    return float(len(text))\n")
+    (tmp_path / "rewards" / "lengths.py").write_text(
+        "def length(text):\n    return float(len(text))\n"
+    )
     return tmp_path, OPTIONS.format(model=chat_model).split()
 
 
@@ -44,7 +46,11 @@ def folder(tmp_path, chat_model):  # noqa: F811
         pytest.param("", id="synchronous"),
         pytest.param(f"{ASYNC} --rollout_ranks 1", id="rollout_ranks"),
         pytest.param(ASYNC, id="overlap", marks=pytest.mark.slow),
-        pytest.param("--dynamic_sampling --dynamic_sampling_max_batches 1", id="dynamic", marks=pytest.mark.slow),
+        pytest.param(
+            "--dynamic_sampling --dynamic_sampling_max_batches 1",
+            id="dynamic",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_function_that_fails_on_all_samples_ends_the_run(folder, launch, flags):

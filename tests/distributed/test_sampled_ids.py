@@ -49,7 +49,9 @@ def save_padded(folder: Path, start: Path, n_more: int = 13) -> Path:
         (1, "--lora_rank 4"),
     ],
 )
-def test_after_images_the_log_prob_gap_is_rounding(ranks: int, more: str, tiny: Path, tmp_path: Path, launch: Any):
+def test_after_images_the_log_prob_gap_is_rounding(
+    ranks: int, more: str, tiny: Path, tmp_path: Path, launch: Any
+):
     output = train(launch, f"{IMAGES} {more}", ranks, tiny=tiny, folder=tmp_path)
     steps = [row for row in logged(tmp_path / "model") if "rollout_log_prob_gap_max" in row]
     assert len(steps) == 2
@@ -73,13 +75,17 @@ def test_ids_beyond_the_tokenizer_are_neither_sampled_nor_trained(
     assert len(dumped) == 16
     assert max(token_id for row in dumped for token_id in row["token_ids"]) < n_known
     if "lora" not in more:
-        before, after = (load_file(place / "model.safetensors") for place in (start, tmp_path / "model"))
+        before, after = (
+            load_file(place / "model.safetensors") for place in (start, tmp_path / "model")
+        )
         rows, new_rows = before["lm_head.weight"], after["lm_head.weight"]
         assert torch.equal(rows[n_known:], new_rows[n_known:])
         assert not torch.equal(rows[:n_known], new_rows[:n_known])
 
 
-def test_a_stop_token_that_is_never_sampled_is_refused(tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_a_stop_token_that_is_never_sampled_is_refused(
+    tiny: Path, tmp_path: Path, launch: Launch
+) -> None:
     start = save_padded(tmp_path / "padded", tiny / "actor")
     options = f"--pretrain {start} --prompt_data {tiny}/prompts.jsonl --stop_token_ids 20"
     output = train(launch, options, status=1, folder=tmp_path)

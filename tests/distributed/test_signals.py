@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.runs import logged, vector
-from tests.distributed.watched import REPORT, OnLine, descendants, rank_process, small_ppo, torchrun, watch
+from tests.distributed.watched import (
+    REPORT,
+    OnLine,
+    descendants,
+    rank_process,
+    small_ppo,
+    torchrun,
+    watch,
+)
 from tests.fork_server import ENVIRONMENT, REPO
 
 SAVES = "saving a checkpoint, then exiting"
@@ -49,9 +57,13 @@ def once_both_work(signals: dict[str, signal.Signals], again: str = "") -> OnLin
     ],
 )
 def test_a_signal_to_any_process_reaches_all_ranks(tmp_path, number, to, status):
-    ended = torchrun("run_signals.py", 3, cwd=tmp_path, on_line=once_both_work(dict.fromkeys(to, number)))
+    ended = torchrun(
+        "run_signals.py", 3, cwd=tmp_path, on_line=once_both_work(dict.fromkeys(to, number))
+    )
     for rank in (0, 1):
-        assert re.search(rf"^rank {rank} \d+ was asked by {number.name}", ended.output, flags=re.MULTILINE)
+        assert re.search(
+            rf"^rank {rank} \d+ was asked by {number.name}", ended.output, flags=re.MULTILINE
+        )
         assert re.search(rf"^rank {rank} \d+ has left", ended.output, flags=re.MULTILINE)
     assert ended.output.count(f"{number.name}: {SAVES}") == 1
     assert REPORT not in ended.output
@@ -62,7 +74,10 @@ def test_a_second_signal_ends_all_ranks_at_once(tmp_path):
     on_line = once_both_work({"rank 0": signal.SIGTERM}, again="rank 0")
     ended = torchrun("run_signals.py", 100_000, cwd=tmp_path, on_line=on_line)
     says = "SIGTERM: a second signal, ended at once in phase training"
-    assert [line.strip() for line in ended.output.splitlines() if says in line] == [says, f"traceback : {says}"]
+    assert [line.strip() for line in ended.output.splitlines() if says in line] == [
+        says,
+        f"traceback : {says}",
+    ]
     assert "has saved" not in ended.output
     assert REPORT not in ended.output
     assert "exitcode  : 143" in ended.output
@@ -86,7 +101,10 @@ def test_a_run_that_is_stopped_for_a_moment_continues(tiny, tmp_path):
         if line.startswith("step 1/"):
             # Not what ranks start: a rank does not stop while it waits for a child stopped between fork and exec.
             for number, pause in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
-                for pid in (process.pid, *(child.pid for child in descendants(process.pid, recursive=False))):
+                for pid in (
+                    process.pid,
+                    *(child.pid for child in descendants(process.pid, recursive=False)),
+                ):
                     os.kill(pid, number)
                 time.sleep(pause)
 
@@ -114,7 +132,9 @@ def test_a_lost_terminal_ends_the_run_with_a_checkpoint(tiny, tmp_path):
     _, status = os.waitpid(pid, 0)
     timer.cancel()
     assert os.waitstatus_to_exitcode(status) == 0
-    state = json.loads((tmp_path / "model" / "checkpoints_sft" / "latest" / "state.json").read_text())
+    state = json.loads(
+        (tmp_path / "model" / "checkpoints_sft" / "latest" / "state.json").read_text()
+    )
     assert state["step"] >= 3
 
 
@@ -129,7 +149,11 @@ def test_the_elastic_script_resumes_from_its_newest_checkpoint(tiny, tmp_path):
     sizes = small_ppo(tiny, tmp_path)[4:-4]
     more = [*sizes, *"--no_apply_chat_template --num_episodes 3 --actor_learning_rate 1e-3".split()]
     script = ["bash", str(REPO / "examples" / "scripts" / "elastic.sh"), *more]
-    folders = {"MODEL": tiny / "actor", "REWARD_MODEL": tiny / "reward", "DATA": tiny / "prompts.jsonl"}
+    folders = {
+        "MODEL": tiny / "actor",
+        "REWARD_MODEL": tiny / "reward",
+        "DATA": tiny / "prompts.jsonl",
+    }
     variables = {"GPUS": 2, "RESTARTS": 1, "SAVE_STEPS": 1, **folders}
     real = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     ended = watch(script, tmp_path, kill_rank_1, SAVE_PATH="disturbed", PATH=real, **variables)

@@ -68,7 +68,12 @@ class Case:
     @property
     def name(self) -> str:
         """A name for folders and reports."""
-        about = [self.task, f"zero{self.zero_stage}", f"micro{self.micro}", f"rollout{self.micro_rollout}"]
+        about = [
+            self.task,
+            f"zero{self.zero_stage}",
+            f"micro{self.micro}",
+            f"rollout{self.micro_rollout}",
+        ]
         about += self.more.replace("--", "").split()
         return "-".join(about + ["lockstep"] * self.lockstep)
 
@@ -126,15 +131,29 @@ prm_hard  13 2 prm --train_batch_size 14 --pretrain {tiny}/actor --dataset {fold
 """
 ROWS = [entry.split() for entry in re.split(r"\n(?=\w)", TABLE.strip())]
 TASKS = {
-    name: Task(int(rows), int(steps), f"train_{kind}", " ".join(flags)) for name, rows, steps, kind, *flags in ROWS
+    name: Task(int(rows), int(steps), f"train_{kind}", " ".join(flags))
+    for name, rows, steps, kind, *flags in ROWS
 }
-TASKS["prm_soft"] = TASKS["prm_hard"]._replace(arguments=TASKS["prm_hard"].arguments.replace("hard", "soft"))
+TASKS["prm_soft"] = TASKS["prm_hard"]._replace(
+    arguments=TASKS["prm_hard"].arguments.replace("hard", "soft")
+)
 GROUPS, IMAGES = ("groups", "groups_gae"), ("images", "images_gae", "images_scored", "images_agent")
-CRITIC_FREE = ("reinforce", "reinforce_baseline", "rloo", "dr_grpo", "remax")  # estimators, with the KL in the reward
+CRITIC_FREE = (
+    "reinforce",
+    "reinforce_baseline",
+    "rloo",
+    "dr_grpo",
+    "remax",
+)  # estimators, with the KL in the reward
 for estimator in CRITIC_FREE:
     more = f" --max_epochs 2 --advantage_estimator {estimator}"
-    TASKS[f"groups_{estimator}"] = TASKS["groups_gae"]._replace(arguments=TASKS["groups_gae"].arguments + more)
-ALGORITHMS, SUPERVISED = ("grpo", "gspo", "remax", "values", "ema"), ("sft", "rm", "prm_hard", "prm_soft")
+    TASKS[f"groups_{estimator}"] = TASKS["groups_gae"]._replace(
+        arguments=TASKS["groups_gae"].arguments + more
+    )
+ALGORITHMS, SUPERVISED = (
+    ("grpo", "gspo", "remax", "values", "ema"),
+    ("sft", "rm", "prm_hard", "prm_soft"),
+)
 FLOAT32 = [
     *(Case("step", stage, micro, 15 - micro) for stage in STAGES for micro in (1, 3, 8, 14)),
     *(Case("steps", stage, 2, 3) for stage in STAGES),
@@ -147,10 +166,19 @@ FLOAT32 = [
     *(Case("images", stage, 4, 4, LORA) for stage in (2, 3)),
     *(Case("images", 0, 4, 3, more) for more in ("--no_freeze_vision_tower", "--freeze_connector")),
     *(Case(task, stage, 3) for task in ("images_sft", "images_rm") for stage in (0, 2, 3)),
-    *(Case(task, stage, micro, 3) for task in GROUPS for stage in STAGES for micro in (3, EVERYTHING)),
+    *(
+        Case(task, stage, micro, 3)
+        for task in GROUPS
+        for stage in STAGES
+        for micro in (3, EVERYTHING)
+    ),
     *(Case(f"groups_{estimator}", stage, 3, 3) for estimator in CRITIC_FREE for stage in (0, 3)),
     *(Case(task, stage, 4, 4, LORA) for task in GROUPS for stage in (2, 3)),
-    *(Case(task, 2, 4, 4, more) for task in GROUPS for more in ("--gradient_checkpointing", "--offload_idle")),
+    *(
+        Case(task, 2, 4, 4, more)
+        for task in GROUPS
+        for more in ("--gradient_checkpointing", "--offload_idle")
+    ),
     *(Case(task, 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70") for task in GROUPS),
     *[Case("groups", 0, 4, 4, "--compile")] * CAN_COMPILE,
     *(Case("uneven", stage, 3, 3, more) for stage in STAGES for more in ("", LORA)),
@@ -159,18 +187,31 @@ FLOAT32 = [
     *(Case("step", stage, 4, 4, "--gradient_checkpointing") for stage in (0, 3)),
     *(Case("step", stage, 4, 4, "--adam_offload") for stage in (2, 3)),
     *(Case(task, 3, 4, 4, lockstep=True) for task in ("steps", "prompt")),
-    *(Case("steps", stage, more="--micro_train_tokens 30 --micro_rollout_tokens 25") for stage in (0, 3)),
+    *(
+        Case("steps", stage, more="--micro_train_tokens 30 --micro_rollout_tokens 25")
+        for stage in (0, 3)
+    ),
     *(Case("steps", stage, more="--offload_idle") for stage in (0, 2, 3)),
     *(Case(task, 3, 4, 4, "--max_num_seqs 2") for task in ("step", "samples")),
     # What makes training faster does not change it: compiled layers, the engine's log-probs for the old policy's, and
     # the critic's values from the forward that is trained on, as without a limit on the buffer in "step" and "values".
-    *(Case("step", 0, 4, 4, "--compile"), Case("step", 2, 4, 4, "--compile --gradient_checkpointing")) * CAN_COMPILE,
-    *(Case("step", 2, 4, 4, f"{LORA} --compile"), Case("images_sft", 2, 3, more="--compile")) * CAN_COMPILE,
+    *(
+        Case("step", 0, 4, 4, "--compile"),
+        Case("step", 2, 4, 4, "--compile --gradient_checkpointing"),
+    )
+    * CAN_COMPILE,
+    *(Case("step", 2, 4, 4, f"{LORA} --compile"), Case("images_sft", 2, 3, more="--compile"))
+    * CAN_COMPILE,
     Case("steps", 3, 4, 4, "--old_log_probs recompute"),
-    *(Case("step", stage, 4, 4, "--buffer_limit 14" + " --offload_idle" * (stage == 3)) for stage in (0, 3)),
+    *(
+        Case("step", stage, 4, 4, "--buffer_limit 14" + " --offload_idle" * (stage == 3))
+        for stage in (0, 3)
+    ),
     *(Case("values", stage, 3, 4, "--buffer_limit 14") for stage in (0, 1)),
 ]
-BF16 = [Case("uneven", stage, 1, 1, f"--bf16 {more}".strip()) for stage in STAGES for more in ("", LORA)]
+BF16 = [
+    Case("uneven", stage, 1, 1, f"--bf16 {more}".strip()) for stage in STAGES for more in ("", LORA)
+]
 BF16 += [replace(BF16[-1], lockstep=True)]
 
 
@@ -182,7 +223,11 @@ def reference(case: Case) -> Case:
     if "--bf16" in case.more:
         return Case(case.task, 1, 1, 1, case.more)
     shares = case.task == "images" or "groups" in case.task
-    more = [part for part in (LORA, "--no_freeze_vision_tower", "--freeze_connector") if part in case.more]
+    more = [
+        part
+        for part in (LORA, "--no_freeze_vision_tower", "--freeze_connector")
+        if part in case.more
+    ]
     return Case(case.task, more=" ".join(more + ["--share_prompts off"] * shares))
 
 
@@ -193,21 +238,44 @@ EVERY_RUN = {
     *(
         (2, case)
         for case in FLOAT32
-        if case.task == "step" and case.zero_stage > 1 and case.more and "--compile" not in case.more
+        if case.task == "step"
+        and case.zero_stage > 1
+        and case.more
+        and "--compile" not in case.more
     ),
     (2, Case("values", 1, 3, 4, "--buffer_limit 14")),
-    *((2, case) for case in FLOAT32 if case.task == "steps" and case.zero_stage > 2 and (case.more or case.lockstep)),
+    *(
+        (2, case)
+        for case in FLOAT32
+        if case.task == "steps" and case.zero_stage > 2 and (case.more or case.lockstep)
+    ),
     (2, Case("samples", 3, 3, 2)),
-    *((n, Case(task, stage, 3, 3)) for n, task, stage in ((1, "groups", 0), (2, "groups", 3), (2, "groups_gae", 2))),
+    *(
+        (n, Case(task, stage, 3, 3))
+        for n, task, stage in ((1, "groups", 0), (2, "groups", 3), (2, "groups_gae", 2))
+    ),
     (2, Case("groups_rloo", 3, 3, 3)),
-    *((2, case) for case in (Case("images", 3, 4, 3), Case("images_gae", 2, 1, 3), Case("images_sft", 3, 3))),
-    *((2, case) for case in (Case("images_rm", 3, 3), Case("images_scored", 3, 4, 3), Case("images_agent", 3, 4, 3))),
+    *(
+        (2, case)
+        for case in (Case("images", 3, 4, 3), Case("images_gae", 2, 1, 3), Case("images_sft", 3, 3))
+    ),
+    *(
+        (2, case)
+        for case in (
+            Case("images_rm", 3, 3),
+            Case("images_scored", 3, 4, 3),
+            Case("images_agent", 3, 4, 3),
+        )
+    ),
     (2, Case("images_shown", 3, 4, 3)),  # by the agent alone
     (2, Case("images", 2, 4, 4, LORA)),
     (2, Case("groups", 2, 4, 4, LORA)),
     (2, Case("groups", 2, 4, 4, "--gradient_checkpointing")),
     (1, Case("groups", 3, more="--micro_train_tokens 90 --micro_rollout_tokens 70")),
-    *((2, Case(task, stage, 3, 4)) for stage, task in zip((3, 2, 3, 2), ("grpo", "gspo", "remax", "ema"), strict=True)),
+    *(
+        (2, Case(task, stage, 3, 4))
+        for stage, task in zip((3, 2, 3, 2), ("grpo", "gspo", "remax", "ema"), strict=True)
+    ),
     *((2, Case(task, stage, micro)) for task, stage, micro in (("sft", 3, 3), ("rm", 2, 1))),
     # Stages where all ranks but one have nothing, adapters and bfloat16, on four ranks.
     *((4, Case("uneven", stage, 3, 3, more)) for stage, more in ((0, ""), (3, LORA))),
@@ -224,7 +292,9 @@ EVERY_RUN |= {(1, reference(case)) for _, case in EVERY_RUN}
 def table(cases: Iterable[Case], ranks: Iterable[int] = (1, 2, 4)) -> list[Any]:
     """Parameters ``ranks`` and ``case``; four ranks only for what the table of docs/hosts.md is about."""
     return [
-        pytest.param(n, case, id=f"{n}-{case.name}", marks=() if (n, case) in EVERY_RUN else pytest.mark.slow)
+        pytest.param(
+            n, case, id=f"{n}-{case.name}", marks=() if (n, case) in EVERY_RUN else pytest.mark.slow
+        )
         for n in ranks
         for case in cases
         if n < 4 or case.task in ("uneven", "function", "verified", "dynamic")
@@ -246,7 +316,10 @@ def write_solutions(folder: Path) -> None:
 def write_long_prompts(folder: Path) -> None:
     """Ten, of 16 tokens and more."""
     rng = random.Random(8)
-    write_rows(folder / "long.jsonl", [{"input": "".join(rng.choices("abcdefgh", k=16 + i))} for i in range(10)])
+    write_rows(
+        folder / "long.jsonl",
+        [{"input": "".join(rng.choices("abcdefgh", k=16 + i))} for i in range(10)],
+    )
 
 
 def arguments_of(case: Case) -> str:
@@ -256,7 +329,9 @@ def arguments_of(case: Case) -> str:
     if task.command != "train_ppo":
         return f"{flags} --learning_rate 1e-3"
     if case.task in IMAGES:
-        flags += " --prompt_data {tiny}/llava/images.jsonl --image_key images --pretrain {tiny}/llava"
+        flags += (
+            " --prompt_data {tiny}/llava/images.jsonl --image_key images --pretrain {tiny}/llava"
+        )
     if case.task in ("images", "images_gae"):
         flags += " --verifiable_reward length --verify_length 4"
     flags += "" if "--prompt_data" in flags else " --prompt_data {tiny}/prompts.jsonl"
@@ -264,7 +339,9 @@ def arguments_of(case: Case) -> str:
     flags += """ --pretrain_data {tiny}/documents.jsonl
         --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --generate_max_len 12 --temperature 0.8
         --init_kl_coef 0.1"""
-    rewarded = any(flag in flags for flag in ("--reward_fn", "--verifiable", "--reward_pretrain", "--agent "))
+    rewarded = any(
+        flag in flags for flag in ("--reward_fn", "--verifiable", "--reward_pretrain", "--agent ")
+    )
     flags += "" if rewarded else " --reward_pretrain {tiny}/reward"
     flags += "" if "--rollout_batch_size" in flags else " --rollout_batch_size 14"
     return f"{flags} --micro_rollout_batch_size {case.micro_rollout}"
@@ -278,7 +355,10 @@ def starts(case: Case) -> dict[str, str]:
         return {"model": "llava/reward"}
     if case.task.startswith("images"):
         return {"model": "llava"}  # the head of the critic, which starts from it, is new
-    has_critic = TASKS[case.task].command == "train_ppo" and "--advantage_estimator" not in TASKS[case.task].arguments
+    has_critic = (
+        TASKS[case.task].command == "train_ppo"
+        and "--advantage_estimator" not in TASKS[case.task].arguments
+    )
     return {"model": "actor"} | ({"model_critic": "reward"} if has_critic else {})
 
 
@@ -287,7 +367,9 @@ def update(folder: Path, start: Path) -> Tensor:
     if not (folder / "adapter_model.safetensors").exists():
         return vector(folder) - vector(start)
     base, trained = load_file(start / "model.safetensors"), {}
-    adapters = {name: w.double() for name, w in load_file(folder / "adapter_model.safetensors").items()}
+    adapters = {
+        name: w.double() for name, w in load_file(folder / "adapter_model.safetensors").items()
+    }
     for name, w in adapters.items():
         if "lora_A" in name:
             trained[name] = LORA_SCALE * adapters[name.replace("lora_A", "lora_B")] @ w
@@ -300,7 +382,9 @@ Get = Callable[[int, Case], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def get(tiny: Path, tmp_path_factory: Any, run_cases: Callable[..., str], pytestconfig: pytest.Config) -> Get:
+def get(
+    tiny: Path, tmp_path_factory: Any, run_cases: Callable[..., str], pytestconfig: pytest.Config
+) -> Get:
     """``get(ranks, case)``: its outcome with ``updates`` by role; all cases on so many ranks run in one launch."""
 
     @cache
@@ -313,13 +397,20 @@ def get(tiny: Path, tmp_path_factory: Any, run_cases: Callable[..., str], pytest
         if not pytestconfig.getoption("slow"):
             chosen = [case for case in chosen if (ranks, case) in EVERY_RUN]
         run_cases(
-            ranks, folder, {c.name: vars(c) | TASKS[c.task]._asdict() | {"arguments": arguments_of(c)} for c in chosen}
+            ranks,
+            folder,
+            {
+                c.name: vars(c) | TASKS[c.task]._asdict() | {"arguments": arguments_of(c)}
+                for c in chosen
+            },
         )
         return folder
 
     def read(ranks: int, case: Case) -> dict[str, Any]:
         folder = folder_of(ranks) / case.name
-        updates = {role: update(folder / role, tiny / start) for role, start in starts(case).items()}
+        updates = {
+            role: update(folder / role, tiny / start) for role, start in starts(case).items()
+        }
         return outcome(folder) | {"updates": updates}
 
     return read
@@ -343,33 +434,51 @@ def test_the_split_never_matters(get, tiny, ranks, case):
         difference = (got["updates"][role] - want["updates"][role]).norm()
         assert difference <= UPDATE_TOLERANCE * want["updates"][role].norm(), role
         assert difference <= PARAMETER_TOLERANCE * vector(tiny / start).norm(), role
-        assert want["updates"][role].norm() > 1e-3 * vector(tiny / start).norm(), "too small to tell"
+        assert want["updates"][role].norm() > 1e-3 * vector(tiny / start).norm(), (
+            "too small to tell"
+        )
     measured = [found["metrics"] or found["logged"] for found in (got, want)]
     for step, (mine, other) in enumerate(zip(*measured, strict=True)):
         if "old_log_probs" in case.more:  # which decides what is measured
             continue
-        for name in (name for name in other if not name.startswith(("time/", "speed/", "agent/prefix_reuse"))):
+        for name in (
+            name for name in other if not name.startswith(("time/", "speed/", "agent/prefix_reuse"))
+        ):
             assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (step, name)
     assert got["zero_stage"] == case.zero_stage
     several = "--n_samples_per_prompt" in TASKS[case.task].arguments
     assert got.get("shares_prompts", False) == (several and "--share_prompts off" not in case.more)
     shares = got["shares"].values()
-    assert all(share <= 1 / ranks + 0.02 if case.zero_stage == 3 else share == 1 for share in shares)
+    assert all(
+        share <= 1 / ranks + 0.02 if case.zero_stage == 3 else share == 1 for share in shares
+    )
 
 
 @pytest.mark.parametrize(("ranks", "case"), table(BF16))
 def test_ranks_and_stages_never_matter_in_bfloat16(get, tiny, ranks, case):
     """Where forwards are the same; other micro-batches are another rounding."""
-    got, same_stage, other_stage = get(ranks, case), get(1, replace(case, lockstep=False)), get(1, reference(case))
-    across_stages = BF16_LORA_STAGE_3_TOLERANCE if LORA in case.more and case.zero_stage == 3 else BF16_TOLERANCE
+    got, same_stage, other_stage = (
+        get(ranks, case),
+        get(1, replace(case, lockstep=False)),
+        get(1, reference(case)),
+    )
+    across_stages = (
+        BF16_LORA_STAGE_3_TOLERANCE
+        if LORA in case.more and case.zero_stage == 3
+        else BF16_TOLERANCE
+    )
     for want, tolerance in ((same_stage, BF16_TOLERANCE), (other_stage, across_stages)):
         assert tokens(got) == tokens(want)
         for role in want["updates"]:
             assert distance(got["updates"][role], want["updates"][role]) <= tolerance, role
     assert got["zero_stage"] == max(case.zero_stage, 1)
-    assert got["buffer_types"] == ["torch.float32"], "rotary frequencies in bfloat16 would blur positions"
+    assert got["buffer_types"] == ["torch.float32"], (
+        "rotary frequencies in bfloat16 would blur positions"
+    )
     for role, start in starts(case).items() if LORA not in case.more else ():
-        assert {w.dtype for w in load_file(got["folder"] / role / "model.safetensors").values()} == {torch.bfloat16}
+        assert {
+            w.dtype for w in load_file(got["folder"] / role / "model.safetensors").values()
+        } == {torch.bfloat16}
         assert got["updates"][role].norm() > 1e-3 * vector(tiny / start).norm(), "too small to tell"
 
 

@@ -15,7 +15,12 @@ from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassificatio
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GraniteConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GraniteConfig,
+)
 
 from openppo.models.pretrained import check_model
 from tests.distributed.runs import Rows, logged, rows
@@ -29,7 +34,9 @@ LORA = pytest.mark.parametrize("lora", ["", "--lora_rank 4"], ids=["full", "LoRA
 def run(tiny: Path, tmp_path: Path, launch: Launch) -> Run:
     """``run(command, flags, lora, rows)`` trains on ``rows``; returns the saved folder and the metrics."""
 
-    def train(command: str, flags: str, lora: str, data: Rows, real: bool = False) -> tuple[Path, Rows]:
+    def train(
+        command: str, flags: str, lora: str, data: Rows, real: bool = False
+    ) -> tuple[Path, Rows]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
         arguments = f"""--pretrain {tiny}/actor --dataset rows.jsonl --eval_dataset rows.jsonl --max_epochs 3
             --train_batch_size 10 --micro_train_batch_size 2 --learning_rate 1e-2 --save_path model {flags} {lora}"""
@@ -57,14 +64,23 @@ def encode(tokenizer: Any, text: str) -> Tensor:
 @torch.no_grad()
 def test_sft(tiny, run, lora):
     data = rows(tiny / "sft.jsonl")
-    folder, lines = run("train_sft", "--zero_stage 3 --gradient_checkpointing", lora, data, real=not lora)
-    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6, 9]  # 26 rows: 10, 10 and 6, three times
+    folder, lines = run(
+        "train_sft", "--zero_stage 3 --gradient_checkpointing", lora, data, real=not lora
+    )
+    assert [line["step"] for line in lines if "eval_loss" in line] == [
+        3,
+        6,
+        9,
+    ]  # 26 rows: 10, 10 and 6, three times
     assert lines[-1]["loss"] < lines[0]["loss"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for auto in readers(lora):
         model, losses = auto.from_pretrained(folder), []
         for row in data:
-            ids, n_prompt = encode(tokenizer, row["input"] + row["output"] + "<eos>"), len(row["input"])
+            ids, n_prompt = (
+                encode(tokenizer, row["input"] + row["output"] + "<eos>"),
+                len(row["input"]),
+            )
             logits = model(input_ids=ids).logits[0, n_prompt - 1 : -1]
             losses += F.cross_entropy(logits, ids[0, n_prompt:], reduction="none").tolist()
         assert lines[-1]["eval_loss"] == pytest.approx(fmean(losses), rel=1e-4)
@@ -77,13 +93,22 @@ def test_rm(tiny, run, lora):
     more = f"--zero_stage {3 if lora else 2} --prompt_key prompt --margin_key margin --max_epochs 8"
     folder, lines = run("train_rm", more, lora, data)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for auto in (AutoModelForSequenceClassification, *([AutoPeftModelForSequenceClassification] if lora else [])):
+    for auto in (
+        AutoModelForSequenceClassification,
+        *([AutoPeftModelForSequenceClassification] if lora else []),
+    ):
         model = auto.from_pretrained(folder, num_labels=1)
-        texts = [row["prompt"] + row[side] + "<eos>" for side in ("chosen", "rejected") for row in data]
-        scores = torch.stack([model(input_ids=encode(tokenizer, text)).logits[0, 0] for text in texts])
+        texts = [
+            row["prompt"] + row[side] + "<eos>" for side in ("chosen", "rejected") for row in data
+        ]
+        scores = torch.stack(
+            [model(input_ids=encode(tokenizer, text)).logits[0, 0] for text in texts]
+        )
         chosen, rejected = scores.chunk(2)
         assert lines[-1]["eval_chosen_reward"] == pytest.approx(chosen.mean().item(), rel=1e-4)
-        assert lines[-1]["eval_accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
+        assert lines[-1]["eval_accuracy"] == pytest.approx(
+            (chosen > rejected).float().mean().item()
+        )
     assert lines[-1]["eval_accuracy"] > 0.8
     config = check_model(str(folder), "--reward_pretrain")  # where --normalize_reward finds them
     assert config.mean == pytest.approx(scores.mean().item(), rel=1e-4)
@@ -93,7 +118,10 @@ def test_rm(tiny, run, lora):
 @LORA
 @torch.no_grad()
 def test_prm(run, lora):
-    data = [{"input": "cdhefhgh", "label": ["a", "b", "a"]}, {"input": "gchdh", "label": ["b", "b"]}] * 8
+    data = [
+        {"input": "cdhefhgh", "label": ["a", "b", "a"]},
+        {"input": "gchdh", "label": ["b", "b"]},
+    ] * 8
     more = "--zero_stage 2 --placeholder_token h --reward_tokens a b --input_key input"
     folder, lines = run("train_prm", more, lora, data)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -112,9 +140,16 @@ def test_an_architecture_without_classifier_and_with_tied_embeddings_trains(tiny
     """Granite, as reward model, whose run is resumed, and as policy and critic."""
     tokenizer = AutoTokenizer.from_pretrained(tiny / "actor")
     torch.manual_seed(7)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    config = GraniteConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, initializer_range=0.2, **sizes, **ends)
+    config = GraniteConfig(
+        vocab_size=len(tokenizer), tie_word_embeddings=True, initializer_range=0.2, **sizes, **ends
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "granite")
     tokenizer.save_pretrained(tmp_path / "granite")
     arguments = f"""--pretrain granite --dataset {tiny}/preference.jsonl --eval_dataset {tiny}/preference.jsonl
@@ -128,6 +163,8 @@ def test_an_architecture_without_classifier_and_with_tied_embeddings_trains(tiny
     output = launch(2, "-m", "openppo.cli.train_ppo", *arguments.split(), cwd=tmp_path)
     assert "fresh scalar head for the critic" in output
     folders = ("model", "model_critic", "granite")
-    policy, critic, before = (set(load_file(tmp_path / folder / "model.safetensors")) for folder in folders)
+    policy, critic, before = (
+        set(load_file(tmp_path / folder / "model.safetensors")) for folder in folders
+    )
     assert policy == before == critic - {"score.weight"}
     assert "lm_head.weight" not in policy

@@ -53,7 +53,9 @@ def train(tiny: Path, tmp_path: Path, launcher: Launcher):
     (tmp_path / "reward.py").write_text(REWARD)
 
     def run(ranks: int, options: str, tasks: str = TASKS, status: int = 0, **variables: str) -> str:
-        text = tasks.replace("PROMPTS", str(tiny / "prompts.jsonl")).replace("GAME", f"{tiny}/game.py:Game")
+        text = tasks.replace("PROMPTS", str(tiny / "prompts.jsonl")).replace(
+            "GAME", f"{tiny}/game.py:Game"
+        )
         (tmp_path / "tasks.yaml").write_text(text)
         words = f"{OPTIONS} {options}".replace("{tiny}", str(tiny)).split()
         done = launcher.run([ASYNCHRONOUS, *words], ranks, cwd=tmp_path, **variables)
@@ -63,7 +65,11 @@ def train(tiny: Path, tmp_path: Path, launcher: Launcher):
     return run
 
 
-SIDES = [(1, "--max_staleness 0"), (2, "--rollout_ranks 1 --max_staleness 1"), (2, "--max_staleness 1 --zero_stage 3")]
+SIDES = [
+    (1, "--max_staleness 0"),
+    (2, "--rollout_ranks 1 --max_staleness 1"),
+    (2, "--max_staleness 1 --zero_stage 3"),
+]
 
 
 @pytest.mark.parametrize(("ranks", "options"), SIDES)
@@ -85,7 +91,10 @@ def test_a_task_that_always_fails_is_left_out(train, tmp_path):
     broken = "  - {name: broken, agent: agent.py:never, data: PROMPTS, ratio: 0.2, retries: 0}\n"
     tasks = TASKS.replace("ratio: 0.5", "ratio: 0.3") + broken
     printed = train(2, "--rollout_ranks 1 --max_staleness 1 --max_steps 12", tasks)
-    assert "10 groups of task broken in a row failed; the last: agent_error: RuntimeError: always" in printed
+    assert (
+        "10 groups of task broken in a row failed; the last: agent_error: RuntimeError: always"
+        in printed
+    )
     assert "the ratios are now: letters 0.375, talk 0.375, game 0.25" in printed
     metrics = logged(tmp_path / "model")
     assert len(metrics) == 12
@@ -109,16 +118,25 @@ def test_a_killed_run_trains_each_group_once(train, tmp_path):
     assert kept <= {*trained}
     assert all(batch["version"] - batch["oldest"] <= 2 for batch in after)
     shares = state["trainer"]["source"]["schedule"]["shares"]
-    assert logged(tmp_path / "model")[-1]["task/letters/accepted_episodes"] > shares["letters"]["accepted"]
+    assert (
+        logged(tmp_path / "model")[-1]["task/letters/accepted_episodes"]
+        > shares["letters"]["accepted"]
+    )
 
 
 def test_fields_of_tasks_changed_before_a_resume_are_named(train, tmp_path):
     options = "--max_staleness 0 --save_steps 1 --load_checkpoint --max_steps"
     assert "edited since" not in train(1, f"{options} 1")
     (tmp_path / "agent.py").write_text(AGENT + "\n# edited\n")
-    printed = train(1, f"{options} 2", TASKS.replace("ratio: 0.5", "ratio: 0.4").replace("ratio: 0.3", "ratio: 0.4"))
+    printed = train(
+        1,
+        f"{options} 2",
+        TASKS.replace("ratio: 0.5", "ratio: 0.4").replace("ratio: 0.3", "ratio: 0.4"),
+    )
     (line,) = [line for line in printed.splitlines() if "edited since" in line]
-    assert line.partition("files edited since the checkpoint, in force from now on: ")[2].split(", ") == [
+    assert line.partition("files edited since the checkpoint, in force from now on: ")[2].split(
+        ", "
+    ) == [
         "--agent of task talk agent.py",
         "--tasks: task letters: ratio 0.5 -> 0.4",
         "--tasks: task talk: ratio 0.3 -> 0.4",
@@ -146,7 +164,8 @@ def ask(folder: Path, path: str = "", body: dict | None = None) -> dict:
     where = json.loads(file.read_text())
     data = None if body is None else json.dumps(body).encode()
     with urlopen(
-        Request(where["url"] + path, data, {"Authorization": f"Bearer {where['token']}"}), timeout=30
+        Request(where["url"] + path, data, {"Authorization": f"Bearer {where['token']}"}),
+        timeout=30,
     ) as answer:
         return json.load(answer)
 
@@ -154,7 +173,14 @@ def ask(folder: Path, path: str = "", body: dict | None = None) -> dict:
 @contextmanager
 def running(folder: Path, words: str):
     """A run that ends well, or is killed in the middle of a step."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     with (folder / "output").open("a") as output:
         command = [*launch, "-m", "openppo.cli.train_ppo", *words.split()]
         run = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
@@ -168,9 +194,15 @@ def test_a_service_joins_survives_kills_and_resumes(tiny, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    (tmp_path / "tasks.yaml").write_text(f"tasks: [{{name: letters, data: {tiny}/prompts.jsonl, reward: reward.py}}]")
+    (tmp_path / "tasks.yaml").write_text(
+        f"tasks: [{{name: letters, data: {tiny}/prompts.jsonl, reward: reward.py}}]"
+    )
     (tmp_path / "reward.py").write_text(REWARD)
-    joins = {"name": "service", "agent": f"http://127.0.0.1:{port}", "data": f"{tiny}/prompts.jsonl"}
+    joins = {
+        "name": "service",
+        "agent": f"http://127.0.0.1:{port}",
+        "data": f"{tiny}/prompts.jsonl",
+    }
     joins |= {"ratio": 0.5, "timeout": 3, "retries": 3}
     more = "--rollout_ranks 1 --max_staleness 1 --max_steps 36 --save_steps 4 --load_checkpoint"
     words = f"{OPTIONS} {more}".replace("{tiny}", str(tiny))

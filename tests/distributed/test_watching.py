@@ -35,13 +35,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]
     folder = tmp_path_factory.mktemp("watching")
     printed = re.split(r"(?:case [\w ]+\n)+", run_cases(2, folder, CASES))[1:]  # each rank says it
     return {
-        name: outcome(folder / name) | {"lines": text.splitlines()} for name, text in zip(CASES, printed, strict=True)
+        name: outcome(folder / name) | {"lines": text.splitlines()}
+        for name, text in zip(CASES, printed, strict=True)
     }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_batch_arithmetic_is_what_the_run_did(runs, name):
-    text = re.sub(r"\s+", " ", " ".join(line.removeprefix("[openppo]") for line in runs[name]["lines"]))
+    text = re.sub(
+        r"\s+", " ", " ".join(line.removeprefix("[openppo]") for line in runs[name]["lines"])
+    )
     steps, optimizer_steps = map(int, re.findall(r"(\d+) steps, (\d+) optimizer steps", text)[0])
     assert (steps, optimizer_steps) == (len(runs[name]["logged"]), runs[name]["optimizer_steps"])
     if name == "watched":  # by hand: 8, 8 and 4 samples, of which a rank has half; twice
@@ -49,7 +52,10 @@ def test_the_batch_arithmetic_is_what_the_run_did(runs, name):
         assert [len(step) for step in runs[name]["samples"]] == [8, 8, 4] * 2
         assert "4 prompts x 2 responses = 8 samples" in text
         assert "passes of up to 3 samples on each of 2 ranks" in text
-        assert "2 epochs of 2 mini-batches of 4 samples, in micro-batches of up to 1 samples on each of 2" in text
+        assert (
+            "2 epochs of 2 mini-batches of 4 samples, in micro-batches of up to 1 samples on each of 2"
+            in text
+        )
         assert "2 episodes of 10 prompts in 3 batches, the last of 2" in text
 
 
@@ -68,7 +74,10 @@ def roles(lines: list[str]) -> dict[str, str]:
     table = plain[next(i for i, line in enumerate(plain) if line.startswith("actor  ")) :]
     text = "\n".join(table[: table.index("")])
     of_roles = re.findall(r"^(\w+)(.*(?:\n .*)*)", text, flags=re.MULTILINE)
-    facts = {name: re.search(r"[\d,]+ (trained|frozen), .*", " ".join(rest.split())) for name, rest in of_roles}
+    facts = {
+        name: re.search(r"[\d,]+ (trained|frozen), .*", " ".join(rest.split()))
+        for name, rest in of_roles
+    }
     return {name: match[0] if match else "" for name, match in facts.items()}
 
 
@@ -94,13 +103,21 @@ def test_parameters_are_counted_as_the_checkpoints_have_them(runs, tiny):
 
 def test_each_rank_writes_traces_of_chosen_steps_with_all_phases_in_order(runs):
     for name, steps in (("watched", [2]), ("lora", [1, 2]), ("unwatched", [])):
-        found = sorted(file.name for file in (runs[name]["folder"] / "model/logs").rglob("*.json.gz"))
-        parts = [f"{rank}{part}" for rank in (0, 1) for part in ("", "_part_2")]  # of the rollout, of training on it
+        found = sorted(
+            file.name for file in (runs[name]["folder"] / "model/logs").rglob("*.json.gz")
+        )
+        parts = [
+            f"{rank}{part}" for rank in (0, 1) for part in ("", "_part_2")
+        ]  # of the rollout, of training on it
         assert found == [f"step_{step:08d}_rank_{part}.json.gz" for step in steps for part in parts]
     folder, spans = runs["watched"]["folder"] / "model/logs/profile", {}
     for part in ("", "_part_2"):
-        trace = json.loads(gzip.decompress((folder / f"step_00000002_rank_1{part}.json.gz").read_bytes()))
-        spans |= {e["name"]: e["ts"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"}
+        trace = json.loads(
+            gzip.decompress((folder / f"step_00000002_rank_1{part}.json.gz").read_bytes())
+        )
+        spans |= {
+            e["name"]: e["ts"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"
+        }
     order = [spans[name] for name in ("generation", "scoring", "experience", "training")]
     assert order == sorted(order)
     assert {"aten::addmm", "aten::mm"} & {event.get("name") for event in trace["traceEvents"]}
@@ -108,7 +125,9 @@ def test_each_rank_writes_traces_of_chosen_steps_with_all_phases_in_order(runs):
 
 def test_tensorboard_has_histograms_of_all_ranks_at_every_step(runs):
     run = runs["watched"]
-    events = EventAccumulator(str(run["folder"].parent / "tb" / "model"), {"histograms": 0}).Reload()
+    events = EventAccumulator(
+        str(run["folder"].parent / "tb" / "model"), {"histograms": 0}
+    ).Reload()
     names = ["advantages", "kl", "response_length", "returns", "reward", "values"]
     assert sorted(events.Tags()["histograms"]) == [f"histograms/{name}" for name in names]
     for name in names[1:]:
@@ -116,4 +135,8 @@ def test_tensorboard_has_histograms_of_all_ranks_at_every_step(runs):
         assert [event.step for event in made] == [1, 2, 3, 4, 5, 6]
         means = [event.histogram_value.sum / event.histogram_value.num for event in made]
         assert means == pytest.approx([line[name] for line in run["logged"]], rel=1e-5, abs=1e-6)
-    assert [event.histogram_value.num for event in events.Histograms("histograms/reward")] == [8, 8, 4] * 2
+    assert [event.histogram_value.num for event in events.Histograms("histograms/reward")] == [
+        8,
+        8,
+        4,
+    ] * 2

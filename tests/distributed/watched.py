@@ -56,7 +56,11 @@ class Ended:
 
     def _seconds(self, option: str) -> float:
         flag = f"--{option}"
-        given = self.words[self.words.index(flag) + 1] if flag in self.words else getattr(RunConfig, option)
+        given = (
+            self.words[self.words.index(flag) + 1]
+            if flag in self.words
+            else getattr(RunConfig, option)
+        )
         return float(given)
 
 
@@ -70,11 +74,17 @@ def small_ppo(tiny: Path, folder: Path, options: str = "") -> list[str]:
 
 def watch(words: list[str], cwd: Path, on_line: OnLine | None = None, **variables: object) -> Ended:
     """Run a command until its processes have ended; ``on_line`` sees each line. Fails if a process is left over."""
-    environment = {**os.environ, **ENVIRONMENT, **{name: str(value) for name, value in variables.items()}}
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        **{name: str(value) for name, value in variables.items()},
+    }
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(words, cwd=cwd, env=environment, **pipes)
     family: set[psutil.Process] = set()
-    timer = threading.Timer(SECONDS_UNTIL_A_HANG_IS_CERTAIN, lambda: [member.kill() for member in family])
+    timer = threading.Timer(
+        SECONDS_UNTIL_A_HANG_IS_CERTAIN, lambda: [member.kill() for member in family]
+    )
     timer.daemon = True
     timer.start()
     output = ""
@@ -87,17 +97,27 @@ def watch(words: list[str], cwd: Path, on_line: OnLine | None = None, **variable
     assert timer.is_alive(), f"did not end within {SECONDS_UNTIL_A_HANG_IS_CERTAIN} s:\n{output}"
     timer.cancel()
     deadline = time.monotonic() + 10  # a process closes its output a little before it has ended
-    while (left := [member for member in family if _is_alive(member)]) and time.monotonic() < deadline:
+    while (
+        left := [member for member in family if _is_alive(member)]
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == [], output
     return Ended(words, output, status, time.time())
 
 
 def torchrun(
-    script: str, *arguments: object, cwd: Path, launcher: str = TORCHRUN, on_line: OnLine | None = None
+    script: str,
+    *arguments: object,
+    cwd: Path,
+    launcher: str = TORCHRUN,
+    on_line: OnLine | None = None,
 ) -> Ended:
     """``watch`` a script on two ranks under a real launcher."""
-    return watch([sys.executable, "-m", *launcher.split(), str(HERE / script), *map(str, arguments)], cwd, on_line)
+    return watch(
+        [sys.executable, "-m", *launcher.split(), str(HERE / script), *map(str, arguments)],
+        cwd,
+        on_line,
+    )
 
 
 def descendants(pid: int, recursive: bool = True) -> list[psutil.Process]:
@@ -118,5 +138,8 @@ def rank_process(launcher: int, rank: int) -> int:
 
 def _is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return process.is_running() and process.status() not in (
+            psutil.STATUS_ZOMBIE,
+            psutil.STATUS_DEAD,
+        )
     return False

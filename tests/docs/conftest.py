@@ -19,7 +19,12 @@ Run = Callable[..., str]
 REPO = Path(__file__).parents[2]
 SCRIPTS = REPO / "examples/scripts"
 CHAT = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% endfor %}"
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 SIZES["max_position_embeddings"] = 2048
 
 
@@ -28,8 +33,13 @@ DATA: dict[str, list[dict[str, Any]]] = {
     "prompts": [{"input": f"say {i}", "label": str(i), "difficulty": i} for i in range(8)],
     "sft": [{"input": f"say {i}", "output": str(i)} for i in range(8)],
     "preference": [{"prompt": f"say {i}", "chosen": str(i), "rejected": "no"} for i in range(8)],
-    "math": [{"question": f"What is {i} + {i}?", "answer": f"Add them.\n#### {2 * i}"} for i in range(8)],
-    "dialogues": [{"chosen": TALK.format(i) + str(i), "rejected": TALK.format(i) + "I will not."} for i in range(8)],
+    "math": [
+        {"question": f"What is {i} + {i}?", "answer": f"Add them.\n#### {2 * i}"} for i in range(8)
+    ],
+    "dialogues": [
+        {"chosen": TALK.format(i) + str(i), "rejected": TALK.format(i) + "I will not."}
+        for i in range(8)
+    ],
     "steps": [{"input": f"1 + {i}#done#", "label": ["+", "-"]} for i in range(8)],
     "documents": [{"text": f"a document, number {i}"} for i in range(8)],
 }
@@ -45,8 +55,14 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, kind in (("policy", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         # the special token is for process rewards
         tokenizer = save_tokenizer(folder / name, string.printable, ["ки"], chat_template=CHAT)
-        ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-        kind(LlamaConfig(vocab_size=len(tokenizer), **SIZES, **scores, **ends)).save_pretrained(folder / name)
+        ends = {
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": None,
+        }
+        kind(LlamaConfig(vocab_size=len(tokenizer), **SIZES, **scores, **ends)).save_pretrained(
+            folder / name
+        )
     for name, rows in DATA.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -55,14 +71,22 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words_of_script(script: Path, folder: Path, more: str = "") -> list[list[str]]:
     """The words that a script in ``folder`` gives to each program that it calls, which does nothing."""
     notes = "printf '%s\\0' \"$@\" $'\\n' >> \"$CALLS\""
-    for name, does in {"torchrun": notes, "python": notes, "srun": notes, "scontrol": "echo host"}.items():
+    for name, does in {
+        "torchrun": notes,
+        "python": notes,
+        "srun": notes,
+        "scontrol": "echo host",
+    }.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (folder / name).chmod(0o755)
     place = folder / "examples/scripts"
     place.mkdir(parents=True, exist_ok=True)
     (place / script.name).write_text(script.read_text())
     (place / "setup.sh").write_text(f"repo='{folder}'\ninstall() {{ :; }}\n")
-    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(folder / "calls")}
+    environment = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "CALLS": str(folder / "calls"),
+    }
     environment |= {"MODEL": "m", "SLURM_JOB_NODELIST": "host"}
     (folder / "calls").write_text("")
     command = ["bash", str(place / script.name), *more.split()]

@@ -17,7 +17,9 @@ from openppo.cli.options import parse_options
 from tests.docs.conftest import REPO, words_of_script
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
-SCRIPTS = sorted(file for file in (REPO / "examples/scripts").glob("*.sh") if file.name != "setup.sh")
+SCRIPTS = sorted(
+    file for file in (REPO / "examples/scripts").glob("*.sh") if file.name != "setup.sh"
+)
 SOURCES = {name: (REPO / f"openppo/cli/{name}.py").read_text() for name in commands()}
 NO_COMMAND = {
     "openppo --version": "it has no options",
@@ -30,10 +32,14 @@ NO_COMMAND = {
 
 def shown(page: Path) -> Iterator[str]:
     """The lines of a page's shell blocks that call OpenPPO, each in one piece."""
-    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+    for language, block in re.findall(
+        r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    ):
         if language not in ("python", "text"):
             lines = re.sub(r" *\\\n *", " ", block).splitlines()
-            yield from (line for line in lines if re.search(r"\bopenppo\.cli\.|-m openppo |^openppo ", line))
+            yield from (
+                line for line in lines if re.search(r"\bopenppo\.cli\.|-m openppo |^openppo ", line)
+            )
 
 
 COMMANDS = [
@@ -46,13 +52,21 @@ COMMANDS = [
 
 def check(words: list[str]) -> None:
     """``ValueError`` or ``SystemExit`` unless the words after the launcher are a command that can start."""
-    (start,) = (i for i, word in enumerate(words) if word == "openppo" or word.startswith("openppo.cli."))
-    ranks = int(words[words.index("--nproc_per_node") + 1]) if "--nproc_per_node" in words[:start] else 1
+    (start,) = (
+        i for i, word in enumerate(words) if word == "openppo" or word.startswith("openppo.cli.")
+    )
+    ranks = (
+        int(words[words.index("--nproc_per_node") + 1])
+        if "--nproc_per_node" in words[:start]
+        else 1
+    )
     name, options = words[start].rpartition(".")[2], words[start + 1 :]
     if name == "openppo":
         name, *options = options
     config = re.findall(r"^from openppo.config import (\w+)", SOURCES[name], flags=re.MULTILINE)[0]
-    markers = [tyro.conf.PositionalRequiredArgs] if "PositionalRequiredArgs" in SOURCES[name] else []
+    markers = (
+        [tyro.conf.PositionalRequiredArgs] if "PositionalRequiredArgs" in SOURCES[name] else []
+    )
     parse_options(getattr(openppo.config, config), options, *markers).validate(ranks)
 
 
@@ -71,12 +85,18 @@ def test_a_script_to_copy_is_valid_as_written(script: Path, tmp_path: Path) -> N
 
 
 # Lines that call no command of OpenPPO.
-BASH = "\n".join(b for p in PAGES for b in re.findall(r"^ *```bash\n(.*?)^ *```", p.read_text(), flags=re.S | re.M))
+BASH = "\n".join(
+    b
+    for p in PAGES
+    for b in re.findall(r"^ *```bash\n(.*?)^ *```", p.read_text(), flags=re.S | re.M)
+)
 
 
 def line(start: str) -> str:
     """The first line of a shell block with this beginning, in one piece."""
-    return next(found for found in BASH.replace("\\\n", " ").splitlines() if found.strip().startswith(start)).strip()
+    return next(
+        found for found in BASH.replace("\\\n", " ").splitlines() if found.strip().startswith(start)
+    ).strip()
 
 
 def test_the_clone_of_the_first_line_has_the_quickstart(tmp_path: Path) -> None:
@@ -87,7 +107,9 @@ def test_the_clone_of_the_first_line_has_the_quickstart(tmp_path: Path) -> None:
     given = {"GIT_CONFIG_COUNT": str(len(settings))}
     for number, (key, value) in enumerate(settings.items()):
         given |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
-    subprocess.run(f"{clone} && bash -n {script}", shell=True, check=True, cwd=tmp_path, env=os.environ | given)
+    subprocess.run(
+        f"{clone} && bash -n {script}", shell=True, check=True, cwd=tmp_path, env=os.environ | given
+    )
 
 
 def test_the_environment_that_the_scripts_make_can_be_activated(tmp_path: Path) -> None:
@@ -98,7 +120,9 @@ def test_the_environment_that_the_scripts_make_can_be_activated(tmp_path: Path) 
     none_active = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     for start in (". examples/scripts/setup.sh", line(". .venv/bin/activate")):
         command = ["bash", "-c", f"{start} && python -c 'import sys; print(sys.prefix)'"]
-        made = subprocess.run(command, check=True, cwd=tmp_path, env=none_active, capture_output=True, text=True)
+        made = subprocess.run(
+            command, check=True, cwd=tmp_path, env=none_active, capture_output=True, text=True
+        )
         assert made.stdout.strip() == str(tmp_path / ".venv")
 
 

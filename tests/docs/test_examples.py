@@ -25,16 +25,25 @@ SMALL = (
 PRM = "--placeholder_token # --reward_tokens + -"
 
 
-def script(run: Run, name: str, folder: Path, more: str = "", flags: str = SMALL, **env: str) -> Path:
+def script(
+    run: Run, name: str, folder: Path, more: str = "", flags: str = SMALL, **env: str
+) -> Path:
     """Run a script in ``folder`` with two optimizer steps of four samples, and return its folder of results."""
-    environment = {"GPUS": "1", "MODEL": "policy", "REWARD_MODEL": "reward", "SAVE_PATH": f"out/{name}"} | env
+    environment = {
+        "GPUS": "1",
+        "MODEL": "policy",
+        "REWARD_MODEL": "reward",
+        "SAVE_PATH": f"out/{name}",
+    } | env
     run(["bash", str(SCRIPTS / name), *flags.split(), *more.split()], folder, **environment)
     return folder / environment["SAVE_PATH"]
 
 
 def logged(folder: Path, file: str = "metrics") -> list[dict[str, float]]:
     """The rows of a log."""
-    return [json.loads(line) for line in (folder / "logs" / f"{file}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "logs" / f"{file}.jsonl").read_text().splitlines()
+    ]
 
 
 def saved(folder: Path) -> list[str]:
@@ -42,14 +51,26 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if (path / "model.safetensors").is_file())
 
 
-def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Path, assets: Path) -> None:
+def test_gsm8k_with_real_questions_and_the_qwen_template(
+    run: Run, tmp_path: Path, assets: Path
+) -> None:
     for name in ("train", "test"):
         with (assets / f"data/gsm8k/{name}.jsonl").open() as rows:
             (tmp_path / f"{name}.jsonl").write_text("".join(islice(rows, 4)))
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / "qwen2.5")
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, **sizes)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        num_key_value_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+        **sizes,
+    )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
     out = script(run, "gsm8k.sh", tmp_path, DATA="train.jsonl", EVAL_DATA="test.jsonl", GPUS="2")
@@ -63,20 +84,45 @@ def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "flags", "env"),
     [
-        ("grpo.sh", f"{SMALL} --n_samples_per_prompt 2 --train_batch_size 8", {"DATA": "math.jsonl", "GPUS": "2"}),
+        (
+            "grpo.sh",
+            f"{SMALL} --n_samples_per_prompt 2 --train_batch_size 8",
+            {"DATA": "math.jsonl", "GPUS": "2"},
+        ),
         ("remax.sh", SMALL, {"DATA": "prompts.jsonl"}),
-        ("train_sft.sh", "--train_batch_size 4 --max_len 64", {"DATASET": "sft.jsonl", "GPUS": "2"}),
-        ("train_rm.sh", "--train_batch_size 4 --max_len 64", {"DATASET": "preference.jsonl", "GPUS": "2"}),
+        (
+            "train_sft.sh",
+            "--train_batch_size 4 --max_len 64",
+            {"DATASET": "sft.jsonl", "GPUS": "2"},
+        ),
+        (
+            "train_rm.sh",
+            "--train_batch_size 4 --max_len 64",
+            {"DATASET": "preference.jsonl", "GPUS": "2"},
+        ),
         ("train_prm.sh", f"{PRM} --train_batch_size 4", {"DATASET": "steps.jsonl", "GPUS": "2"}),
-        pytest.param("train_ppo.sh", SMALL, {"PROMPT_DATA": "prompts.jsonl", "GPUS": "2"}, marks=pytest.mark.slow),
-        pytest.param("elastic.sh", SMALL, {"DATA": "prompts.jsonl", "GPUS": "2"}, marks=pytest.mark.slow),
+        pytest.param(
+            "train_ppo.sh",
+            SMALL,
+            {"PROMPT_DATA": "prompts.jsonl", "GPUS": "2"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "elastic.sh", SMALL, {"DATA": "prompts.jsonl", "GPUS": "2"}, marks=pytest.mark.slow
+        ),
     ],
 )  # README's command is that of train_ppo.sh; tests/distributed/test_signals.py runs elastic.sh
-def test_a_script_leaves_a_model(run: Run, workshop: Path, name: str, flags: str, env: dict[str, str]) -> None:
-    out = script(run, name, workshop, flags=flags, PRETRAIN="policy", REWARD_PRETRAIN="reward", **env)
+def test_a_script_leaves_a_model(
+    run: Run, workshop: Path, name: str, flags: str, env: dict[str, str]
+) -> None:
+    out = script(
+        run, name, workshop, flags=flags, PRETRAIN="policy", REWARD_PRETRAIN="reward", **env
+    )
     assert (out / "model.safetensors").is_file()
     assert len(logged(out)) == 2
-    assert ("value_loss" in logged(out)[0]) == (name in ("train_ppo.sh", "elastic.sh")), "the others have no critic"
+    assert ("value_loss" in logged(out)[0]) == (name in ("train_ppo.sh", "elastic.sh")), (
+        "the others have no critic"
+    )
     assert ("kl_loss" in logged(out)[0]) == (name == "grpo.sh")
 
 
@@ -93,28 +139,47 @@ def test_the_relatives_of_grpo_are_what_their_papers_say(tmp_path: Path) -> None
     comment = re.sub(r"\n# {6,}", " ", (SCRIPTS / "grpo.sh").read_text())
     flags = dict(re.findall(r"^#   ([A-Z][\w. ]*?) +(--.*)$", comment, flags=re.MULTILINE))
     assert list(flags) == ["DAPO", "Dr. GRPO", "GSPO"]
-    made = {name: config_of("grpo.sh", tmp_path, more) for name, more in {"GRPO": "", **flags}.items()}
-    assert {name: (loss_aggregation(c), c.kl.use_kl_loss, c.kl.init_kl_coef > 0) for name, c in made.items()} == {
+    made = {
+        name: config_of("grpo.sh", tmp_path, more) for name, more in {"GRPO": "", **flags}.items()
+    }
+    assert {
+        name: (loss_aggregation(c), c.kl.use_kl_loss, c.kl.init_kl_coef > 0)
+        for name, c in made.items()
+    } == {
         "GRPO": ("sequence_mean", True, True),
         "DAPO": ("token_mean", False, False),
         "Dr. GRPO": ("constant", False, False),
         "GSPO": ("sequence_mean", False, False),
     }
     dapo = made["DAPO"]
-    assert (dapo.loss.eps_clip, dapo.loss.eps_clip_high, dapo.ppo.dynamic_sampling) == (0.2, 0.28, True)
+    assert (dapo.loss.eps_clip, dapo.loss.eps_clip_high, dapo.ppo.dynamic_sampling) == (
+        0.2,
+        0.28,
+        True,
+    )
     assert dapo.shaping.overlong_buffer_len == 128
     assert made["Dr. GRPO"].advantage.advantage_estimator == "dr_grpo"
     assert made["GSPO"].loss.policy_loss_type == "gspo"
 
 
 def test_lora(run: Run, workshop: Path) -> None:
-    out = script(run, "lora.sh", workshop, "--actor_learning_rate 1e-2", DATA="prompts.jsonl", CRITIC="policy")
+    out = script(
+        run,
+        "lora.sh",
+        workshop,
+        "--actor_learning_rate 1e-2",
+        DATA="prompts.jsonl",
+        CRITIC="policy",
+    )
     assert (out / "adapter_model.safetensors").is_file()
     assert not (out / "model.safetensors").exists()
     merged = AutoModelForCausalLM.from_pretrained(f"{out}_merged")
     base = AutoModelForCausalLM.from_pretrained(workshop / "policy")
     assert merged.num_parameters() == base.num_parameters()
-    assert any(not torch.equal(a, b.to(a)) for a, b in zip(merged.parameters(), base.parameters(), strict=True))
+    assert any(
+        not torch.equal(a, b.to(a))
+        for a, b in zip(merged.parameters(), base.parameters(), strict=True)
+    )
 
 
 def test_tldr_trains_what_is_not_given_and_hh_uses_what_is(run: Run, workshop: Path) -> None:
@@ -125,7 +190,9 @@ def test_tldr_trains_what_is_not_given_and_hh_uses_what_is(run: Run, workshop: P
     assert saved(out) == ["ppo", "rm", "sft"]
     assert str(logged(out / "ppo", "samples")[0]["prompt"]).endswith("TL;DR:")
     given = {"SFT": "policy", "REWARD_MODEL": str(out / "rm"), "SAVE_PATH": "out/given"}
-    assert saved(script(run, "hh.sh", workshop, DATA="dialogues.jsonl", BATCH="4", **given)) == ["ppo"]
+    assert saved(script(run, "hh.sh", workshop, DATA="dialogues.jsonl", BATCH="4", **given)) == [
+        "ppo"
+    ]
 
 
 @pytest.mark.slow
@@ -173,14 +240,28 @@ def test_the_tracker_of_mlflow_gets_what_the_logs_get(run: Run, workshop: Path) 
         run([sys.executable, *f"{command}{more}".split()], workshop)
     calls = [json.loads(line) for line in (workshop / "mlflow.jsonl").read_text().splitlines()]
     assert [call for call in calls if call[0] in ("start", "end")] == [
-        *(["start", None, "mlflow"], ["end", "FINISHED"], ["start", "0a1b", None], ["end", "FINISHED"])
+        *(
+            ["start", None, "mlflow"],
+            ["end", "FINISHED"],
+            ["start", "0a1b", None],
+            ["end", "FINISHED"],
+        )
     ]
     given = [(call[2], call[1]) for call in calls if call[0] == "metrics"]
-    rows = [{n.replace("@", "_"): v for n, v in row.items() if n != "time"} for row in logged(workshop / "out/mlflow")]
+    rows = [
+        {n.replace("@", "_"): v for n, v in row.items() if n != "time"}
+        for row in logged(workshop / "out/mlflow")
+    ]
     assert [{"step": step, **metrics} for step, metrics in given] == rows
     assert len(rows) == 4 and "eval_pass_1" in rows[1]
-    params = {name: value for call in calls if call[0] == "params" for name, value in call[1].items()}
-    assert (params["pretrain"], params["rollout_batch_size"], len(params) > 150) == ("policy", "4", True)
+    params = {
+        name: value for call in calls if call[0] == "params" for name, value in call[1].items()
+    }
+    assert (params["pretrain"], params["rollout_batch_size"], len(params) > 150) == (
+        "policy",
+        "4",
+        True,
+    )
     assert [call[2] for call in calls if call[0] == "dict"][:2] == [
         *("samples/training_00000001.json", "samples/training_00000002.json")
     ]
@@ -203,10 +284,23 @@ def test_the_slurm_script_runs_on_two_nodes(run: Run, workshop: Path, tmp_path: 
         port = str(probe.getsockname()[1])
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": port}
     nodes = {"SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_NNODES": "2", "GPUS": "1"}
-    models = {"PRETRAIN": "policy", "REWARD_PRETRAIN": "reward", "PROMPT_DATA": "prompts.jsonl", "SAVE_PATH": "slurm"}
-    run(["bash", str(SCRIPTS / "slurm.sh"), *SMALL.split(), "--max_samples", "8"], workshop, **path, **nodes, **models)
+    models = {
+        "PRETRAIN": "policy",
+        "REWARD_PRETRAIN": "reward",
+        "PROMPT_DATA": "prompts.jsonl",
+        "SAVE_PATH": "slurm",
+    }
+    run(
+        ["bash", str(SCRIPTS / "slurm.sh"), *SMALL.split(), "--max_samples", "8"],
+        workshop,
+        **path,
+        **nodes,
+        **models,
+    )
     assert (workshop / "slurm" / "model.safetensors").is_file()
     assert len(logged(workshop / "slurm")) == 2
     text = (SCRIPTS / "slurm.sh").read_text()
-    notice, patience = (int(re.search(pattern, text)[1]) for pattern in (r"TERM@(\d+)", r"--shutdown_timeout (\d+)"))
+    notice, patience = (
+        int(re.search(pattern, text)[1]) for pattern in (r"TERM@(\d+)", r"--shutdown_timeout (\d+)")
+    )
     assert 30 < patience < notice, "longer than Slurm, within its notice"

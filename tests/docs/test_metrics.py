@@ -62,7 +62,11 @@ def documented(heading_pattern: str) -> list[str]:
     """Names in the first column of the tables under the headings that match."""
     sections = re.split(r"^## ", DOCUMENT, flags=re.MULTILINE)
     chosen = [section for section in sections if re.match(heading_pattern, section)]
-    rows = [row for section in chosen for row in re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)]
+    rows = [
+        row
+        for section in chosen
+        for row in re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    ]
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
@@ -72,16 +76,21 @@ def logs(run: Run, workshop: Path) -> Logs:
     (workshop / "two.py").write_text(REWARD)
     (workshop / "agent.py").write_text(AGENT)
     (workshop / "tasks.yaml").write_text(TASKS)
-    train(run, workshop, [line.format(out=f"metrics/{name}").split() for name, line in RUNS.items()])
+    train(
+        run, workshop, [line.format(out=f"metrics/{name}").split() for name, line in RUNS.items()]
+    )
     run([sys.executable, *ASYNC.format(out="metrics/async").split()], workshop)
     found: Logs = {}
     for name in [*RUNS, "async"]:
         folder = workshop / "metrics" / name / "logs"
         found[name] = {
-            file.stem: {key for line in file.read_text().splitlines() for key in json.loads(line)} - {"step", "time"}
+            file.stem: {key for line in file.read_text().splitlines() for key in json.loads(line)}
+            - {"step", "time"}
             for file in folder.glob("*.jsonl")
         }
-        assert {"report.html", "config.yaml", "environment.json"} <= {file.name for file in folder.iterdir()}
+        assert {"report.html", "config.yaml", "environment.json"} <= {
+            file.name for file in folder.iterdir()
+        }
     return found
 
 
@@ -102,7 +111,10 @@ of what precedes a line in a process of its own."""
 @pytest.mark.parametrize(
     ("runs", "sections"),
     [
-        (PPO, "Progress|Rewards|Policy|Critic|Responses|Agents|Sampling|Rollouts|Tasks|Time|Memory|Evaluation"),
+        (
+            PPO,
+            "Progress|Rewards|Policy|Critic|Responses|Agents|Sampling|Rollouts|Tasks|Time|Memory|Evaluation",
+        ),
         (("sft", "rm"), "SFT"),
     ],
     ids=["PPO", "supervised"],
@@ -112,36 +124,54 @@ def test_every_metric_is_documented_and_every_documented_one_is_logged(
 ) -> None:
     logged, names = set().union(*(logs[name]["metrics"] for name in runs)), documented(sections)
     patterns = {
-        name: "".join(".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
+        name: "".join(
+            ".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name)
+        )
         for name in names
     }
     known = re.compile("|".join(patterns.values()))
     assert [name for name in sorted(logged) if not known.fullmatch(name)] == []
     always = [name for name in names if not name.startswith(SOMETIMES)]
     assert [n for n in always if not any(re.fullmatch(patterns[n], name) for name in logged)] == []
-    phases = ("step",) if runs != PPO else ("generation", "scoring", "experience", "training", "step")
-    memory = [f"memory/{phase}_{what}_gib" for phase in phases for what in ("peak", "estimated")]  # of a GPU
+    phases = (
+        ("step",) if runs != PPO else ("generation", "scoring", "experience", "training", "step")
+    )
+    memory = [
+        f"memory/{phase}_{what}_gib" for phase in phases for what in ("peak", "estimated")
+    ]  # of a GPU
     assert [name for name in memory if not known.fullmatch(name)] == []
 
 
-def test_every_column_of_dumped_rollouts_is_documented_and_written(logs: Logs, workshop: Path) -> None:
+def test_every_column_of_dumped_rollouts_is_documented_and_written(
+    logs: Logs, workshop: Path
+) -> None:
     columns = set(documented("Dumped"))
     for name, without in (("critic", set()), ("agent", {"token_ids", "action_mask", "log_probs"})):
         for file in (workshop / "metrics" / name / "rollouts").glob("*.jsonl"):
             written = {frozenset(json.loads(line)) for line in file.read_text().splitlines()}
             assert written == {frozenset(columns - without)}, file
-    assert {file.name[:5] for file in (workshop / "metrics" / "agent" / "rollouts").iterdir()} == {"train", "eval-"}
+    assert {file.name[:5] for file in (workshop / "metrics" / "agent" / "rollouts").iterdir()} == {
+        "train",
+        "eval-",
+    }
 
 
-def test_every_field_of_samples_and_tokens_is_documented_and_logged_where_a_run_has_it(logs: Logs) -> None:
+def test_every_field_of_samples_and_tokens_is_documented_and_logged_where_a_run_has_it(
+    logs: Logs,
+) -> None:
     for file in ("samples", "tokens"):
         logged = set().union(*(logs[name][file] for name in PPO))
         assert sorted(documented(rf"{file}\.jsonl")) == sorted(logged)
-    assert not {"value_loss", "values", "explained_variance", "critic_grad_norm"} & logs["named"]["metrics"]
+    assert (
+        not {"value_loss", "values", "explained_variance", "critic_grad_norm"}
+        & logs["named"]["metrics"]
+    )
     assert "value" not in logs["named"]["tokens"]
 
 
-def test_the_commands_of_the_report_write_it(run: Run, workshop: Path, tmp_path: Path, logs: Logs) -> None:
+def test_the_commands_of_the_report_write_it(
+    run: Run, workshop: Path, tmp_path: Path, logs: Logs
+) -> None:
     (tmp_path / "ckpt").mkdir()
     for name, of in (("ppo", "critic"), ("grpo", "named")):
         (tmp_path / "ckpt" / name).symlink_to(workshop / "metrics" / of)

@@ -27,7 +27,14 @@ def of_command(launcher: Launcher, workshop: Path) -> list[str]:
     """What the command prints whose options README's loop has."""
     (workshop / "quiet_reward.py").write_text(REWARD)
     flags = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
-    words = ["--pretrain", "policy", "--reward_fn", "quiet_reward.py", "--prompt_data", "prompts.jsonl"]
+    words = [
+        "--pretrain",
+        "policy",
+        "--reward_fn",
+        "quiet_reward.py",
+        "--prompt_data",
+        "prompts.jsonl",
+    ]
     command = ["-m", "openppo.cli.train_ppo", *words, *flags, "--save_path", "quiet"]
     return printed(launcher, workshop, command)
 
@@ -35,7 +42,9 @@ def of_command(launcher: Launcher, workshop: Path) -> list[str]:
 def test_the_loop_of_the_readme_prints_what_the_command_prints(
     launcher: Launcher, workshop: Path, of_command: list[str]
 ) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (REPO / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (REPO / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     (loop,) = [block for block in blocks if "prompt_batches" in block]
     options = ", ".join(f"{name}={value}" for name, value in OPTIONS.items())
     loop = loop.replace('"MODEL"', '"policy"').replace('"reward.py"', '"quiet_reward.py"')
@@ -58,7 +67,9 @@ def test_the_own_loop_of_the_examples_is_quiet_and_ends_with_the_report(
     for name in ("prompts", "heldout"):
         (workshop / f"own/{name}.jsonl").write_text((workshop / "prompts.jsonl").read_text())
     lines = printed(
-        launcher, workshop, ["-c", f"import sys; sys.path.insert(0, {str(REPO / 'examples')!r}); {program}"]
+        launcher,
+        workshop,
+        ["-c", f"import sys; sys.path.insert(0, {str(REPO / 'examples')!r}); {program}"],
     )
     known = r"\[openppo\].*|step .*|         .*|  (sample|prompt|response) .*|exact match .*"
     assert [line for line in lines if not re.fullmatch(known, line)] == []

@@ -17,12 +17,16 @@ from openppo.config import TrainPPOConfig
 from tests.docs.conftest import REPO, Run
 
 TROUBLE = (REPO / "docs" / "troubleshooting.md").read_text()
-COMMANDS = sorted(file.stem for file in (REPO / "openppo/cli").glob("*.py") if "__main__" in file.read_text())
+COMMANDS = sorted(
+    file.stem for file in (REPO / "openppo/cli").glob("*.py") if "__main__" in file.read_text()
+)
 VARIABLE = "…"
 """What stands for names and numbers in quoted messages."""
 
 
-@pytest.mark.parametrize(("tag", "expected"), [(f"v{__version__}", f"v{__version__}"), ("v0.0.1", "main")])
+@pytest.mark.parametrize(
+    ("tag", "expected"), [(f"v{__version__}", f"v{__version__}"), ("v0.0.1", "main")]
+)
 def test_a_link_to_the_repository_leads_to_the_version_that_is_documented(
     tmp_path: Path, tag: str, expected: str
 ) -> None:
@@ -33,35 +37,49 @@ def test_a_link_to_the_repository_leads_to_the_version_that_is_documented(
         subprocess.run(git.split(), cwd=tmp_path, check=True)
     hook = runpy.run_path(str(REPO / "docs/hooks/links.py"))["on_page_markdown"]
     page = SimpleNamespace(file=SimpleNamespace(src_uri="versions.md"))
-    config = SimpleNamespace(docs_dir=str(tmp_path / "docs"), extra={"repository": "https://host/us"})
+    config = SimpleNamespace(
+        docs_dir=str(tmp_path / "docs"), extra={"repository": "https://host/us"}
+    )
     shown = hook("[what changed](../CHANGELOG.md#top) [here](data.md)", page, config, None)
-    assert shown == f"[what changed](https://host/us/blob/{expected}/CHANGELOG.md#top) [here](data.md)"
+    assert (
+        shown == f"[what changed](https://host/us/blob/{expected}/CHANGELOG.md#top) [here](data.md)"
+    )
 
 
 def test_contributing_says_how_the_pages_are_built() -> None:
     text = " ".join((REPO / "CONTRIBUTING.md").read_text().split())
-    (needs,) = re.findall(r"`pip install -e \. \"\$\(grep ([\w-]+) requirements-dev\.txt\)\"`", text)
-    pins = [line for line in (REPO / "requirements-dev.txt").read_text().splitlines() if needs in line]
+    (needs,) = re.findall(
+        r"`pip install -e \. \"\$\(grep ([\w-]+) requirements-dev\.txt\)\"`", text
+    )
+    pins = [
+        line for line in (REPO / "requirements-dev.txt").read_text().splitlines() if needs in line
+    ]
     assert [pin.split("==")[0] for pin in pins] == ["mkdocs-material"]
     assert "`python -m mkdocs serve`" in text and "`python -m mkdocs build --strict`" in text
 
 
 def test_each_document_is_a_page(site: Path) -> None:
-    documents = {file.relative_to(REPO / "docs").with_suffix("") for file in (REPO / "docs").rglob("*.md")}
+    documents = {
+        file.relative_to(REPO / "docs").with_suffix("") for file in (REPO / "docs").rglob("*.md")
+    }
     pages = {file.relative_to(site).with_suffix("") for file in site.rglob("*.html")}
     assert pages - documents == {Path("404"), *(Path("flags") / command for command in COMMANDS)}
     assert documents <= pages
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_page_of_a_command_has_each_flag_of_its_help(run: Run, site: Path, command: str) -> None:
+def test_the_page_of_a_command_has_each_flag_of_its_help(
+    run: Run, site: Path, command: str
+) -> None:
     """``--help`` is made by tyro, the page by our own reading of the dataclasses."""
     shown = run([sys.executable, "-m", "openppo", command, "--help"], site, COLUMNS="200")
     rows = re.findall(r"^│ (-\S.*?)(?: {2,}|$)", shown, flags=re.MULTILINE)
     flags = set(re.findall(r"--([a-z]\w*)", "\n".join(rows)))
     page = (site / "flags" / f"{command}.html").read_text()
     assert len(flags) > 1
-    assert {flag for flag in flags if f'id="{flag}"' not in page and not flag.startswith("no_")} <= {"help"}
+    assert {
+        flag for flag in flags if f'id="{flag}"' not in page and not flag.startswith("no_")
+    } <= {"help"}
 
 
 def test_a_row_has_form_default_and_docstring_of_its_field(site: Path) -> None:
@@ -90,25 +108,33 @@ def templates() -> Iterator[str]:
     for file in (REPO / "openppo").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                yield "".join(str(v.value) if isinstance(v, ast.Constant) else VARIABLE for v in node.values)
+                yield "".join(
+                    str(v.value) if isinstance(v, ast.Constant) else VARIABLE for v in node.values
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     """Each stands in one text of the code, or is what a mistyped flag really gives, which is put together of two."""
-    messages = re.findall(r"^```text\n(.*?)\n```", TROUBLE.split("## Messages")[1], flags=re.DOTALL | re.MULTILINE)
+    messages = re.findall(
+        r"^```text\n(.*?)\n```", TROUBLE.split("## Messages")[1], flags=re.DOTALL | re.MULTILINE
+    )
     assert len(messages) > 25
     pattern = {message: ".*".join(map(re.escape, message.split(VARIABLE))) for message in messages}
     known = list(templates())
     with pytest.raises(ValueError) as mistyped:
         parse_options(TrainPPOConfig, ["--eps_clipp", "0.1"])
     known.append(str(mistyped.value))
-    assert [message for message, text in pattern.items() if not any(re.search(text, t) for t in known)] == []
+    assert [
+        message for message, text in pattern.items() if not any(re.search(text, t) for t in known)
+    ] == []
 
 
 def test_examples_lists_every_script() -> None:
     page = (REPO / "docs" / "examples.md").read_text()
     helpers = {"setup.sh", "quickstart_report.py", "sort_letters.py", "stories.py"}
-    files = {file.name for file in (REPO / "examples").rglob("*") if file.suffix in (".sh", ".py")} - helpers
+    files = {
+        file.name for file in (REPO / "examples").rglob("*") if file.suffix in (".sh", ".py")
+    } - helpers
     assert [name for name in files if f"{name}`]" not in page] == []

@@ -22,7 +22,11 @@ def test_the_page_is_what_its_script_writes() -> None:
 def test_a_table_begins_with_device_and_versions(file: Path) -> None:
     head = file.read_text().splitlines()[:8]
     assert head[0].startswith("# ")
-    assert [name for name in ("- Device: ", "- Versions: ") if not any(line.startswith(name) for line in head)] == []
+    assert [
+        name
+        for name in ("- Device: ", "- Versions: ")
+        if not any(line.startswith(name) for line in head)
+    ] == []
 
 
 def test_one_page_alone_says_what_was_not_run_on_gpus() -> None:

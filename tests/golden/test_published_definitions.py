@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openppo.experience import AdaptiveKLController, compute_reward, get_advantages_and_returns, get_cumulative_returns
+from openppo.experience import (
+    AdaptiveKLController,
+    compute_reward,
+    get_advantages_and_returns,
+    get_cumulative_returns,
+)
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import StepRewards
 from openppo.models.log_probs import compute_approx_kl
@@ -51,8 +56,14 @@ def test_scores_less_their_baseline_are_those_of_openrlhf(name: str, expected: l
 
 def test_advantages_and_returns_are_those_of_openrlhf() -> None:
     advantages, returns = get_advantages_and_returns(VALUES, REWARDS, MASK, 0.99, 0.9)
-    same(advantages, [[1.1207878, 1.8258, 0.8, 0], [-1.15789444425, -1.21873675, -0.45425, -1.75]], 1e-9)
-    same(returns, [[1.2207878, 1.4258, 1.5, 0], [-0.85789444425, -1.01873675, -1.05425, -1.25]], 1e-9)
+    same(
+        advantages,
+        [[1.1207878, 1.8258, 0.8, 0], [-1.15789444425, -1.21873675, -0.45425, -1.75]],
+        1e-9,
+    )
+    same(
+        returns, [[1.2207878, 1.4258, 1.5, 0], [-0.85789444425, -1.01873675, -1.05425, -1.25]], 1e-9
+    )
     same(
         get_cumulative_returns(REWARDS, MASK, 0.99),
         [[1.47995, 1.505, 1.5, 0], [-1.19287275, -1.235225, -1.2275, -1.25]],
@@ -63,7 +74,11 @@ def test_advantages_and_returns_are_those_of_openrlhf() -> None:
 @pytest.mark.parametrize(
     ("estimator", "kl", "rewards"),
     [
-        ("k1", [[0.2, -0.5, 0, 0], [0.5, -0.2, -0.2, 1.0]], [[-0.01, 0.025, 10, 0], [-0.025, 0.01, 0.01, -0.8]]),
+        (
+            "k1",
+            [[0.2, -0.5, 0, 0], [0.5, -0.2, -0.2, 1.0]],
+            [[-0.01, 0.025, 10, 0], [-0.025, 0.01, 0.01, -0.8]],
+        ),
         (
             "k2",
             [[0.02, 0.125, 0, 0], [0.125, 0.02, 0.02, 0.5]],
@@ -72,11 +87,16 @@ def test_advantages_and_returns_are_those_of_openrlhf() -> None:
         (
             "k3",
             [[0.01873076, 0.14872122, 0, 0], [0.10653067, 0.02140272, 0.02140272, 0.36787945]],
-            [[-0.00093654, -0.00743606, 10, 0], [-0.00532653, -0.00107014, -0.00107014, -0.76839399]],
+            [
+                [-0.00093654, -0.00743606, 10, 0],
+                [-0.00532653, -0.00107014, -0.00107014, -0.76839399],
+            ],
         ),
     ],
 )
-def test_kl_and_token_rewards_are_those_of_openrlhf(estimator: str, kl: list, rewards: list) -> None:
+def test_kl_and_token_rewards_are_those_of_openrlhf(
+    estimator: str, kl: list, rewards: list
+) -> None:
     found = compute_approx_kl(POLICY, REFERENCE, MASK, estimator)
     same(found, kl)
     same(compute_reward(torch.tensor([12.0, -0.75]), found, MASK, 0.05, (-10.0, 10.0)), rewards)
@@ -87,7 +107,9 @@ def test_the_adaptive_coefficient_is_that_of_openrlhf() -> None:
     for measured in (3.0, 6.6, 30.0, 0.0):
         controller.update(measured, 512)
         found.append(controller.value)
-    assert found == pytest.approx([0.0197952, 0.019896551424, 0.02010029211058176, 0.019894465119369403], rel=1e-12)
+    assert found == pytest.approx(
+        [0.0197952, 0.019896551424, 0.02010029211058176, 0.019894465119369403], rel=1e-12
+    )
 
 
 # TRL 1.12.0; the second row has a token of a tool
@@ -99,7 +121,10 @@ PER_ROW = float64([[1.25], [-0.75]]).expand(2, 4)
 PER_TOKEN = float64([[1.25, -0.5, 0.3, 0.0], [-0.75, 9.0, 0.6, -0.1]])
 
 
-A, B = [-0.25445890795, -0.1263605541, -0.2083333333, 0], [0.3074503888, 0, 0.1023413441, 1.1281266874]
+A, B = (
+    [-0.25445890795, -0.1263605541, -0.2083333333, 0],
+    [0.3074503888, 0, 0.1023413441, 1.1281266874],
+)
 SEQUENCE = [[-0.1885077954] * 3 + [0], [0.3286457438, 0, 0.3286457438, 0.3286457438]]
 DR_GRPO = [[0, -0.0473852077, -0.078125, 0], [0.1152938958, 0, 0.0383780040, 0.4230475077]]
 DELTA = [[0, 0, -0.05, 0], [0.3074503888, 0, -0.0818730753, 0]]
@@ -110,13 +135,29 @@ TRL = {  # loss, aggregation, advantages, value, gradient
     "dr_grpo": (PolicyLoss(0.2), "constant", PER_ROW, 0.35745919988193736, DR_GRPO),
     "delta": (PolicyLoss(0.2, dual_clip=3.0), "token_mean", PER_TOKEN, 0.04224398025348717, DELTA),
     "gspo": (GSPOLoss(0.2, 0.28), "sequence_mean", PER_ROW, 0.4204138450274959, SEQUENCE),
-    "gspo_token": (GSPOLoss(0.02, 0.03), "sequence_mean", PER_TOKEN, 0.11738217660958825, GSPO_TOKEN),
-    "cispo": (CISPOLoss(1.5), "token_mean", PER_ROW, 0.19869572573385433, [A, [0.1875, 0, B[2], 0.1875]]),
+    "gspo_token": (
+        GSPOLoss(0.02, 0.03),
+        "sequence_mean",
+        PER_TOKEN,
+        0.11738217660958825,
+        GSPO_TOKEN,
+    ),
+    "cispo": (
+        CISPOLoss(1.5),
+        "token_mean",
+        PER_ROW,
+        0.19869572573385433,
+        [A, [0.1875, 0, B[2], 0.1875]],
+    ),
 }
 
 
-@pytest.mark.parametrize(("loss", "loss_agg", "advantages", "value", "gradient"), TRL.values(), ids=TRL)
-def test_policy_losses_and_gradients_are_those_of_trl(loss, loss_agg, advantages, value, gradient) -> None:
+@pytest.mark.parametrize(
+    ("loss", "loss_agg", "advantages", "value", "gradient"), TRL.values(), ids=TRL
+)
+def test_policy_losses_and_gradients_are_those_of_trl(
+    loss, loss_agg, advantages, value, gradient
+) -> None:
     loss.reduction = "none"
     log_probs = NEW.clone().requires_grad_()
     weights = token_weights(ACTIONS, loss_agg, n_tokens=6, n_sequences=2, max_len=8).double()

@@ -32,8 +32,18 @@ def grouped_actor(device: str, dtype: torch.dtype) -> Actor:
     """Four heads share two keys, of 64 elements each; as commands load it. Its logits depend on every token."""
     set_up_gpu(bf16=True)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+    }
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1)).to(dtype)
     use_fast_attention(model)
     return Actor(model).eval().to(device)
@@ -73,7 +83,9 @@ def synchronizations(device: str) -> Iterator[list[str]]:
             found += [str(one.message) for one in caught if SYNCHRONIZING in str(one.message)]
 
 
-def rounding_borders(ones: Sequence[Completion], others: Sequence[Completion], close: float = 1e-3) -> int:
+def rounding_borders(
+    ones: Sequence[Completion], others: Sequence[Completion], close: float = 1e-3
+) -> int:
     """Number of responses that differ, each by a draw so near a border that rounding gave the next id.
 
     Fails if they differ in any other way. After such a draw a response may continue as it likes.

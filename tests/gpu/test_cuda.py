@@ -35,7 +35,12 @@ def needs_cuda(test: Any) -> Any:
 @pytest.fixture
 def actor() -> Actor:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return Actor(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))).eval()
 
 
@@ -60,19 +65,29 @@ def test_engine_on_the_gpu_reports_the_log_probs_of_a_forward(actor: Actor) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_recorded_decode_steps_give_the_responses_of_launched_ones(actor: Actor, device: str) -> None:
+def test_recorded_decode_steps_give_the_responses_of_launched_ones(
+    actor: Actor, device: str
+) -> None:
     actor.to(device)
     prompts = [[1 + i % 60] * (1 + i % 7) for i in range(40)]
     arguments = (prompts, SamplingParams(300 if device == "cuda" else 60), list(range(40)))
     launched = HFEngine(actor.model, [2], 0, 16).generate(*arguments)
     recorded = HFEngine(actor.model, [2], 0, 16, new_recorder=recorder(device)).generate(*arguments)
-    assert len({len(completion.token_ids) for completion in launched}) > 3, "rows leave at different times"
-    assert rounding_borders(recorded, launched) <= 2, "of some 12,000 draws one falls near a border in 100 runs"
+    assert len({len(completion.token_ids) for completion in launched}) > 3, (
+        "rows leave at different times"
+    )
+    assert rounding_borders(recorded, launched) <= 2, (
+        "of some 12,000 draws one falls near a border in 100 runs"
+    )
 
 
 def test_a_draw_at_a_border_differs_by_one_id_and_is_counted() -> None:
     def completions(*token_ids: int) -> list[Completion]:
-        return [Completion(list(token_ids), [-1.0] * len(token_ids), [0] * len(token_ids), FinishReason.LENGTH)]
+        return [
+            Completion(
+                list(token_ids), [-1.0] * len(token_ids), [0] * len(token_ids), FinishReason.LENGTH
+            )
+        ]
 
     assert rounding_borders(completions(5, 6, 7), completions(5, 6, 7)) == 0
     assert rounding_borders(completions(5, 6, 7), completions(5, 7, 1, 2)) == 1
@@ -83,14 +98,21 @@ def test_a_draw_at_a_border_differs_by_one_id_and_is_counted() -> None:
 
 @pytest.mark.parametrize("new_recorder", [None, CUDARecorder], ids=["launched", "recorded"])
 @needs_cuda
-def test_turns_that_resume_equal_those_that_read_all_on_the_gpu(actor: Actor, new_recorder: Any) -> None:
+def test_turns_that_resume_equal_those_that_read_all_on_the_gpu(
+    actor: Actor, new_recorder: Any
+) -> None:
     """Rows and what is kept are sized by free memory; conversations outgrow the first buffers."""
     actor.cuda()
     params, n_different = SamplingParams(40), 0
     engine = HFEngine(actor.model, [2], 0, new_recorder=new_recorder)
-    turns: list[tuple[list[int], int | None]] = [([1 + i % 60] * (1 + i % 7), None) for i in range(20)]
+    turns: list[tuple[list[int], int | None]] = [
+        ([1 + i % 60] * (1 + i % 7), None) for i in range(20)
+    ]
     for turn in range(3):
-        numbers = [engine.submit(ids, params, 20 * turn + i, True, handle) for i, (ids, handle) in enumerate(turns)]
+        numbers = [
+            engine.submit(ids, params, 20 * turn + i, True, handle)
+            for i, (ids, handle) in enumerate(turns)
+        ]
         done: dict[int, Completion] = {}
         while engine.busy:
             engine.step()
@@ -99,12 +121,16 @@ def test_turns_that_resume_equal_those_that_read_all_on_the_gpu(actor: Actor, ne
         expected = HFEngine(actor.model, [2], 0).generate(prompts, params, seeds)
         answers = [done[number] for number in numbers]
         n_different += rounding_borders(answers, expected)
-        turns = [([*ids, *a.token_ids, 7, 9], a.parked) for ids, a in zip(prompts, answers, strict=True)]
+        turns = [
+            ([*ids, *a.token_ids, 7, 9], a.parked) for ids, a in zip(prompts, answers, strict=True)
+        ]
     assert n_different <= 2
     assert engine.reused_tokens > engine.read_tokens / 2
 
 
-@pytest.mark.parametrize("more", [["--cuda_graphs", "off"], ["--cuda_graphs", "on"]], ids=["launched", "recorded"])
+@pytest.mark.parametrize(
+    "more", [["--cuda_graphs", "off"], ["--cuda_graphs", "on"]], ids=["launched", "recorded"]
+)
 @pytest.mark.parametrize("zero_stage", ["0", "2", "3"])
 @needs_cuda
 def test_ppo_runs_in_bf16_on_one_gpu(zero_stage: str, more: list[str], tmp_path: Path) -> None:
@@ -123,12 +149,16 @@ def execute(*words: object, cwd: Path, **more: str) -> str:
     script = [str(REPO / str(words[0]))] if str(words[0]).endswith(".py") else [str(words[0])]
     environment = os.environ | {"PYTHONPATH": PYTHON_PATH} | more
     command = [sys.executable, *script, *map(str, words[1:])]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout + done.stderr
 
 
-def run_ppo(folder: Path, *more: str, n_ranks: int = 1, dtype: str = "--bf16", **environment: str) -> str:
+def run_ppo(
+    folder: Path, *more: str, n_ranks: int = 1, dtype: str = "--bf16", **environment: str
+) -> str:
     """Two steps; returns the log."""
     folder.mkdir(exist_ok=True)
     execute("examples/sort_letters.py", "make", "--out", folder, cwd=folder)
@@ -143,7 +173,9 @@ def run_ppo(folder: Path, *more: str, n_ranks: int = 1, dtype: str = "--bf16", *
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """One row for each step."""
-    return [json.loads(line) for line in (folder / "ckpt/logs/metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "ckpt/logs/metrics.jsonl").read_text().splitlines()
+    ]
 
 
 TRAINED = ("reward", "kl", "policy_loss", "value_loss", "response_length", "grad_norm")
@@ -151,7 +183,11 @@ TRAINED = ("reward", "kl", "policy_loss", "value_loss", "response_length", "grad
 
 @pytest.mark.parametrize("zero_stage", ["2", "3"])
 @pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS])]
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS]),
+    ],
 )
 def test_two_ranks_train_as_one_does(device: str, zero_stage: str, tmp_path: Path) -> None:
     """In float32, so that both sample the same tokens; on GPUs over nccl."""
@@ -160,7 +196,9 @@ def test_two_ranks_train_as_one_does(device: str, zero_stage: str, tmp_path: Pat
     for n_ranks in (1, 2):
         folder = tmp_path / str(n_ranks)
         run_ppo(folder, "--zero_stage", zero_stage, n_ranks=n_ranks, dtype="", **environment)
-        made.append([{name: row[name] for name in TRAINED if name in row} for row in metrics_of(folder)])
+        made.append(
+            [{name: row[name] for name in TRAINED if name in row} for row in metrics_of(folder)]
+        )
     assert len(made[0][0]) >= 5
     for one, two in zip(*made, strict=True):
         assert two == pytest.approx(one, rel=1e-2, abs=1e-4)
@@ -180,7 +218,11 @@ def above_estimate(metrics: Mapping[str, float], allowed: float = 1.1) -> dict[s
 
 def test_peaks_are_compared_with_estimates_by_phase() -> None:
     metrics = {"memory/training_peak_gib": 2.3, "memory/training_estimated_gib": 2.0, "reward": 1.0}
-    metrics |= {"memory/step_peak_gib": 2.3, "memory/step_estimated_gib": 2.2, "memory/scoring_peak_gib": 9.0}
+    metrics |= {
+        "memory/step_peak_gib": 2.3,
+        "memory/step_estimated_gib": 2.2,
+        "memory/scoring_peak_gib": 9.0,
+    }
     assert above_estimate(metrics) == {"training": pytest.approx(1.15)}
 
 

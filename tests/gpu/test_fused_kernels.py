@@ -14,7 +14,9 @@ from tests.architectures import tiny_config
 from tests.gpu.devices import ON_CUDA
 
 ALL = ["RMSNorm", "gated MLP", "rotary embedding"]
-MISSING = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+MISSING = pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"
+)
 pytestmark = [*ON_CUDA, MISSING]
 
 
@@ -28,7 +30,9 @@ def computed(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     return [x.detach().float() for x in (logits, step, *gradients)]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_fused_model_computes_as_the_plain_one(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -38,7 +42,9 @@ def test_a_fused_model_computes_as_the_plain_one(name: str, dtype: torch.dtype) 
     assert fused_in(fused) == ALL
 
     ids = torch.randint(3, 60, (3, 20), device="cuda")
-    for ours, theirs, expected in zip(*(computed(model, ids) for model in (fused, plain, exact)), strict=True):
+    for ours, theirs, expected in zip(
+        *(computed(model, ids) for model in (fused, plain, exact)), strict=True
+    ):
         size = expected.norm().clamp_min(1e-6)
         rounding = float((theirs - expected).norm() / size)
         assert float((ours - expected).norm() / size) <= max(1.5 * rounding, 1e-4)
@@ -46,9 +52,13 @@ def test_a_fused_model_computes_as_the_plain_one(name: str, dtype: torch.dtype) 
 
 def test_gradients_of_kernels_are_equal_each_time() -> None:
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(tiny_config("qwen3")).to("cuda", torch.bfloat16).eval()
+    model: Any = (
+        AutoModelForCausalLM.from_config(tiny_config("qwen3")).to("cuda", torch.bfloat16).eval()
+    )
     fuse_kernels(model, torch.device("cuda"), SingleProcess())
-    embeddings = torch.randn(4, 64, model.config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    embeddings = torch.randn(
+        4, 64, model.config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
     layer = model.model.layers[0]
 
     def gradients() -> list[torch.Tensor]:

@@ -12,7 +12,13 @@ def gradients(dtype: torch.dtype) -> list[Tensor]:
     """A large one, a part of another, an empty one, tiny and huge numbers."""
     generator = torch.Generator().manual_seed(0)
     large = torch.randn(1500, 700, generator=generator)
-    shapes = [large, large.flatten()[7:1001], torch.empty(0), torch.full((5,), 1e-30), torch.full((3,), 3e38)]
+    shapes = [
+        large,
+        large.flatten()[7:1001],
+        torch.empty(0),
+        torch.full((5,), 1e-30),
+        torch.full((3,), 3e38),
+    ]
     return [gradient.to(dtype) for gradient in shapes]
 
 

@@ -24,7 +24,9 @@ from tests.gpu.devices import (
     traced,
 )
 
-PROMPTS = [[1 + (7 * row + i) % 500 for i in range(3 + 11 * row)] for row in range(16)]  # of 3 to 168 tokens
+PROMPTS = [
+    [1 + (7 * row + i) % 500 for i in range(3 + 11 * row)] for row in range(16)
+]  # of 3 to 168 tokens
 MOST_WAITS = {False: 5, True: 4}
 """By reading: ids, first columns and uniforms to the device, ids and log-probs back. Recorded steps copy once less."""
 
@@ -37,7 +39,9 @@ def rows(lengths: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.to(device), mask.to(device)
 
 
-def sampled(actor: Actor, device: str, recorded: bool, n_tokens: int | None = None) -> list[Completion]:
+def sampled(
+    actor: Actor, device: str, recorded: bool, n_tokens: int | None = None
+) -> list[Completion]:
     n_tokens = n_tokens or (200 if device == "cuda" else 30)
     engine = HFEngine(actor.model, [2], 0, 8, new_recorder=recorder(device) if recorded else None)
     return engine.generate(PROMPTS, SamplingParams(n_tokens), list(range(len(PROMPTS))))
@@ -85,7 +89,10 @@ def test_no_pass_uses_cudnn_or_math_attention(device: str, dtype: torch.dtype) -
 def test_forced_math_attention_is_seen_in_a_trace() -> None:
     queries = torch.zeros(1, 2, 8, 16)
     with sdpa_kernel(SDPBackend.MATH):
-        names = traced(lambda: torch.nn.functional.scaled_dot_product_attention(queries, queries, queries), "cpu")
+        names = traced(
+            lambda: torch.nn.functional.scaled_dot_product_attention(queries, queries, queries),
+            "cpu",
+        )
     assert slow_attention(names) == ["aten::_scaled_dot_product_attention_math"]
 
 
@@ -105,8 +112,12 @@ def test_training_in_bfloat16_may_use_flash_attention() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("length", [192, 704])  # 64 more than a multiple of 128: cuDNN's gradients are NaN there
-def test_packed_documents_have_the_gradients_of_single_ones(length: int, device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "length", [192, 704]
+)  # 64 more than a multiple of 128: cuDNN's gradients are NaN there
+def test_packed_documents_have_the_gradients_of_single_ones(
+    length: int, device: str, dtype: torch.dtype
+) -> None:
     actor = grouped_actor(device, dtype)
     ids, mask = rows([length], device)
     cut = length // 3
@@ -117,11 +128,15 @@ def test_packed_documents_have_the_gradients_of_single_ones(length: int, device:
     def gradients(*losses: torch.Tensor) -> torch.Tensor:
         actor.zero_grad()
         torch.stack(losses).sum().backward()
-        return torch.cat([p.grad.float().flatten() for p in actor.parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.float().flatten() for p in actor.parameters() if p.grad is not None]
+        )
 
     packed = gradients(actor(ids, mask, actions, position_ids=positions).sum())
     parts = (slice(cut), slice(cut, length))
-    alone = gradients(*(actor(ids[:, part], mask[:, part], actions[:, part]).sum() for part in parts))
+    alone = gradients(
+        *(actor(ids[:, part], mask[:, part], actions[:, part]).sum() for part in parts)
+    )
     assert packed.isfinite().all()
     share = float((packed - alone).norm() / alone.norm())
     assert share < (1e-4 if dtype is torch.float32 else 0.05)
@@ -132,7 +147,9 @@ def test_packed_documents_have_the_gradients_of_single_ones(length: int, device:
 def test_a_decode_step_waits_for_the_device_a_few_times(device: str, recorded: bool) -> None:
     actor, waits = grouped_actor(device, torch.bfloat16), []
     for n_rows in (4, 16):
-        engine = HFEngine(actor.model, [], 0, 16, new_recorder=recorder(device) if recorded else None)
+        engine = HFEngine(
+            actor.model, [], 0, 16, new_recorder=recorder(device) if recorded else None
+        )
         for seed, prompt in enumerate(PROMPTS[:n_rows]):
             engine.submit(prompt, SamplingParams(24), seed)
         for _ in range(8):  # reads all prompts, records a step

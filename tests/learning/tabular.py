@@ -24,7 +24,16 @@ from openppo.rollout.rollout import write_scores
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.critic_step import CriticStep
-from openppo.types import Completion, Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
+from openppo.types import (
+    Completion,
+    Ending,
+    Episode,
+    FinishReason,
+    Prompt,
+    Score,
+    SingleProcess,
+    Trajectory,
+)
 
 CPU = torch.device("cpu")
 PAD = 0
@@ -34,7 +43,9 @@ Rewards = Literal["score", "turns", "both"]
 """What is paid: the whole episode, its last turn, or a quarter for the whole and the others for the turn."""
 Form = Literal["episode", "parts", "response"]
 """An agent's episode, as one trajectory or one for each turn; or a single response that is scored by step."""
-SETUP: Any = SimpleNamespace(renderer=SimpleNamespace(vision=None), options=SimpleNamespace(allow_image_urls=False))
+SETUP: Any = SimpleNamespace(
+    renderer=SimpleNamespace(vision=None), options=SimpleNamespace(allow_image_urls=False)
+)
 """What a session needs in which nobody asks for a turn."""
 
 
@@ -66,7 +77,12 @@ class Policy(nn.Module):
         self.logits = nn.Parameter(torch.zeros(n_tokens, n_actions))
 
     def forward(
-        self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, return_entropy: bool = False, **_: Any
+        self,
+        sequences: Tensor,
+        attention_mask: Tensor,
+        action_mask: Tensor,
+        return_entropy: bool = False,
+        **_: Any,
     ) -> Any:
         table = self.logits.log_softmax(-1)  # (S, A)
         states = tokens_before(sequences)
@@ -153,7 +169,9 @@ class Rollouts:
     form: Form
     rng: random.Random
 
-    def groups(self, chances: list[list[float]], n_groups: int, n_samples: int, version: int) -> Iterator[Trajectory]:
+    def groups(
+        self, chances: list[list[float]], n_groups: int, n_samples: int, version: int
+    ) -> Iterator[Trajectory]:
         """Trajectories of ``n_groups`` prompts, each with the greedy ones beside it."""
 
         def sampled(state: int) -> int:
@@ -165,7 +183,9 @@ class Rollouts:
         def played(prompt: int, choose: Choose) -> list[Trajectory]:
             moves, total = self.game.play(prompt, choose)
             log_probs = [math.log(chances[move.state][move.action]) for move in moves]
-            return self.trajectories(Sampled(moves, log_probs, group, version), Paid.of(total, self.rewards))
+            return self.trajectories(
+                Sampled(moves, log_probs, group, version), Paid.of(total, self.rewards)
+            )
 
         prompts = sorted(self.game.right)
         for group in range(n_groups):
@@ -185,12 +205,16 @@ class Rollouts:
 
 def episode(sampled: Sampled, paid: Paid, continues: bool) -> list[Trajectory]:
     """An agent's episode with a turn for each move, which ``continues`` the tokens of the last or is rendered anew."""
-    session = Session(SETUP, Task(Prompt("", [sampled.moves[0].state]), seed=0, group=sampled.group))
+    session = Session(
+        SETUP, Task(Prompt("", [sampled.moves[0].state]), seed=0, group=sampled.group)
+    )
     read: list[int] = []
     parent = None
     for number, move in enumerate(sampled.moves):
         read = [*read, move.state]
-        completion = Completion([move.action], [sampled.log_probs[number]], [sampled.version], FinishReason.STOP)
+        completion = Completion(
+            [move.action], [sampled.log_probs[number]], [sampled.version], FinishReason.STOP
+        )
         turn = Turn(number, [{}], [], read, completion, text="", said=[], parent=parent)
         session.turns.append(turn)
         read = turn.token_ids
@@ -221,7 +245,9 @@ def response(sampled: Sampled, paid: Paid) -> Trajectory:
     return trajectory
 
 
-def train(config: TrainPPOConfig, rollouts: Rollouts, n_steps: int, learning_rate: float = 0.2) -> float:
+def train(
+    config: TrainPPOConfig, rollouts: Rollouts, n_steps: int, learning_rate: float = 0.2
+) -> float:
     """Chance of the right action after ``n_steps`` global steps, at the prompt where it is lowest."""
     game = rollouts.game
     estimator = ESTIMATORS[config.advantage.advantage_estimator]
@@ -231,7 +257,9 @@ def train(config: TrainPPOConfig, rollouts: Rollouts, n_steps: int, learning_rat
     critic = AdamModel(Critic(game.n_tokens), learning_rate) if estimator.uses_critic else None
 
     maker = ExperienceMaker(actor, critic, None, config, comm, CPU, PAD)
-    buffer = ReplayBuffer(comm, normalizes=estimator.normalizes(config.advantage.normalize_advantages))
+    buffer = ReplayBuffer(
+        comm, normalizes=estimator.normalizes(config.advantage.normalize_advantages)
+    )
     actor_step = ActorStep(actor, config, comm, CPU)  # type: ignore[arg-type]
     critic_step = CriticStep(critic, config, comm, CPU) if critic is not None else None  # type: ignore[arg-type]
 

@@ -32,10 +32,21 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 def make_model(folder: Path, characters: str, seed: int, width: int, **sizes: Any) -> None:
     """A random Llama of two layers whose tokens are ``characters``."""
     tokenizer = save_tokenizer(folder, characters, ["<sep>"], chat_template=TEMPLATE)
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    small = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    small = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **small | sizes, **ends)).save_pretrained(folder)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), **small | sizes, **ends)
+    ).save_pretrained(folder)
 
 
 @pytest.fixture
@@ -43,12 +54,16 @@ def train(run: Callable[..., str], tmp_path: Path) -> Train:
     """``train(command)``: the metrics of a command in the test's folder, which writes to ``out`` unless it says."""
 
     def logged(command: str) -> list[dict[str, Any]]:
-        name, *words = f"{command} --engine_check off".split() if "train_ppo" in command else command.split()
+        name, *words = (
+            f"{command} --engine_check off".split() if "train_ppo" in command else command.split()
+        )
         if "--save_path" not in words:
             words += ["--save_path", "out"]
         run([sys.executable, "-m", f"openppo.cli.{name}", *words], tmp_path)
         out = tmp_path / words[words.index("--save_path") + 1]
-        return [json.loads(line) for line in (out / "logs" / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (out / "logs" / "metrics.jsonl").read_text().splitlines()
+        ]
 
     return logged
 
@@ -71,8 +86,12 @@ class Game(NumberGame):
 """A number from 0 to 2 in two guesses: higher and lower say which the second one is, if the first is 1."""
 
 
-@pytest.mark.parametrize("estimator", ["gae", "rloo --dynamic_sampling --dynamic_sampling_max_batches 2"])
-def test_a_model_learns_to_use_what_its_environment_says(train: Train, tmp_path: Path, estimator: str) -> None:
+@pytest.mark.parametrize(
+    "estimator", ["gae", "rloo --dynamic_sampling --dynamic_sampling_max_batches 2"]
+)
+def test_a_model_learns_to_use_what_its_environment_says(
+    train: Train, tmp_path: Path, estimator: str
+) -> None:
     make_model(tmp_path / "model", "012hlr?>", seed=1, width=32)
     (tmp_path / "game.py").write_text(GUESS)
     lines = train(
@@ -87,7 +106,10 @@ def test_a_model_learns_to_use_what_its_environment_says(train: Train, tmp_path:
     rewards = [line.get("sampled_reward", line["reward"]) for line in lines]
     assert fmean(rewards[:2]) < 0.3
     assert lines[-1]["eval_reward"] > 0.9
-    assert lines[-1]["eval_reward_max"] == 1 and lines[-1]["eval_reward_min"] <= lines[-1]["eval_reward"]
+    assert (
+        lines[-1]["eval_reward_max"] == 1
+        and lines[-1]["eval_reward_min"] <= lines[-1]["eval_reward"]
+    )
 
 
 STEPS = {"Lake": 40, "Blind": 24}
@@ -119,8 +141,17 @@ def write_walks(file: Path) -> None:
         place, messages = rng.choice([i for i, tile in enumerate(tiles) if tile in "SF"]), []
         while len(messages) < 16 and tiles[place] != "G":
             row, column = divmod(place, 4)
-            inside = {"L": (column > 0, -1), "D": (row < 3, 4), "R": (column < 3, 1), "U": (row > 0, -4)}
-            moves = [(move, by) for move, (is_inside, by) in inside.items() if is_inside and tiles[place + by] != "H"]
+            inside = {
+                "L": (column > 0, -1),
+                "D": (row < 3, 4),
+                "R": (column < 3, 1),
+                "U": (row > 0, -4),
+            }
+            moves = [
+                (move, by)
+                for move, (is_inside, by) in inside.items()
+                if is_inside and tiles[place + by] != "H"
+            ]
             if not moves:  # holes all around
                 break
             move, by = rng.choice(moves)
@@ -133,13 +164,18 @@ def write_walks(file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def walker(run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def walker(
+    run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Path]:
     """``walker(seed)``: a model that has learned the random walks, made once for all tests of a seed."""
 
     @cache
     def trained(seed: int) -> Path:
         folder = tmp_path_factory.mktemp(f"walker{seed}")
-        sizes = {"initializer_range": 0.1, "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}
+        sizes = {
+            "initializer_range": 0.1,
+            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+        }
         make_model(folder / "model", "SFHGPLDRU>?", seed, width=64, **sizes)
         write_walks(folder / "walks.jsonl")
         command = """train_sft --pretrain model --dataset walks.jsonl --apply_chat_template --train_batch_size 16
@@ -154,9 +190,16 @@ def walker(run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) ->
 # to learn of holes by falling in: with GRPO it stood at 0.78 after 50 steps.
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize(("game", "estimator"), [("Lake", "gae"), ("Lake", "group_norm"), ("Blind", "gae")])
+@pytest.mark.parametrize(
+    ("game", "estimator"), [("Lake", "gae"), ("Lake", "group_norm"), ("Blind", "gae")]
+)
 def test_a_model_learns_to_cross_lakes_that_it_sees(
-    train: Train, walker: Callable[[int], Path], tmp_path: Path, game: str, estimator: str, seed: int
+    train: Train,
+    walker: Callable[[int], Path],
+    tmp_path: Path,
+    game: str,
+    estimator: str,
+    seed: int,
 ) -> None:
     (tmp_path / "lake.py").write_text(LAKE)
     for name, first in (("trained", TRAINED), ("heldout", HELD_OUT)):
@@ -170,5 +213,7 @@ def test_a_model_learns_to_cross_lakes_that_it_sees(
     )
     first, last = lines[0]["reward"], lines[-1]
     trained, held_out = (last[f"eval/{name}.jsonl/reward"] for name in ("trained", "heldout"))
-    print(f"{game} {estimator} seed {seed}: {first:.2f} at first, trained {trained:.2f}, held out {held_out:.2f}")
+    print(
+        f"{game} {estimator} seed {seed}: {first:.2f} at first, trained {trained:.2f}, held out {held_out:.2f}"
+    )
     assert (first < 0.1 and trained >= 0.9) if game == "Lake" else trained < 0.5

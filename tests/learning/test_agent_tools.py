@@ -61,7 +61,9 @@ ESTIMATORS = {
 def save_model(folder: Path, seed: int) -> None:
     """A random Llama of two layers; a call's JSON is one token, and so is a letter."""
     tokens = [*SPECIAL, "<tool_call>", "</tool_call>", CALL, *LETTERS]
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    core = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>")
+    )
     core.add_special_tokens(SPECIAL)
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?tool_call>|\{.*?\{\}\}|[a-h]"), "isolated")
     core.decoder = decoders.Fuse()
@@ -69,9 +71,16 @@ def save_model(folder: Path, seed: int) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **names)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokens), pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes)
+        LlamaConfig(
+            vocab_size=len(tokens), pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes
+        )
     ).save_pretrained(folder)
 
 
@@ -80,14 +89,27 @@ def script(rng: random.Random) -> dict[str, Any]:
     said, secret, answer = rng.choices(LETTERS, k=3)
     asks, hears = rng.random() < 0.25, rng.random() < 0.5
     call = {"id": "c1", "type": "function", "function": {"name": "ask", "arguments": {}}}
-    asked = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": secret}]
+    asked = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": secret},
+    ]
     turns, answer = (asked, secret if hears else answer) if asks else ([], answer)
-    return {"messages": [{"role": "user", "content": said}, *turns, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": said},
+            *turns,
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def row(index: int, said: str, secret: str) -> dict[str, Any]:
     """A row of verl: the tool knows what the prompt does not say."""
-    extra = {"index": index, "need_tools_kwargs": True, "tools_kwargs": {"ask": {"create_kwargs": {"secret": secret}}}}
+    extra = {
+        "index": index,
+        "need_tools_kwargs": True,
+        "tools_kwargs": {"ask": {"create_kwargs": {"secret": secret}}},
+    }
     return {
         "data_source": "game",
         "prompt": [{"role": "user", "content": said}],
@@ -110,11 +132,19 @@ def play(run: Callable[..., str], tmp_path: Path) -> Callable[..., list[dict[str
         rng = random.Random(seed)
         save_model(tmp_path / "model", seed)
         write(tmp_path / "scripts.jsonl", [script(rng) for _ in range(4096)])
-        write(tmp_path / "rows.jsonl", [row(i, *pair) for i, pair in enumerate(product(LETTERS, repeat=2))])
-        (tmp_path / "tools.py").write_text(TOOL.replace("SECRET", secret).replace("WAIT", str(wait)))
+        write(
+            tmp_path / "rows.jsonl",
+            [row(i, *pair) for i, pair in enumerate(product(LETTERS, repeat=2))],
+        )
+        (tmp_path / "tools.py").write_text(
+            TOOL.replace("SECRET", secret).replace("WAIT", str(wait))
+        )
         for command in (SFT, f"{PPO} {ESTIMATORS[estimator]} --seed {seed} {more}"):
             run([sys.executable, "-m", *f"openppo.cli.{command}".split()], tmp_path)
-        return [json.loads(line) for line in (tmp_path / "ppo/logs/metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (tmp_path / "ppo/logs/metrics.jsonl").read_text().splitlines()
+        ]
 
     return logged
 
@@ -122,10 +152,14 @@ def play(run: Callable[..., str], tmp_path: Path) -> Callable[..., list[dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_model_learns_to_ask_a_tool_and_repeat_its_answer(play, estimator: str, seed: int) -> None:
+def test_a_model_learns_to_ask_a_tool_and_repeat_its_answer(
+    play, estimator: str, seed: int
+) -> None:
     before, *steps = play(estimator, seed)
     calls = fmean(step["agent/tool_calls"] for step in steps[-10:])
-    print(f"{estimator} {seed}: {before['eval_reward']:.3f} to {steps[-1]['eval_reward']:.3f}, {calls:.3f} calls")
+    print(
+        f"{estimator} {seed}: {before['eval_reward']:.3f} to {steps[-1]['eval_reward']:.3f}, {calls:.3f} calls"
+    )
     assert len(steps) == STEPS
     assert before["eval_reward"] <= 0.3
     assert steps[-1]["eval_reward"] >= 0.9
@@ -146,9 +180,13 @@ def test_a_tool_that_always_says_a_leaves_it_at_chance(play, estimator: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["decoupled", "double_sided"])
 def test_samples_of_older_weights_teach_as_much(play, loss: str) -> None:
-    before, *steps = play("group_norm", 1, wait=0.02, more=f"--max_staleness 2 --policy_loss_type {loss}")
+    before, *steps = play(
+        "group_norm", 1, wait=0.02, more=f"--max_staleness 2 --policy_loss_type {loss}"
+    )
     oldest = [step["staleness_max"] for step in steps]
-    print(f"{loss}: {before['eval_reward']:.3f} to {steps[-1]['eval_reward']:.3f}, staleness {max(oldest):g}")
+    print(
+        f"{loss}: {before['eval_reward']:.3f} to {steps[-1]['eval_reward']:.3f}, staleness {max(oldest):g}"
+    )
     assert len(steps) == STEPS
     assert 0 < max(oldest) <= 2
     assert steps[-1]["eval_reward"] >= 0.94

@@ -90,16 +90,25 @@ def words_of(options: Options) -> list[str]:
 def save_model(folder: Path, words: list[str], seed: int) -> None:
     """A random Llama; each of ``words`` is one token, and so is all text between two of them."""
     tokens = [*SPECIAL, *words]
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    core = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>")
+    )
     core.add_special_tokens(SPECIAL)
     longest_first = sorted(words, key=len, reverse=True)
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join(map(re.escape, longest_first))), "isolated"
+    )
     core.decoder = decoders.Fuse()
     names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **names)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokens), **ends, **sizes)).save_pretrained(folder)
 
@@ -155,12 +164,17 @@ def guessing(rng: random.Random) -> list[dict[str, Any]]:
     while rng.random() < 0.5 and len(messages) < 15:
         number = rng.choice(NUMBERS)
         messages.append(calling(number, len(messages)))
-        messages.append(says("tool", "right" if number == secret else "higher" if number < secret else "lower"))
+        messages.append(
+            says("tool", "right" if number == secret else "higher" if number < secret else "lower")
+        )
     return [*messages, says("assistant", rng.choice(NAMES))]
 
 
 def guess_row(name: str, secret: int) -> dict[str, Any]:
-    extra = {"need_tools_kwargs": True, "tools_kwargs": {"guess": {"create_kwargs": {"secret": secret}}}}
+    extra = {
+        "need_tools_kwargs": True,
+        "tools_kwargs": {"guess": {"create_kwargs": {"secret": secret}}},
+    }
     return {"prompt": [says("user", name)], "extra_info": extra}
 
 
@@ -168,7 +182,15 @@ GUESS = Case(
     page="docs/agents/tools.md",
     file="guess.py",
     mention="--tools guess.py",
-    words=["<tool_call>", "</tool_call>", *map(call_of, NUMBERS), "right", "higher", "lower", *NAMES],
+    words=[
+        "<tool_call>",
+        "</tool_call>",
+        *map(call_of, NUMBERS),
+        "right",
+        "higher",
+        "lower",
+        *NAMES,
+    ],
     rows=[guess_row(name, secret) for name in NAMES for secret in NUMBERS],
     script=guessing,
     options={
@@ -216,7 +238,9 @@ NUMBER_GAME = Case(
     more=SMALL,
     options={"environment": "number_game.py:Small", "n_envs": "32", "generate_max_len": "1"},
 )
-NUMBER_GAME_BY_GROUP = replace(NUMBER_GAME, options=NUMBER_GAME.options | {"advantage_estimator": "group_norm"})
+NUMBER_GAME_BY_GROUP = replace(
+    NUMBER_GAME, options=NUMBER_GAME.options | {"advantage_estimator": "group_norm"}
+)
 
 FIRST_TURN = '''
 class FirstTurn:
@@ -330,7 +354,9 @@ def play(run: Callable[..., str], tmp_path: Path) -> Callable[[Case, int], list[
         flags |= {"pretrain": pretrain, "save_path": "ppo", "seed": str(seed)}
         if case.rows:
             write(tmp_path / flags["prompt_data"], case.rows)
-        samples = int(flags["n_samples_per_prompt"]) * int(flags.get("n_envs") or flags["rollout_batch_size"])
+        samples = int(flags["n_samples_per_prompt"]) * int(
+            flags.get("n_envs") or flags["rollout_batch_size"]
+        )
         flags["max_steps"] = flags["eval_steps"] = str(case.episodes // samples)
         run([sys.executable, "-m", "openppo.cli.train_ppo", *words_of(flags)], tmp_path)
         lines = (tmp_path / "ppo/logs/metrics.jsonl").read_text().splitlines()
@@ -342,12 +368,18 @@ def play(run: Callable[..., str], tmp_path: Path) -> Callable[[Case, int], list[
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_the_files_of_the_pages_teach_what_they_reward(play, tmp_path: Path, name: str, seed: int) -> None:
+def test_the_files_of_the_pages_teach_what_they_reward(
+    play, tmp_path: Path, name: str, seed: int
+) -> None:
     case = CASES[name]
     steps = play(case, seed)
     rewards = [step["reward"] for step in steps]
     teaching = steps_that_teach(tmp_path / "rollouts")
-    still = [step["step"] for step in steps if step["step"] in teaching and not step["actor_grad_norm"] > 0]
+    still = [
+        step["step"]
+        for step in steps
+        if step["step"] in teaching and not step["actor_grad_norm"] > 0
+    ]
     right = steps[-1][case.right]
     print(
         f"{name} {seed}: {rewards[0]:.3f} to {rewards[-1]:.3f}, right {right:.3f}, {len(still)} steps without gradient"

@@ -15,7 +15,13 @@ N_STEPS = 12
 """Global steps, each of 64 samples in two optimizer steps."""
 SIZES = {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "micro_rollout_batch_size": 64}
 SIZES |= {"train_batch_size": 32, "micro_train_batch_size": 32}
-MODELS = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "init_kl_coef": 0.0, "generate_max_len": 4}
+MODELS = {
+    "pretrain": "m",
+    "prompt_data": "d",
+    "reward_fn": "f.py",
+    "init_kl_coef": 0.0,
+    "generate_max_len": 4,
+}
 NORMALIZERS: dict[str, dict[str, Any]] = {
     "none": {},
     "group": {"normalize_reward": True, "reward_normalizer": "group"},
@@ -74,11 +80,18 @@ GAMES: dict[str, Game] = {"bandit": Bandit(), "go_on": GoOn()}
 
 
 def config_of(estimator: str, normalizer: str) -> TrainPPOConfig:
-    return from_options(TrainPPOConfig, advantage_estimator=estimator, **MODELS, **SIZES, **NORMALIZERS[normalizer])
+    return from_options(
+        TrainPPOConfig, advantage_estimator=estimator, **MODELS, **SIZES, **NORMALIZERS[normalizer]
+    )
 
 
 def chance(
-    estimator: str, normalizer: str, rewards: Rewards, game: Game, form: Form = "episode", n_steps: int = N_STEPS
+    estimator: str,
+    normalizer: str,
+    rewards: Rewards,
+    game: Game,
+    form: Form = "episode",
+    n_steps: int = N_STEPS,
 ) -> float:
     """Chance of the right action after training."""
     config = config_of(estimator, normalizer)
@@ -103,19 +116,25 @@ def test_every_cell_learns_the_action_that_pays_most(
 
 @pytest.mark.parametrize("rewards", ["turns", "both"])
 @pytest.mark.parametrize(("estimator", "normalizer"), CELLS)
-def test_episodes_in_parts_learn_to_go_on(estimator: str, normalizer: str, rewards: Rewards) -> None:
+def test_episodes_in_parts_learn_to_go_on(
+    estimator: str, normalizer: str, rewards: Rewards
+) -> None:
     assert chance(estimator, normalizer, rewards, GAMES["go_on"], "parts") >= 0.95
 
 
 @pytest.mark.parametrize("rewards", ["turns", "both"])
 @pytest.mark.parametrize(("estimator", "normalizer"), BY_STEP)
-def test_single_responses_scored_by_step_learn_to_go_on(estimator: str, normalizer: str, rewards: Rewards) -> None:
+def test_single_responses_scored_by_step_learn_to_go_on(
+    estimator: str, normalizer: str, rewards: Rewards
+) -> None:
     assert chance(estimator, normalizer, rewards, GoOnInOneResponse(), "response") >= 0.95
 
 
 # docs/algorithms/group_norm.md states it: each step is compared with the mean step.
 def test_process_supervision_prefers_a_high_mean_of_steps() -> None:
-    assert chance("group_norm", "none", "turns", GoOnInOneResponse(), "response", n_steps=40) <= 0.001
+    assert (
+        chance("group_norm", "none", "turns", GoOnInOneResponse(), "response", n_steps=40) <= 0.001
+    )
 
 
 @pytest.mark.parametrize(("estimator", "normalizer"), REFUSED)

@@ -47,10 +47,21 @@ def train(run: Callable[..., str], tmp_path: Path) -> Train:
 
     def logged(characters: str, data: dict[str, list[Any]], command: str) -> list[dict[str, Any]]:
         tokenizer = save_tokenizer(tmp_path / "model", characters)
-        ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        ends = {
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": None,
+        }
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         torch.manual_seed(1)
-        LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ends)).save_pretrained(tmp_path / "model")
+        LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ends)).save_pretrained(
+            tmp_path / "model"
+        )
         for name, rows in data.items():
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "reward.py").write_text(REWARD)
@@ -67,18 +78,26 @@ def prompts() -> dict[str, list[Any]]:
 
 
 def test_ppo_learns_to_prefer_a_letter(train: Train, tmp_path: Path) -> None:
-    lines = train(LETTERS, prompts(), f"{PPO} --num_episodes 30 --rollout_batch_size 64 --max_epochs 2")
+    lines = train(
+        LETTERS, prompts(), f"{PPO} --num_episodes 30 --rollout_batch_size 64 --max_epochs 2"
+    )
     assert len(lines) == 30
     assert fmean(line["reward"] for line in lines[:2]) < 0.25  # a random policy: 1/8
     assert fmean(line["reward"] for line in lines[-5:]) > 0.8
-    assert fmean(line["value_loss"] for line in lines[-5:]) < 0.5 * lines[0]["value_loss"]  # the critic learns too
+    assert (
+        fmean(line["value_loss"] for line in lines[-5:]) < 0.5 * lines[0]["value_loss"]
+    )  # the critic learns too
     assert lines[0]["kl_k3"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["kl"] > 0.5
     samples = rows_of(tmp_path / "out" / "logs" / "samples.jsonl")
     assert fmean("a" in sample["response"] for sample in samples[-20:]) > 0.8
 
 
-SLOW = ["reinforce_baseline", "rloo", "group_norm --policy_loss_type gspo --eps_clip 0.02 --eps_clip_high 0.03"]
+SLOW = [
+    "reinforce_baseline",
+    "rloo",
+    "group_norm --policy_loss_type gspo --eps_clip 0.02 --eps_clip_high 0.03",
+]
 CRITIC_FREE = [
     "reinforce",
     "group_norm --use_kl_loss --kl_estimator k3",
@@ -90,7 +109,9 @@ CRITIC_FREE = [
 
 
 @pytest.mark.parametrize("estimator", CRITIC_FREE)
-def test_every_estimator_without_a_critic_learns_to_prefer_a_letter(train: Train, estimator: str) -> None:
+def test_every_estimator_without_a_critic_learns_to_prefer_a_letter(
+    train: Train, estimator: str
+) -> None:
     more = f"--num_episodes 8 --rollout_batch_size 16 --n_samples_per_prompt 4 --advantage_estimator {estimator}"
     lines = train(LETTERS, prompts(), f"{PPO} {more}")
     assert fmean(line["reward"] for line in lines[:2]) < 0.25  # a random policy: 1/8
@@ -126,7 +147,9 @@ def solution(rng: random.Random) -> dict[str, object]:
 
 def test_prm_learns_to_tell_right_sums_from_wrong_ones(train: Train) -> None:
     rng = random.Random(0)
-    data = {name: [solution(rng) for _ in range(n)] for name, n in (("train", 2048), ("heldout", 128))}
+    data = {
+        name: [solution(rng) for _ in range(n)] for name, n in (("train", 2048), ("heldout", 128))
+    }
     flags = """--input_key input --label_key label --placeholder_token # --reward_tokens G B --max_epochs 8
         --learning_rate 1e-2"""
     lines = train("#GB+=;012345678", data, f"train_prm {DATA.replace('32', '64')} {flags}")
@@ -138,7 +161,9 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(train: Train) -> None:
 def bash(script: str, *words: str, **variables: str) -> str:
     """What a script to copy prints."""
     command = ["bash", str(REPO / "examples/scripts" / script), *words]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=3600)
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=3600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout
 
@@ -168,26 +193,45 @@ def test_stories_get_happier_and_stay_likely_under_the_untouched_model(
     assert "mean sentiment" in bash("stories.sh", "--num_episodes", "6", **variables)
     heldout = tmp_path / "happy" / "data" / "heldout.jsonl"
     before, after = (
-        stories.evaluate(policy, model, heldout, new_tokens=96, seed=0) for policy in (model, str(tmp_path / "happy"))
+        stories.evaluate(policy, model, heldout, new_tokens=96, seed=0)
+        for policy in (model, str(tmp_path / "happy"))
     )
     assert 0.35 < before["sentiment"] < 0.6
     assert after["sentiment"] - before["sentiment"] > 0.15
     assert abs(after["base_log_prob"] - before["base_log_prob"]) < 0.5
 
 
-def test_a_loop_of_ones_own_teaches_a_model_to_sort_letters(run: Callable[..., str], tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_teaches_a_model_to_sort_letters(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
     """Own_loop.py as its docstring says, on a model that has seen some of the data."""
     sft = """--pretrain data/model --dataset data/sft.jsonl --save_path sft --seed 1 --learning_rate 2e-3 --max_steps 42
         --train_batch_size 32 --micro_train_batch_size 16 --max_len 32"""
-    run([sys.executable, str(REPO / "examples/sort_letters.py"), *"make --out data --seed 1".split()], tmp_path)
+    run(
+        [
+            sys.executable,
+            str(REPO / "examples/sort_letters.py"),
+            *"make --out data --seed 1".split(),
+        ],
+        tmp_path,
+    )
     run([sys.executable, "-m", "openppo.cli.train_sft", *sft.split()], tmp_path)
     arguments = "--model sft --data data --save_path trained --steps 20".split()
     printed = run([sys.executable, str(REPO / "examples/own_loop.py"), *arguments], tmp_path)
-    rewards = [float(number) for number in re.findall(r"^step \d+: reward ([\d.]+), KL", printed, flags=re.MULTILINE)]
+    rewards = [
+        float(number)
+        for number in re.findall(r"^step \d+: reward ([\d.]+), KL", printed, flags=re.MULTILINE)
+    ]
     assert len(rewards) == 20
-    before, after = map(float, re.findall(r"^exact match \w+ ([\d.]+)$", printed, flags=re.MULTILINE))
+    before, after = map(
+        float, re.findall(r"^exact match \w+ ([\d.]+)$", printed, flags=re.MULTILINE)
+    )
     assert rewards[-1] - rewards[0] > 0.1
     assert after - before > 0.1
-    model, tokenizer = (auto.from_pretrained(tmp_path / "trained") for auto in (AutoModelForCausalLM, AutoTokenizer))
-    answer = model.generate(**tokenizer("hgfed>", return_tensors="pt"), max_new_tokens=16, do_sample=False)
+    model, tokenizer = (
+        auto.from_pretrained(tmp_path / "trained") for auto in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    answer = model.generate(
+        **tokenizer("hgfed>", return_tensors="pt"), max_new_tokens=16, do_sample=False
+    )
     assert len(tokenizer.decode(answer[0], skip_special_tokens=True)) > len("hgfed>")

@@ -23,7 +23,15 @@ from packaging.requirements import Requirement
 from openppo import __version__
 
 REPO = Path(__file__).parents[2]
-SHIPPED = ("openppo", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+SHIPPED = (
+    "openppo",
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+)
 OPTIONAL = {
     "liger_kernel": "gpu",
     "triton": "gpu",
@@ -42,7 +50,9 @@ def output(*command: str | Path, cwd: Path, **env: str) -> str:
     """Stdout of a command that must succeed, without our repository on Python's path."""
     left_out = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | env
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return done.stdout
 
@@ -59,7 +69,9 @@ def build(source: Path, kind: str, out: Path) -> Path:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what packages are made of, so that no build leaves traces in the repository or finds old ones."""
     folder = tmp_path_factory.mktemp("source")
-    shutil.copytree(REPO / "openppo", folder / "openppo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPO / "openppo", folder / "openppo", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in (*SHIPPED[1:], "requirements.txt", "requirements-dev.txt"):
         shutil.copy(REPO / name, folder / name)
     return folder
@@ -76,10 +88,26 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("venv")
     output(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     programs = folder / "bin"
-    found = output(programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
+    found = output(
+        programs / "python",
+        "-c",
+        "import sysconfig; print(sysconfig.get_path('purelib'))",
+        cwd=folder,
+    )
     borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (Path(found.strip()) / "borrowed.pth").write_text("\n".join(borrowed))  # its own .pth files are not read
-    pip = (sys.executable, "-m", "pip", "--python", programs / "python", "install", "--no-index", "--quiet")
+    (Path(found.strip()) / "borrowed.pth").write_text(
+        "\n".join(borrowed)
+    )  # its own .pth files are not read
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        programs / "python",
+        "install",
+        "--no-index",
+        "--quiet",
+    )
     output(*pip, wheel, cwd=folder, PIP_NO_INDEX="1", PIP_FIND_LINKS="")
     return programs
 
@@ -97,19 +125,33 @@ def metadata(wheel: Path) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
-def test_wheel_and_source_package_hold_every_file_and_nothing_else(source: Path, wheel: Path, tmp_path: Path) -> None:
-    files = [path for path in (REPO / "openppo").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+def test_wheel_and_source_package_hold_every_file_and_nothing_else(
+    source: Path, wheel: Path, tmp_path: Path
+) -> None:
+    files = [
+        path
+        for path in (REPO / "openppo").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     assert names_in(wheel) == sorted(str(path.relative_to(REPO)) for path in files)
     assert "openppo/py.typed" in names_in(wheel)
     with tarfile.open(build(source, "sdist", tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "requirements.txt"} <= {path.name for path in unpacked.iterdir()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "requirements.txt"} <= {
+        path.name for path in unpacked.iterdir()
+    }
     again = build(unpacked, "wheel", tmp_path / "again")
-    assert (again.name, names_in(again), str(metadata(again))) == (wheel.name, names_in(wheel), str(metadata(wheel)))
+    assert (again.name, names_in(again), str(metadata(again))) == (
+        wheel.name,
+        names_in(wheel),
+        str(metadata(wheel)),
+    )
 
 
-def test_the_metadata_name_version_licence_and_a_description_whose_links_leave_the_page(wheel: Path) -> None:
+def test_the_metadata_name_version_licence_and_a_description_whose_links_leave_the_page(
+    wheel: Path,
+) -> None:
     about = metadata(wheel)
     assert (about["Name"], about["Version"]) == ("openppo", __version__)
     assert (about["License-Expression"], about["License-File"]) == ("Apache-2.0", "LICENSE")
@@ -122,15 +164,31 @@ def test_the_metadata_name_version_licence_and_a_description_whose_links_leave_t
     assert f"https://github.com/openppo/openppo/blob/v{__version__}/docs/data.md" in links
 
 
-def test_every_imported_package_is_required_or_an_extra_and_each_pin_lies_in_its_range(wheel: Path) -> None:
-    nodes = [n for file in (REPO / "openppo").rglob("*.py") for n in ast.walk(ast.parse(file.read_text("utf-8")))]
+def test_every_imported_package_is_required_or_an_extra_and_each_pin_lies_in_its_range(
+    wheel: Path,
+) -> None:
+    nodes = [
+        n
+        for file in (REPO / "openppo").rglob("*.py")
+        for n in ast.walk(ast.parse(file.read_text("utf-8")))
+    ]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     imported = {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, "openppo"}
     asked = [Requirement(line) for line in metadata(wheel).get_all("Requires-Dist", [])]
-    ranges = {requirement.name: requirement.specifier for requirement in asked if requirement.marker is None}
-    extras = {str(requirement.marker).split('"')[1] for requirement in asked if requirement.marker is not None}
-    assert {DISTRIBUTIONS.get(name, name).lower() for name in imported - OPTIONAL.keys()} <= set(map(str.lower, ranges))
+    ranges = {
+        requirement.name: requirement.specifier
+        for requirement in asked
+        if requirement.marker is None
+    }
+    extras = {
+        str(requirement.marker).split('"')[1]
+        for requirement in asked
+        if requirement.marker is not None
+    }
+    assert {DISTRIBUTIONS.get(name, name).lower() for name in imported - OPTIONAL.keys()} <= set(
+        map(str.lower, ranges)
+    )
     assert {OPTIONAL[name] for name in imported & OPTIONAL.keys()} <= extras
     lines = (REPO / "requirements.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
@@ -138,12 +196,18 @@ def test_every_imported_package_is_required_or_an_extra_and_each_pin_lies_in_its
     assert [name for name, pin in pins.items() if not ranges[name].contains(pin)] == []
 
 
-def test_the_installed_program_is_that_of_the_wheel_and_trains(installed: Path, tmp_path: Path) -> None:
-    program = "import openppo, openppo.config, torch; print(openppo.__file__, torch.__file__, sep='\\n')"
+def test_the_installed_program_is_that_of_the_wheel_and_trains(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = (
+        "import openppo, openppo.config, torch; print(openppo.__file__, torch.__file__, sep='\\n')"
+    )
     ours, borrowed = output(installed / "python", "-c", program, cwd=tmp_path).splitlines()
     assert Path(ours).is_relative_to(installed.parent)
     assert not Path(borrowed).is_relative_to(installed.parent)
-    commands = re.findall(r"^  (\w+)  ", output(installed / "openppo", "--help", cwd=tmp_path), flags=re.MULTILINE)
+    commands = re.findall(
+        r"^  (\w+)  ", output(installed / "openppo", "--help", cwd=tmp_path), flags=re.MULTILINE
+    )
     assert {"train_ppo", "train_sft", "train_rm", "evaluate"} <= set(commands)
     said = output(installed / "openppo", "--version", cwd=tmp_path).splitlines()[0]
     assert said.split() == ["openppo", __version__], "without a commit"

@@ -18,7 +18,17 @@ from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.weights import WholeWeights
 from openppo.types import SamplingParams
-from tests.images import FAMILIES, IMAGE, PLACES, SAMPLED, VIDEO, connected, load, pictures, processor_of
+from tests.images import (
+    FAMILIES,
+    IMAGE,
+    PLACES,
+    SAMPLED,
+    VIDEO,
+    connected,
+    load,
+    pictures,
+    processor_of,
+)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -38,7 +48,9 @@ def test_prompts_are_those_of_the_processor(family, processor):
     place = PLACES.get(family, processor.image_token)
     for row, prompt in zip(rows, load(processor, rows), strict=True):
         given = {"images": row["images"]} if row["images"] else {}
-        expected = processor(text=[row["input"].replace("<image>", place)], return_tensors="pt", **given)
+        expected = processor(
+            text=[row["input"].replace("<image>", place)], return_tensors="pt", **given
+        )
         assert prompt.token_ids == expected["input_ids"][0].tolist()
         assert len(prompt.media) == len(row["images"])
         if row["images"]:
@@ -60,10 +72,14 @@ def test_engine_actor_and_transformers_agree_on_what_processors_make(family, pro
         )
     for row, prompt, completion in zip(rows, prompts, sampled, strict=True):
         ids = torch.tensor([prompt.token_ids + completion.token_ids])
-        ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[0, 1:]
+        ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[
+            0, 1:
+        ]
         place = PLACES.get(family, processor.image_token)
         given = {"images": row["images"]} if row["images"] else {}
-        made = processor(text=[row["input"].replace("<image>", place)], return_tensors="pt", **given)
+        made = processor(
+            text=[row["input"].replace("<image>", place)], return_tensors="pt", **given
+        )
         for name in ("token_type_ids", "mm_token_type_ids"):
             if name in made:
                 made[name] = torch.nn.functional.pad(made[name], (0, 5))
@@ -93,24 +109,35 @@ def mp4(frames=FRAMES, rate=4, form="mp4"):
 
 
 @pytest.mark.parametrize(
-    ("fps", "most", "chosen", "rate"), [(4.0, 32, range(8), 4.0), (2.0, 32, (0, 2, 4, 6), 2.0), (4.0, 2, (0, 4), 1.0)]
+    ("fps", "most", "chosen", "rate"),
+    [(4.0, 32, range(8), 4.0), (2.0, 32, (0, 2, 4, 6), 2.0), (4.0, 2, (0, 4), 1.0)],
 )
 def test_frames_are_evenly_spaced_and_at_most_so_many(tmp_path, fps, most, chosen, rate):
     (tmp_path / "film.mp4").write_bytes(mp4())
-    forms = [mp4(), str(tmp_path / "film.mp4"), f"file://{tmp_path}/film.mp4", "film.mp4", {"video": mp4()}]
+    forms = [
+        mp4(),
+        str(tmp_path / "film.mp4"),
+        f"file://{tmp_path}/film.mp4",
+        "film.mp4",
+        {"video": mp4()},
+    ]
     forms.append("data:video/mp4;base64," + base64.b64encode(mp4()).decode())
     for form in forms:
         frames, found = read_frames(form, fps, most, str(tmp_path / "rows.jsonl"))
         assert found == pytest.approx(rate)
         for frame, i in zip(frames, chosen, strict=True):
-            np.testing.assert_allclose(np.asarray(frame).mean((0, 1)), FRAMES[i].getpixel((0, 0)), atol=8)
+            np.testing.assert_allclose(
+                np.asarray(frame).mean((0, 1)), FRAMES[i].getpixel((0, 0)), atol=8
+            )
 
 
 def test_a_film_may_begin_at_any_time():
     frames, rate = read_frames(mp4(form="mpegts"), 2.0, 32)  # at 1.4 seconds
     assert rate == pytest.approx(2.0)
     for frame, i in zip(frames, (0, 2, 4, 6), strict=True):
-        np.testing.assert_allclose(np.asarray(frame).mean((0, 1)), FRAMES[i].getpixel((0, 0)), atol=8)
+        np.testing.assert_allclose(
+            np.asarray(frame).mean((0, 1)), FRAMES[i].getpixel((0, 0)), atol=8
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
@@ -140,8 +167,14 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
     rows = [{"input": "a<video>b<image>c", "images": picture, "videos": [FRAMES[:4]]}]
     rows.append({"input": "<video>a", "images": [], "videos": mp4()})
     prompts = load(processor, rows, video_fps=2.0)
-    assert [[item.kind for item in prompt.media] for prompt in prompts] == [["video", "image"], ["video"]]
-    prompt, text = prompts[0], f"a{PLACES.get(family, '')}b{PLACES.get(family)}c".replace("image", "video", 1)
+    assert [[item.kind for item in prompt.media] for prompt in prompts] == [
+        ["video", "image"],
+        ["video"],
+    ]
+    prompt, text = (
+        prompts[0],
+        f"a{PLACES.get(family, '')}b{PLACES.get(family)}c".replace("image", "video", 1),
+    )
     about = {"fps": 2.0, "total_num_frames": 4, "frames_indices": [0, 1, 2, 3], "duration": 2.0}
     given = {"videos": [FRAMES[:4]], "video_metadata": [about], "do_sample_frames": False}
     if family != "smolvlm":
@@ -151,23 +184,36 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
             logits = model(**made).logits[0, :-1].float()
         ids = torch.tensor([prompt.token_ids])
         expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[0, 1:]
+        ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[
+            0, 1:
+        ]
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
         use_fast_attention(model)
-        actor, rows = Actor(model), torch.tensor([[*[5, 6, 7] * 6, *prompt.token_ids, 8, k] for k in range(9, 13)])
+        actor, rows = (
+            Actor(model),
+            torch.tensor([[*[5, 6, 7] * 6, *prompt.token_ids, 8, k] for k in range(9, 13)]),
+        )
         given = rows, torch.ones_like(rows, dtype=torch.bool)
         separate = actor(*given, media=[prompt.media] * 4)
         share_where_exact(actor, actor, torch.device("cpu"), "actor")
         assert actor.shares_prompts
-        torch.testing.assert_close(actor(*given, media=[prompt.media] * 4), separate, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            actor(*given, media=[prompt.media] * 4), separate, atol=1e-4, rtol=1e-4
+        )
     engine = HFEngine(model, [], 0, 3)
     engine.sampled_ids = SAMPLED
     with engine.with_weights(WholeWeights(model)):
-        sampled = engine.generate([p.token_ids for p in prompts], SamplingParams(5), [1, 2], [p.media for p in prompts])
+        sampled = engine.generate(
+            [p.token_ids for p in prompts], SamplingParams(5), [1, 2], [p.media for p in prompts]
+        )
     for prompt, completion in zip(prompts, sampled, strict=True):
         ids = torch.tensor([prompt.token_ids + completion.token_ids])
         with torch.no_grad():
-            logits = model(input_ids=ids, **model_inputs(model, ids, [prompt.media])).logits[0, :-1].float()
+            logits = (
+                model(input_ids=ids, **model_inputs(model, ids, [prompt.media]))
+                .logits[0, :-1]
+                .float()
+            )
         logits[:, [IMAGE, VIDEO]] = -torch.inf
         found = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[-5:, 0]
         torch.testing.assert_close(torch.tensor(completion.log_probs), found, atol=1e-4, rtol=1e-4)
@@ -177,7 +223,10 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input": "<video>", "videos": [b"abc"]}, r"video 1 of 1 cannot be read: no video that PyAV can decode"),
+        (
+            {"input": "<video>", "videos": [b"abc"]},
+            r"video 1 of 1 cannot be read: no video that PyAV can decode",
+        ),
         ({"input": "<video>", "videos": ["gone.mp4"]}, r"there is no file 'gone.mp4'"),
         ({"input": "<video><video>", "videos": [FRAMES]}, r"2 places for videos, and 1 videos"),
         (

@@ -60,9 +60,13 @@ def read(text: str) -> dict[Key, Entry]:
         elif line and not line.startswith("#"):
             place, count, reason = (*line.split(" ", 2), "", "")[:3]
             if form not in FORMS or not count.isdigit() or int(count) == 0 or not reason.strip():
-                raise ValueError(f"{line!r} under [{form}] is no entry; write: file::function, a number, a reason.")
+                raise ValueError(
+                    f"{line!r} under [{form}] is no entry; write: file::function, a number, a reason."
+                )
             if Key(form, place) in entries:
-                raise ValueError(f"{line!r} under [{form}] stands there twice; keep one line with the sum.")
+                raise ValueError(
+                    f"{line!r} under [{form}] stands there twice; keep one line with the sum."
+                )
             entries[Key(form, place)] = Entry(int(count), reason)
     return entries
 
@@ -72,7 +76,9 @@ def write(entries: Entries) -> str:
     by_form: dict[str, list[str]] = {form: [] for form in FORMS}
     for each, entry in sorted(entries.items()):
         by_form[each.form].append(f"{each.place} {entry.n} {entry.reason}\n")
-    parts = [f"\n[{form}]\n# {FORMS[form]}\n{''.join(lines)}" for form, lines in by_form.items() if lines]
+    parts = [
+        f"\n[{form}]\n# {FORMS[form]}\n{''.join(lines)}" for form, lines in by_form.items() if lines
+    ]
     return "".join([HEAD, *parts])
 
 
@@ -85,9 +91,14 @@ def problems(several: Iterable[Place], entries: Entries) -> list[str]:
     for each in sorted(by_key.keys() | entries.keys()):
         n, allowed = len(by_key[each]), entries[each].n if each in entries else 0
         if n > allowed:
-            texts += [f"{place} is {FORMS[each.form]} ({n} in this place, {allowed} listed)." for place in by_key[each]]
+            texts += [
+                f"{place} is {FORMS[each.form]} ({n} in this place, {allowed} listed)."
+                for place in by_key[each]
+            ]
         if n < allowed:
-            texts.append(f"{each.place} has {n} of [{each.form}] and {LIST.name} lists {allowed}: lower it, {SHRINK}.")
+            texts.append(
+                f"{each.place} has {n} of [{each.form}] and {LIST.name} lists {allowed}: lower it, {SHRINK}."
+            )
     return texts
 
 
@@ -97,7 +108,9 @@ def shrunk(several: Iterable[Place], entries: Entries) -> dict[Key, Entry]:
     Raises ``ValueError`` if a form has grown.
     """
     counts = Counter(map(key, several))
-    left = {each: Entry(min(counts[each], entry.n), entry.reason) for each, entry in entries.items()}
+    left = {
+        each: Entry(min(counts[each], entry.n), entry.reason) for each, entry in entries.items()
+    }
     gone = Counter({each: entry.n - left[each].n for each, entry in entries.items()})
     for each in sorted(counts):
         old = left.get(each, Entry(0, ""))
@@ -127,8 +140,12 @@ def file_of(place: Key) -> str:
 
 def main() -> None:
     """Print the places, or write the list anew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shrink", action="store_true", help="write the list anew; refuses if a form has grown")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shrink", action="store_true", help="write the list anew; refuses if a form has grown"
+    )
     parser.add_argument("--form", choices=FORMS, help="print the places of one form only")
     options = parser.parse_args()
     several = package_places()

@@ -68,7 +68,9 @@ def stars(source: Source) -> Iterator[ast.AST]:
 def packs(source: Source) -> Iterator[ast.AST]:
     """``a, b, c = x, y, z``; also as a loop over this one tuple. The result of one expression is none."""
     for node in source.nodes(ast.Assign):
-        if is_tuple(node.value) and any(is_tuple(target) and n_names(target) >= 3 for target in node.targets):
+        if is_tuple(node.value) and any(
+            is_tuple(target) and n_names(target) >= 3 for target in node.targets
+        ):
             yield node
     for target, values in loops(source):
         once = isinstance(values, (ast.Tuple, ast.List)) and len(values.elts) == 1
@@ -92,7 +94,10 @@ def factors(source: Source) -> Iterator[ast.AST]:
 def guarded(source: Source) -> Iterator[ast.AST]:
     """``for x in a if c else ()`` and ``for x in () if c else a``, in comprehensions too."""
     for _, values in loops(source):
-        if any(isinstance(each, ast.IfExp) and any(map(is_empty, branches(each))) for each in iterated(values)):
+        if any(
+            isinstance(each, ast.IfExp) and any(map(is_empty, branches(each)))
+            for each in iterated(values)
+        ):
             yield values
 
 
@@ -130,7 +135,9 @@ def loops(source: Source) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 def inside_their_kind(source: Source, kinds: tuple[type, ...]) -> Iterator[ast.AST]:
     """Expressions of these kinds that stand in another of them, in the order of the file."""
-    inner = [node for outer in source.nodes(*kinds) for node in ast.walk(outer) if node is not outer]
+    inner = [
+        node for outer in source.nodes(*kinds) for node in ast.walk(outer) if node is not outer
+    ]
     yield from dict.fromkeys(node for node in inner if isinstance(node, kinds))
 
 
@@ -163,7 +170,10 @@ def is_packed(value: ast.expr, source: Source, seen: frozenset[ast.AST] = frozen
         return False
     seen |= {value}
     if isinstance(value, (ast.Tuple, ast.List)):
-        return any(not isinstance(each, ast.Starred) or is_packed(each.value, source, seen) for each in value.elts)
+        return any(
+            not isinstance(each, ast.Starred) or is_packed(each.value, source, seen)
+            for each in value.elts
+        )
     parts = parts_of(value)
     if not parts:
         parts = [each for each in source.stands_for(value) if not isinstance(each, ast.List)]

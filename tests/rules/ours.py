@@ -76,7 +76,9 @@ class Ours:
         for file, source in sources.items():
             for node in source.nodes(ast.ClassDef):
                 parents = self._parents(Class(node, file))
-                self.foreign_parents |= {parent.name for parent in parents if isinstance(parent, Other)}
+                self.foreign_parents |= {
+                    parent.name for parent in parents if isinstance(parent, Other)
+                }
 
     def unnamed(self, file: str) -> Iterator[ast.AST]:
         """Calls of functions and classes of ours that leave out the name of an argument after the third."""
@@ -107,7 +109,11 @@ class Ours:
         source = self.sources[file]
         if isinstance(value, ast.Name):
             owner = source.own_class(value)
-            return [Class(owner, file)] if owner is not None else self._bound(source.reaching(value), file)
+            return (
+                [Class(owner, file)]
+                if owner is not None
+                else self._bound(source.reaching(value), file)
+            )
         if not isinstance(value, ast.Attribute):
             return []
         around = source.sites[value].scope.class_around()
@@ -135,7 +141,11 @@ class Ours:
         kinds = set(self._types(value, file))
         self._under_way.remove(value)
         kind = kinds.pop() if len(kinds) == 1 else None
-        return None if isinstance(kind, Other) and kind.name in self.foreign_parents | UNKNOWN else kind
+        return (
+            None
+            if isinstance(kind, Other) and kind.name in self.foreign_parents | UNKNOWN
+            else kind
+        )
 
     def _types(self, value: ast.expr, file: str) -> Iterator[Class | Other | None]:
         source = self.sources[file]
@@ -144,10 +154,16 @@ class Ours:
             if own is not None:
                 yield Class(own, file)
             else:
-                yield from (self._type_of_binding(binding, file) for binding in source.reaching(value))
+                yield from (
+                    self._type_of_binding(binding, file) for binding in source.reaching(value)
+                )
         elif isinstance(value, ast.Call):
             for called in self.meanings(value.func, file):
-                yield self._annotated(called.node.returns, called.file) if isinstance(called, Function) else called
+                yield (
+                    self._annotated(called.node.returns, called.file)
+                    if isinstance(called, Function)
+                    else called
+                )
         elif isinstance(value, ast.Attribute):
             owner = self.type_of(value.value, file)
             if isinstance(owner, Class):
@@ -185,7 +201,11 @@ class Ours:
             owner = self._annotated(note.value, file)
             several = self._of_module(owner.name, note.attr) if isinstance(owner, Other) else []
         else:
-            bindings = self.sources[file].module.bindings.get(note.id, []) if isinstance(note, ast.Name) else []
+            bindings = (
+                self.sources[file].module.bindings.get(note.id, [])
+                if isinstance(note, ast.Name)
+                else []
+            )
             several = self._bound(bindings, file)
         return next((each for each in several if not isinstance(each, Function)), None)
 
@@ -213,11 +233,15 @@ class Ours:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return [Function(node, file)]
         if isinstance(node, ast.Import):
-            is_whole = binding.name not in [alias.name.split(".")[0] for alias in node.names if not alias.asname]
+            is_whole = binding.name not in [
+                alias.name.split(".")[0] for alias in node.names if not alias.asname
+            ]
             names = [alias.name for alias in node.names if alias.asname == binding.name]
             return [Other(names[0] if is_whole else binding.name)]
         if isinstance(node, ast.ImportFrom):
-            names = [alias.name for alias in node.names if binding.name in (alias.asname, alias.name)]
+            names = [
+                alias.name for alias in node.names if binding.name in (alias.asname, alias.name)
+            ]
             return self._of_module(str(node.module), names[0])
         return []
 
@@ -229,11 +253,15 @@ class Ours:
 
     def _line(self, first: Class) -> list[Class]:
         """A class with those of ours that it inherits from, in the order in which methods are looked up."""
-        parents = [each for each in self._parents(first) if isinstance(each, Class) and each != first]
+        parents = [
+            each for each in self._parents(first) if isinstance(each, Class) and each != first
+        ]
         return [first, *(each for parent in parents for each in self._line(parent))]
 
     def _parents(self, child: Class) -> list[Meaning]:
-        bases = [base.value if isinstance(base, ast.Subscript) else base for base in child.node.bases]
+        bases = [
+            base.value if isinstance(base, ast.Subscript) else base for base in child.node.bases
+        ]
         return [each for base in bases for each in self.meanings(base, child.file)]
 
     @staticmethod
@@ -245,7 +273,9 @@ class Ours:
         """Whether one of the arguments after the third goes to a parameter that has a name."""
         if isinstance(called, Function):
             arguments = called.node.args
-            named = range(len(arguments.posonlyargs), len(arguments.posonlyargs) + len(arguments.args))
+            named = range(
+                len(arguments.posonlyargs), len(arguments.posonlyargs) + len(arguments.args)
+            )
             later = range(WITHOUT_NAMES + called.takes_self, n)
             return any(called.fills_first + i in named for i in later)
         if isinstance(called, Class):
@@ -279,7 +309,9 @@ class Ours:
                     self.methods[node.name].append(method)
                 if is_decorated(node, "setter"):
                     self.declared[node.name].add(added.node)
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
             for target in targets:
                 if isinstance(target, ast.Name):
                     self.declared[target.id].add(added.node)

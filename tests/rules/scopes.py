@@ -20,7 +20,9 @@ class Binding:
     kind: str  # parameter, loop, assignment, addition, definition, import, other
     position: tuple[int, int]  # from which the name has the value: line and column
     block: tuple[int, ...]  # branches and loop bodies around, from the outermost
-    values: tuple[ast.expr, ...] = ()  # expressions that the name may stand for; none if they are not known
+    values: tuple[
+        ast.expr, ...
+    ] = ()  # expressions that the name may stand for; none if they are not known
     node: ast.AST | None = None  # definition, import or parameter
 
 
@@ -49,10 +51,16 @@ class Scope:
     def owner(self, name: str) -> ast.ClassDef | None:
         """The class whose object, or which itself, a method gets under this name: that of its first parameter."""
         home = self.lookup(name)
-        if home is None or not isinstance(home.node, (ast.FunctionDef, ast.AsyncFunctionDef)) or home.parent is None:
+        if (
+            home is None
+            or not isinstance(home.node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            or home.parent is None
+        ):
             return None
         places = [*home.node.args.posonlyargs, *home.node.args.args]
-        is_first = bool(places) and places[0].arg == name and not is_decorated(home.node, "staticmethod")
+        is_first = (
+            bool(places) and places[0].arg == name and not is_decorated(home.node, "staticmethod")
+        )
         return home.parent.node if is_first and isinstance(home.parent.node, ast.ClassDef) else None
 
     def class_around(self) -> ast.ClassDef | None:
@@ -105,10 +113,16 @@ class Source:
         bindings = scope.bindings[name.id]
         if scope is not site.scope and scope.node not in _functions_around(site.scope):
             return bindings
-        before = [binding for binding in bindings if binding.position < (name.lineno, name.col_offset)]
-        always = [b for b in before if b.block == site.block[: len(b.block)] and b.kind != "addition"]
+        before = [
+            binding for binding in bindings if binding.position < (name.lineno, name.col_offset)
+        ]
+        always = [
+            b for b in before if b.block == site.block[: len(b.block)] and b.kind != "addition"
+        ]
         overwrites = [binding.position for binding in always]
-        return [binding for binding in before if binding.position >= max(overwrites, default=(0, 0))] or bindings
+        return [
+            binding for binding in before if binding.position >= max(overwrites, default=(0, 0))
+        ] or bindings
 
     def stands_for(self, value: ast.expr) -> list[ast.expr]:
         """Expressions that a local name, or an attribute of the own object, was set to."""
@@ -165,14 +179,18 @@ class Source:
         self._visit_field(node, "body", node.body)
         self._leave()
 
-    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
+    def _comprehension(
+        self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+    ) -> None:
         first = node.generators[0]
         self._visit(first.iter)
         self._enter(node)
         for generator in node.generators:
             if generator is not first:
                 self._visit(generator.iter)
-            self._bind_target(generator.target, "loop", generator.iter, values=_elements(generator.iter))
+            self._bind_target(
+                generator.target, "loop", generator.iter, values=_elements(generator.iter)
+            )
             self.sites[generator] = Site(self._scope, self._block)
             for part in [generator.target, *generator.ifs]:
                 self._visit(part)
@@ -261,14 +279,27 @@ class Source:
             self._bind(argument.arg, "parameter", argument, node=argument)
 
     def _bind(
-        self, name: str, kind: str, place: Any, values: tuple[ast.expr, ...] = (), node: ast.AST | None = None
+        self,
+        name: str,
+        kind: str,
+        place: Any,
+        values: tuple[ast.expr, ...] = (),
+        node: ast.AST | None = None,
     ) -> None:
         scope = self._outer.get((self._scope, name), self._scope)
         is_value = kind in ("assignment", "addition", "loop")
-        position = (place.end_lineno, place.end_col_offset) if is_value else (place.lineno, place.col_offset)
-        scope.bindings[name].append(Binding(name, kind, position, block=self._block, values=values, node=node))
+        position = (
+            (place.end_lineno, place.end_col_offset)
+            if is_value
+            else (place.lineno, place.col_offset)
+        )
+        scope.bindings[name].append(
+            Binding(name, kind, position, block=self._block, values=values, node=node)
+        )
 
-    def _bind_target(self, target: ast.expr, kind: str, place: ast.expr, values: tuple[ast.expr, ...]) -> None:
+    def _bind_target(
+        self, target: ast.expr, kind: str, place: ast.expr, values: tuple[ast.expr, ...]
+    ) -> None:
         if isinstance(target, ast.Name):
             self._bind(target.id, kind, place, values=values)
         elif isinstance(target, ast.Starred):
@@ -279,7 +310,9 @@ class Source:
             rows = [value for value in values if _is_row(value, len(target.elts))]
             has_star = any(isinstance(part, ast.Starred) for part in target.elts)
             for i, part in enumerate(target.elts):
-                self._bind_target(part, kind, place, values=() if has_star else tuple(row.elts[i] for row in rows))
+                self._bind_target(
+                    part, kind, place, values=() if has_star else tuple(row.elts[i] for row in rows)
+                )
 
     def _bind_attribute(self, owner: ast.Name, name: str, values: tuple[ast.expr, ...]) -> None:
         class_of_owner = self._scope.owner(owner.id)
@@ -338,7 +371,9 @@ def _functions_around(scope: Scope) -> list[ast.AST]:
 
 
 def _defaults(arguments: ast.arguments) -> list[ast.expr]:
-    return [default for default in [*arguments.defaults, *arguments.kw_defaults] if default is not None]
+    return [
+        default for default in [*arguments.defaults, *arguments.kw_defaults] if default is not None
+    ]
 
 
 def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
@@ -349,7 +384,9 @@ def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]
 def _elements(values: ast.expr) -> tuple[ast.expr, ...]:
     """What a loop over a tuple, list or set that is written out goes over."""
     written = isinstance(values, (ast.Tuple, ast.List, ast.Set))
-    return tuple(each for each in values.elts if not isinstance(each, ast.Starred)) if written else ()
+    return (
+        tuple(each for each in values.elts if not isinstance(each, ast.Starred)) if written else ()
+    )
 
 
 def _is_row(value: ast.expr, n: int) -> bool:

@@ -14,7 +14,9 @@ MOST_PACKED, MOST_OUTSIDE = 956, 141
 
 def forms(source, file="openppo/one.py", **others):
     """Forms and functions of a source, which may import from ``others``, modules of the same package by name."""
-    files = {file: dedent(source)} | {f"openppo/{name}.py": dedent(text) for name, text in others.items()}
+    files = {file: dedent(source)} | {
+        f"openppo/{name}.py": dedent(text) for name, text in others.items()
+    }
     return [(place.form, place.function) for place in places(files) if place.file == file]
 
 
@@ -27,7 +29,9 @@ def is_none(source, **others):
 
 
 def in_function(source):
-    return f"def work(a, b, c, *args, **options):\n{source and dedent(source).strip()}".replace("\n", "\n    ")
+    return f"def work(a, b, c, *args, **options):\n{source and dedent(source).strip()}".replace(
+        "\n", "\n    "
+    )
 
 
 STARS = [
@@ -291,7 +295,9 @@ def test_longer_names_attributes_and_reads_are_none(source):
     is_none(in_function(source))
 
 
-@pytest.mark.parametrize("signature", ["found", "*found", "**found", "a, /, *, found", "found=0", "found: int"])
+@pytest.mark.parametrize(
+    "signature", ["found", "*found", "**found", "a, /, *, found", "found=0", "found: int"]
+)
 def test_vague_parameter_is_a_form(signature):
     is_form("vague", f"def work({signature}):\n    return 0\n")
 
@@ -313,7 +319,9 @@ def test_vague_loop_of_a_module_is_a_form_and_its_constant_none():
 
 
 def test_a_vague_name_counts_once_a_scope():
-    source = in_function("found = a\nfound = b\nreturn [found for found in c], [found for found in a]")
+    source = in_function(
+        "found = a\nfound = b\nreturn [found for found in c], [found for found in a]"
+    )
     assert forms(source) == [("vague", "work")] * 3
 
 
@@ -533,8 +541,14 @@ def test_list_reads_as_it_was_written():
     ("line", "message"),
     [
         ("openppo/one.py::work 2", "is no entry; write: file::function, a number, a reason."),
-        ("openppo/one.py::work two because", "is no entry; write: file::function, a number, a reason."),
-        ("openppo/one.py::work 0 because", "is no entry; write: file::function, a number, a reason."),
+        (
+            "openppo/one.py::work two because",
+            "is no entry; write: file::function, a number, a reason.",
+        ),
+        (
+            "openppo/one.py::work 0 because",
+            "is no entry; write: file::function, a number, a reason.",
+        ),
         ("a.py::f 1 because\na.py::f 2 because", "stands there twice; keep one line with the sum."),
     ],
 )
@@ -560,7 +574,9 @@ def test_list_that_allows_more_than_there_is_must_be_lowered():
 
 
 def test_shrinking_keeps_what_is_left_with_its_reason():
-    assert form_list.shrunk([place()], LISTED) == {Key("pack", "openppo/one.py::work"): Entry(1, "before the rules")}
+    assert form_list.shrunk([place()], LISTED) == {
+        Key("pack", "openppo/one.py::work"): Entry(1, "before the rules")
+    }
     assert form_list.shrunk([], LISTED) == {}
 
 
@@ -573,7 +589,10 @@ def test_shrinking_follows_a_form_to_another_function():
 
 
 def test_shrinking_refuses_a_form_that_has_grown():
-    with pytest.raises(ValueError, match="openppo/one.py::work has 3 of .pack., more than form_exceptions.txt allows"):
+    with pytest.raises(
+        ValueError,
+        match="openppo/one.py::work has 3 of .pack., more than form_exceptions.txt allows",
+    ):
         form_list.shrunk([place()] * 3, LISTED)
     with pytest.raises(ValueError, match="openppo/one.py::work has 1 of .star., more than"):
         form_list.shrunk([place(form="star")], LISTED)
@@ -590,7 +609,10 @@ def run_command(monkeypatch, folder, several, *arguments):
 
 
 def test_command_prints_each_place_and_the_sums(monkeypatch, tmp_path, capsys):
-    assert run_command(monkeypatch, tmp_path, [place(), place(form="star")], "--form", "pack") == LISTED
+    assert (
+        run_command(monkeypatch, tmp_path, [place(), place(form="star")], "--form", "pack")
+        == LISTED
+    )
     assert capsys.readouterr().out.splitlines() == [
         "[pack] openppo/one.py:7 in work: x, y, z = a, b, c",
         "star 1, pack 1, nested 0, factor 0, guarded 0, chained 0, vague 0, unnamed 0, outside 0",
@@ -604,7 +626,10 @@ def test_command_writes_a_shorter_list_and_refuses_a_longer_one(monkeypatch, tmp
 
 
 def test_package_has_only_the_packed_forms_that_are_listed():
-    assert form_list.problems(form_list.package_places(), form_list.read(LIST.read_text("utf-8"))) == []
+    assert (
+        form_list.problems(form_list.package_places(), form_list.read(LIST.read_text("utf-8")))
+        == []
+    )
 
 
 def test_list_of_exceptions_is_no_longer_than_it_began():

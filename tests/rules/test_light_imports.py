@@ -18,7 +18,9 @@ def python(*arguments: str) -> tuple[str, set[str]]:
     """What Python prints with our package on its path, and the top-level modules that it imports."""
     command = [sys.executable, "-X", "importtime", *arguments]
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    result = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, env=environment, cwd="/", capture_output=True, text=True, timeout=300
+    )
     times = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
     assert result.returncode == 0, result.stderr
     return result.stdout, {line.rsplit("|", 1)[1].strip().split(".")[0] for line in times}
@@ -26,7 +28,9 @@ def python(*arguments: str) -> tuple[str, set[str]]:
 
 def test_config_is_light_and_losses_need_torch_alone():
     assert python("-c", "import openppo.config")[1] & HEAVY == set()
-    assert python("-c", "import openppo.models.loss; from openppo.models import PolicyLoss")[1] & HEAVY == {"torch"}
+    assert python("-c", "import openppo.models.loss; from openppo.models import PolicyLoss")[
+        1
+    ] & HEAVY == {"torch"}
 
 
 @pytest.mark.parametrize("command", commands())

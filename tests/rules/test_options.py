@@ -32,8 +32,13 @@ OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 @cache
 def command_configs() -> dict[str, Any]:
     """The config of each command, by the import in its module."""
-    files = {name: (PACKAGE / "cli" / f"{name}.py").read_text(encoding="utf-8") for name in commands()}
-    names = {name: re.findall(r"^from openppo.config import (\w+)", text, re.MULTILINE) for name, text in files.items()}
+    files = {
+        name: (PACKAGE / "cli" / f"{name}.py").read_text(encoding="utf-8") for name in commands()
+    }
+    names = {
+        name: re.findall(r"^from openppo.config import (\w+)", text, re.MULTILINE)
+        for name, text in files.items()
+    }
     return {name: getattr(openppo.config, found[0]) for name, found in names.items()}
 
 
@@ -41,7 +46,13 @@ def command_configs() -> dict[str, Any]:
 def flags_of(command: str) -> set[str]:
     """Field names, and ``no_`` before boolean ones."""
     options = declared_options(command_configs()[command])
-    return {"config", "help", "version", *options, *(f"no_{name}" for name in options if options[name].type == "bool")}
+    return {
+        "config",
+        "help",
+        "version",
+        *options,
+        *(f"no_{name}" for name in options if options[name].type == "bool"),
+    }
 
 
 def parts_that_use(file: Path) -> list[ast.AST]:
@@ -49,12 +60,23 @@ def parts_that_use(file: Path) -> list[ast.AST]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     if file.parent.name != "config":
         return [tree]
-    methods = [method for node in tree.body if isinstance(node, ast.ClassDef) for method in node.body]
-    return [m for m in methods if isinstance(m, ast.FunctionDef) and not re.search("problems|missing|validate", m.name)]
+    methods = [
+        method for node in tree.body if isinstance(node, ast.ClassDef) for method in node.body
+    ]
+    return [
+        m
+        for m in methods
+        if isinstance(m, ast.FunctionDef) and not re.search("problems|missing|validate", m.name)
+    ]
 
 
 def test_every_option_is_used():
-    nodes = [node for file in PACKAGE.rglob("*.py") for part in parts_that_use(file) for node in ast.walk(part)]
+    nodes = [
+        node
+        for file in PACKAGE.rglob("*.py")
+        for part in parts_that_use(file)
+        for node in ast.walk(part)
+    ]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     options = {name for config in command_configs().values() for name in declared_options(config)}
     assert options - read == set()
@@ -62,13 +84,25 @@ def test_every_option_is_used():
 
 def test_every_flag_in_documents_and_examples_exists():
     """Of any command or program; on a command line, after ``openppo.cli.X``, of X."""
-    sources = [file for folder in ("examples", "benchmarks", "tests/golden") for file in (REPO / folder).rglob("*.py")]
+    sources = [
+        file
+        for folder in ("examples", "benchmarks", "tests/golden")
+        for file in (REPO / folder).rglob("*.py")
+    ]
     declared = re.compile(r"add_argument\(\s*[\"']--([a-z][a-z0-9_-]*)")
-    scripts = {flag for file in sources for flag in declared.findall(file.read_text(encoding="utf-8"))}
-    scripts |= set(re.findall(r"^ +--([a-z]+)\)", (REPO / "benchmarks/gpu/run.sh").read_text("utf-8"), re.MULTILINE))
+    scripts = {
+        flag for file in sources for flag in declared.findall(file.read_text(encoding="utf-8"))
+    }
+    scripts |= set(
+        re.findall(
+            r"^ +--([a-z]+)\)", (REPO / "benchmarks/gpu/run.sh").read_text("utf-8"), re.MULTILINE
+        )
+    )
     anywhere = set().union(*map(flags_of, commands()), OTHER_PROGRAMS, scripts)
     unknown = []
-    for file in [file for entry in TEXTS for file in [REPO / entry, *sorted((REPO / entry).rglob("*"))]]:
+    for file in [
+        file for entry in TEXTS for file in [REPO / entry, *sorted((REPO / entry).rglob("*"))]
+    ]:
         if not file.is_file() or file.suffix not in TEXT_SUFFIXES or "hooks" in file.parts:
             continue
         text = re.sub(r"\\\n\s*", " ", file.read_text(encoding="utf-8"))

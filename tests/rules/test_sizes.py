@@ -29,13 +29,21 @@ def sizes() -> Iterator[Size]:
             if isinstance(node, (*Function, ast.ClassDef)):
                 where = f"{file}:{node.lineno} {node.name}"
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                yield "CLASS_LINES" if isinstance(node, ast.ClassDef) else "FUNCTION_LINES", where, lines
+                yield (
+                    "CLASS_LINES" if isinstance(node, ast.ClassDef) else "FUNCTION_LINES",
+                    where,
+                    lines,
+                )
                 if not isinstance(node, ast.ClassDef):
                     yield "PARAMETERS", where, parameters(node)
 
 
 def test_nothing_in_the_package_exceeds_its_limit():
-    assert [f"{where}: {size} {limit}" for limit, where, size in sizes() if size > getattr(limits, limit)] == []
+    assert [
+        f"{where}: {size} {limit}"
+        for limit, where, size in sizes()
+        if size > getattr(limits, limit)
+    ] == []
 
 
 def test_names_say_what_is_inside():

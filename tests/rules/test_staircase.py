@@ -6,7 +6,17 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
 
-LEVEL_0 = {"config", "types", "endings", "media", "user_code", "lazy", "overrides", "process_groups", "weight_files"}
+LEVEL_0 = {
+    "config",
+    "types",
+    "endings",
+    "media",
+    "user_code",
+    "lazy",
+    "overrides",
+    "process_groups",
+    "weight_files",
+}
 STAIRCASE: dict[str, set[str]] = {
     **{name: set() for name in LEVEL_0},
     "types": {"endings", "media"},
@@ -14,11 +24,22 @@ STAIRCASE: dict[str, set[str]] = {
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
     "agents": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards"},
-    "tasks": LEVEL_0 | {"tracking", "datasets", "rollout", "rewards", "agents", "experience", "orchestrator"},
+    "tasks": LEVEL_0
+    | {"tracking", "datasets", "rollout", "rewards", "agents", "experience", "orchestrator"},
     "experience": LEVEL_0 | {"models", "tracking", "rollout", "rewards"},
-    "orchestrator": LEVEL_0 | {"tracking", "strategy", "datasets", "rollout", "rewards", "experience"},
+    "orchestrator": LEVEL_0
+    | {"tracking", "strategy", "datasets", "rollout", "rewards", "experience"},
     "trainer": LEVEL_0
-    | {"tracking", "models", "strategy", "datasets", "rollout", "rewards", "experience", "orchestrator"},
+    | {
+        "tracking",
+        "models",
+        "strategy",
+        "datasets",
+        "rollout",
+        "rewards",
+        "experience",
+        "orchestrator",
+    },
 }
 STAIRCASE["__init__"] = set(STAIRCASE)  # lazy public names of openppo itself; everything but cli
 STAIRCASE["cli"] = set(STAIRCASE)
@@ -33,13 +54,23 @@ def imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         assert node.level == 0, "imports have full names"
         return [f"{node.module}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+        ("import_module", "__import__")
+    ):
         return [str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant)]
     return []
 
 
-TREES = {file.relative_to(PACKAGE): ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")}
-IMPORTS = [(path, name) for path, tree in TREES.items() for node in ast.walk(tree) for name in imported(node)]
+TREES = {
+    file.relative_to(PACKAGE): ast.parse(file.read_text(encoding="utf-8"))
+    for file in PACKAGE.rglob("*.py")
+}
+IMPORTS = [
+    (path, name)
+    for path, tree in TREES.items()
+    for node in ast.walk(tree)
+    for name in imported(node)
+]
 """Every import of the package: file and dotted name."""
 
 
@@ -51,22 +82,44 @@ def owner(path: Path) -> str:
 def test_every_module_stands_on_a_step_and_imports_go_down():
     assert {owner(path) for path in TREES} <= set(STAIRCASE)
     of_all = ("openppo.__version__", "openppo.logger")
-    ours = [(path, name) for path, name in IMPORTS if name.startswith("openppo.") and name not in of_all]
+    ours = [
+        (path, name) for path, name in IMPORTS if name.startswith("openppo.") and name not in of_all
+    ]
     steps = [(path, name, STAIRCASE[owner(path)] | {owner(path)}) for path, name in ours]
-    assert [f"{path} imports {name}" for path, name, allowed in steps if name.split(".")[1] not in allowed] == []
+    assert [
+        f"{path} imports {name}"
+        for path, name, allowed in steps
+        if name.split(".")[1] not in allowed
+    ] == []
     assert [path for path, name in IMPORTS if name == "openppo"] == []
 
 
 def test_imports_of_openppo_stand_at_the_top_of_files():
-    nodes = [(path, node) for path, tree in TREES.items() if owner(path) != "cli" for node in ast.walk(tree)]
-    functions = [(path, node) for path, node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inner = [(path, name) for path, function in functions for node in ast.walk(function) for name in imported(node)]
+    nodes = [
+        (path, node)
+        for path, tree in TREES.items()
+        if owner(path) != "cli"
+        for node in ast.walk(tree)
+    ]
+    functions = [
+        (path, node)
+        for path, node in nodes
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    inner = [
+        (path, name)
+        for path, function in functions
+        for node in ast.walk(function)
+        for name in imported(node)
+    ]
     assert [f"{path} imports {name}" for path, name in inner if name.startswith("openppo")] == []
 
 
 def test_config_needs_only_the_standard_library():
     names = [name.split(".") for path, name in IMPORTS if owner(path) == "config"]
-    assert [n for n in names if n[0] not in sys.stdlib_module_names and n[:2] != ["openppo", "config"]] == []
+    assert [
+        n for n in names if n[0] not in sys.stdlib_module_names and n[:2] != ["openppo", "config"]
+    ] == []
 
 
 def test_only_the_vllm_engine_and_its_requests_import_vllm():
@@ -74,5 +127,9 @@ def test_only_the_vllm_engine_and_its_requests_import_vllm():
 
 
 def test_safetensors_are_written_with_the_usual_mode():
-    writers = [path for path, name in IMPORTS if name.startswith("safetensors") and name.endswith("save_file")]
+    writers = [
+        path
+        for path, name in IMPORTS
+        if name.startswith("safetensors") and name.endswith("save_file")
+    ]
     assert writers == [Path("weight_files.py")]

@@ -54,7 +54,14 @@ def test_unknown_commit_leaves_the_totals_of_today(monkeypatch, capsys):
     totals.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("totals at 01234567 are not shown: fatal: ")
-    assert [line.split()[0] for line in lines[1:]] == ["openppo/", "tokens", "code", "lines", "files", "options"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "openppo/",
+        "tokens",
+        "code",
+        "lines",
+        "files",
+        "options",
+    ]
 
 
 def test_start_of_the_work_is_shown_where_the_clone_has_it(monkeypatch, capsys):

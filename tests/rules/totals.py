@@ -14,7 +14,14 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 START = "12e90e709a035c36ef3d50c91fc7ebeefc657fbd"
 """The commit before issue 48: the last one before the package was unpacked."""
-LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+LAYOUT = {
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
 OPTIONS = """
 import re
 from pathlib import Path

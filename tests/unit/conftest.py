@@ -55,8 +55,14 @@ def make_tokenizer() -> MakeTokenizer:
         core.add_special_tokens(special)
         core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
         core.decoder = decoders.Fuse()
-        named = {name: token for name, token in (("pad_token", pad), ("eos_token", eos)) if token is not None}
-        return PreTrainedTokenizerFast(tokenizer_object=core, additional_special_tokens=special, **named)
+        named = {
+            name: token
+            for name, token in (("pad_token", pad), ("eos_token", eos))
+            if token is not None
+        }
+        return PreTrainedTokenizerFast(
+            tokenizer_object=core, additional_special_tokens=special, **named
+        )
 
     return make
 
@@ -67,11 +73,20 @@ def models() -> dict[str, PreTrainedModel]:
     torch.manual_seed(0)
     common = {"vocab_size": VOCAB, "initializer_range": 0.5, "tie_word_embeddings": False}
     common |= {"bos_token_id": None, "eos_token_id": None}
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     made = {
         "llama": LlamaForCausalLM(LlamaConfig(**common, **sizes, **heads)),
-        "gpt2": GPT2LMHeadModel(GPT2Config(**common, n_positions=64, n_embd=16, n_layer=2, n_head=2)),
-        "mistral": MistralForCausalLM(MistralConfig(**common, **sizes, **heads, sliding_window=WINDOW)),
+        "gpt2": GPT2LMHeadModel(
+            GPT2Config(**common, n_positions=64, n_embd=16, n_layer=2, n_head=2)
+        ),
+        "mistral": MistralForCausalLM(
+            MistralConfig(**common, **sizes, **heads, sliding_window=WINDOW)
+        ),
     }
     return {name: model.eval() for name, model in made.items()}

@@ -4,15 +4,28 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from openppo.experience import ReplayBuffer, compute_reward, get_advantages_and_returns, get_cumulative_returns
+from openppo.experience import (
+    ReplayBuffer,
+    compute_reward,
+    get_advantages_and_returns,
+    get_cumulative_returns,
+)
 from openppo.models import Actor, PolicyLoss, ValueLoss, compute_approx_kl
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.types import Experience
 
-SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
 SCORES, KL = torch.tensor([1.0, 2.0]), torch.randn(2, 6)
 IDS, MASK = torch.randint(5, 30, (2, 6)), torch.ones(2, 6, dtype=torch.bool)
-ACTIONS = torch.tensor([[False, False, False, True, True, False], [False, False, False, True, True, True]])
+ACTIONS = torch.tensor(
+    [[False, False, False, True, True, False], [False, False, False, True, True, True]]
+)
 N_ACTIONS = torch.tensor([2, 3])
 
 
@@ -26,13 +39,22 @@ def name(value):
     [
         ((SCORES, 0.1, KL, ACTIONS), "kl is 0.1, no tensor"),
         ((SCORES, 1, KL, ACTIONS, 3, (-10.0, 10.0)), "kl is 1, no tensor"),
-        ((SCORES, torch.tensor(0.1), KL, ACTIONS), r"kl has the shape \(\) in place of 2 dimensions"),
-        ((SCORES, torch.tensor([0.1]), KL, ACTIONS), r"kl has the shape \(1,\) in place of 2 dimensions"),
+        (
+            (SCORES, torch.tensor(0.1), KL, ACTIONS),
+            r"kl has the shape \(\) in place of 2 dimensions",
+        ),
+        (
+            (SCORES, torch.tensor([0.1]), KL, ACTIONS),
+            r"kl has the shape \(1,\) in place of 2 dimensions",
+        ),
         ((SCORES, 0.1, [KL[0], KL[1]], None, [2, 3]), "kl is 0.1, no tensor"),
         ((SCORES, None, KL, ACTIONS), r"kl_coef has the shape \(2, 6\), and is one number"),
         ((SCORES, KL, 0.1, ACTIONS), "action_mask is 0.1, no tensor"),
         ((1.0, KL, ACTIONS, 0.1), "scores is 1.0, no tensor"),
-        ((SCORES[:, None], KL, ACTIONS, 0.1), r"scores has the shape \(2, 1\) in place of 1 dimensions"),
+        (
+            (SCORES[:, None], KL, ACTIONS, 0.1),
+            r"scores has the shape \(2, 1\) in place of 1 dimensions",
+        ),
     ],
     ids=name,
 )
@@ -64,8 +86,12 @@ def test_a_coefficient_may_be_any_one_number(coefficient):
     ids=name,
 )
 def test_values_of_another_order_are_an_error(role, others, message):
-    model = ScalarHeadModel(LlamaForSequenceClassification(LlamaConfig(num_labels=1, **SIZES)), role)
-    with pytest.raises(TypeError, match=rf"^{message}: OpenPPO's order is \(sequences, attention_mask\)"):
+    model = ScalarHeadModel(
+        LlamaForSequenceClassification(LlamaConfig(num_labels=1, **SIZES)), role
+    )
+    with pytest.raises(
+        TypeError, match=rf"^{message}: OpenPPO's order is \(sequences, attention_mask\)"
+    ):
         model(IDS, *others)
 
 
@@ -96,12 +122,19 @@ def test_options_of_an_actor_have_names():
 
 def test_old_fields_batch_sizes_and_estimators_are_errors():
     with pytest.raises(
-        TypeError, match="^attention_mask is torch.float32, no mask: the order is sequences, attention_"
+        TypeError,
+        match="^attention_mask is torch.float32, no mask: the order is sequences, attention_",
     ):
         Experience(IDS, KL, KL, KL, KL, KL, MASK, ACTIONS, {}, KL)
-    with pytest.raises(TypeError, match="^comm is 8, no process group: give batch sizes to ReplayBuffer.mini_batches"):
+    with pytest.raises(
+        TypeError,
+        match="^comm is 8, no process group: give batch sizes to ReplayBuffer.mini_batches",
+    ):
         ReplayBuffer(8, 0, True)
-    with pytest.raises(TypeError, match=r"^action_mask is 'k3', no tensor: OpenPPO's order is \(log_probs, ref_log_"):
+    with pytest.raises(
+        TypeError,
+        match=r"^action_mask is 'k3', no tensor: OpenPPO's order is \(log_probs, ref_log_",
+    ):
         compute_approx_kl(KL, KL, "k3")
 
 
@@ -112,7 +145,9 @@ def test_the_other_names_have_the_order_of_openrlhf():
     advantages, returns = get_advantages_and_returns(values, rewards, mask, 0.5, 0.5)
     assert torch.allclose(advantages, torch.tensor([[0.0, -0.375 + 0.25 * 0.75, 0.75]]))
     assert torch.allclose(returns, advantages + values)
-    assert torch.allclose(get_cumulative_returns(rewards, mask, 0.5), torch.tensor([[0.0, 0.5, 1.0]]))
+    assert torch.allclose(
+        get_cumulative_returns(rewards, mask, 0.5), torch.tensor([[0.0, 0.5, 1.0]])
+    )
     old, new = torch.zeros(1, 3), torch.tensor([[0.0, 1.0, 0.0]])
     loss = PolicyLoss(0.2)(new, old, torch.tensor([[0.0, 2.0, 4.0]]), mask)
     assert loss.item() == pytest.approx(-(1.2 * 2.0 + 4.0) / 2)

@@ -53,17 +53,40 @@ def validate(line: str) -> None:
     command, *words = shlex.split(line)
     given = dict(word.split("=", 1) for word in words)
     ranks = int(given.pop("ranks", "1"))
-    kinds = {name: str(declared.type) for name, declared in declared_options(COMMANDS[command][0]).items()}
-    texts = {name for name in given if kinds[name] in ("str", "str | None") and given[name] != "None"}
+    kinds = {
+        name: str(declared.type)
+        for name, declared in declared_options(COMMANDS[command][0]).items()
+    }
+    texts = {
+        name for name in given if kinds[name] in ("str", "str | None") and given[name] != "None"
+    }
     values = {name: text if name in texts else yaml.safe_load(text) for name, text in given.items()}
-    config_of(command, **{name: None if value == "None" else value for name, value in values.items()}).validate(ranks)
+    config_of(
+        command, **{name: None if value == "None" else value for name, value in values.items()}
+    ).validate(ranks)
 
 
 def test_defaults_of_supervised_training_are_the_published_ones():
     """Of OpenRLHF 0.6.1, but for --max_len; those of train_ppo are in tests/unit/cli/test_openrlhf.py."""
-    common = {"train_batch_size": 128, "max_epochs": 1, "learning_rate": 5e-6, "l2": 0.0, "lr_warmup_ratio": 0.03}
-    common |= {"adam_betas": (0.9, 0.95), "zero_stage": 2, "seed": 42, "lora_alpha": 16, "max_len": 512}
-    own = {"sft": {}, "rm": {"chosen_key": "chosen", "rejected_key": "rejected", "loss": "sigmoid"}, "prm": {}}
+    common = {
+        "train_batch_size": 128,
+        "max_epochs": 1,
+        "learning_rate": 5e-6,
+        "l2": 0.0,
+        "lr_warmup_ratio": 0.03,
+    }
+    common |= {
+        "adam_betas": (0.9, 0.95),
+        "zero_stage": 2,
+        "seed": 42,
+        "lora_alpha": 16,
+        "max_len": 512,
+    }
+    own = {
+        "sft": {},
+        "rm": {"chosen_key": "chosen", "rejected_key": "rejected", "loss": "sigmoid"},
+        "prm": {},
+    }
     for command, more in own.items():
         assert flat_dict(config_of(command)).items() >= (common | more).items()
 
@@ -73,34 +96,63 @@ def test_a_config_is_frozen_and_valid_by_default(command):
     for world_size in (1, 2, 4, 8) if command in ("ppo", "sft", "rm", "prm") else (1,):
         config_of(command).validate(world_size)
     config = config_of(command)
-    for options in [config, *(group for group in vars(config).values() if isinstance(group, Options))]:
+    for options in [
+        config,
+        *(group for group in vars(config).values() if isinstance(group, Options)),
+    ]:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(options, dataclasses.fields(options)[0].name, None)
 
 
 def test_every_option_is_explained_in_sentences():
     files = Path(openppo.config.__file__).parent.glob("*.py")
-    classes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
-    pairs = [pair for group in classes if group.name.endswith("Config") for pair in itertools.pairwise(group.body)]
-    options = [(f, text) for f, text in pairs if isinstance(f, ast.AnnAssign) and "Config" not in ast.unparse(f)]
+    classes = [
+        node
+        for file in files
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    pairs = [
+        pair
+        for group in classes
+        if group.name.endswith("Config")
+        for pair in itertools.pairwise(group.body)
+    ]
+    options = [
+        (f, text)
+        for f, text in pairs
+        if isinstance(f, ast.AnnAssign) and "Config" not in ast.unparse(f)
+    ]
     assert len(options) > 200
     for field, text in options:
         assert isinstance(text, ast.Expr), ast.unparse(field)
-        assert re.fullmatch(r"[A-Z].*\.", ast.literal_eval(text.value), re.DOTALL), ast.unparse(field)
+        assert re.fullmatch(r"[A-Z].*\.", ast.literal_eval(text.value), re.DOTALL), ast.unparse(
+            field
+        )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_value_out_of_bounds_is_an_error_that_names_flag_and_bound(command):
     for name, declared in declared_options(COMMANDS[command][0]).items():
         allowed, kind = rules_of(declared), str(declared.type)
-        tried = ["", -2, -1, 0, 70000] if "str" in kind or "int" in kind else [-0.5, 0.0, 1.0, 1.1, math.nan, 1e9]
+        tried = (
+            ["", -2, -1, 0, 70000]
+            if "str" in kind or "int" in kind
+            else [-0.5, 0.0, 1.0, 1.1, math.nan, 1e9]
+        )
         fitting = [value for value in tried if isinstance(value, str) == ("str" in kind)]
-        wrong = [value for value in fitting if allowed.bound is not None and not allowed.bound.holds(value)]
+        wrong = [
+            value
+            for value in fitting
+            if allowed.bound is not None and not allowed.bound.holds(value)
+        ]
         assert wrong or allowed.bound is None, name
         for value in wrong:
             with pytest.raises(ValueError) as error:
                 pair = declared.default if isinstance(declared.default, tuple) else ()
-                config_of(command, **{name: (value, *pair[1:]) if "tuple" in kind else value}).validate(1)
+                config_of(
+                    command, **{name: (value, *pair[1:]) if "tuple" in kind else value}
+                ).validate(1)
             assert str(error.value).startswith(f"--{name} {allowed.bound.says}"), name
             assert allowed.note in str(error.value)
 
@@ -254,7 +306,9 @@ def test_options_that_cannot_work_are_an_error_with_flag_and_remedy(row):
         validate(line)
     first, *others = message.split("...")
     said = str(error.value)
-    assert said.startswith(f"--{line.split()[1].strip(chr(34)).partition('=')[0]} {first.strip()}" if first else "")
+    assert said.startswith(
+        f"--{line.split()[1].strip(chr(34)).partition('=')[0]} {first.strip()}" if first else ""
+    )
     assert [part for part in others if part.strip() not in said] == []
 
 
@@ -283,7 +337,9 @@ def test_no_number_may_be_nan_or_infinite(command, number):
                     assert str(error).startswith(f"--{name} ")
                 else:
                     accepted.append(name)
-    assert accepted == ["reward_clip_range"] * (command == "ppo" and math.isinf(number))  # at one of its ends
+    assert accepted == ["reward_clip_range"] * (
+        command == "ppo" and math.isinf(number)
+    )  # at one of its ends
 
 
 EDGES = """
@@ -332,7 +388,10 @@ def test_options_at_the_edge_of_what_works_are_accepted(line):
 
 
 def test_weights_have_names_shares_sum_to_one_and_steps_have_ranges():
-    assert RewardConfig(reward_weights=("right=1", "a=b=-.5")).weights() == {"right": 1.0, "a=b": -0.5}
+    assert RewardConfig(reward_weights=("right=1", "a=b=-.5")).weights() == {
+        "right": 1.0,
+        "a=b": -0.5,
+    }
     assert parse_probs("a, b", "3,1", "prompt_data") == [("a", 0.75), ("b", 0.25)]
     assert parse_probs("a,b", None, "prompt_data") == [("a", None), ("b", None)]
     for given, steps in (("3", {3}), ("2-4,7", {2, 3, 4, 7}), (" 1 , 1-2 ", {1, 2}), (None, set())):
@@ -340,7 +399,10 @@ def test_weights_have_names_shares_sum_to_one_and_steps_have_ranges():
 
 
 def test_a_bool_stands_for_on_or_off_as_in_configs_of_earlier_runs():
-    configs = (from_options(commands.TrainPPOConfig, pretrain="m", compile=value) for value in (True, False))
+    configs = (
+        from_options(commands.TrainPPOConfig, pretrain="m", compile=value)
+        for value in (True, False)
+    )
     assert [config.deepspeed.compile for config in configs] == ["on", "off"]
 
 
@@ -350,7 +412,9 @@ def test_a_config_is_its_options_by_name(command):
     options = flat_dict(config_of(command))
     assert list(options) == list(declared_options(config_type)), "in the order of the groups"
     assert from_options(config_type, **options) == config_of(command)
-    with pytest.raises(ValueError, match=f"{config_type.__name__} has no option eps_clipp; see --help"):
+    with pytest.raises(
+        ValueError, match=f"{config_type.__name__} has no option eps_clipp; see --help"
+    ):
         config_of(command, eps_clipp=0.1)
     if "init_kl_coef" in options:
         assert config_of(command, init_kl_coeff=0.3, ptx_coeff=0.4) == config_of(
@@ -367,7 +431,10 @@ def test_a_config_is_its_options_by_name(command):
     [
         ("http://user:password@host:5000/get_reward", "http://***@host:5000/get_reward"),
         ("https://token@host,http://a:b@c:d@host/x", "https://***@host,http://***@host/x"),
-        ("http://host/get_reward?key=secret&b=1,http://other/", "http://host/get_reward?***,http://other/"),
+        (
+            "http://host/get_reward?key=secret&b=1,http://other/",
+            "http://host/get_reward?***,http://other/",
+        ),
         ("http://host/@x", "http://host/@x"),
         ("me@example.com /data/a@b.jsonl", "me@example.com /data/a@b.jsonl"),
     ],
@@ -380,8 +447,18 @@ def test_secrets_are_masked_where_options_are_written(text, masked):
 
 
 def test_what_stands_for_a_value_of_an_option_becomes_it():
-    given = {"actor_learning_rate": 1, "save_path": Path("a/b"), "target_modules": ["q_proj"], "stop_when": "kl > 1"}
-    made = {"actor_learning_rate": 1, "save_path": "a/b", "target_modules": ("q_proj",), "stop_when": ("kl > 1",)}
+    given = {
+        "actor_learning_rate": 1,
+        "save_path": Path("a/b"),
+        "target_modules": ["q_proj"],
+        "stop_when": "kl > 1",
+    }
+    made = {
+        "actor_learning_rate": 1,
+        "save_path": "a/b",
+        "target_modules": ("q_proj",),
+        "stop_when": ("kl > 1",),
+    }
     config = config_of("ppo", **given)
     config.validate(1)
     assert flat_dict(config).items() >= made.items()
@@ -403,7 +480,12 @@ WHOLE = {"bf16": True, "rollout_batch_size": 8, "train_batch_size": 8}
         *(
             (more, "recompute", "recompute")
             for more in (
-                *({"max_epochs": 2}, {"train_batch_size": 4}, {"lora_rank": 4, "lora_dropout": 0.1}, {"top_p": 0.9}),
+                *(
+                    {"max_epochs": 2},
+                    {"train_batch_size": 4},
+                    {"lora_rank": 4, "lora_dropout": 0.1},
+                    {"top_p": 0.9},
+                ),
                 *({"old_log_probs": "recompute"}, {"top_k": 5}, {"rollout_correction": "tis"}),
                 {"rollout_correction": "tis", "bf16": False},
             )
@@ -412,11 +494,18 @@ WHOLE = {"bf16": True, "rollout_batch_size": 8, "train_batch_size": 8}
 )
 def test_old_log_probs_come_from_where_they_are_the_policys(options, single_update, later):
     config = config_of("ppo", **WHOLE | options)
-    assert (old_log_probs_from(config, True), old_log_probs_from(config, False)) == (single_update, later)
+    assert (old_log_probs_from(config, True), old_log_probs_from(config, False)) == (
+        single_update,
+        later,
+    )
 
 
 def test_a_source_of_ones_own_evaluates_without_held_out_data():
-    options = {"keep_best": "eval_reward", "stop_when": ("eval_reward>=0.9",), "eval_before_training": True}
+    options = {
+        "keep_best": "eval_reward",
+        "stop_when": ("eval_reward>=0.9",),
+        "eval_before_training": True,
+    }
     from_options(commands.TrainPPOConfig, pretrain="m", **options).validate(1, own_source=True)
     with pytest.raises(ValueError, match="--eval_data"):
         config_of("ppo", **options).validate(1)

@@ -33,7 +33,9 @@ GARBAGE = {
     "another version": b"GET / HTTP/9.9\r\nHost: h\r\n\r\n",
     "a header without a colon": b"GET / HTTP/1.1\r\nHost h\r\n\r\n",
     "a long header": b"GET / HTTP/1.1\r\nHost: " + b"h" * 20_000 + b"\r\n\r\n",
-    "many headers": b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(5000)) + b"\r\n",
+    "many headers": b"GET / HTTP/1.1\r\n"
+    + b"".join(b"X-%d: y\r\n" % i for i in range(5000))
+    + b"\r\n",
     "two lengths": b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
     "a negative length": b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: -5\r\n\r\n",
     "control characters": b"GET /\x1b[31m\x07 HTTP/1.1\r\nHost: h\r\n\r\n",
@@ -85,7 +87,9 @@ def gateway_door(session: Any = None) -> Iterator[Door]:
         gateway = Gateway()
         await gateway.start()
         renderer = SimpleNamespace(bound=None, vision=None)
-        of_episode = session or SimpleNamespace(setup=SimpleNamespace(renderer=renderer, most=100), counts={})
+        of_episode = session or SimpleNamespace(
+            setup=SimpleNamespace(renderer=renderer, most=100), counts={}
+        )
         hand_over((gateway.address, gateway.open(of_episode)))
         await ends.wait()
         await gateway.stop()
@@ -98,7 +102,9 @@ def gateway_door(session: Any = None) -> Iterator[Door]:
 def tasks_door(place: Path) -> Iterator[Door]:
     server = TaskServer(SimpleNamespace(progress=dict), place / "tasks.json")  # type: ignore[arg-type]
     known = json.loads((place / "tasks.json").read_text())
-    yield Door(("127.0.0.1", int(re.findall(r":(\d+)/", known["url"])[0])), "/tasks", known["token"])
+    yield Door(
+        ("127.0.0.1", int(re.findall(r":(\d+)/", known["url"])[0])), "/tasks", known["token"]
+    )
     server.close()
 
 
@@ -107,9 +113,13 @@ def rewards_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     async def work(ends: asyncio.Event, hand_over: Callable[[Any], None]) -> None:
         listener = listen("127.0.0.1", 0)
         options = ServeRMConfig("my/model", port=0)
-        server = RewardServer(lambda rows: [1.0] * len(rows), lambda text: [1], listener, options, "key")
+        server = RewardServer(
+            lambda rows: [1.0] * len(rows), lambda text: [1], listener, options, "key"
+        )
         loop, handlers = asyncio.get_running_loop(), {}
-        monkeypatch.setattr(loop, "add_signal_handler", handlers.__setitem__)  # only of the main thread
+        monkeypatch.setattr(
+            loop, "add_signal_handler", handlers.__setitem__
+        )  # only of the main thread
         serving = asyncio.create_task(server._serve())
         while signal.SIGTERM not in handlers:
             await asyncio.sleep(0.01)
@@ -124,7 +134,9 @@ def rewards_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 
 
 @pytest.fixture(params=["gateway", "tasks", "serve_rm"])
-def door(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+def door(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Door]:
     doors = {
         "gateway": gateway_door,
         "tasks": lambda: tasks_door(tmp_path),
@@ -135,7 +147,9 @@ def door(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_no_http_gets_400_and_one_line_of_the_log(door, caplog):
-    caplog.set_level(logging.DEBUG, "openppo.http")  # aiohttp logs other protocols, such as TLS, for debugging only
+    caplog.set_level(
+        logging.DEBUG, "openppo.http"
+    )  # aiohttp logs other protocols, such as TLS, for debugging only
     for name, sent in GARBAGE.items():
         caplog.clear()
         assert door.answer(sent)[0] == 400, name
@@ -153,7 +167,9 @@ def test_a_body_that_cannot_be_read_gets_400_and_no_traceback(door, caplog):
 
 
 def test_a_key_of_other_letters_gets_401_before_the_body(door, caplog):
-    head = HEAD.replace(b"%s", door.path, 1).replace(b"%s", "\udcff\udcfeé".encode(errors="surrogateescape"))
+    head = HEAD.replace(b"%s", door.path, 1).replace(
+        b"%s", "\udcff\udcfeé".encode(errors="surrogateescape")
+    )
     with socket.create_connection(door.address, timeout=60) as client:
         client.sendall(head + b"Content-Length: 1000\r\n\r\n")  # which never come
         assert client.recv(65536).startswith(b"HTTP/1.1 401 Unauthorized")

@@ -10,7 +10,9 @@ import pytest
 import openppo
 
 PACKAGE = Path(openppo.__file__).parent
-FACES = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py") if "lazy_names" in file.read_text())
+FACES = sorted(
+    file.parent.name for file in PACKAGE.glob("*/__init__.py") if "lazy_names" in file.read_text()
+)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -37,12 +39,20 @@ PUBLIC = {
 
 @pytest.mark.parametrize("package", PUBLIC)
 def test_a_public_name_imports(package):
-    assert all(getattr(import_module(package), name).__name__ == name for name in PUBLIC[package].split())
+    assert all(
+        getattr(import_module(package), name).__name__ == name for name in PUBLIC[package].split()
+    )
 
 
 def test_type_checkers_know_the_public_names(tmp_path):
-    (tmp_path / "user.py").write_text("from openppo.models import PolicyLoss\nreveal_type(PolicyLoss())\n")
-    flags = "--strict --ignore-missing-imports --follow-imports silent --config-file= user.py".split()
+    (tmp_path / "user.py").write_text(
+        "from openppo.models import PolicyLoss\nreveal_type(PolicyLoss())\n"
+    )
+    flags = (
+        "--strict --ignore-missing-imports --follow-imports silent --config-file= user.py".split()
+    )
     command, env = [sys.executable, "-m", "mypy", *flags], {"MYPYPATH": str(PACKAGE.parent)}
-    checked = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    checked = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
     assert 'Revealed type is "openppo.models.loss.PolicyLoss"' in checked.stdout, checked.stdout

@@ -53,13 +53,17 @@ class Run:
         program = f"FAMILY = {FAMILY!r}\n{STARTS}{lines}"
         environment = os.environ | {"PYTHONPATH": str(REPO)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
-        self.process = subprocess.Popen([sys.executable, "-c", program], env=environment, text=True, **pipes)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], env=environment, text=True, **pipes
+        )
         assert self.process.stdout is not None
         self.programs = [int(pid) for pid in self.process.stdout.readline().split()]
 
     def guardian(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children()
-        (guardian,) = [child for child in children if child.cmdline()[-1].endswith("process_groups.py")]
+        (guardian,) = [
+            child for child in children if child.cmdline()[-1].endswith("process_groups.py")
+        ]
         return guardian
 
     def leaves_nothing(self) -> None:

@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from openppo.types import Completion, Experience, FinishReason, Prompt, SamplingParams, SingleProcess, Trajectory
+from openppo.types import (
+    Completion,
+    Experience,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    SingleProcess,
+    Trajectory,
+)
 
 EXPERIENCE = Experience(
     sequences=torch.tensor([[5, 6, 1], [5, 1, 0]]),
@@ -18,7 +26,11 @@ EXPERIENCE = Experience(
 
 
 def test_the_lists_of_a_trajectory_are_equally_long():
-    lists = {"token_ids": [5, 6, 7], "action_mask": [False, True, True], "log_probs": [0.0, -1.0, -2.0]}
+    lists = {
+        "token_ids": [5, 6, 7],
+        "action_mask": [False, True, True],
+        "log_probs": [0.0, -1.0, -2.0],
+    }
     lists["versions"] = [-1, 0, 0]
     rest = {"finish_reason": FinishReason.STOP, "prompt": Prompt("a", [5]), "group": 0}
     assert Trajectory(**lists, **rest).response_ids == [6, 7]
@@ -33,7 +45,13 @@ def test_the_reasons_of_an_end_are_plain_words():
 
 
 @pytest.mark.parametrize(
-    "noun", [SamplingParams(3), Prompt("a", [1]), Completion([1], [0.0], [0], FinishReason.STOP), EXPERIENCE]
+    "noun",
+    [
+        SamplingParams(3),
+        Prompt("a", [1]),
+        Completion([1], [0.0], [0], FinishReason.STOP),
+        EXPERIENCE,
+    ],
 )
 def test_what_travels_between_parts_cannot_be_changed_on_the_way(noun):
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -31,7 +31,9 @@ def rewards(file: Path) -> Any:
 
 
 def data(file: Path) -> Any:
-    return load_mixed_rows(RowsConfig(dataset_class=f"{file}:make"), "x", flag="--dataset", split="train", seed=0)
+    return load_mixed_rows(
+        RowsConfig(dataset_class=f"{file}:make"), "x", flag="--dataset", split="train", seed=0
+    )
 
 
 @pytest.fixture
@@ -45,7 +47,9 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("load", [rewards, data])
 def test_an_import_changes_neither_gradients_nor_dtype_nor_seeds(load, file):
-    file.write_text(f"if True:{MEDDLES}\ndef make(prompts):{MEDDLES}    return [{{'input': 'a'}}]\n")
+    file.write_text(
+        f"if True:{MEDDLES}\ndef make(prompts):{MEDDLES}    return [{{'input': 'a'}}]\n"
+    )
 
     def draws(between: Callable[[Path], Any]) -> list[float]:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -61,7 +65,11 @@ def test_an_import_changes_neither_gradients_nor_dtype_nor_seeds(load, file):
 @pytest.mark.parametrize(
     ("load", "text"),
     [
-        *((load, f"import sys\nsys.exit({status})\n") for load in (rewards, data) for status in ("", "0", "3")),
+        *(
+            (load, f"import sys\nsys.exit({status})\n")
+            for load in (rewards, data)
+            for status in ("", "0", "3")
+        ),
         (data, "import sys\ndef make(source):\n    sys.exit()\n    yield {}\n"),
     ],
 )
@@ -84,7 +92,10 @@ def test_a_call_on_a_thread_leaves_none_behind():
         asyncio.run(call(work))
     for thread in seen:
         thread.join(60)
-    assert [thread.is_alive() for thread in seen] == [False, False] and threading.current_thread() not in seen
+    assert [thread.is_alive() for thread in seen] == [
+        False,
+        False,
+    ] and threading.current_thread() not in seen
 
 
 @pytest.mark.parametrize("error", [StopIteration(), GeneratorExit("panic")])
@@ -139,8 +150,12 @@ def test_two_modules_of_one_name_beside_two_files_are_an_error(kind, tmp_path, f
     for file in files:
         file.write_text(LOADS[kind])
     load_callable(f"{files[0]}:make", "--reward_fn")
-    name = "packed" if kind == "a package" else "beside_it" if kind != "through another" else "relay"
-    says = rf"^--eval_reward_fn .*second/user.py.*imports {name}, .*second and in .*first. Rename one"
+    name = (
+        "packed" if kind == "a package" else "beside_it" if kind != "through another" else "relay"
+    )
+    says = (
+        rf"^--eval_reward_fn .*second/user.py.*imports {name}, .*second and in .*first. Rename one"
+    )
     with pytest.raises(ValueError, match=says):
         load_callable(f"{files[1]}:make", "--eval_reward_fn")
 
@@ -150,4 +165,8 @@ def test_a_module_beside_a_file_hides_no_installed_one(tmp_path, forget, caplog)
     (tmp_path / "user.py").write_text("from colorsys import rgb_to_hsv as make\n")
     assert load_callable(f"{tmp_path}/user.py:make", "--reward_fn")(0, 0, 0) == (0, 0, 0)
     (line,) = caplog.messages
-    assert line.startswith("--reward_fn") and "imports colorsys" in line and "not the file beside it" in line
+    assert (
+        line.startswith("--reward_fn")
+        and "imports colorsys" in line
+        and "not the file beside it" in line
+    )

@@ -37,7 +37,9 @@ def sampled(engine, weights, given):
         ids, media = [p.token_ids for p in given], [p.media for p in given]
         first = engine.generate(ids, PARAMS, range(len(ids)), media)
         longer = [[*i, *c.token_ids, *ids[0]] for i, c in zip(ids, first, strict=True)]
-        more = engine.generate(longer, PARAMS, range(len(ids)), [(*items, *media[0]) for items in media])
+        more = engine.generate(
+            longer, PARAMS, range(len(ids)), [(*items, *media[0]) for items in media]
+        )
     return plain(first), longer, plain(more)
 
 
@@ -47,8 +49,12 @@ def main(folder, *families):
     for family in families:
         torch.manual_seed(3)
         model, given = Actor(str(folder / family)).model, prompts(family)
-        ids = SampledIds(tuple(range(token_id, token_id + 1) for token_id in sorted(placeholders(model.config))))
-        engine = VLLMEngine(str(folder / family), CONFIG, 200, [], reads_images=True, sampled_ids=ids)
+        ids = SampledIds(
+            tuple(range(token_id, token_id + 1) for token_id in sorted(placeholders(model.config)))
+        )
+        engine = VLLMEngine(
+            str(folder / family), CONFIG, 200, [], reads_images=True, sampled_ids=ids
+        )
         result = [sampled(engine, Weights(model), given)]
         with torch.no_grad():
             change(model.requires_grad_(), 1)

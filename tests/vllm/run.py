@@ -32,7 +32,9 @@ CONFIG = TrainPPOConfig(
 )
 EOS = [1, 6]
 PROMPTS = [[3, 4, 5], [7], [8, 8, 3, 9, 10, 4], [5, 3], [9, 9, 9], [4, 10, 7, 3]]
-LONG_PROMPT = [3 + i % 8 for i in range(140)]  # longer than a block of vLLM's cache, which is kept by its tokens
+LONG_PROMPT = [
+    3 + i % 8 for i in range(140)
+]  # longer than a block of vLLM's cache, which is kept by its tokens
 SAMPLING = {
     "plain": SamplingParams(12),
     "warm": SamplingParams(12, temperature=0.7),
@@ -88,8 +90,12 @@ def sampled(engine, weights):
     seeds, params = [100 + i for i in range(len(PROMPTS))], SAMPLING["plain"]
     engine.decode = lambda ids: "".join("___abcdefgh"[i] for i in ids)
     with engine.with_weights(weights):
-        found = {name: plain(engine.generate(PROMPTS, kind, seeds)) for name, kind in SAMPLING.items()}
-        found["alone"] = [plain(engine.generate([p], params, [s]))[0] for p, s in zip(PROMPTS, seeds, strict=True)]
+        found = {
+            name: plain(engine.generate(PROMPTS, kind, seeds)) for name, kind in SAMPLING.items()
+        }
+        found["alone"] = [
+            plain(engine.generate([p], params, [s]))[0] for p, s in zip(PROMPTS, seeds, strict=True)
+        ]
         found["other seeds"] = plain(engine.generate(PROMPTS, params, [s + 1000 for s in seeds]))
         done, numbers = {}, []
         for prompt, seed in zip(PROMPTS, seeds, strict=True):
@@ -105,14 +111,18 @@ def sampled(engine, weights):
 def cancelled(engine, weights):
     """Completions of all requests but one, which is cancelled while it is decoded; and which numbers ended."""
     with engine.with_weights(weights):
-        numbers = [engine.submit(prompt, SAMPLING["plain"], 100 + i) for i, prompt in enumerate(PROMPTS)]
+        numbers = [
+            engine.submit(prompt, SAMPLING["plain"], 100 + i) for i, prompt in enumerate(PROMPTS)
+        ]
         engine.step()
         engine.cancel(numbers[1])
         done = {}
         while engine.busy:
             engine.step()
             done |= engine.collect()
-    return [numbers.index(number) for number in sorted(done)], plain([done[n] for n in numbers if n in done])
+    return [numbers.index(number) for number in sorted(done)], plain(
+        [done[n] for n in numbers if n in done]
+    )
 
 
 def resumed(engine, weights):
@@ -173,9 +183,13 @@ def shared(models, out, rank):
     mine, seeds = PROMPTS[: 2 + 4 * rank], range(100, 106)
     with engine.with_weights(weights):
         [model] = engine._llm.collective_rpc(lambda worker: worker.get_model())
-        layer = model.model.layers[0].mlp.down_proj  # on CPUs its weight is packed and shows no shape
+        layer = model.model.layers[
+            0
+        ].mlp.down_proj  # on CPUs its weight is packed and shows no shape
         result = {"share": layer.input_size_per_partition / layer.input_size}
-        result |= {name: plain(engine.generate(mine, kind, seeds)) for name, kind in SAMPLING.items()}
+        result |= {
+            name: plain(engine.generate(mine, kind, seeds)) for name, kind in SAMPLING.items()
+        }
         numbers = []
         for prompt, seed in zip(mine, seeds, strict=False):
             numbers.append(engine.submit(prompt, SAMPLING["plain"], seed))
@@ -222,7 +236,10 @@ def sample(models, out):
     result["cancelled"] = cancelled(engine, weights)
     of_some = engine_of(models / "llama", sampled_ids=SampledIds(LEFT_OUT))
     with of_some.with_weights(weights):
-        found = {kind: of_some.generate(PROMPTS, SAMPLING[kind], range(len(PROMPTS))) for kind in ("plain", "cut")}
+        found = {
+            kind: of_some.generate(PROMPTS, SAMPLING[kind], range(len(PROMPTS)))
+            for kind in ("plain", "cut")
+        }
         found["greedy"] = of_some.generate(PROMPTS, GREEDY, range(len(PROMPTS)))
     result["of some"] = {kind: plain(completions) for kind, completions in found.items()}
     result["resumed"] = resumed(engine, weights)
@@ -236,7 +253,9 @@ def sample(models, out):
     change(adapted, 2)
     before = {name: p.clone() for name, p in adapted.named_parameters()}
     result["greedy adapted"] = greedy(engine, Weights(adapted))
-    result["adapters stay"] = all(torch.equal(p, before[name]) for name, p in adapted.named_parameters())
+    result["adapters stay"] = all(
+        torch.equal(p, before[name]) for name, p in adapted.named_parameters()
+    )
     adapted.save_pretrained(out / "adapted")
 
     for name in ("tied", "qwen2", "qwen3"):
@@ -246,7 +265,9 @@ def sample(models, out):
         result[f"greedy {name}"] = greedy(engine_of(models / name), Weights(other))
     gc.collect()
     result["group"] = torch.distributed.is_initialized()
-    result["refused"] = error_of(ValueError, lambda: engine_of(models / "llama", max_tokens=100_000))
+    result["refused"] = error_of(
+        ValueError, lambda: engine_of(models / "llama", max_tokens=100_000)
+    )
     (out / "result.json").write_text(json.dumps(result))
 
 

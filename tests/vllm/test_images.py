@@ -16,11 +16,17 @@ from tests.vllm import test_vllm
 from tests.vllm.images import prompts
 
 TORCHRUN, SCRIPT = "torchrun --standalone --nproc_per_node", Path(__file__).with_name("images.py")
-ENVIRONMENT = {"PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH')}", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENVIRONMENT = {
+    "PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH')}",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 """Heads of 32 dimensions are the fewest for vLLM on CPUs."""
 absent = importlib.util.find_spec("torchvision") is None
-pytestmark = [*test_vllm.pytestmark, pytest.mark.skipif(absent, reason="no torchvision; docs/vllm.md says how")]
+pytestmark = [
+    *test_vllm.pytestmark,
+    pytest.mark.skipif(absent, reason="no torchvision; docs/vllm.md says how"),
+]
 
 
 def save(family, folder):
@@ -39,8 +45,13 @@ def save(family, folder):
 @torch.no_grad()
 def log_probs(folder, ids, media, completion):
     """Of a sampled response where tokens of images are not sampled."""
-    model, whole = AutoModelForImageTextToText.from_pretrained(folder), torch.tensor([[*ids, *completion["token_ids"]]])
-    logits = model(input_ids=whole, **model_inputs(model, whole, [media])).logits[0, len(ids) - 1 : -1]
+    model, whole = (
+        AutoModelForImageTextToText.from_pretrained(folder),
+        torch.tensor([[*ids, *completion["token_ids"]]]),
+    )
+    logits = model(input_ids=whole, **model_inputs(model, whole, [media])).logits[
+        0, len(ids) - 1 : -1
+    ]
     logits[:, [*placeholders(model.config)]] = -torch.inf
     return logits.log_softmax(-1).gather(-1, whole[0, len(ids) :, None])[:, 0].tolist()
 
@@ -63,16 +74,23 @@ def test_log_probs_after_images_are_those_of_transformers(family, tmp_path, run)
                 assert IMAGE not in found["token_ids"]
 
 
-@pytest.mark.parametrize("options", ["--zero_stage 2", "--zero_stage 3 --vllm_tensor_parallel_size 2"])
+@pytest.mark.parametrize(
+    "options", ["--zero_stage 2", "--zero_stage 3 --vllm_tensor_parallel_size 2"]
+)
 def test_ppo_samples_after_images_with_the_weights_of_each_step(options, tmp_path, run):
     """Of two ranks; the dump is compared with forwards, and the metrics with the actor's log-probs."""
     save("llava", tmp_path / "llava")
     images = [str(tmp_path / f"{i}.png") for i in range(7)]
     for picture, file in zip(pictures(7), images, strict=True):
         picture.save(file)
-    rows = [{"input": "ab", "images": []}, *({"input": "<image>ab", "images": [file]} for file in images)]
+    rows = [
+        {"input": "ab", "images": []},
+        *({"input": "<image>ab", "images": [file]} for file in images),
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "reward.py").write_text("def reward_fn(response):\n    return response.count('a')\n")
+    (tmp_path / "reward.py").write_text(
+        "def reward_fn(response):\n    return response.count('a')\n"
+    )
     arguments = f"""--rollout_engine vllm --pretrain {tmp_path}/llava --prompt_data {tmp_path}/rows.jsonl
         --image_key images --reward_fn {tmp_path}/reward.py --rollout_batch_size 8 --train_batch_size 16
         --n_samples_per_prompt 2 --micro_train_batch_size 4 --generate_max_len 8 --prompt_max_len 16 --num_episodes 2
@@ -82,11 +100,16 @@ def test_ppo_samples_after_images_with_the_weights_of_each_step(options, tmp_pat
     run(f"{TORCHRUN} 2 -m openppo.cli.train_ppo {arguments}", tmp_path, **ENVIRONMENT)
     media = [prompt.media for prompt in load(processor_of("llava"), rows)]
     dumped = [
-        row for rank in range(2) for row in test_vllm.lines(tmp_path / f"rollouts/train-rank0000{rank}-00000.jsonl")
+        row
+        for rank in range(2)
+        for row in test_vllm.lines(tmp_path / f"rollouts/train-rank0000{rank}-00000.jsonl")
     ]
     assert len(dumped) == 32
     steps = test_vllm.lines(tmp_path / "model/logs/metrics.jsonl")
-    assert max(row["rollout_log_prob_gap_max"] for row in steps if "rollout_log_prob_gap_max" in row) < 1e-4
+    assert (
+        max(row["rollout_log_prob_gap_max"] for row in steps if "rollout_log_prob_gap_max" in row)
+        < 1e-4
+    )
     [saved] = (tmp_path / "model" / "checkpoints_ppo").glob("*1/model")
     for row in dumped:
         n = row["action_mask"].index(1)

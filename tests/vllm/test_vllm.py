@@ -20,7 +20,10 @@ from tests.conftest import save_tokenizer
 from tests.vllm.run import EOS, LONG_PROMPT, PROMPTS
 
 absent = importlib.util.find_spec("vllm") is None
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(absent, reason="vllm is not installed; docs/vllm.md says how")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(absent, reason="vllm is not installed; docs/vllm.md says how"),
+]
 SCRIPT = Path(__file__).with_name("run.py")
 N_TOKENS, N_GREEDY, N_TRAINED = 12, 10, 8
 REWARD = "def reward_fn(response):\n    return response.count('a') / (len(response) + 1)\n"
@@ -31,8 +34,16 @@ MODELS = {
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"tie_word_embeddings": False, "head_dim": 32}),
 }
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 256}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 32 dimensions, the fewest for vLLM on CPUs
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+}
+HEADS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # of 32 dimensions, the fewest for vLLM on CPUs
 IDS = {"vocab_size": 3 + len(LETTERS), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 
 
@@ -89,13 +100,18 @@ def warped(logits, temperature, top_k, top_p):
             kept.append(i)
         covered += probabilities[i] / total
     total = sum(probabilities[i] for i in kept)
-    return [float(torch.tensor(p / total).log()) if i in kept else -torch.inf for i, p in enumerate(probabilities)]
+    return [
+        float(torch.tensor(p / total).log()) if i in kept else -torch.inf
+        for i, p in enumerate(probabilities)
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "warps"), [("plain", (1.0, 11, 1.0)), ("warm", (0.7, 11, 1.0)), ("cut", (1.3, 5, 0.8))]
 )
-def test_log_probs_are_of_the_sampled_distribution_until_eos_or_the_limit(llama, result, name, warps):
+def test_log_probs_are_of_the_sampled_distribution_until_eos_or_the_limit(
+    llama, result, name, warps
+):
     completions = result["sampled"][name]
     assert {c["finish_reason"] for c in completions} == {"stop", "length"} or name != "plain"
     for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -104,10 +120,14 @@ def test_log_probs_are_of_the_sampled_distribution_until_eos_or_the_limit(llama,
         expected = [warped(row, *warps)[token] for row, token in zip(rows, ids, strict=True)]
         assert completion["log_probs"] == pytest.approx(expected, abs=1e-4)
         assert not set(EOS) & set(ids[:-1])
-        assert (ids[-1] in EOS) if reason == "stop" else (ids[-1] not in EOS and len(ids) == N_TOKENS)
+        assert (
+            (ids[-1] in EOS) if reason == "stop" else (ids[-1] not in EOS and len(ids) == N_TOKENS)
+        )
 
 
-@pytest.mark.parametrize(("name", "warps"), [("plain", (1.0, 11, 1.0)), ("cut", (1.3, 5, 0.8)), ("greedy", None)])
+@pytest.mark.parametrize(
+    ("name", "warps"), [("plain", (1.0, 11, 1.0)), ("cut", (1.3, 5, 0.8)), ("greedy", None)]
+)
 def test_ids_that_are_left_out_have_probability_0(llama, result, name, warps):
     n_sampled = 0
     for prompt, completion in zip(PROMPTS, result["of some"][name], strict=True):
@@ -131,7 +151,10 @@ def test_a_stop_ends_a_response_where_it_is_complete(result):
     ended = 0
     for free, ours in zip(result["sampled"]["plain"], result["sampled"]["stops"], strict=True):
         ids = free["token_ids"]
-        ends = (8 in ids[:n] or any(stop in text_of(ids[:n]) for stop in ("ab", "hg", "ee")) for n in range(1, 13))
+        ends = (
+            8 in ids[:n] or any(stop in text_of(ids[:n]) for stop in ("ab", "hg", "ee"))
+            for n in range(1, 13)
+        )
         n = next((n for n, ends_here in enumerate(ends, 1) if ends_here), len(ids))
         assert ours["token_ids"] == ids[:n]
         assert ours["log_probs"] == pytest.approx(free["log_probs"][:n], abs=1e-5)
@@ -193,9 +216,15 @@ def expected_greedy(model):
 
 def test_weights_are_taken_over_in_place_each_time(llama, out, result):
     assert tokens(result["greedy first"]) == expected_greedy(llama)
-    assert all(set(completion["log_probs"]) == {0.0} for completion in result["greedy first"]), "as with HFEngine"
-    assert tokens(result["greedy changed"]) == expected_greedy(AutoModelForCausalLM.from_pretrained(out / "changed"))
-    assert tokens(result["greedy first"])[-1] != tokens(result["greedy changed"])[-1], "the long prompt can tell"
+    assert all(set(completion["log_probs"]) == {0.0} for completion in result["greedy first"]), (
+        "as with HFEngine"
+    )
+    assert tokens(result["greedy changed"]) == expected_greedy(
+        AutoModelForCausalLM.from_pretrained(out / "changed")
+    )
+    assert tokens(result["greedy first"])[-1] != tokens(result["greedy changed"])[-1], (
+        "the long prompt can tell"
+    )
 
 
 def test_adapters_are_merged_on_the_way_and_stay_as_they_are(out, result):
@@ -207,17 +236,27 @@ def test_adapters_are_merged_on_the_way_and_stay_as_they_are(out, result):
 
 @pytest.mark.parametrize("name", ["tied", "qwen2", "qwen3"])
 def test_heads_tied_to_embeddings_biases_and_norms_are_taken_over(inputs, out, result, name):
-    model, before = (AutoModelForCausalLM.from_pretrained(folder / name) for folder in (out, inputs))
+    model, before = (
+        AutoModelForCausalLM.from_pretrained(folder / name) for folder in (out, inputs)
+    )
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name != "qwen3")
     assert tokens(result[f"greedy {name}"]) == expected_greedy(model) != expected_greedy(before)
 
 
 def test_a_signal_leaves_nothing_behind_refusals_name_our_flags_and_group_and_threads_stay(result):
     found, refused = result["interrupted"], result["refused"]
-    assert (found["signal"], found["busy"], found["again"]) == ("SIGTERM", False, result["greedy changed"])
-    assert found["too long"].startswith("A prompt of 195 tokens and a response of up to 12 exceed the 200 ")
+    assert (found["signal"], found["busy"], found["again"]) == (
+        "SIGTERM",
+        False,
+        result["greedy changed"],
+    )
+    assert found["too long"].startswith(
+        "A prompt of 195 tokens and a response of up to 12 exceed the 200 "
+    )
     assert "--prompt_max_len" in found["too long"]
-    assert refused.startswith("--rollout_engine vllm with --vllm_gpu_memory_utilization 0.1: vLLM cannot")
+    assert refused.startswith(
+        "--rollout_engine vllm with --vllm_gpu_memory_utilization 0.1: vLLM cannot"
+    )
     assert "100000" in refused, "vLLM's own words follow"
     before, after, changed = result["threads"]
     assert (result["group"], after, changed) == (True, before, before + 1)
@@ -231,9 +270,14 @@ def test_ranks_that_share_a_copy_sample_what_each_would_alone(inputs, result, tm
         assert found["share"] == 0.5
         for name in ("plain", "warm", "cut", "stops", "late"):
             for ours, alone in zip(found[name], result["sampled"][name][:n], strict=True):
-                assert (ours["token_ids"], ours["finish_reason"]) == (alone["token_ids"], alone["finish_reason"])
+                assert (ours["token_ids"], ours["finish_reason"]) == (
+                    alone["token_ids"],
+                    alone["finish_reason"],
+                )
                 assert ours["log_probs"] == pytest.approx(alone["log_probs"], abs=1e-4)
-        assert found["entering"] == tokens(result["sampled"]["plain"])[: n - 1], "the last is cancelled"
+        assert found["entering"] == tokens(result["sampled"]["plain"])[: n - 1], (
+            "the last is cancelled"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -288,11 +332,15 @@ def greedy_answer(model, tokenizer, prompt):
         (2, "--eval_steps 1 --zero_stage 3 --vllm_tensor_parallel_size 2", AutoModelForCausalLM),
     ],
 )
-def test_samples_are_the_actors_and_the_last_evaluation_is_of_what_is_saved(inputs, train, ranks, options, saved):
+def test_samples_are_the_actors_and_the_last_evaluation_is_of_what_is_saved(
+    inputs, train, ranks, options, saved
+):
     folder = train(ranks, f"--eval_data {inputs}/prompts.jsonl {options}")
     assert_samples_are_the_actors(folder)
     model, tokenizer = saved.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    evaluated = [line for line in lines(folder / "logs" / "samples.jsonl") if line.get("evaluation")][-4:]
+    evaluated = [
+        line for line in lines(folder / "logs" / "samples.jsonl") if line.get("evaluation")
+    ][-4:]
     assert len(evaluated) == 4
     for sample in evaluated:
         assert sample["response"] == greedy_answer(model, tokenizer, sample["prompt"])

@@ -23,20 +23,28 @@ def _message(given: dict[str, Any]) -> Message:
     if given.get("function_call"):
         raise Refused("messages: function_call is obsolete; use tool_calls.")
     made: Message = {"role": ROLES[given["role"]], "content": read_content(given.get("content"))}
-    made |= {name: as_text(given[name]) for name in ("name", "tool_call_id", "reasoning_content") if given.get(name)}
+    made |= {
+        name: as_text(given[name])
+        for name in ("name", "tool_call_id", "reasoning_content")
+        if given.get(name)
+    }
     if calls := given.get("tool_calls"):
         made["tool_calls"] = [read_call(call["function"], call["id"]) for call in calls]
         made["content"] = made["content"] or None
     return made
 
 
-def whole(body: dict[str, Any], turns: Sequence[Turn], renderer: Renderer, number: str, created: int) -> dict[str, Any]:
+def whole(
+    body: dict[str, Any], turns: Sequence[Turn], renderer: Renderer, number: str, created: int
+) -> dict[str, Any]:
     """The answer as one object."""
     choices = [
         {
             "index": i,
             "message": {"refusal": None, **turn.message},
-            "logprobs": {"content": log_probs(turn, renderer), "refusal": None} if body.get("logprobs") else None,
+            "logprobs": {"content": log_probs(turn, renderer), "refusal": None}
+            if body.get("logprobs")
+            else None,
             "finish_reason": FINISH.get(turn.finish_reason, "length"),
         }
         for i, turn in enumerate(turns)
@@ -50,16 +58,23 @@ def whole(body: dict[str, Any], turns: Sequence[Turn], renderer: Renderer, numbe
 def lines(answer: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
     """The answer as a stream: for each choice its message, then the reason of its end; usage if it was asked for."""
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    head = {name: answer[name] for name in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
     chunks: list[dict[str, Any]] = []
     for choice in answer["choices"]:
-        delta, end = choice["message"], {name: choice[name] for name in ("logprobs", "finish_reason")}
+        delta, end = (
+            choice["message"],
+            {name: choice[name] for name in ("logprobs", "finish_reason")},
+        )
         if calls := delta.get("tool_calls"):
             delta = delta | {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
         for said, ending in ((delta, dict.fromkeys(end)), ({}, end)):
             chunks.append({"choices": [{"index": choice["index"], "delta": said, **ending}]})
     if wants_usage:
-        chunks = [chunk | {"usage": None} for chunk in chunks] + [{"choices": [], "usage": answer["usage"]}]
+        chunks = [chunk | {"usage": None} for chunk in chunks] + [
+            {"choices": [], "usage": answer["usage"]}
+        ]
     yield from (f"data: {json.dumps(head | chunk)}\n\n" for chunk in chunks)
     yield "data: [DONE]\n\n"
 
@@ -67,4 +82,7 @@ def lines(answer: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
 def log_probs(turn: Turn, renderer: Renderer) -> list[dict[str, Any]]:
     """Log-probs of all sampled tokens, that of the end among them; of alternatives none are known."""
     sampled = zip(turn.completion.token_ids, turn.completion.log_probs, strict=True)
-    return [{"token": renderer.decode([i]), "logprob": p, "bytes": None, "top_logprobs": []} for i, p in sampled]
+    return [
+        {"token": renderer.decode([i]), "logprob": p, "bytes": None, "top_logprobs": []}
+        for i, p in sampled
+    ]

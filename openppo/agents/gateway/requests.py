@@ -16,16 +16,29 @@ _NOT_HERE = "the run decides how tokens are sampled; leave it out"
 _NO_SCHEMA = "a schema would constrain sampling; describe the format in the prompt"
 
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **{name: (lambda value: not value, _NOT_HERE) for name in ("logit_bias", "presence_penalty", "frequency_penalty")},
+    **{
+        name: (lambda value: not value, _NOT_HERE)
+        for name in ("logit_bias", "presence_penalty", "frequency_penalty")
+    },
     "repetition_penalty": (lambda value: value == 1, _NOT_HERE),
-    **dict.fromkeys(("response_format", "text"), (lambda form: "json_schema" not in json.dumps(form), _NO_SCHEMA)),
+    **dict.fromkeys(
+        ("response_format", "text"),
+        (lambda form: "json_schema" not in json.dumps(form), _NO_SCHEMA),
+    ),
     "functions": (lambda value: not value, "it is obsolete; use tools"),
-    **dict.fromkeys(_LIMITS, (lambda n: type(n) is int and n > 0, "a positive whole number is needed")),
+    **dict.fromkeys(
+        _LIMITS, (lambda n: type(n) is int and n > 0, "a positive whole number is needed")
+    ),
     "n": (lambda n: type(n) is int and 0 < n <= 128, "a whole number between 1 and 128 is needed"),
     "top_logprobs": (lambda top: top in range(21), "a whole number between 0 and 20 is needed"),
-    "stop": (lambda stop: type(stop) in (str, list) and {*map(type, stop)} <= {str} and all(stop), "texts are needed"),
+    "stop": (
+        lambda stop: type(stop) in (str, list) and {*map(type, stop)} <= {str} and all(stop),
+        "texts are needed",
+    ),
     **dict.fromkeys(("messages", "input"), (bool, "at least one is needed")),
-    **dict.fromkeys(("instructions", "turn"), (lambda value: type(value) is str, "a text is needed")),
+    **dict.fromkeys(
+        ("instructions", "turn"), (lambda value: type(value) is str, "a text is needed")
+    ),
     **dict.fromkeys(("tools", "include"), (lambda value: type(value) is list, "a list is needed")),
     "stream_options": (lambda value: type(value) is dict, "an object is needed"),
 }
@@ -38,7 +51,14 @@ class Refused(Exception):  # noqa: N818 (the request is at fault)
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
-        self.json = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+        self.json = {
+            "error": {
+                "message": message,
+                "type": "invalid_request_error",
+                "param": None,
+                "code": None,
+            }
+        }
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -58,9 +78,16 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 def read_options(body: dict[str, Any]) -> dict[str, Any]:
     """Arguments of ``Session.chat``: tools, the lowest limit on tokens, and texts at which an answer ends."""
-    stop, limits = body.get("stop") or (), [body[name] for name in _LIMITS if body.get(name) is not None]
+    stop, limits = (
+        body.get("stop") or (),
+        [body[name] for name in _LIMITS if body.get(name) is not None],
+    )
     stops = [stop] if isinstance(stop, str) else stop
-    return {"tools": _tools(body.get("tools") or ()), "max_tokens": min(limits, default=None), "stop": stops}
+    return {
+        "tools": _tools(body.get("tools") or ()),
+        "max_tokens": min(limits, default=None),
+        "stop": stops,
+    }
 
 
 def _tools(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -68,9 +95,15 @@ def _tools(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     tools = []
     for tool in given:
         if tool["type"] != "function":
-            raise Refused(f"tools: {shortened(tool)} is no function, and there are no other tools here.")
+            raise Refused(
+                f"tools: {shortened(tool)} is no function, and there are no other tools here."
+            )
         function = tool.get("function", tool)
-        kept = {key: value for key, value in function.items() if key not in ("type", "strict") and value is not None}
+        kept = {
+            key: value
+            for key, value in function.items()
+            if key not in ("type", "strict") and value is not None
+        }
         tools.append({"type": "function", "function": kept})
         OpenAIFunctionToolSchema.model_validate(tools[-1])
     return tools
@@ -78,7 +111,11 @@ def _tools(given: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def read_content(content: Any) -> Any:
     """A text: of a string, null or a list of text parts; parts where images are among them; ``Refused`` for others."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
+    parts = (
+        content
+        if isinstance(content, list)
+        else [{"type": "text", "text": "" if content is None else content}]
+    )
     made = [_part(part) for part in parts]
     return made if any(media_parts([{"content": made}])) else "".join(part["text"] for part in made)
 

@@ -29,7 +29,9 @@ from openppo.types import Prompt
 class _LoggedSession(Session):
     """A session that logs each turn."""
 
-    async def chat(self, messages: Sequence[Message], tools: Tools | None = None, **limits: Any) -> Turn:
+    async def chat(
+        self, messages: Sequence[Message], tools: Tools | None = None, **limits: Any
+    ) -> Turn:
         """The model's answer."""
         turn = await super().chat(messages, tools, **limits)
         how = "rendered whole" if turn.parent is None else f"continues turn {turn.parent.number}"
@@ -55,14 +57,18 @@ class AgentServer:
         parser = choose_parser(policy.tokenizer.chat_template, options.tool_parser, name)
         policy.load(self.strategy.prepare_frozen)
         limits = AgentConfig(
-            max_turns=options.max_turns, history=options.history, allow_image_urls=options.allow_image_urls
+            max_turns=options.max_turns,
+            history=options.history,
+            allow_image_urls=options.allow_image_urls,
         )
         self.driver = EngineDriver(policy.engine)
         sampling = self.driver.generate, sampling_params(options), limits
         longest = options.episode_max_len or policy.context or sys.maxsize
         tokens = [*placeholders(policy.config)]
         load = partial(load_processor, options.pretrain, "--pretrain", options.trust_remote_code)
-        vision = Vision(load, tokens, policy.tokenizer, RowsConfig(), name).for_agents(policy.config, name)
+        vision = Vision(load, tokens, policy.tokenizer, RowsConfig(), name).for_agents(
+            policy.config, name
+        )
         renderer = Renderer(policy.tokenizer, parser, policy.eos_token_ids, vision)
         self.setup = SessionSetup(renderer, *sampling, longest, policy.context)
 
@@ -76,7 +82,10 @@ class AgentServer:
     async def _serve(self) -> None:
         await self.gateway.start()
         url = f"OPENAI_BASE_URL={self.gateway.address}/v1 OPENAI_API_KEY=$RANDOM"
-        write_line(f"Each OPENAI_API_KEY is an episode of its own:\n    {url} python my_agent.py", sys.stdout)
+        write_line(
+            f"Each OPENAI_API_KEY is an episode of its own:\n    {url} python my_agent.py",
+            sys.stdout,
+        )
         await self.ended.wait()
         await self.gateway.stop()
 

@@ -67,7 +67,11 @@ class _Client:
     def repeated(self, digest: bytes) -> _Answer | None:
         """The answer to an equal request, if possible one that nobody has received: its turns are not trained on."""
         equal = [answer for answer in self.answers.values() if answer.digest == digest]
-        return min(reversed(equal), key=lambda answer: any(turn.trained for turn in answer.turns), default=None)
+        return min(
+            reversed(equal),
+            key=lambda answer: any(turn.trained for turn in answer.turns),
+            default=None,
+        )
 
     def answered(self, answer_id: str) -> _Answer:
         """The answer of an id."""
@@ -99,16 +103,27 @@ class Gateway:
         app = web.Application(middlewares=[_errors_as_json])
         app.add_routes([web.get("/healthz", _health)])
         for base in ("/v1", "/s/{key}/v1", "/sessions/{key}"):
-            app.add_routes([web.post(f"{base}/{at}", partial(self._answer, each)) for at, each in _ENDPOINTS.items()])
-            app.add_routes([web.post(f"{base}/{end}", self._take_reward) for end in ("reward", "complete")])
+            app.add_routes(
+                [
+                    web.post(f"{base}/{at}", partial(self._answer, each))
+                    for at, each in _ENDPOINTS.items()
+                ]
+            )
+            app.add_routes(
+                [web.post(f"{base}/{end}", self._take_reward) for end in ("reward", "complete")]
+            )
             app.add_routes([web.get(f"{base}/models", self._models)])
         self._runner = app_runner(app, handler_cancellation=True, shutdown_timeout=5)
 
     async def start(self) -> None:
         """Begin to answer."""
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each request of an agent is an open file
-        self._server = await serve(self._runner, self._listener, backlog=16)  # accepted per pass of the loop
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (hard, hard)
+        )  # each request of an agent is an open file
+        self._server = await serve(
+            self._runner, self._listener, backlog=16
+        )  # accepted per pass of the loop
         self._listener.listen(4096)  # that wait for it
 
     async def stop(self) -> None:
@@ -118,7 +133,9 @@ class Gateway:
         self._server.close()
         await self._runner.cleanup()
 
-    def open(self, session: Session, attempt: int = 0, ended: "asyncio.Future[str] | None" = None) -> str:
+    def open(
+        self, session: Session, attempt: int = 0, ended: "asyncio.Future[str] | None" = None
+    ) -> str:
         """The key of a session; ``ended`` gets the status with which a client completes its ``attempt``."""
         key = f"sk-{secrets.token_hex(16)}"
         self._clients[key] = _Client(session, attempt, ended)
@@ -131,14 +148,18 @@ class Gateway:
     def close(self, key: str) -> None:
         """Take a key back; what is under way for it is cancelled."""
         for answer in self._clients.pop(key).answers.values():
-            Context().run(answer.work.cancel)  # not as the episode, which cancels no tasks but its own
+            Context().run(
+                answer.work.cancel
+            )  # not as the episode, which cancels no tasks but its own
 
     def _client(self, request: web.Request) -> _Client:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         key = request.match_info.get("key", bearer)
         if key not in self._clients:
             if self._newcomer is None:
-                raise Refused("unknown key: use OPENAI_API_KEY or OPENAI_BASE_URL of an open episode.", 401)
+                raise Refused(
+                    "unknown key: use OPENAI_API_KEY or OPENAI_BASE_URL of an open episode.", 401
+                )
             self._clients[key] = _Client(self._newcomer(key))
         return self._clients[key]
 
@@ -147,7 +168,11 @@ class Gateway:
         raw = await _body(request, self._client(request).session.setup)
         async with self._gate:  # one request at a time, which the loop works off before the next
             await asyncio.sleep(0)
-        client, digest, answer = self._client(request), sha256(request.path.encode() + raw).digest(), None
+        client, digest, answer = (
+            self._client(request),
+            sha256(request.path.encode() + raw).digest(),
+            None,
+        )
         if request.headers.get("x-stainless-retry-count", "0") != "0":
             client.session.counts["retries"] += 1
             answer = client.repeated(digest)
@@ -158,7 +183,9 @@ class Gateway:
             except (AttributeError, KeyError, TypeError, ValidationError) as error:
                 raise Refused(f"the request does not have OpenAI's form: {error!r}.") from error
             self._count_overridden(client.session, body)
-            kept = {name: value for name, value in body.items() if name not in ("messages", "input")}  # may be large
+            kept = {
+                name: value for name, value in body.items() if name not in ("messages", "input")
+            }  # may be large
             answer = _Answer(digest, kept, body.get("n") or 1)
             answer.work = asyncio.ensure_future(_sample(answer, client.session, messages, options))
             client.answers[answer.number] = answer
@@ -175,13 +202,18 @@ class Gateway:
 
     def _count_overridden(self, session: Session, body: dict[str, Any]) -> None:
         """Count a request with other sampling than the run's, and log each such option once."""
-        ours = {name: getattr(session.setup.params, name) for name in ("temperature", "top_p", "top_k")}
+        ours = {
+            name: getattr(session.setup.params, name) for name in ("temperature", "top_p", "top_k")
+        }
         other = {name for name, value in ours.items() if body.get(name) not in (None, value)}
         if ours["top_k"] is None and body.get("top_k") in ALL_TOKENS:
             other.discard("top_k")
         session.counts["sampling_overridden"] += bool(other)
         for name in sorted(other - self._said):
-            logger.warning("an agent's requests have %s, which has no effect here: the run's options decide", name)
+            logger.warning(
+                "an agent's requests have %s, which has no effect here: the run's options decide",
+                name,
+            )
         self._said |= other
 
     async def _take_reward(self, request: web.Request) -> web.Response:
@@ -189,12 +221,18 @@ class Gateway:
         self._client(request)
         body, completes = read_body(await body_of(request)), request.path.endswith("/complete")
         client = self._client(request)
-        session, given, status = client.session, body.get("reward", {} if completes else None), "completed"
+        session, given, status = (
+            client.session,
+            body.get("reward", {} if completes else None),
+            "completed",
+        )
         if completes:
             status = _status(client, body)
         named: dict[str, Any] = given if isinstance(given, dict) else {"reward": given}
         if not all(isinstance(value, int | float) for value in named.values()):
-            raise Refused(f'reward {shortened(given)}: send {{"reward": NUMBER}}, or numbers by name.')
+            raise Refused(
+                f'reward {shortened(given)}: send {{"reward": NUMBER}}, or numbers by name.'
+            )
         try:
             if (answer_id := body.get("turn")) is not None:
                 session.reward(sum(named.values()), client.answered(answer_id).turns[0])
@@ -218,13 +256,18 @@ def _status(client: _Client, body: dict[str, Any]) -> str:
     """How an episode ended, completed or failed; ``Refused`` for another attempt or another word."""
     status, attempt = body.get("status", "completed"), body.get("attempt", client.attempt)
     if attempt != client.attempt:
-        raise Refused(f"attempt {shortened(attempt)} is not this one, {client.attempt}: it has been given up.", 409)
+        raise Refused(
+            f"attempt {shortened(attempt)} is not this one, {client.attempt}: it has been given up.",
+            409,
+        )
     if status not in ("completed", "failed"):
         raise Refused(f'status {shortened(status)}: send "completed" or "failed".')
     return str(status)
 
 
-async def _sample(answer: _Answer, session: Session, messages: list[Message], options: dict[str, Any]) -> None:
+async def _sample(
+    answer: _Answer, session: Session, messages: list[Message], options: dict[str, Any]
+) -> None:
     """Sample the turns, not trained on until a client has them; ``Refused`` says why there are none."""
 
     async def sample() -> None:
@@ -235,7 +278,9 @@ async def _sample(answer: _Answer, session: Session, messages: list[Message], op
     try:
         await asyncio.gather(*tasks)
     except EpisodeEnded as error:
-        raise Refused(f"the episode has ended ({error.ending.value}): the model answers no more.") from error
+        raise Refused(
+            f"the episode has ended ({error.ending.value}): the model answers no more."
+        ) from error
     except ValueError as error:
         raise Refused(str(error)) from error
     finally:
@@ -243,7 +288,9 @@ async def _sample(answer: _Answer, session: Session, messages: list[Message], op
             task.cancel()  # where one of them failed
 
 
-async def _send(endpoint: ModuleType, request: web.Request, answer: _Answer, renderer: Renderer) -> web.StreamResponse:
+async def _send(
+    endpoint: ModuleType, request: web.Request, answer: _Answer, renderer: Renderer
+) -> web.StreamResponse:
     """Wait for the turns and write the answer; turns that a client has received are trained on."""
     await asyncio.wait([answer.work])
     if answer.work.cancelled():
@@ -251,7 +298,9 @@ async def _send(endpoint: ModuleType, request: web.Request, answer: _Answer, ren
     answer.work.result()
     whole = endpoint.whole(answer.body, answer.turns, renderer, answer.number, answer.created)
     if answer.body.get("stream"):
-        sent = web.Response(text="".join(endpoint.lines(whole, answer.body)), content_type="text/event-stream")
+        sent = web.Response(
+            text="".join(endpoint.lines(whole, answer.body)), content_type="text/event-stream"
+        )
     else:
         sent = web.json_response(whole)
     try:
@@ -282,7 +331,9 @@ def most_bytes(setup: SessionSetup) -> int:
     renderer = setup.renderer
     if renderer.bound is None or renderer.vision is not None:
         return _MOST_BYTES
-    return min(_MOST_BYTES, _BYTES_BESIDE + _BYTES_PER_CHARACTER * renderer.bound.longest * setup.most)
+    return min(
+        _MOST_BYTES, _BYTES_BESIDE + _BYTES_PER_CHARACTER * renderer.bound.longest * setup.most
+    )
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -296,5 +347,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Refused as error:
         refused = error
     except web.HTTPException as error:
-        refused = Refused(f"{request.method} {request.path}: {error.text or error.reason}", error.status)
-    return web.json_response(refused.json, status=refused.status, headers={"x-should-retry": "false"})
+        refused = Refused(
+            f"{request.method} {request.path}: {error.text or error.reason}", error.status
+        )
+    return web.json_response(
+        refused.json, status=refused.status, headers={"x-should-retry": "false"}
+    )

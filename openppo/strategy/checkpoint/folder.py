@@ -49,7 +49,9 @@ class CheckpointFolder:
         self.flag = flag
         self.is_main = comm.rank == 0
         # One lock for all folders of this path in a process, as a run may be built twice in one.
-        self._lock = filelock.FileLock(folder / ".lock", timeout=0, thread_local=False, is_singleton=True)
+        self._lock = filelock.FileLock(
+            folder / ".lock", timeout=0, thread_local=False, is_singleton=True
+        )
         collective(comm, lambda: self._take_folder() if self.is_main else None)
         collective(comm, self._check_shared)
 
@@ -65,8 +67,14 @@ class CheckpointFolder:
             self._write(lambda: write(partial))
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             mine = files[self.comm.rank :: self.comm.world_size]
-            described = self._write(lambda: {str(file.relative_to(partial)): _describe(file) for file in mine})
-            whole = {name: what for part in self.comm.all_gather_object(described) for name, what in part.items()}
+            described = self._write(
+                lambda: {str(file.relative_to(partial)): _describe(file) for file in mine}
+            )
+            whole = {
+                name: what
+                for part in self.comm.all_gather_object(described)
+                for name, what in part.items()
+            }
             manifest = json.dumps({"format": _FORMAT, "step": step, "files": whole}, indent=1)
             self._on_main(lambda: (partial / MANIFEST).write_text(manifest))
             self._on_main(lambda: self._publish(partial, "latest", self.keep))
@@ -88,7 +96,9 @@ class CheckpointFolder:
                 damaged[path] = what
                 continue
             for worse, what in damaged.items():
-                logger.warning("%s is damaged (%s): set aside, the one before it is used", worse, what)
+                logger.warning(
+                    "%s is damaged (%s): set aside, the one before it is used", worse, what
+                )
                 if self.is_main:
                     worse.rename(_free_name(worse, ".damaged"))
                     self._link("latest", path)
@@ -115,14 +125,18 @@ class CheckpointFolder:
         aside = _free_name(self.folder)
 
         def move() -> None:
-            links = [path for name in ("latest", "best") if (path := self.folder / name).is_symlink()]
+            links = [
+                path for name in ("latest", "best") if (path := self.folder / name).is_symlink()
+            ]
             aside.mkdir()
             for path in (*had_steps, *had_best, *self.folder.glob("*.damaged.*"), *links):
                 shutil.move(path, aside)  # to another disk, where the folder is a mount point
 
         self._on_main(move)
         hint = "; --load_checkpoint would have resumed from them" if had_steps else ""
-        logger.warning("checkpoints or the best model of an earlier run are kept in %s%s", aside, hint)
+        logger.warning(
+            "checkpoints or the best model of an earlier run are kept in %s%s", aside, hint
+        )
 
     def save_best(self, step: int, write: Callable[[Path], None]) -> None:
         """Have rank 0 ``write`` a model to ``best_step_...``, let ``best`` link to it and remove the previous one.
@@ -139,7 +153,9 @@ class CheckpointFolder:
 
         def failure(message: str) -> CheckpointError:
             place = f"{self.flag} {self.folder}"
-            return CheckpointError(f"{place}: {message}. Checkpoints that were there before are untouched.")
+            return CheckpointError(
+                f"{place}: {message}. Checkpoints that were there before are untouched."
+            )
 
         return collective(self.comm, work, (OSError, SafetensorError), failure)
 
@@ -163,15 +179,21 @@ class CheckpointFolder:
                 raise ValueError(
                     f"{self.flag} {self.folder}: cannot be written ({error}); choose another folder."
                 ) from error
-            logger.warning("%s cannot be locked (%s): make sure that no second run uses it", self.folder, error)
-        lock.write_text(f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n")
+            logger.warning(
+                "%s cannot be locked (%s): make sure that no second run uses it", self.folder, error
+            )
+        lock.write_text(
+            f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n"
+        )
         for path in self.folder.glob(".*.partial"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _begin(self, partial: Path) -> None:
         """Make an empty ``partial``, and the folder too if it was removed after the start."""
         if not (self.folder / ".lock").exists():
-            logger.warning("%s %s was removed during the run: it is made again", self.flag, self.folder)
+            logger.warning(
+                "%s %s was removed during the run: it is made again", self.flag, self.folder
+            )
             self._lock.release(force=True)  # of the file that is gone
             self._take_folder()
         shutil.rmtree(partial, ignore_errors=True)
@@ -199,8 +221,12 @@ class CheckpointFolder:
         self._link(link, final)
         _flush(self.folder)
         shutil.rmtree(old, ignore_errors=True)
-        earlier = [path for path in of_steps(self.folder, final.name.rpartition("_")[0]) if path != final]
-        for path in earlier[: len(earlier) - keep + 1]:  # renamed first: half a checkpoint never has a whole one's name
+        earlier = [
+            path for path in of_steps(self.folder, final.name.rpartition("_")[0]) if path != final
+        ]
+        for path in earlier[
+            : len(earlier) - keep + 1
+        ]:  # renamed first: half a checkpoint never has a whole one's name
             shutil.rmtree(path.rename(self.folder / f".{path.name}.partial"), ignore_errors=True)
 
     def _link(self, name: str, target: Path) -> None:
@@ -210,7 +236,9 @@ class CheckpointFolder:
         try:
             new.symlink_to(target.name)
             new.replace(self.folder / name)
-        except OSError as error:  # no links on this file system, or a copy that followed them has left a folder
+        except (
+            OSError
+        ) as error:  # no links on this file system, or a copy that followed them has left a folder
             logger.warning("%s cannot link to %s (%s)", self.folder / name, target.name, error)
 
     def _damage(self, path: Path) -> str | None:
@@ -223,7 +251,9 @@ class CheckpointFolder:
 def of_steps(folder: Path, kind: str = "step") -> list[Path]:
     """Checkpoints in ``folder``, or with ``best_step`` models, by step."""
     steps = {path: path.name.removeprefix(f"{kind}_") for path in folder.glob(f"{kind}_*")}
-    return sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
+    return sorted(
+        (path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path])
+    )
 
 
 def damage_of(path: Path, flag: str, place: int = 0, n_places: int = 1) -> str | None:
@@ -234,7 +264,11 @@ def damage_of(path: Path, flag: str, place: int = 0, n_places: int = 1) -> str |
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         written = manifest["format"]
-        names = [name for name in sorted(manifest["files"]) if written == _FORMAT and Path(name).parts[0] != MODEL]
+        names = [
+            name
+            for name in sorted(manifest["files"])
+            if written == _FORMAT and Path(name).parts[0] != MODEL
+        ]
         for name in names[place::n_places]:
             file, wanted = path / name, manifest["files"][name]
             if not file.is_file() or file.stat().st_size != wanted["bytes"]:
@@ -249,7 +283,9 @@ def damage_of(path: Path, flag: str, place: int = 0, n_places: int = 1) -> str |
         remedy = "Start as the user who wrote it and with its disk in place, or give another --ckpt_path."
         raise ValueError(f"{flag} {path}: cannot be read ({error}). {remedy}") from error
     if written != _FORMAT:
-        remedy = f"is of another version of OpenPPO; this one reads {_FORMAT}. Resume with that version."
+        remedy = (
+            f"is of another version of OpenPPO; this one reads {_FORMAT}. Resume with that version."
+        )
         raise ValueError(f"{flag} {path}: format {written} {remedy}")
     return None
 
@@ -276,4 +312,8 @@ def _sha256(file: Path) -> str:
 
 def _free_name(path: Path, kind: str = "") -> Path:
     """``path`` with ``kind`` and the first free number appended."""
-    return next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}{kind}.{n}")).exists())
+    return next(
+        name
+        for n in itertools.count(1)
+        if not (name := path.with_name(f"{path.name}{kind}.{n}")).exists()
+    )

@@ -62,7 +62,9 @@ class FragmentReader(ExitStack):
             for key in opened.keys():  # noqa: SIM118 (not a dict)
                 name, _, start = key.rpartition("@")
                 (length,) = opened.get_slice(key).get_shape()
-                self._places.setdefault(name, []).append((int(start), int(start) + length, opened, key))
+                self._places.setdefault(name, []).append(
+                    (int(start), int(start) + length, opened, key)
+                )
 
     def sizes(self) -> dict[str, int]:
         """Elements of each tensor, whole or partial, up to the last that the files hold."""
@@ -79,7 +81,9 @@ class FragmentReader(ExitStack):
                 fragment.values[low - start : high - start].copy_(part)
                 missing[low - start : high - start] = False
         if missing.any():
-            raise ValueError(f"{int(missing.sum())} of {end - start} elements of {name} are not in the checkpoint.")
+            raise ValueError(
+                f"{int(missing.sum())} of {end - start} elements of {name} are not in the checkpoint."
+            )
 
 
 class _Part(NamedTuple):
@@ -101,7 +105,9 @@ def model_fragments(model: TrainableModel) -> dict[str, Fragment]:
     fragments: dict[str, Fragment] = {}
     for part in _parts(model):
         tensors = {"weight": part.flat, **_adam(model).state.get(part.flat, {})}
-        fragments.update(part.of(tensors[name], name) for name in ("weight", *MOMENTS) if name in tensors)
+        fragments.update(
+            part.of(tensors[name], name) for name in ("weight", *MOMENTS) if name in tensors
+        )
     return fragments
 
 
@@ -113,7 +119,9 @@ def model_numbers(model: TrainableModel) -> dict[str, int]:
     return {"adam_steps": int(most), "schedule_steps": model.scheduler.last_epoch}
 
 
-def load_model_state(model: TrainableModel, reader: FragmentReader, numbers: dict[str, int]) -> None:
+def load_model_state(
+    model: TrainableModel, reader: FragmentReader, numbers: dict[str, int]
+) -> None:
     """Give ``model`` the state in ``reader``; collective."""
     for part in _parts(model) if numbers["adam_steps"] > 0 else ():
         _make_moments(_adam(model), part.flat, numbers["adam_steps"])
@@ -122,7 +130,10 @@ def load_model_state(model: TrainableModel, reader: FragmentReader, numbers: dic
     _write_parameters(model)
     # The rate follows the current options, so that a changed one has its effect.
     schedule, steps = cast(Any, model.scheduler), numbers["schedule_steps"]
-    rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    rates = [
+        base * rate(steps)
+        for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
     schedule.last_epoch, schedule._step_count, schedule._last_lr = steps, steps + 1, rates
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -142,13 +153,23 @@ def _parts(model: TrainableModel) -> Iterator[_Part]:
             start = dist.get_rank() * padded
             numel = min(padded, parameter.ds_numel - start)
             if numel > 0:
-                yield _Part(name, optimizer.fp32_partitioned_groups_flat[group], offset, start, numel)
+                yield _Part(
+                    name, optimizer.fp32_partitioned_groups_flat[group], offset, start, numel
+                )
         elif parameter._hp_mapping is not None:  # else all of it is on other ranks
             mapping = parameter._hp_mapping
-            is_bf16 = hasattr(optimizer, "fp32_groups_flat_partition")  # DeepSpeed's optimizer for it has other names
-            flats = optimizer.fp32_groups_flat_partition if is_bf16 else optimizer.single_partition_of_fp32_groups
+            is_bf16 = hasattr(
+                optimizer, "fp32_groups_flat_partition"
+            )  # DeepSpeed's optimizer for it has other names
+            flats = (
+                optimizer.fp32_groups_flat_partition
+                if is_bf16
+                else optimizer.single_partition_of_fp32_groups
+            )
             address, place = mapping.hp_fragment_address, mapping.lp_fragment_address
-            yield _Part(name, flats[mapping.param_group_index], address.start, place.start, place.numel)
+            yield _Part(
+                name, flats[mapping.param_group_index], address.start, place.start, place.numel
+            )
 
 
 def _adam(model: TrainableModel) -> torch.optim.Optimizer:

@@ -33,7 +33,15 @@ def set_random_state(state: RandomState) -> None:
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(words), gauss[0] if gauss else None))
     *keys, position, has_gauss = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))
+    np.random.set_state(
+        (
+            "MT19937",
+            np.array(keys, dtype=np.uint32),
+            position,
+            has_gauss,
+            state["numpy_gauss"].item(),
+        )
+    )
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

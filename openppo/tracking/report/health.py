@@ -67,7 +67,10 @@ def halves(values: Sequence[float]) -> tuple[float, float, float]:
     """Means of the earlier and the later half, and the standard error of their difference."""
     earlier, later = values[: len(values) // 2], values[len(values) // 2 :]
     means = fmean(earlier), fmean(later)
-    squares = [sum((value - mean) ** 2 for value in half) for half, mean in zip((earlier, later), means, strict=True)]
+    squares = [
+        sum((value - mean) ** 2 for value in half)
+        for half, mean in zip((earlier, later), means, strict=True)
+    ]
     return *means, math.sqrt(squares[0] / len(earlier) ** 2 + squares[1] / len(later) ** 2)
 
 
@@ -117,13 +120,20 @@ class Health:
                 continue
             mean = self.history.mean(rule.metrics[0], rule.last)
             text = rule.warn(self.history, mean) if rule.passes(mean, self.history) else None
-            finding = next((found for found in self.findings if found.rule == rule.name and not found.ended), None)
+            finding = next(
+                (found for found in self.findings if found.rule == rule.name and not found.ended),
+                None,
+            )
             if text is not None:
                 if finding is None:
                     since = self.history.series[rule.metrics[0]][0][-rule.last :][0]
                     finding = Finding(rule.name, "", since, step, rule.metrics)
                     begun.append(finding)
-                finding.text, finding.last, finding.quiet = text.replace("{since}", str(finding.since)), step, 0
+                finding.text, finding.last, finding.quiet = (
+                    text.replace("{since}", str(finding.since)),
+                    step,
+                    0,
+                )
             elif finding is not None:
                 finding.quiet += 1
                 finding.ended = finding.quiet >= QUIET

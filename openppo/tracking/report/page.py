@@ -50,17 +50,24 @@ def render(runs: Sequence[RunData], running: bool = False) -> str:
 
     The policy in its head allows exactly our script and style, so nothing else runs even if some text got through.
     """
-    page, style = ((_PARTS / name).read_text(encoding="utf-8") for name in ("page.html", "style.css"))
+    page, style = (
+        (_PARTS / name).read_text(encoding="utf-8") for name in ("page.html", "style.css")
+    )
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
-    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
+    hashes = (
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in (script, style)
+    )
     policy = "default-src 'none'; img-src data:; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(
         *hashes
     )
     about = {"version": __version__, "written": int(time.time()), "running": running}
     data = as_json(about | payload(runs))
     for place, text in {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}.items():
-        page = page.replace(f"<!--{place}-->", text, 1)  # the data last: nothing is replaced inside it
+        page = page.replace(
+            f"<!--{place}-->", text, 1
+        )  # the data last: nothing is replaced inside it
     return page
 
 
@@ -101,15 +108,25 @@ def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str,
     With more rows than ``most_points`` a point is the mean of ``every`` rows, of a ``_max`` or ``_min`` the extreme.
     """
     all_names = dict.fromkeys(name for row in rows for name in row)
-    names = [name for name in all_names if name not in ("step", "time") and name.startswith("eval") == evaluation]
+    names = [
+        name
+        for name in all_names
+        if name not in ("step", "time") and name.startswith("eval") == evaluation
+    ]
     kept = [row for row in rows if not row.keys().isdisjoint(names)]
     every = max(1, -(-len(kept) // most_points))
     buckets = [kept[i : i + every] for i in range(0, len(kept), every)]
-    begin, times = rows[0].get("time") if rows else None, [bucket[-1].get("time") for bucket in buckets]
+    begin, times = (
+        rows[0].get("time") if rows else None,
+        [bucket[-1].get("time") for bucket in buckets],
+    )
     return {
         "every": every,
         "steps": [bucket[-1]["step"] for bucket in buckets],
-        "hours": [None if time is None or begin is None else round((time - begin) / 3600, 5) for time in times],
+        "hours": [
+            None if time is None or begin is None else round((time - begin) / 3600, 5)
+            for time in times
+        ],
         "values": {name: [_point(name, bucket) for bucket in buckets] for name in names},
     }
 
@@ -122,7 +139,9 @@ def _point(name: str, bucket: Sequence[Row]) -> float | None:
     return float(f"{of(values):.5g}")
 
 
-def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_bytes: int) -> tuple[list[Row], int, int]:
+def sample_rows(
+    samples: Sequence[LogLine], tokens: Sequence[LogLine], most_bytes: int
+) -> tuple[list[Row], int, int]:
     """Samples with their ``tokens``, their number of steps, and the number of steps with any samples.
 
     Where tokens were logged, only steps with tokens count. Of too many bytes, every n-th step is taken, the last one
@@ -138,7 +157,9 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
         keys = sorted(key for key in sizes if key[1] == evaluation)
         room = (most_bytes - sum(sizes[key] for key in chosen)) // share
         thinned = (keys[::-every] for every in range(1, len(keys) + 1))
-        chosen.update(next((some for some in thinned if sum(map(sizes.__getitem__, some)) <= room), []))
+        chosen.update(
+            next((some for some in thinned if sum(map(sizes.__getitem__, some)) <= room), [])
+        )
     parsed = [(line.key, json.loads(line.text)) for line in tokens if line.key in chosen]
     by_sample = {(key, row.pop("sample")): row for key, row in parsed}
     rows = []
@@ -147,7 +168,9 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
             row = json.loads(line.text)
             row.pop("time", None)
             if (found := by_sample.get((line.key, row.get("sample")))) is not None:
-                row["tokens"] = {k: v for k, v in found.items() if k not in ("step", "time", "evaluation")}
+                row["tokens"] = {
+                    k: v for k, v in found.items() if k not in ("step", "time", "evaluation")
+                }
             rows.append(row)
     return rows, len({step for step, _ in chosen}), len({line.key[0] for line in samples})
 
@@ -155,6 +178,8 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
 def as_json(content: object) -> str:
     """JSON that is safe inside a script element: ASCII without <, > and &, and without NaN, which becomes text."""
     text = json.dumps(content, separators=(",", ":"), default=str)
-    if "NaN" in text or "Infinity" in text:  # an option may be infinite, and logs of others may have NaN
+    if (
+        "NaN" in text or "Infinity" in text
+    ):  # an option may be infinite, and logs of others may have NaN
         text = json.dumps(json.loads(text, parse_constant=str), separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

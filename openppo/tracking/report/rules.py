@@ -15,10 +15,14 @@ RULES: list[Rule] = []
 
 
 def rule(
-    *metrics: str, last: int = FEW, passes: Callable[[float, History], bool] = lambda mean, history: True
+    *metrics: str,
+    last: int = FEW,
+    passes: Callable[[float, History], bool] = lambda mean, history: True,
 ) -> Callable[[Callable[[History, float], str | None]], None]:
     """Register a function under its name; its docstring is the row of docs/report.md."""
-    return lambda warn: RULES.append(Rule(warn.__name__, metrics, str(warn.__doc__), last, passes, warn))
+    return lambda warn: RULES.append(
+        Rule(warn.__name__, metrics, str(warn.__doc__), last, passes, warn)
+    )
 
 
 @rule("kl", "reward", last=WINDOW)
@@ -30,7 +34,9 @@ def kl_without_reward(history: History, _: float) -> str | None:
     earlier, later, _ = halves(window)
     if later < 1.5 * max(earlier, 0.0) or later - max(earlier, 0.0) < 0.01:
         return None
-    remedy = "raise --init_kl_coef" if history.option("init_kl_coef", 1) else "give an --init_kl_coef"
+    remedy = (
+        "raise --init_kl_coef" if history.option("init_kl_coef", 1) else "give an --init_kl_coef"
+    )
     return (
         f"KL grows ({earlier:.3g} to {later:.3g} per token) while the reward is flat since step {{since}}: lower "
         f"--actor_learning_rate or {remedy}."
@@ -86,7 +92,11 @@ def evaluation_falls(history: History, _: float) -> str | None:
     )
 
 
-@rule("entropy", "reward", passes=lambda entropy, h: entropy < 0.2 * h.start("entropy") and h.flat_reward())
+@rule(
+    "entropy",
+    "reward",
+    passes=lambda entropy, h: entropy < 0.2 * h.start("entropy") and h.flat_reward(),
+)
 def entropy_collapse(history: History, entropy: float) -> str:
     """Entropy below a fifth of its start while the reward does not rise."""
     return (
@@ -96,7 +106,9 @@ def entropy_collapse(history: History, entropy: float) -> str:
     )
 
 
-@rule("entropy", passes=lambda entropy, h: entropy > h.start("entropy") + max(h.start("entropy"), 0.5))
+@rule(
+    "entropy", passes=lambda entropy, h: entropy > h.start("entropy") + max(h.start("entropy"), 0.5)
+)
 def entropy_grows(history: History, entropy: float) -> str:
     """Entropy twice its start, and half a nat more."""
     start = history.start("entropy")
@@ -107,7 +119,11 @@ def entropy_grows(history: History, entropy: float) -> str:
     )
 
 
-@rule("clip_fraction", last=LEVEL, passes=lambda n, h: n > 0.3 and h.option("policy_loss_type", "ppo") == "ppo")
+@rule(
+    "clip_fraction",
+    last=LEVEL,
+    passes=lambda n, h: n > 0.3 and h.option("policy_loss_type", "ppo") == "ppo",
+)
 def many_clipped(history: History, share: float) -> str:
     """With the loss of PPO 30 % of the tokens outside the clip range."""
     return (
@@ -119,7 +135,9 @@ def many_clipped(history: History, share: float) -> str:
 @rule("kl_k3", "reward", last=WINDOW, passes=lambda kl, h: kl < 1e-5 and h.flat_reward())
 def policy_stands_still(history: History, kl: float) -> str | None:
     """KL (k3) below 0.00001 nats per token after 20 reports, and a reward that does not rise."""
-    frozen = max(history.option("freezing_actor_steps", -1), history.option("value_pretrain_steps", 0))
+    frozen = max(
+        history.option("freezing_actor_steps", -1), history.option("value_pretrain_steps", 0)
+    )
     if history.series["kl_k3"][0][-WINDOW] <= frozen:
         return None
     rate = history.option("actor_learning_rate")
@@ -201,7 +219,11 @@ def many_truncated(history: History, share: float) -> str:
     return f"{cut} since step {{since}} and {what}."
 
 
-@rule("response_length", "reward", passes=lambda n, h: n > 2 * h.start("response_length") and h.flat_reward())
+@rule(
+    "response_length",
+    "reward",
+    passes=lambda n, h: n > 2 * h.start("response_length") and h.flat_reward(),
+)
 def lengths_run_away(history: History, length: float) -> str:
     """Responses twice as long as at the start while the reward does not rise."""
     return (
@@ -215,7 +237,9 @@ def lengths_collapse(history: History, length: float) -> str:
     """Responses a quarter as long as at the start."""
     remedy = "lower --actor_learning_rate"
     if history.option("init_kl_coef", 1) and not history.option("use_kl_loss", False):
-        remedy = "lower --init_kl_coef, as the KL penalty is paid per token and short answers pay less"
+        remedy = (
+            "lower --init_kl_coef, as the KL penalty is paid per token and short answers pay less"
+        )
     return (
         f"Responses have shrunk from {history.start('response_length'):.0f} to {length:.0f} tokens by step {{since}}: "
         f"read the samples, and check that the reward does not prefer an empty answer; else {remedy}."
@@ -246,13 +270,21 @@ def steps_skipped(history: History, _: float) -> str | None:
     )
 
 
-@rule("rollout_kl", "rollout_log_prob_gap", passes=lambda kl, h: kl > 0.01 and not any(h.last("staleness_max", FEW)))
+@rule(
+    "rollout_kl",
+    "rollout_log_prob_gap",
+    passes=lambda kl, h: kl > 0.01 and not any(h.last("staleness_max", FEW)),
+)
 def engine_differs(history: History, kl: float) -> str:
     """KL 0.01 nats per token between the engine that samples and the actor of the same weights."""
     causes = ["--top_p"] if history.option("top_p", 1) < 1 else []
     causes += ["--top_k"] if history.option("top_k") is not None else []
     causes += ["--min_new_tokens"] if history.option("min_new_tokens", 0) else []
-    causes += ["--lora_dropout"] if history.option("lora_rank", 0) and history.option("lora_dropout", 0) else []
+    causes += (
+        ["--lora_dropout"]
+        if history.option("lora_rank", 0) and history.option("lora_dropout", 0)
+        else []
+    )
     remedy = "check the precision of the engine (--bf16, --rollout_engine)"
     if causes:
         remedy = f"leave out {' and '.join(causes)}"
@@ -265,9 +297,19 @@ def engine_differs(history: History, kl: float) -> str:
 @rule("sampled_batches", "useful_groups")
 def sampling_bound(history: History, _: float) -> str | None:
     """Dynamic sampling stopped by its bound, with too few useful groups, in each of the last 5 steps."""
-    bound, wanted = history.option("dynamic_sampling_max_batches"), history.option("rollout_batch_size")
+    bound, wanted = (
+        history.option("dynamic_sampling_max_batches"),
+        history.option("rollout_batch_size"),
+    )
     batches, groups = history.last("sampled_batches", FEW), history.last("useful_groups", FEW)
-    if bound is None or wanted is None or not batches or not groups or min(batches) < bound or max(groups) >= wanted:
+    if (
+        bound is None
+        or wanted is None
+        or not batches
+        or not groups
+        or min(batches) < bound
+        or max(groups) >= wanted
+    ):
         return None
     return (
         f"Dynamic sampling stops at --dynamic_sampling_max_batches {bound} in each step since {{since}}, with "
@@ -278,12 +320,17 @@ def sampling_bound(history: History, _: float) -> str | None:
 @rule("agent/agent_error", "agent/tool_error", "agent/timeout")
 def episodes_fail(history: History, _: float) -> str | None:
     """A tenth of an agent's episodes ended by an error or a time limit."""
-    share = sum(history.mean(f"agent/{name}", FEW) for name in ("agent_error", "tool_error", "timeout"))
+    share = sum(
+        history.mean(f"agent/{name}", FEW) for name in ("agent_error", "tool_error", "timeout")
+    )
     said = "are not trained on since step {since}: the log shows the first error; --agent_timeout gives more time."
     return f"{share:.0%} of the episodes fail and {said}" if share > 0.1 else None
 
 
-@rule("agent/malformed_calls", passes=lambda n, h: n > 0.05 and n > 0.25 * h.mean("agent/tool_calls", FEW))
+@rule(
+    "agent/malformed_calls",
+    passes=lambda n, h: n > 0.05 and n > 0.25 * h.mean("agent/tool_calls", FEW),
+)
 def malformed_calls(history: History, calls: float) -> str:
     """A fifth of the tool calls cannot be read."""
     return f"{calls:.2g} calls per episode cannot be read since step {{since}}: is --tool_parser the model's format?"

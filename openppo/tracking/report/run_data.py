@@ -15,7 +15,10 @@ ROLLOUTS = "{split}-rank{rank}-*.jsonl"
 """Files of ``--dump_rollouts``; their numbers rise with the step, and ``load_dataset`` knows the split by the name."""
 _ROLLOUT = re.compile(r'\{"step": (\d+), "split": "(\w+)", "sample": (\d+), .*\}\n')
 _OF_EPISODES = ("messages", "ending", "turns", "error", "output")
-_ROLLOUTS_OF_A_STEP, _MOST_BYTES = 64, 64 * 2**20  # of the first rank are read; in all, else every n-th step
+_ROLLOUTS_OF_A_STEP, _MOST_BYTES = (
+    64,
+    64 * 2**20,
+)  # of the first rank are read; in all, else every n-th step
 Row = dict[str, Any]
 
 
@@ -53,7 +56,9 @@ def read_run(folder: str | Path) -> RunData:
         with suppress(ValueError):
             row = json.loads(line)
             metrics += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
-    (samples, bad_samples), (tokens, bad_tokens) = map(_log_lines, (logs / "samples.jsonl", logs / "tokens.jsonl"))
+    (samples, bad_samples), (tokens, bad_tokens) = map(
+        _log_lines, (logs / "samples.jsonl", logs / "tokens.jsonl")
+    )
     (dumped, bad_dumped), config = _rollouts(logs), _mapping(logs / "config.yaml")
     environment, n_bad = _mapping(logs / "environment.json"), bad_samples + bad_tokens + bad_dumped
     place, n_bad = logs.parent if logs.name == "logs" else logs, n_bad + len(lines) - len(metrics)
@@ -63,7 +68,9 @@ def read_run(folder: str | Path) -> RunData:
 def find_logs(folder: Path) -> Path:
     """The folder of logs in ``folder``, or ``folder`` itself; ``ValueError`` without metrics and rollouts."""
     for place in (folder / "logs", folder):
-        if (place / "metrics.jsonl").is_file() or any(place.glob(ROLLOUTS.format(split="*", rank="*"))):
+        if (place / "metrics.jsonl").is_file() or any(
+            place.glob(ROLLOUTS.format(split="*", rank="*"))
+        ):
             return place
     what = "name the --save_path of a run, its folder of logs, or one of --dump_rollouts"
     raise ValueError(f"{folder} has no logs/metrics.jsonl: {what}.")
@@ -83,13 +90,17 @@ def _lines(file: Path) -> list[str]:
     """Whole lines of ``file``; none where it is missing."""
     if not file.is_file():
         return []
-    return [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if line]
+    return [
+        line for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if line
+    ]
 
 
 def _log_lines(file: Path) -> tuple[list[LogLine], int]:
     lines = _lines(file)
     whole = [(match, line) for line in lines if line[-1] == "}" and (match := _STEP.match(line))]
-    kept = [LogLine((int(match[1]), '"evaluation": true' in line[:120]), line) for match, line in whole]
+    kept = [
+        LogLine((int(match[1]), '"evaluation": true' in line[:120]), line) for match, line in whole
+    ]
     return kept, len(lines) - len(kept)
 
 

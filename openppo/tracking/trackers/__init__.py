@@ -8,7 +8,12 @@ from typing import Any
 from openppo.config import TrackingConfig
 from openppo.tracking.run_folder import numbered
 from openppo.tracking.trackers.dashboards import TensorBoardTracker, WandbTracker
-from openppo.tracking.trackers.local import ConsoleTracker, HealthTracker, JSONLTracker, ReportTracker
+from openppo.tracking.trackers.local import (
+    ConsoleTracker,
+    HealthTracker,
+    JSONLTracker,
+    ReportTracker,
+)
 from openppo.tracking.trackers.tracker import Tracker, Trackers
 from openppo.types import Comm
 
@@ -42,14 +47,22 @@ def make_trackers(
         return Trackers(own)
     logs = Path(save_path) / "logs"
     trackers: list[Tracker] = [ConsoleTracker(headline, total_steps, tracking.log_samples_every)]
-    trackers += [JSONLTracker(logs), HealthTracker(logs), ReportTracker(logs)]  # the first writes what they read
+    trackers += [
+        JSONLTracker(logs),
+        HealthTracker(logs),
+        ReportTracker(logs),
+    ]  # the first writes what they read
     if tracking.use_tensorboard is not None:
         try:
             name = tracking.wandb_run_name or logs.resolve().parent.name
-            folder = _own_subfolder(Path(tracking.use_tensorboard), name, logs / "tensorboard_run", resumed_after)
+            folder = _own_subfolder(
+                Path(tracking.use_tensorboard), name, logs / "tensorboard_run", resumed_after
+            )
             trackers.append(TensorBoardTracker(folder, resumed_after))
         except OSError as error:
-            raise ValueError(f"--use_tensorboard {tracking.use_tensorboard} cannot be written ({error}).") from error
+            raise ValueError(
+                f"--use_tensorboard {tracking.use_tensorboard} cannot be written ({error})."
+            ) from error
     if tracking.use_wandb is not None:
         trackers.append(WandbTracker(logs, tracking, options, resumed_after is not None))
     return Trackers([*trackers, *own])
@@ -58,7 +71,11 @@ def make_trackers(
 def _own_subfolder(folder: Path, name: str, kept: Path, resumed_after: int | None) -> Path:
     """Subfolder of this run, numbered if taken; a resumed run has its name in ``kept``."""
     folder.mkdir(parents=True, exist_ok=True)
-    if resumed_after is not None and kept.is_file() and (known := folder / kept.read_text().strip()).is_dir():
+    if (
+        resumed_after is not None
+        and kept.is_file()
+        and (known := folder / kept.read_text().strip()).is_dir()
+    ):
         return known
     mine = folder / name.replace("/", "_")
     mine = numbered(mine) if mine.exists() else mine

@@ -34,7 +34,9 @@ class TensorBoardTracker(Tracker):
     def __init__(self, folder: str | Path, resumed_after: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_after is None else resumed_after + 1)
+        self._writer = SummaryWriter(
+            str(folder), purge_step=None if resumed_after is None else resumed_after + 1
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -65,8 +67,12 @@ class TensorBoardTracker(Tracker):
 
 def _markdown(sample: Mapping[str, Any]) -> str:
     """Each entry as a heading and a literal block, except lists of numbers."""
-    shown = {key: str(value) for key, value in sample.items() if not isinstance(value, list | tuple)}
-    return "\n\n".join("**{}**\n\n    {}".format(key, text.replace("\n", "\n    ")) for key, text in shown.items())
+    shown = {
+        key: str(value) for key, value in sample.items() if not isinstance(value, list | tuple)
+    }
+    return "\n\n".join(
+        "**{}**\n\n    {}".format(key, text.replace("\n", "\n    ")) for key, text in shown.items()
+    )
 
 
 class WandbTracker(Tracker):
@@ -80,7 +86,9 @@ class WandbTracker(Tracker):
     errors = (Exception,)
     """Its service and protocol raise more than they document."""
 
-    def __init__(self, folder: Path, tracking: TrackingConfig, options: Mapping[str, Any], resumes: bool) -> None:
+    def __init__(
+        self, folder: Path, tracking: TrackingConfig, options: Mapping[str, Any], resumes: bool
+    ) -> None:
         import wandb
         from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 
@@ -130,7 +138,9 @@ class WandbTracker(Tracker):
         def shown(of: Histogram) -> Any:
             return self._wandb.Histogram(np_histogram=(np.array(of.counts), np.array(of.edges)))
 
-        self._run.log({STEP: step, **{f"histograms/{name}": shown(of) for name, of in histograms.items()}})
+        self._run.log(
+            {STEP: step, **{f"histograms/{name}": shown(of) for name, of in histograms.items()}}
+        )
 
     def close(self) -> None:
         """Send what is left, for half a minute at most; while an exception is on its way the run counts as failed."""
@@ -141,7 +151,9 @@ class WandbTracker(Tracker):
 def _masked_command_line(key: str | None) -> Iterator[None]:
     """Hide secrets of the command line, which W&B would send, and stdin, on which it would wait for a key."""
     argv, stdin = sys.argv, sys.stdin
-    sys.argv = [mask_credentials(word if key is None else word.replace(key, "***")) for word in argv]
+    sys.argv = [
+        mask_credentials(word if key is None else word.replace(key, "***")) for word in argv
+    ]
     sys.stdin = io.StringIO()
     try:
         yield

@@ -21,7 +21,16 @@ STEP_TIME = "time/step_s"
 SHARE_OF_TIME, SECONDS_BETWEEN = 0.02, 30.0
 """Of a run that goes into its page before the end, at most; between two pages, at least."""
 _LONGEST_PROMPT, _LONGEST_RESPONSE = 300, 600
-_FAILURES = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError)
+_FAILURES = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
 """Errors from unusual logs or bugs; they never end a run."""
 
 
@@ -115,10 +124,15 @@ class JSONLTracker(Tracker):
                 clash = row.keys() & {"step", "time"}
                 assert not clash, f"{clash} are names of the line itself"
                 line = _finite({"step": step, "time": time.time(), **row})
-                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+                file.write(
+                    json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+                )
 
     def _make_again(self) -> None:
-        logger.warning("%s was removed during the run: it is made again, without what was logged before", self._folder)
+        logger.warning(
+            "%s was removed during the run: it is made again, without what was logged before",
+            self._folder,
+        )
         self._folder.mkdir(parents=True)
         for name, content in self._beside.items():
             (self._folder / name).write_bytes(content)
@@ -150,7 +164,9 @@ class HealthTracker(Tracker):
     def __init__(self, logs: Path) -> None:
         run = read_run(logs)
         self._health = Health(run.config, RULES)
-        with contextlib.suppress(*_FAILURES):  # a failure on these rows is reported when it comes again
+        with contextlib.suppress(
+            *_FAILURES
+        ):  # a failure on these rows is reported when it comes again
             for row in run.metrics:
                 self._health.look(row["step"], row)
 

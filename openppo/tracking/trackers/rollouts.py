@@ -26,7 +26,10 @@ class RolloutTracker(Tracker):
         files = sorted(self._folder.glob(pattern))
         if not files or files[-1].stat().st_size >= self._most_bytes:
             files.append(self._folder / pattern.replace("*", f"{len(files):05d}"))
-        lines = [json.dumps(json_form({"step": step, "split": split, **row}), ensure_ascii=False) for row in rows]
+        lines = [
+            json.dumps(json_form({"step": step, "split": split, **row}), ensure_ascii=False)
+            for row in rows
+        ]
         self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
         with open(files[-1], "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(line + "\n" for line in lines))

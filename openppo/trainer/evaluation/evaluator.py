@@ -48,7 +48,11 @@ class Grading:
 
     @classmethod
     def of(
-        cls, comm: Comm, rewards: RewardConfig, options: EvaluationConfig | EvaluateConfig, scorer: Scorer | None = None
+        cls,
+        comm: Comm,
+        rewards: RewardConfig,
+        options: EvaluationConfig | EvaluateConfig,
+        scorer: Scorer | None = None,
     ) -> "Grading":
         """That of ``rewards``, with ``--pass_reward`` and ``--pass_on`` of ``options``."""
         pass_reward = rewards.pass_threshold(options.pass_reward, options.pass_on)
@@ -61,12 +65,16 @@ class Grading:
         trajectories; the result is empty if no rank has any.
         """
         metrics, mine = Metrics(), {_source(t): None for t in trajectories}
-        names = short_names(source for of_rank in self.comm.all_gather_object(list(mine)) for source in of_rank)
+        names = short_names(
+            source for of_rank in self.comm.all_gather_object(list(mine)) for source in of_rank
+        )
         for _, group in groupby(trajectories, key=lambda trajectory: trajectory.group):
             responses = list(group)
             self._measure_prompt(responses, metrics, prefix="eval_")
             if len(names) > 1:
-                self._measure_prompt(responses, metrics, prefix=f"eval/{names[_source(responses[0])]}/")
+                self._measure_prompt(
+                    responses, metrics, prefix=f"eval/{names[_source(responses[0])]}/"
+                )
         if isinstance(trajectories, Rollout):
             metrics.merge(trajectories.metrics)
         return metrics.reduced(self.comm)
@@ -91,7 +99,9 @@ class Grading:
             return False
         return reward >= self.pass_reward or math.isclose(reward, self.pass_reward, rel_tol=1e-9)
 
-    def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
+    def _measure_prompt(
+        self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str
+    ) -> None:
         episodes = by_episode(responses)
         n_passed = sum(map(self.passes, episodes))
         for k in pass_ks(len(episodes)) if self.pass_reward is not None else []:
@@ -113,7 +123,9 @@ def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> li
     ``sources`` has that of each prompt; ``metrics`` are named as ``Grading`` names them.
     """
     names = short_names(sources)
-    columns = {"all": "eval_"} | {name: f"eval/{name}/" for name in sorted(names.values()) if len(names) > 1}
+    columns = {"all": "eval_"} | {
+        name: f"eval/{name}/" for name in sorted(names.values()) if len(names) > 1
+    }
     counts = {"all": len(sources), **Counter(names[source] for source in sources)}
     rows = [["", *columns], ["prompts", *(str(counts[column]) for column in columns)]]
     for name in [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]:
@@ -134,7 +146,9 @@ def evaluate_alone(trainer: Any) -> None:
             return logger.info("stopped by %s: --val_only has evaluated nothing", signal)
         parts.trackers.log(trainer.global_step, metrics)
     if parts.strategy.is_main:
-        lines = evaluation_table(metrics, [prompt.task or prompt.source for prompt in parts.data.held_out])
+        lines = evaluation_table(
+            metrics, [prompt.task or prompt.source for prompt in parts.data.held_out]
+        )
         write_line("\n".join(lines), sys.stdout)
 
 

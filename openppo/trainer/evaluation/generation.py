@@ -51,7 +51,9 @@ from openppo.types import Comm, Prompt, StopCheck, Trajectory
 class _Job:
     """Tokenizer, prompts and process group of a command; ``_load_policy`` adds model and engine."""
 
-    def __init__(self, options: PromptsConfig, output_path: str | None, maker: SamplerMaker | None = None) -> None:
+    def __init__(
+        self, options: PromptsConfig, output_path: str | None, maker: SamplerMaker | None = None
+    ) -> None:
         self.options, model = options, f"--pretrain {options.pretrain}"
         self.output = None if output_path is None else check_output(options, output_path)
         self.strategy = InferenceStrategy(options.bf16, fused_kernels=options.fused_kernels)
@@ -63,14 +65,21 @@ class _Job:
         ids = [prompt.token_ids for prompt in self.prompts]
         check_context(self.policy.config, model, max(map(len, ids)), options.generate_max_len)
         check_token_ids(self.policy.config, model, tokenizer, ids)
-        self.sampling = self.prompts, sampling_params(options), options.n_samples_per_prompt, options.seed
+        self.sampling = (
+            self.prompts,
+            sampling_params(options),
+            options.n_samples_per_prompt,
+            options.seed,
+        )
 
     def _load_prompts(self, maker: SamplerMaker | None) -> list[Prompt]:
         """Rows of ``--prompt_data`` as prompts, or as tasks of what ``maker`` plays."""
         options, flag, split = self.options, "--prompt_data", self.options.prompt_split
         if not options.prompt_data:
             return []
-        rows = load_mixed_rows(options, options.prompt_data, flag=flag, split=split, seed=options.seed)
+        rows = load_mixed_rows(
+            options, options.prompt_data, flag=flag, split=split, seed=options.seed
+        )
         load_rows = load_prompts if maker is None or maker.needs_prompts else load_tasks
         return load_rows(rows, self.tokenizer, options, tokenizing(self.comm), self._vision())
 
@@ -92,7 +101,9 @@ class _Job:
             check_images(policy.config, f"--pretrain {options.pretrain}")
         if options.engine_check == "on":
             given = None, self.strategy.device, ("hf", not options.bf16)
-            check_like(policy.engine, lambda e: check_sampling(options.pretrain, policy.actor, e, *given))
+            check_like(
+                policy.engine, lambda e: check_sampling(options.pretrain, policy.actor, e, *given)
+            )
 
     def _weights(self) -> AbstractContextManager[None]:
         """Inside, the engine may sample; afterwards its memory is for other work."""
@@ -130,7 +141,9 @@ class GenerateJob(_Job):
         with self._weights():
             responses = sample_trajectories(self.policy.engine, *self.sampling, comm=self.comm)
         shown = progress_bar(responses, "log-probs", enabled=self.strategy.is_main)
-        rows = [self._row(t, i) | {"mean_log_prob": self._mean_log_prob(t)} for i, t in enumerate(shown)]
+        rows = [
+            self._row(t, i) | {"mean_log_prob": self._mean_log_prob(t)} for i, t in enumerate(shown)
+        ]
         write_rows(self.output, rows, self.comm)
 
     @torch.no_grad()
@@ -181,11 +194,17 @@ class EvaluateJob(_Job):
     def evaluate(self) -> dict[str, float]:
         """Generate, score, and write; the metrics, the same on all ranks."""
         with self._weights():
-            sampled = self.sampler.sample(SampleRequest(*self.sampling, 0, Metrics(), evaluation=True))
+            sampled = self.sampler.sample(
+                SampleRequest(*self.sampling, 0, Metrics(), evaluation=True)
+            )
         responses = begin_scoring(self.scorer, sampled, StopCheck(), prefix="eval_")
         if self.output is not None:
             episodes = by_episode(list(responses))
-            write_rows(self.output, [self._episode_row(parts, i) for i, parts in enumerate(episodes)], self.comm)
+            write_rows(
+                self.output,
+                [self._episode_row(parts, i) for i, parts in enumerate(episodes)],
+                self.comm,
+            )
         check_rewarded(responses, self.comm)
         RewardNames(self.grading.reward_weights, self.comm, self.grading.pass_on).check(responses)
         PassWatch(self.comm).look(self.grading, responses, is_last=True)
@@ -204,11 +223,16 @@ class EvaluateJob(_Job):
 
     def _parts(self) -> SamplerParts:
         """What an agent's sampler works with: its episodes end where the model's context does."""
-        longest = self.agents.episode_max_len or self.options.prompt_max_len + self.options.generate_max_len
+        longest = (
+            self.agents.episode_max_len
+            or self.options.prompt_max_len + self.options.generate_max_len
+        )
         policy, has_rewards = self.policy, self.scorer is not None
         sampling = policy.engine, policy.tokenizer, policy.eos_token_ids, self.comm, StopCheck()
         vision = self._vision_of_agents()
-        return SamplerParts(*sampling, longest, policy.context, has_rewards=has_rewards, vision=vision)
+        return SamplerParts(
+            *sampling, longest, policy.context, has_rewards=has_rewards, vision=vision
+        )
 
     def _vision_of_agents(self) -> Vision | None:
         """What reads their images; None where nothing can."""
@@ -224,9 +248,17 @@ class EvaluateJob(_Job):
                 "response": answer_text(response, self.tokenizer),
                 "n_tokens": sum(sum(t.action_mask) for t in parts),
             }
-            row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": episode.messages}
+            row |= {
+                "ending": episode.ending.value,
+                "turns": episode.n_turns,
+                "messages": episode.messages,
+            }
             row |= {"error": episode.error, "output": episode.output}
-        return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(parts)}
+        return (
+            row
+            if self.grading.pass_reward is None
+            else row | {"passed": self.grading.passes(parts)}
+        )
 
 
 def check_output(options: PromptsConfig, path: str) -> Path:

@@ -33,7 +33,9 @@ class PassWatch:
 
         episodes = [parts for parts in by_episode(trajectories) if _is_trained(parts[-1])]
         deciding = [grading.deciding_reward(parts) for parts in episodes]
-        rewards = [reward for reward in deciding if reward > -math.inf]  # others lack the reward of --pass_on
+        rewards = [
+            reward for reward in deciding if reward > -math.inf
+        ]  # others lack the reward of --pass_on
         names = {name for parts in episodes for name in parts[-1].scores}
         own = min(rewards, default=math.inf), max(rewards, default=-math.inf), names
 
@@ -51,7 +53,11 @@ class PassWatch:
             warning = f"--pass_on names {pass_on}, but the rewards are {', '.join(names)}. Use their names."
         elif self.smallest < self.largest and not grading.is_enough(self.largest):
             value = f"{pass_on or 'reward'} is {self.largest:.4g}, and --pass_reward is {grading.pass_reward:g}"
-            choice = f", or name the reward that decides: --pass_on {' or '.join(names)}" if len(names) > 1 else ""
+            choice = (
+                f", or name the reward that decides: --pass_on {' or '.join(names)}"
+                if len(names) > 1
+                else ""
+            )
             warning = f"no held-out response has passed: the largest {value}. Lower it{choice}."
         else:
             return

@@ -15,7 +15,10 @@ from openppo.tracking.console import table_lines
 
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
-_CONTEXT, _COMMUNICATORS = 2**29, 2**29  # bytes of CUDA itself, and of NCCL's buffers: as published, not measured
+_CONTEXT, _COMMUNICATORS = (
+    2**29,
+    2**29,
+)  # bytes of CUDA itself, and of NCCL's buffers: as published, not measured
 _WORKSPACES = 2**28
 """Bytes that libraries allocate through torch: workspaces of products and copies. An H200 had 0.24 GiB of them."""
 _EXPERIENCE = 42  # bytes of a token in an Experience
@@ -85,26 +88,50 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
         partitioned = ModelMemory(machine.share(weights), gathered=weights * several)
         return partitioned if options.zero_stage == 3 else ModelMemory(weights)
     n, quantized = size.n_trained(lora.lora_rank), size.n_quantized if lora.load_in_4bit else 0
-    frozen = round(_NF4 * quantized) + s * (size.n_parameters - quantized) if lora.lora_rank > 0 else s * size.n_frozen
-    stage = max(options.zero_stage, 1) if options.bf16 else options.zero_stage  # as DeepspeedStrategy has it
+    frozen = (
+        round(_NF4 * quantized) + s * (size.n_parameters - quantized)
+        if lora.lora_rank > 0
+        else s * size.n_frozen
+    )
+    stage = (
+        max(options.zero_stage, 1) if options.bf16 else options.zero_stage
+    )  # as DeepspeedStrategy has it
     weights, share, bucket = frozen + s * n, machine.share(n), 4 * min(n, LARGEST_BUCKET)
     if stage == 0:
         return ModelMemory(weights + 8 * n, 8 * n, 8 * n, gradients=4 * n, copies=bucket)
     away, two = options.adam_offload, 2 * machine.pinned(share, _LIVE if stage == 3 else share)
     # away: master weights, two moments, and gradients twice; two of these are pinned
-    adam, moments, host = (0, (0, 0), 12 * share + two) if away else (12 * share, (8 * share, two), 0)
+    adam, moments, host = (
+        (0, (0, 0), 12 * share + two) if away else (12 * share, (8 * share, two), 0)
+    )
     if stage == 3:
         kept, copied = (0, 0) if away else (4 * share, 4 * min(share, _LIVE))
         lasting = machine.share(weights) + bucket + adam + kept
-        return ModelMemory(lasting, *moments, host, weights * bool(quantized), 0, bucket + copied, weights * several)
+        return ModelMemory(
+            lasting,
+            *moments,
+            host,
+            weights * bool(quantized),
+            0,
+            bucket + copied,
+            weights * several,
+        )
     if stage == 1 and options.bf16 and not away:  # DeepSpeed's BF16_Optimizer keeps gradients
         return ModelMemory(weights + 6 * n + adam, *moments, loading=s * n)
     copies = bucket // 2 + bucket * several if options.bf16 else bucket + 4 * share
-    return ModelMemory(weights + adam, *moments, host, s * n, 4 * (n if stage == 1 else share), copies)
+    return ModelMemory(
+        weights + adam, *moments, host, s * n, 4 * (n if stage == 1 else share), copies
+    )
 
 
 def pass_bytes(
-    size: ModelSize, machine: Machine, rows: int, length: int, scored: int, saving: int = 0, patches: int = 0
+    size: ModelSize,
+    machine: Machine,
+    rows: int,
+    length: int,
+    scored: int,
+    saving: int = 0,
+    patches: int = 0,
 ) -> int:
     """Peak of a pass over ``rows`` of ``length`` with logits at ``scored`` places and ``patches`` of images in each.
 
@@ -115,7 +142,9 @@ def pass_bytes(
     layer, logits = s * size.width * rows * length, rows * scored * size.vocabulary
     kept = s if machine.on_cpu or size.whole_logits else 4  # GPUs compute them in float32
     logits = logits if size.whole_logits else min(logits, logits_at_once(machine.on_cpu))
-    chunks = 8 * min(logits, CHUNK_ELEMENTS_ON_CPU if machine.on_cpu else CHUNK_ELEMENTS)  # two copies in float32
+    chunks = 8 * min(
+        logits, CHUNK_ELEMENTS_ON_CPU if machine.on_cpu else CHUNK_ELEMENTS
+    )  # two copies in float32
     if saving == 0:
         return 2 * hidden + max(kept * logits + chunks, layer // 2, patch // 2)
     checkpoints = hidden * size.layers if saving < size.layers else 0
@@ -154,7 +183,10 @@ class Estimate:
 
     def summary(self) -> str:
         """The models and the highest peak in a line."""
-        most, on_each = format_bytes(self.phases[self.largest]), f" on each of {self.machine.n_ranks} ranks"
+        most, on_each = (
+            format_bytes(self.phases[self.largest]),
+            f" on each of {self.machine.n_ranks} ranks",
+        )
         roles = ", ".join(f"{role} {format_bytes(total)}" for role, total in self.roles.items())
         return f"estimated memory{on_each * (self.machine.n_ranks > 1)}: {roles}; at most {most}, in {self.largest}"
 
@@ -192,7 +224,12 @@ def estimate_supervised(
     """
     (size,), batch, n = sizes.values(), config.batch, config.batch.micro_rows
     model = model_memory(size, machine, config.lora)
-    work = rows * min(machine.share(batch.train_batch_size), n), longest, min(longest, scored * n), patches
+    work = (
+        rows * min(machine.share(batch.train_batch_size), n),
+        longest,
+        min(longest, scored * n),
+        patches,
+    )
     phases = {
         "loading": model.lasting - model.moments + model.loading,
         "training": machine.workspaces
@@ -200,7 +237,13 @@ def estimate_supervised(
         + model.host * machine.on_cpu
         + training_bytes(size, model, config.lora, machine, *work),
     }
-    return Estimate({"model": model.lasting}, phases, model.host, 12 * size.n_trained(config.lora.lora_rank), machine)
+    return Estimate(
+        {"model": model.lasting},
+        phases,
+        model.host,
+        12 * size.n_trained(config.lora.lora_rank),
+        machine,
+    )
 
 
 def training_bytes(
@@ -217,5 +260,7 @@ def training_bytes(
     saving = 1 if machine.options.gradient_checkpointing else size.layers
     backward = pass_bytes(size, machine, rows, length, scored, saving, patches)
     if not size.whole_logits and rows * scored * size.vocabulary > logits_at_once(machine.on_cpu):
-        backward += 4 * size.vocabulary * size.hidden * (machine.options.bf16 and lora.lora_rank == 0)  # in float32
+        backward += (
+            4 * size.vocabulary * size.hidden * (machine.options.bf16 and lora.lora_rank == 0)
+        )  # in float32
     return model.gradients + max(backward, model.copies) + machine.live(model.gathered)

@@ -11,7 +11,13 @@ from openppo.rollout.decode_graphs import COLUMNS_TOGETHER
 from openppo.rollout.hf_engine import ROWS_ON_CPU, ROWS_ON_GPU
 from openppo.rollout.requests import prefill_tokens
 from openppo.rollout.row_cache import SLACK_COLUMNS, rows_that_fit
-from openppo.trainer.memory.estimate import Estimate, Machine, model_memory, pass_bytes, training_bytes
+from openppo.trainer.memory.estimate import (
+    Estimate,
+    Machine,
+    model_memory,
+    pass_bytes,
+    training_bytes,
+)
 from openppo.trainer.roles import critic_lora
 
 _EXPERIENCE = 42  # bytes of a token in an Experience
@@ -26,7 +32,9 @@ class Lengths(NamedTuple):
     patches: int = 0
 
 
-def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
+def estimate_ppo(
+    config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, ModelSize], machine: Machine
+) -> Estimate:
     """Memory of a train_ppo run; ``sizes`` has its models by role in the order of loading."""
     return _PPOMemory(config, lengths, sizes, machine).estimate()
 
@@ -34,14 +42,24 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
 class _PPOMemory:
     """Bytes of a train_ppo run on one rank: what lasts, and one method for each phase."""
 
-    def __init__(self, config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, ModelSize], machine: Machine) -> None:
+    def __init__(
+        self,
+        config: TrainPPOConfig,
+        lengths: Lengths,
+        sizes: dict[str, ModelSize],
+        machine: Machine,
+    ) -> None:
         self.config, self.machine = config, machine
         self.lengths = lengths
         self.sizes = sizes
         self.loras = {"critic": critic_lora(config), "actor": config.lora}
-        self.models = {role: model_memory(size, machine, self.loras.get(role)) for role, size in sizes.items()}
+        self.models = {
+            role: model_memory(size, machine, self.loras.get(role)) for role, size in sizes.items()
+        }
         self.trained = {
-            role: sizes[role].n_trained(lora.lora_rank) for role, lora in self.loras.items() if role in sizes
+            role: sizes[role].n_trained(lora.lora_rank)
+            for role, lora in self.loras.items()
+            if role in sizes
         }
 
         self.samples = machine.share(config.prompts_per_step) * config.ppo.n_samples_per_prompt
@@ -85,13 +103,17 @@ class _PPOMemory:
 
     def _loading(self) -> int:
         loaded = accumulate(model.lasting - model.moments for model in self.models.values())
-        return max(total + model.loading for total, model in zip(loaded, self.models.values(), strict=True))
+        return max(
+            total + model.loading for total, model in zip(loaded, self.models.values(), strict=True)
+        )
 
     def _experience(self) -> int:
         machine = self.machine
         rows = min(self.samples, forward_size(self.config).rows_of(self.longest))
         forwards = [
-            pass_bytes(size, machine, rows, self.longest, scored=self.scored, patches=self.lengths.patches)
+            pass_bytes(
+                size, machine, rows, self.longest, scored=self.scored, patches=self.lengths.patches
+            )
             + machine.live(self.models[role].gathered)
             for role, size in self.sizes.items()
         ]
@@ -128,7 +150,11 @@ class _PPOMemory:
 
     def _vllm(self) -> int:
         options = self.config.generation
-        copy = self.machine.element * self.sizes["actor"].n_parameters // options.vllm_tensor_parallel_size
+        copy = (
+            self.machine.element
+            * self.sizes["actor"].n_parameters
+            // options.vllm_tensor_parallel_size
+        )
         return max(int(options.vllm_gpu_memory_utilization * self.machine.memory), copy)
 
     def _sampled_weights(self, free: int) -> int:
@@ -154,7 +180,9 @@ class _PPOMemory:
         read_together = min(rows * prompt, max(prefill_tokens(machine.on_cpu), prompt))
         prompts = element * actor.width // 2 * read_together
 
-        graphs = 0  # logits of each: for rows, half of them and so on, and for each width of the cache
+        graphs = (
+            0  # logits of each: for rows, half of them and so on, and for each width of the cache
+        )
         if options.cuda_graphs != "off" and not machine.on_cpu:
             graphs = 2 * rows * actor.vocabulary * element * -(-self.longest // COLUMNS_TOGETHER)
         return rows * row + max(sampling, prompts) + graphs

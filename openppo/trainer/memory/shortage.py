@@ -25,11 +25,17 @@ def compare(estimate: Estimate, phase: str, *, allocated: int, outside: int) -> 
     """As ``explain_shortage``, of bytes that PyTorch had allocated at most, and that are held outside of it now."""
     expected = estimate.phases.get(phase, estimate.phases[estimate.largest])
     lines = estimate.table(verdict=False)
-    lines.append(f"in {phase}: {format_bytes(expected)} estimated, {format_bytes(allocated)} allocated by PyTorch")
+    lines.append(
+        f"in {phase}: {format_bytes(expected)} estimated, {format_bytes(allocated)} allocated by PyTorch"
+    )
 
     foreign = []
     if allocated > _TOLERANCE * expected + _UNNOTICED:
-        foreign.append(f"{format_bytes(allocated - expected)} are held by something else in this process")
+        foreign.append(
+            f"{format_bytes(allocated - expected)} are held by something else in this process"
+        )
     if outside > estimate.machine.outside + _UNNOTICED:
-        foreign.append(f"{format_bytes(outside)} of the GPU are held by other processes, or libraries of this one")
+        foreign.append(
+            f"{format_bytes(outside)} of the GPU are held by other processes, or libraries of this one"
+        )
     return MemoryView([*lines, *foreign], is_foreign=bool(foreign))

@@ -34,7 +34,10 @@ On an H200 with a model of 0.5B, benchmarks/results/2026-11-27-h200.md.
 """
 _FLOPS = 2.5e14
 _SHARE = 0.9  # of a GPU's memory; the rest is for what allocators keep
-_SCALAR, _PROCESS = ("reward model", "critic"), "process reward model"  # roles with a scalar head, with whole logits
+_SCALAR, _PROCESS = (
+    ("reward model", "critic"),
+    "process reward model",
+)  # roles with a scalar head, with whole logits
 
 
 def token_budgets(actor: ModelSize) -> Sequence[int]:
@@ -48,7 +51,9 @@ def token_budgets(actor: ModelSize) -> Sequence[int]:
 
 
 def sizes_for_gpu(
-    config: TrainPPOConfig, estimate_of: Callable[[TrainPPOConfig], Estimate], budgets: Sequence[int]
+    config: TrainPPOConfig,
+    estimate_of: Callable[[TrainPPOConfig], Estimate],
+    budgets: Sequence[int],
 ) -> TrainPPOConfig:
     """``config`` with the first token budgets that fit, where it gives no size of micro-batches.
 
@@ -70,7 +75,10 @@ def sizes_for_gpu(
 
 
 def estimated_ppo(
-    config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStrategy, configs: Mapping[str, PreTrainedConfig]
+    config: TrainPPOConfig,
+    data: PPOData,
+    strategy: DeepspeedStrategy,
+    configs: Mapping[str, PreTrainedConfig],
 ) -> tuple[TrainPPOConfig, Estimate | None]:
     """Memory of a train_ppo run, without prompts as if they had ``--prompt_max_len`` tokens; and ``sizes_for_gpu``.
 
@@ -89,13 +97,21 @@ def estimated_ppo(
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
     seen = configs.get("--pretrain")
-    patches = max((n_patches(prompt.media, seen) for prompt in data.prompts if prompt.media), default=0)
-    lengths = Lengths(min(prompts), data.longest - config.generation.generate_max_len, document, patches)
+    patches = max(
+        (n_patches(prompt.media, seen) for prompt in data.prompts if prompt.media), default=0
+    )
+    lengths = Lengths(
+        min(prompts), data.longest - config.generation.generate_max_len, document, patches
+    )
     sizes = _count(models, config, configs)
     if sizes is None:
         return config, None
     machine = _machine(config, strategy)
-    sized = sizes_for_gpu(config, lambda one: estimate_ppo(one, lengths, sizes, machine), token_budgets(sizes["actor"]))
+    sized = sizes_for_gpu(
+        config,
+        lambda one: estimate_ppo(one, lengths, sizes, machine),
+        token_budgets(sizes["actor"]),
+    )
     chosen = {name: n for name, n in vars(sized.ppo).items() if n != vars(config.ppo)[name]}
     if chosen:
         flags = " ".join(f"--{name} {tokens}" for name, tokens in chosen.items())
@@ -111,13 +127,19 @@ def log_memory(
 ) -> Estimate | None:
     """Log an estimate of ``models``, flag and name by role; None where a model cannot be counted."""
     sizes = _count(models, config, {})
-    estimate = None if sizes is None else _estimate(partial(estimate_of, sizes), _machine(config, strategy))
+    estimate = (
+        None
+        if sizes is None
+        else _estimate(partial(estimate_of, sizes), _machine(config, strategy))
+    )
     log_estimate(estimate, config, strategy)
     return estimate
 
 
 def log_estimate(
-    estimate: Estimate | None, config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStrategy
+    estimate: Estimate | None,
+    config: TrainPPOConfig | SupervisedCommand,
+    strategy: DeepspeedStrategy,
 ) -> None:
     """Log it; with --dry_run, end the process."""
     run = config.run
@@ -127,7 +149,9 @@ def log_estimate(
         logger.info("%s", line)
     if not estimate.fits and strategy.is_main:
         flags = remedies(estimate.largest, flat_dict(config), estimate.machine.on_cpu)
-        logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
+        logger.warning(
+            "the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags)
+        )
     if run.dry_run:
         strategy.close()
         raise SystemExit(0)
@@ -136,8 +160,15 @@ def log_estimate(
 def _estimate(estimate_of: Callable[[Machine], Estimate], machine: Machine) -> Estimate:
     """The estimate; suggests ZeRO-1 where it fits in place of ZeRO-2."""
     stage_1 = replace(machine, options=replace(machine.options, zero_stage=1))
-    if machine.options.zero_stage == 2 and machine.n_ranks > 1 and not machine.on_cpu and estimate_of(stage_1).fits:
-        logger.info("--zero_stage 1 fits too, and reduces gradients once in an optimizer step, not per micro-batch")
+    if (
+        machine.options.zero_stage == 2
+        and machine.n_ranks > 1
+        and not machine.on_cpu
+        and estimate_of(stage_1).fits
+    ):
+        logger.info(
+            "--zero_stage 1 fits too, and reduces gradients once in an optimizer step, not per micro-batch"
+        )
     return estimate_of(machine)
 
 
@@ -151,7 +182,9 @@ def _count(
     options: Any = config.lora.target_modules, vision.trust_remote_code
     try:
         sizes = {
-            role: model_size(configs.get(flag) or check_model(name, flag, options[1]), role in _SCALAR, *options)
+            role: model_size(
+                configs.get(flag) or check_model(name, flag, options[1]), role in _SCALAR, *options
+            )
             for role, (flag, name) in models.items()
             if name is not None
         }
@@ -162,7 +195,10 @@ def _count(
         return None
     adapted = config.lora.lora_rank > 0
     tower, connector = vision.freeze_vision_tower or adapted, vision.freeze_connector or adapted
-    sizes = {r: size._replace(n_frozen=size.tower * tower + size.connector * connector) for r, size in sizes.items()}
+    sizes = {
+        r: size._replace(n_frozen=size.tower * tower + size.connector * connector)
+        for r, size in sizes.items()
+    }
     some = sizes if config.deepspeed.zero_stage == 3 else sizes.keys() & {_PROCESS}
     return sizes | {role: sizes[role]._replace(whole_logits=True) for role in some}
 

@@ -51,7 +51,11 @@ def edits(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     changed = []
     for flag, hashes in now.get("hashes", {}).items():
         before = saved.get("hashes", {}).get(flag, {})
-        changed += [f"{flag} {name}" for name, digest in hashes.items() if before.get(name, digest) != digest]
+        changed += [
+            f"{flag} {name}"
+            for name, digest in hashes.items()
+            if before.get(name, digest) != digest
+        ]
 
     old, new = saved.get("tasks", {}), now.get("tasks", {})
     for name in dict.fromkeys([*old, *new]) if old and new else ():
@@ -72,7 +76,9 @@ def _hashes(value: str) -> dict[str, str]:
         files = _scripts_in(value)
     elif file.suffix in (".yaml", ".yml"):
         text = file.read_text(encoding="utf-8", errors="replace")
-        classes = [file.with_name(f"{name}.py") for name in re.findall(r"class_name:\s*['\"]?(\w+)", text)]
+        classes = [
+            file.with_name(f"{name}.py") for name in re.findall(r"class_name:\s*['\"]?(\w+)", text)
+        ]
         files = [file, *(each for each in classes if each.is_file()), *_scripts_in(text)]
     else:
         files = [file]
@@ -80,7 +86,9 @@ def _hashes(value: str) -> dict[str, str]:
     hashes = {}
     for each in files:
         for part in source_files(each) if each.suffix == ".py" else [each]:
-            hashes[os.path.relpath(part, each.parent)] = hashlib.sha256(part.read_bytes()).hexdigest()
+            hashes[os.path.relpath(part, each.parent)] = hashlib.sha256(
+                part.read_bytes()
+            ).hexdigest()
     return hashes
 
 

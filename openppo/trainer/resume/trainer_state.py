@@ -17,7 +17,9 @@ def trainer_state(trainer: "PPOTrainer") -> dict[str, Any]:
         "maker": trainer.maker.state_dict(),
         "skipped": trainer.update.skipped.state_dict(),
         "should_stop": trainer.should_stop,
-        "callbacks": [{"class": type(each).__name__, "state": each.state_dict()} for each in trainer.callbacks],
+        "callbacks": [
+            {"class": type(each).__name__, "state": each.state_dict()} for each in trainer.callbacks
+        ],
     }
 
 

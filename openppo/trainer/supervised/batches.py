@@ -44,7 +44,11 @@ class StepBatch:
 
 
 def token_batch(
-    examples: Sequence[TokenExample], micro_batch_size: int, pad_token_id: int, comm: Comm, pack_to: int | None = None
+    examples: Sequence[TokenExample],
+    micro_batch_size: int,
+    pad_token_id: int,
+    comm: Comm,
+    pack_to: int | None = None,
 ) -> StepBatch:
     """This rank's share of a step's ``examples``, given alike on all ranks; those without a target are left out.
 
@@ -58,14 +62,19 @@ def token_batch(
         for micro in equal_micro_batches(rows, micro_batch_size, comm)
     ]
     n_input_tokens = sum(int(micro.attention_mask.sum()) for micro in micro_batches)
-    return StepBatch(micro_batches, sum(sum(example.loss_mask[1:]) for example in examples), n_input_tokens)
+    return StepBatch(
+        micro_batches, sum(sum(example.loss_mask[1:]) for example in examples), n_input_tokens
+    )
 
 
 def equal_micro_batches(examples: Sequence, micro_batch_size: int, comm: Comm) -> list[list]:
     """This rank's share of ``examples`` in micro-batches, with empty ones where other ranks have more."""
     mine = shard(examples, comm.rank, comm.world_size)
     largest = -(-len(examples) // comm.world_size)
-    return [mine[start : start + micro_batch_size] for start in range(0, max(largest, 1), micro_batch_size)]
+    return [
+        mine[start : start + micro_batch_size]
+        for start in range(0, max(largest, 1), micro_batch_size)
+    ]
 
 
 def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExample]]:
@@ -75,7 +84,9 @@ def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExamp
     """
     rows: list[list[TokenExample]] = []
     for example in sorted(examples, key=lambda example: len(example.token_ids), reverse=True):
-        with_room = (row for row in rows if sum(len(e.token_ids) for e in [*row, example]) <= max_len)
+        with_room = (
+            row for row in rows if sum(len(e.token_ids) for e in [*row, example]) <= max_len
+        )
         if (row := next(with_room, None)) is None:
             rows.append(row := [])
         row.append(example)
@@ -83,7 +94,10 @@ def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExamp
 
 
 def packed_row_length(
-    model: Callable[..., Tensor], documents: Sequence[TokenExample], limit: int, device: torch.device
+    model: Callable[..., Tensor],
+    documents: Sequence[TokenExample],
+    limit: int,
+    device: torch.device,
 ) -> int | None:
     """Length of rows of ``documents``: 512, ``limit`` or the longest; None without any, or if ``model`` mixes them."""
     if not documents or not packing_is_exact(model, device):
@@ -91,17 +105,25 @@ def packed_row_length(
     return max(min(PACKED_ROW, limit), max(len(document.token_ids) for document in documents))
 
 
-def _micro_batch(rows: Sequence[Sequence[TokenExample]], pad_token_id: int, with_positions: bool) -> TokenMicroBatch:
-    sequences, attention_mask = pad_right([[i for e in row for i in e.token_ids] for row in rows], pad_token_id)
+def _micro_batch(
+    rows: Sequence[Sequence[TokenExample]], pad_token_id: int, with_positions: bool
+) -> TokenMicroBatch:
+    sequences, attention_mask = pad_right(
+        [[i for e in row for i in e.token_ids] for row in rows], pad_token_id
+    )
     targets = [[is_target for e in row for is_target in (False, *e.loss_mask[1:])] for row in rows]
     loss_mask = pad_right(targets, 0)[0].bool()
     if not with_positions:
         media = tuple(row[0].media for row in rows)
-        return TokenMicroBatch(sequences, attention_mask, loss_mask, None, media if any(media) else ())
+        return TokenMicroBatch(
+            sequences, attention_mask, loss_mask, None, media if any(media) else ()
+        )
     position_ids = torch.arange(sequences.shape[1]).repeat(len(rows), 1)
     for row, documents in zip(position_ids, rows, strict=True):
         start = 0
-        for document in documents:  # padding continues the last document, for causal attention's fast path
+        for (
+            document
+        ) in documents:  # padding continues the last document, for causal attention's fast path
             row[start:] = torch.arange(len(row) - start)
             start += len(document.token_ids)
     return TokenMicroBatch(sequences, attention_mask, loss_mask, position_ids)

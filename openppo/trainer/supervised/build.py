@@ -10,14 +10,23 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.config.commands import SupervisedCommand
-from openppo.datasets import load_mixed_rows, load_preferences, load_process_examples, load_sft_examples
+from openppo.datasets import (
+    load_mixed_rows,
+    load_preferences,
+    load_process_examples,
+    load_sft_examples,
+)
 from openppo.datasets.media import RowVision
 from openppo.media import check_images, n_patches
 from openppo.models.actor import Actor
 from openppo.models.loading import freeze_vision, load_options, model_error_context
 from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import check_model, check_token_ids, context_length
-from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.models.scalar_head import (
+    ProcessRewardModel,
+    ScalarHeadModel,
+    get_llm_for_sequence_regression,
+)
 from openppo.models.size import ModelSize
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -36,7 +45,11 @@ from openppo.trainer.startup import (
     tokenizing,
 )
 from openppo.trainer.summary import log_supervised_start
-from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
+from openppo.trainer.supervised.loop import (
+    SupervisedComponents,
+    SupervisedTrainer,
+    total_optimizer_steps,
+)
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer, SFTTrainer
 from openppo.types import Comm
 
@@ -49,16 +62,22 @@ _TRAINERS: dict[type, tuple[type[SupervisedTrainer[Any]], Callable[..., Any]]] =
 }
 
 
-def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = None) -> SupervisedTrainer[Any]:
+def build_supervised_trainer(
+    config: Any, strategy: DeepspeedStrategy | None = None
+) -> SupervisedTrainer[Any]:
     """The trainer of a supervised command, ready for ``fit()``; ``ValueError`` names the flag to change."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     trainer_class, _ = _TRAINERS[type(config)]
     comm = strategy.comm
     data = _load_data(config, strategy)
     role = "reward model" if isinstance(config, TrainRMConfig) else "model"
-    estimate = log_memory(partial(_estimate, config, data), {role: ("--pretrain", options.pretrain)}, config, strategy)
+    estimate = log_memory(
+        partial(_estimate, config, data), {role: ("--pretrain", options.pretrain)}, config, strategy
+    )
     prints = {"--dataset": examples_fingerprint(data.train)}
-    checkpointer = Checkpointer(config, strategy, trainer_class.kind, prints, user_files=user_files(config))
+    checkpointer = Checkpointer(
+        config, strategy, trainer_class.kind, prints, user_files=user_files(config)
+    )
     n_steps = total_optimizer_steps(config, len(data.train))
     with strategy.loading():
         module = load_model(config, data.tokenizer)
@@ -74,14 +93,18 @@ def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = N
         model=model,
         train_examples=data.train,
         eval_examples=data.held_out,
-        trackers=start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step),
+        trackers=start_trackers(
+            config, strategy, trainer_class.headline, n_steps, checkpointer.found_step
+        ),
         checkpointer=checkpointer,
         stop=SignalStop(comm),
         estimate=estimate,
     )
     trainer = trainer_class(config, components)
     if data.vision.kinds and comm.world_size > 1 and isinstance(module, Actor | ScalarHeadModel):
-        module.stand_in = data.vision.blank(data.vision.kinds)  # after checks, whose rows may hold placeholders
+        module.stand_in = data.vision.blank(
+            data.vision.kinds
+        )  # after checks, whose rows may hold placeholders
     checkpointer.begin(trainer.load_checkpoint)
     log_supervised_start(trainer)
     return trainer
@@ -107,19 +130,25 @@ def _load_data(config: Any, strategy: DeepspeedStrategy) -> _Data:
     name, trust = options.pretrain, options.trust_remote_code
     check_options(config, comm)
     model_config = collective(comm, lambda: check_model(name, "--pretrain", trust))
-    load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)  # what they need is installed
+    load_options(
+        config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit
+    )  # what they need is installed
     tokenizer = load_policy_tokenizer(name, trust, options)
     make = partial(load_examples, tokenizer=tokenizer, supervised=options, data=config.data)
     vision = policy_vision(options, tokenizer, model_config, options)
     if not isinstance(config, TrainPRMConfig):
         make = partial(make, vision=vision)
-    elif (key := "image_key" if options.image_key else "video_key" if options.video_key else None) is not None:
+    elif (
+        key := "image_key" if options.image_key else "video_key" if options.video_key else None
+    ) is not None:
         raise ValueError(f"--{key} is for train_sft, train_rm and train_ppo: leave it out.")
     train, held_out = load_train_and_eval(config, comm, make)
     if vision.kinds:
         check_images(model_config, f"--pretrain {name}")
         if config.pack_to is not None:
-            raise ValueError("--packing puts samples without images into a row, and these have some: leave it out.")
+            raise ValueError(
+                "--packing puts samples without images into a row, and these have some: leave it out."
+            )
     longest = _check_rows(config, trainer_class, [*train, *held_out], tokenizer, model_config)
     return _Data(tokenizer, model_config, vision, train=train, held_out=held_out, longest=longest)
 
@@ -133,7 +162,9 @@ def _estimate(config: Any, data: _Data, sizes: dict[str, ModelSize], machine: Ma
         longest=max(data.longest, config.pack_to or 0),
         rows=max(len(trainer_class.rows_of(example)) for example in examples),
         scored=max(config.pack_to or 0, *map(trainer_class.n_scored, examples)),
-        patches=max((n_patches(example.media, data.model_config) for example in with_images), default=0),
+        patches=max(
+            (n_patches(example.media, data.model_config) for example in with_images), default=0
+        ),
         sizes=sizes,
         machine=machine,
     )
@@ -170,7 +201,9 @@ def load_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
             return ProcessRewardModel(actor.model) if isinstance(config, TrainPRMConfig) else actor
         given |= {"value_head_prefix": config.data.value_head_prefix, "init_value_head": True}
         model = get_llm_for_sequence_regression(options.pretrain, "reward", **given)
-    model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers finds the score through it
+    model.model.config.pad_token_id = (
+        tokenizer.pad_token_id
+    )  # plain transformers finds the score through it
     return model
 
 
@@ -191,6 +224,8 @@ def load_train_and_eval(
 
     given = "--dataset", options.dataset, options.dataset_probs, options.dataset_split
     held_out_given = "--eval_dataset", options.eval_dataset, None, options.eval_split
-    train, held_out = (once_per_host(comm, options, partial(load, *each)) for each in (given, held_out_given))
+    train, held_out = (
+        once_per_host(comm, options, partial(load, *each)) for each in (given, held_out_given)
+    )
     check_same(comm, {"--dataset": train, "--eval_dataset": held_out})
     return train, held_out

@@ -56,15 +56,21 @@ class SupervisedTrainer(ABC, Generic[Example]):
     kind: ClassVar[str]  # of its checkpoints, and of the command
     headline: ClassVar[Sequence[str]]  # metrics to show first
 
-    def __init__(self, config: SupervisedCommand, components: SupervisedComponents[Example]) -> None:
+    def __init__(
+        self, config: SupervisedCommand, components: SupervisedComponents[Example]
+    ) -> None:
         self.config, self.components, self.model = config, components, components.model
         self.comm, self.device = components.strategy.comm, components.strategy.device
         n_examples = len(components.train_examples)
-        self.sampler = BatchSampler(n_examples, config.batch.train_batch_size, config.deepspeed.seed)
+        self.sampler = BatchSampler(
+            n_examples, config.batch.train_batch_size, config.deepspeed.seed
+        )
         self.total_steps = total_optimizer_steps(config, n_examples)
         self.global_step = 0
         self.skipped = SkippedSteps(config.run, self.comm)
-        self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
+        self.unreported: dict[str, float] | None = (
+            None  # metrics of a step that ``report`` has not seen through
+        )
         self.stopping, self.should_stop = StopWhen(config.run.stop_conditions), False
         self.traced = StepProfiler(config.run.save_path, config.tracking, self.comm.rank).phase
         self._shows_next = config.tracking.self_check and self.comm.rank == 0
@@ -86,7 +92,12 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def make_batch(self, examples: Sequence[Example]) -> StepBatch:
         """This rank's share of the ``examples`` of the whole step."""
         micro_batches = equal_micro_batches(examples, self.config.batch.micro_rows, self.comm)
-        n_tokens = sum(len(row) for micro in micro_batches for example in micro for row in self.rows_of(example))
+        n_tokens = sum(
+            len(row)
+            for micro in micro_batches
+            for example in micro
+            for row in self.rows_of(example)
+        )
         return StepBatch(micro_batches, sum(map(self.n_scored, examples)), n_tokens)
 
     @abstractmethod
@@ -107,16 +118,22 @@ class SupervisedTrainer(ABC, Generic[Example]):
                     logger.info(STOPPED_EARLY)
                 if self.unreported is not None:
                     self.report(self.unreported)
-                with progress_bar(self.total_steps, "training", enabled=parts.strategy.is_main) as bar:
+                with progress_bar(
+                    self.total_steps, "training", enabled=parts.strategy.is_main
+                ) as bar:
                     bar.update(self.global_step)
                     while self.global_step < self.total_steps and not self.should_stop:
                         parts.stop()
-                        indices = next(self.sampler.batches(*divmod(self.global_step, len(self.sampler))))
+                        indices = next(
+                            self.sampler.batches(*divmod(self.global_step, len(self.sampler)))
+                        )
                         self.report(self.step([parts.train_examples[i] for i in indices]))
                         bar.update()
                 self.save()
             except Interrupted as signal:
-                logger.info(stopped(str(signal), self.global_step, self.total_steps, self.save_checkpoint()))
+                logger.info(
+                    stopped(str(signal), self.global_step, self.total_steps, self.save_checkpoint())
+                )
 
     def close(self) -> None:
         """Wait for all ranks; the trainer is of no use afterwards, and another may be built."""
@@ -140,9 +157,13 @@ class SupervisedTrainer(ABC, Generic[Example]):
             with self.components.strategy.training():
                 for i, micro in enumerate(batch.micro_batches):
                     loss = self.loss(micro, batch.n_targets, metrics)
-                    model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
+                    model.backward(
+                        loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1
+                    )
             norm = model.step()
-            if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", examples=list(map(vars, examples))):
+            if self.skipped.accept(
+                norm, "model", f"step {self.global_step + 1}", examples=list(map(vars, examples))
+            ):
                 metrics.add("grad_norm", norm)
             else:
                 metrics = Metrics()
@@ -153,7 +174,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
     @evaluation
     @torch.no_grad()
-    def evaluate(self, examples: Sequence[Example] | None = None, stop: StopCheck | None = None) -> dict[str, float]:
+    def evaluate(
+        self, examples: Sequence[Example] | None = None, stop: StopCheck | None = None
+    ) -> dict[str, float]:
         """Metrics of ``examples``, the same on all ranks (default: all held-out ones), with the prefix ``eval_``."""
         examples = self.components.eval_examples if examples is None else examples
         stop = stop or self.components.stop
@@ -161,7 +184,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.model.train(False)
         starts = range(0, len(examples), size)
         with self.components.strategy.uncompiled():
-            for start in progress_bar(starts, "evaluation", enabled=self.components.strategy.is_main):
+            for start in progress_bar(
+                starts, "evaluation", enabled=self.components.strategy.is_main
+            ):
                 batch = self.make_batch(examples[start : start + size])
                 for micro in batch.micro_batches:
                     stop()
@@ -189,7 +214,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def save(self) -> None:
         """Write the model as a Hugging Face folder with tokenizer."""
         folder = Path(self.config.run.save_path)
-        with ensure_checkpoint_on_save_error(self.components.checkpointer, self.global_step, self.save_checkpoint):
+        with ensure_checkpoint_on_save_error(
+            self.components.checkpointer, self.global_step, self.save_checkpoint
+        ):
             self.write_model(folder)
         logger.info("saved the trained model to %s", folder)
 
@@ -209,4 +236,6 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
     def write_model(self, folder: Path) -> None:
         """Write the model in Hugging Face format to ``folder``, on all ranks together."""
-        self.components.strategy.save_pretrained(self.model.module.model, folder, self.components.tokenizer)
+        self.components.strategy.save_pretrained(
+            self.model.module.model, folder, self.components.tokenizer
+        )

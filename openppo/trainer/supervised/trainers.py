@@ -10,7 +10,13 @@ from torch import Tensor
 
 from openppo import logger
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
-from openppo.datasets import PreferenceExample, ProcessExample, RankingExample, TokenExample, single_token_id
+from openppo.datasets import (
+    PreferenceExample,
+    ProcessExample,
+    RankingExample,
+    TokenExample,
+    single_token_id,
+)
 from openppo.models.padding import on_device, packing_is_exact, pad_right
 from openppo.models.pretrained import pad_token_id
 from openppo.models.supervised_loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
@@ -31,12 +37,16 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
     kind = "sft"
     headline = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
 
-    def __init__(self, config: TrainSFTConfig, components: SupervisedComponents[TokenExample]) -> None:
+    def __init__(
+        self, config: TrainSFTConfig, components: SupervisedComponents[TokenExample]
+    ) -> None:
         super().__init__(config, components)
         self.pack_to = config.pack_to
         with components.strategy.uncompiled():
             if self.pack_to is not None and not packing_is_exact(self.model, self.device):
-                raise ValueError("--packing: --pretrain would mix the samples of a row. Leave the flag out.")
+                raise ValueError(
+                    "--packing: --pretrain would mix the samples of a row. Leave the flag out."
+                )
 
     def make_batch(self, examples: Sequence[TokenExample]) -> StepBatch:
         pad = pad_token_id(self.components.tokenizer)
@@ -56,7 +66,15 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
     """
 
     kind = "rm"
-    headline = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")
+    headline = (
+        "loss",
+        "accuracy",
+        "eval_loss",
+        "eval_accuracy",
+        "grad_norm",
+        "learning_rate",
+        "time/step_s",
+    )
 
     def __init__(self, config: TrainRMConfig, components: SupervisedComponents[Ranked]) -> None:
         super().__init__(config, components)
@@ -74,16 +92,25 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
     def loss(self, micro: list[Ranked], n_targets: int, metrics: Metrics) -> Tensor:
         """Summed loss of this micro-batch's examples over those of the step; all their texts in one forward."""
         examples = micro or [_IDLE_PAIR]
-        order = sorted((k, e) for e, example in enumerate(examples) for k in range(len(example.texts)))
-        rows, places = [examples[e].texts[k] for k, e in order], {at: place for place, at in enumerate(order)}
+        order = sorted(
+            (k, e) for e, example in enumerate(examples) for k in range(len(example.texts))
+        )
+        rows, places = (
+            [examples[e].texts[k] for k, e in order],
+            {at: place for place, at in enumerate(order)},
+        )
         sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
         media = [examples[e].media for _, e in order]
         scores = self.model(sequences, attention_mask, **({"media": media} if any(media) else {}))
         n, loss = len(micro), scores.new_zeros(())  # n is 0 where other ranks have more
         for n_pairs in {len(example.pairs): None for example in examples}:
-            alike = [(e, example) for e, example in enumerate(examples) if len(example.pairs) == n_pairs]
+            alike = [
+                (e, example) for e, example in enumerate(examples) if len(example.pairs) == n_pairs
+            ]
             pairs = [(places[i, e], places[j, e]) for e, example in alike for i, j in example.pairs]
-            chosen, rejected = (scores[list(side)] for side in zip(*pairs, strict=True))  # (examples x pairs,) each
+            chosen, rejected = (
+                scores[list(side)] for side in zip(*pairs, strict=True)
+            )  # (examples x pairs,) each
             margin = torch.tensor([example.margin for _, example in alike], device=self.device)
             of_pairs = self.pair_loss(chosen, rejected, margin if self.uses_margin else None)
             loss = loss + of_pairs * (len(alike) / len(examples))
@@ -103,14 +130,21 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
         unbiased, as in OpenRLHF.
         """
         train = self.components.train_examples
-        pairs = self.components.eval_examples or train[:: -(-len(train) // 1024)]  # neighbours may be of one source
+        pairs = (
+            self.components.eval_examples or train[:: -(-len(train) // 1024)]
+        )  # neighbours may be of one source
         metrics = self.evaluate(pairs, StopCheck())  # a checkpoint upon a signal is written whole
         n = sum(len(pair.texts) for pair in pairs)
         model: Any = self.model.module.model
         config = model.config
         config.mean = metrics["eval_reward_mean"]
         config.std = max(metrics["eval_reward_std"] * math.sqrt(n / (n - 1)), 1e-8)
-        logger.info("scores of %d texts: mean %.4g, std %.4g; stored in the model's config", n, config.mean, config.std)
+        logger.info(
+            "scores of %d texts: mean %.4g, std %.4g; stored in the model's config",
+            n,
+            config.mean,
+            config.std,
+        )
         super().write_model(folder)
 
 
@@ -120,11 +154,15 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
     kind = "prm"
     headline = RewardModelTrainer.headline
 
-    def __init__(self, config: TrainPRMConfig, components: SupervisedComponents[ProcessExample]) -> None:
+    def __init__(
+        self, config: TrainPRMConfig, components: SupervisedComponents[ProcessExample]
+    ) -> None:
         super().__init__(config, components)
         data, tokenizer = config.data, components.tokenizer
         placeholder_id = single_token_id(tokenizer, data.placeholder_token, "--placeholder_token")
-        reward_ids = [single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens]
+        reward_ids = [
+            single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens
+        ]
         self.step_loss = PRMLoss(placeholder_id, reward_ids)
 
     @staticmethod
@@ -134,13 +172,23 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
     def loss(self, micro: list[ProcessExample], n_targets: int, metrics: Metrics) -> Tensor:
         """Summed cross entropy of this micro-batch's steps over the steps of the batch."""
         examples = micro or [_IDLE_STEPS]
-        rows, _ = pad_right([example.token_ids for example in examples], pad_token_id(self.components.tokenizer))
+        rows, _ = pad_right(
+            [example.token_ids for example in examples], pad_token_id(self.components.tokenizer)
+        )
         width = rows.shape[1]
-        padded = [[*example.labels, *[IGNORE_INDEX] * (width - len(example.labels))] for example in examples]
-        sequences, labels = rows.to(self.device), torch.tensor(padded, device=self.device)  # hard labels or soft
+        padded = [
+            [*example.labels, *[IGNORE_INDEX] * (width - len(example.labels))]
+            for example in examples
+        ]
+        sequences, labels = (
+            rows.to(self.device),
+            torch.tensor(padded, device=self.device),
+        )  # hard labels or soft
         judged = labels != IGNORE_INDEX
         logits = self.model(sequences, judged)  # (N, V)
-        loss, accuracy = self.step_loss(sequences[judged][None], logits[None], labels[judged][None], return_acc=True)
+        loss, accuracy = self.step_loss(
+            sequences[judged][None], logits[None], labels[judged][None], return_acc=True
+        )
         metrics.add("loss", loss, weight=len(logits))
         metrics.add("accuracy", accuracy, weight=len(logits))
         return loss * len(logits) / max(n_targets, 1)

@@ -12,7 +12,9 @@ if package == "langchain-openai":
     from langchain_openai import ChatOpenAI
 
     text = textwrap.dedent(ChatOpenAI.__doc__ or "")
-blocks = [textwrap.dedent(block) for block in re.findall(r"```py\w*\n(.*?)```", text, flags=re.DOTALL)]
+blocks = [
+    textwrap.dedent(block) for block in re.findall(r"```py\w*\n(.*?)```", text, flags=re.DOTALL)
+]
 names: dict = {"__name__": "__main__"}
 for mark in marks:
     block = next(block for block in blocks if mark in block)

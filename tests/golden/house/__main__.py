@@ -26,7 +26,9 @@ SHOWN = 15
 def main() -> None:
     """Run the command that the first word names."""
     commands = {"record": record, "compare": compare, "check": check}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=commands, help="what to do")
     sys.exit(commands[parser.parse_args(sys.argv[1:2]).command](sys.argv[2:]))
 
@@ -34,9 +36,15 @@ def main() -> None:
 def record(words: list[str]) -> int:
     """Play cases several times and write what they leave."""
     parser = argparse.ArgumentParser(prog="record", description=record.__doc__)
-    parser.add_argument("folder", type=Path, help="where CASE.json is written, such as tests/golden/house/recorded")
-    parser.add_argument("--package", type=Path, help="a checkout of another commit, whose openppo is run")
-    parser.add_argument("--times", type=int, default=TIMES, help="how often each case is played at least")
+    parser.add_argument(
+        "folder", type=Path, help="where CASE.json is written, such as tests/golden/house/recorded"
+    )
+    parser.add_argument(
+        "--package", type=Path, help="a checkout of another commit, whose openppo is run"
+    )
+    parser.add_argument(
+        "--times", type=int, default=TIMES, help="how often each case is played at least"
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="all without one")
     args = parser.parse_intermixed_args(words)
     cases = chosen(args.cases)
@@ -72,7 +80,9 @@ def check(words: list[str]) -> int:
             except NoStart as reason:
                 sys.exit(f"{case.name}: {reason}")
             observation = played.play_as(recorded[case.name], RENAMES)
-            now[case.name] = replace(recorded[case.name], observation=observation, inputs=played.checksum)
+            now[case.name] = replace(
+                recorded[case.name], observation=observation, inputs=played.checksum
+            )
     return report(recorded, now, is_whole=not args.cases)
 
 
@@ -89,16 +99,22 @@ def report(recorded: Mapping[str, Recording], now: Mapping[str, Recording], is_w
     faults = [f"{name}: recorded on one side only" for name in {*recorded} ^ {*now}]
     for name in both:
         if recorded[name].kind != now[name].kind:
-            faults.append(f"{name}: recorded on two kinds of processor or library. Record both on one.")
+            faults.append(
+                f"{name}: recorded on two kinds of processor or library. Record both on one."
+            )
         if recorded[name].inputs != now[name].inputs:
-            faults.append(f"{name}: the inputs differ: inputs.py was changed. Record all cases anew.")
+            faults.append(
+                f"{name}: the inputs differ: inputs.py was changed. Record all cases anew."
+            )
         unlike = [str(each) for each in differences(recorded[name], now[name].observation, RENAMES)]
         faults += unlike[:SHOWN]
         if len(unlike) > SHOWN:
             faults.append(f"{name}: and {len(unlike) - SHOWN} more")
     if is_whole:
         of_both = [recorded[name] for name in both], [now[name].observation for name in both]
-        faults += [f"renames.py: nothing needs {rename}: remove it" for rename in unused(RENAMES, *of_both)]
+        faults += [
+            f"renames.py: nothing needs {rename}: remove it" for rename in unused(RENAMES, *of_both)
+        ]
     print("\n".join(faults) or f"{len(both)} cases are as they were recorded")
     return int(bool(faults))
 

@@ -35,7 +35,10 @@ class Case:
     def words(self) -> list[list[str]]:
         """Words of each command after ``python``; a script's name is relative to the checkout."""
         rows = [shlex.split(command) for command in self.commands]
-        return [row if row[0].endswith(".py") else ["-m", f"openppo.cli.{row[0]}", *row[1:]] for row in rows]
+        return [
+            row if row[0].endswith(".py") else ["-m", f"openppo.cli.{row[0]}", *row[1:]]
+            for row in rows
+        ]
 
 
 def case(name: str, *commands: str, ranks: int = 0) -> Case:
@@ -76,15 +79,21 @@ CASES = (
     ),
     case("dr_grpo", f"{COUNT} {GROUPS} --advantage_estimator dr_grpo --rollout_correction tis"),
     case("remax", f"{COUNT} --advantage_estimator remax"),
-    case("cispo", f"{COUNT} {GROUPS} --advantage_estimator group_norm --policy_loss_type cispo --max_epochs 2"),
-    case("double_sided", f"{MODEL} --policy_loss_type double_sided --value_clip 0.1 --max_epochs 2"),
+    case(
+        "cispo",
+        f"{COUNT} {GROUPS} --advantage_estimator group_norm --policy_loss_type cispo --max_epochs 2",
+    ),
+    case(
+        "double_sided", f"{MODEL} --policy_loss_type double_sided --value_clip 0.1 --max_epochs 2"
+    ),
     case(
         "several_rewards",
         f"""{MODEL} --reward_fn ../inputs/reward.py:count --verifiable_reward length --verify_length 3
         --reward_weights reward_model=0.5 length=2""",
     ),
     case(
-        "chat", f"train_sft {SUPERVISED} --pretrain ../inputs/chat --apply_chat_template --dataset ../inputs/sft.jsonl"
+        "chat",
+        f"train_sft {SUPERVISED} --pretrain ../inputs/chat --apply_chat_template --dataset ../inputs/sft.jsonl",
     ),
     case("lora", f"{MODEL} --lora_rank 4 --critic_lora_rank 2 --gradient_checkpointing"),
     case("ema", f"{MODEL} --enable_ema --ema_beta 0.5 --bf16"),
@@ -126,7 +135,10 @@ CASES = (
         f"{COUNT} {GROUPS} --advantage_estimator group_norm --rollout_ranks 1 --max_staleness 1 --max_steps 4",
         ranks=2,
     ),
-    case("images", f"{COUNT} --pretrain ../inputs/llava --prompt_data ../inputs/llava/images.jsonl --image_key images"),
+    case(
+        "images",
+        f"{COUNT} --pretrain ../inputs/llava --prompt_data ../inputs/llava/images.jsonl --image_key images",
+    ),
     case(
         "shared_prompts",
         f"{COUNT} --prompt_data ../inputs/long.jsonl --n_samples_per_prompt 4 --train_batch_size 16 --max_steps 1"
@@ -144,9 +156,16 @@ CASES = (
         f"""train_prm {SUPERVISED} --dataset ../inputs/steps.jsonl --placeholder_token h --reward_tokens a b
         --input_key input --label_key labels""",
     ),
-    case("resume", f"{MODEL} {CHECKPOINTS} --max_steps 2", f"{MODEL} {CHECKPOINTS} --max_steps 3 --load_checkpoint"),
+    case(
+        "resume",
+        f"{MODEL} {CHECKPOINTS} --max_steps 2",
+        f"{MODEL} {CHECKPOINTS} --max_steps 3 --load_checkpoint",
+    ),
     case("generate", f"generate {SAMPLED} --temperature 0.9 --top_p 0.95"),
-    case("evaluate", f"evaluate {SAMPLED} --reward_pretrain ../inputs/reward --pass_reward 0 --temperature 1"),
+    case(
+        "evaluate",
+        f"evaluate {SAMPLED} --reward_pretrain ../inputs/reward --pass_reward 0 --temperature 1",
+    ),
     case(
         "export",
         f"{MODEL} {CHECKPOINTS} --max_steps 1 --lora_rank 4",
@@ -158,7 +177,10 @@ CASES = (
         f"train_sft {SUPERVISED} --dataset ../inputs/sft.jsonl --lora_rank 4",
         "merge_lora --lora_path model --save_path merged",
     ),
-    case("own_loop", "examples/own_loop.py --model ../inputs/actor --data ../inputs/own --save_path model --steps 2"),
+    case(
+        "own_loop",
+        "examples/own_loop.py --model ../inputs/actor --data ../inputs/own --save_path model --steps 2",
+    ),
 )
 BY_NAME = {each.name: each for each in CASES}
 IN_CI = ("ppo", "group_norm", "environment", "sft", "zero_2", "resume")

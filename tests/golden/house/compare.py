@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.golden.house.dumps import UNKNOWN
-from tests.golden.house.leaves import ORDER, SEPARATOR, Leaves, Path, close, equal, flatten, is_under
+from tests.golden.house.leaves import (
+    ORDER,
+    SEPARATOR,
+    Leaves,
+    Path,
+    close,
+    equal,
+    flatten,
+    is_under,
+)
 from tests.golden.house.observe import Observation
 from tests.golden.house.renames import Rename
 from tests.golden.house.renaming import place_with_new_names, with_new_names, without_added
@@ -44,7 +53,9 @@ def shortened(leaf: Any) -> str:
     return text if len(text) <= 200 else f"{text[:100]} ... {text[-90:]}"
 
 
-def differences(recording: Recording, now: Observation, renames: Sequence[Rename] = ()) -> list[Difference]:
+def differences(
+    recording: Recording, now: Observation, renames: Sequence[Rename] = ()
+) -> list[Difference]:
     """Leaves in which ``now`` differs from the recording, other than by the renames of its case."""
     of_case = [rename for rename in renames if applies(rename, recording.case)]
     then = flatten(with_new_names(recording.observation, of_case))
@@ -87,13 +98,17 @@ def applies(rename: Rename, case: str) -> bool:
 
 
 def unused(
-    renames: Sequence[Rename], recordings: Sequence[Recording], now: Sequence[Observation] | None = None
+    renames: Sequence[Rename],
+    recordings: Sequence[Recording],
+    now: Sequence[Observation] | None = None,
 ) -> list[Rename]:
     """Renames whose ``old`` no recording has, or whose ``new``, without an ``old``, no observation of now has."""
 
     def changes(rename: Rename) -> bool:
         then = [recording.observation for recording in recordings]
-        change, observations = (with_new_names, then) if rename.old is not None else (without_added, now or [])
+        change, observations = (
+            (with_new_names, then) if rename.old is not None else (without_added, now or [])
+        )
         cases = [recording.case for recording in recordings]
         return any(
             applies(rename, case) and change(each, [rename]) != each

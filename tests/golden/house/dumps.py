@@ -15,7 +15,20 @@ Row = dict[str, Any]
 Sample = dict[str, Any]
 UNKNOWN = ("versions", "rewards")
 TEXTS = ("rewards", "extra", "messages")
-WHOLE = ("step", "split", "group", "row", "source", "task", "label", "reward", "ending", "turns", "error", "output")
+WHOLE = (
+    "step",
+    "split",
+    "group",
+    "row",
+    "source",
+    "task",
+    "label",
+    "reward",
+    "ending",
+    "turns",
+    "error",
+    "output",
+)
 
 
 def read_rollouts(folder: Path) -> list[Sample]:
@@ -43,7 +56,9 @@ def read_parts(rows: list[Row]) -> list[Sample]:
     samples: list[Sample] = []
     turns_missing = 0
     for row in rows:
-        whole = {name: row[name] for name in WHOLE} | {name: json.loads(row[name]) for name in TEXTS}
+        whole = {name: row[name] for name in WHOLE} | {
+            name: json.loads(row[name]) for name in TEXTS
+        }
         segment = segment_of(row)
         if turns_missing > 0 and whole.items() <= samples[-1].items():
             samples[-1]["segments"].append(segment)
@@ -57,7 +72,12 @@ def read_parts(rows: list[Row]) -> list[Sample]:
 def segment_of(row: Row) -> Row:
     """The segment in a row of today's format, which has neither versions nor rewards by action."""
     mask = "".join(str(int(flag)) for flag in row["action_mask"])
-    known = {"ids": row["token_ids"], "mask": mask, "log_probs": row["log_probs"], "finish": row["finish_reason"]}
+    known = {
+        "ids": row["token_ids"],
+        "mask": mask,
+        "log_probs": row["log_probs"],
+        "finish": row["finish_reason"],
+    }
     return known | dict.fromkeys(UNKNOWN)
 
 
@@ -75,11 +95,20 @@ def read_shown(rows: Iterable[Row]) -> dict[str, Row]:
     In the order of their ids, so that the choice of what is shown first is none.
     """
     named: dict[str, Row] = {}
-    for row in sorted(rows, key=lambda row: (row["step"], "evaluation" in row, row["prompt_ids"], row["ids"])):
+    for row in sorted(
+        rows, key=lambda row: (row["step"], "evaluation" in row, row["prompt_ids"], row["ids"])
+    ):
         columns = {name: row[name] for name in COLUMNS if name in row}
-        actions = {name: [value for value in column if value is not None] for name, column in columns.items()}
+        actions = {
+            name: [value for value in column if value is not None]
+            for name, column in columns.items()
+        }
         kind = "eval" if "evaluation" in row else "train"
-        shown = {"prompt": row["prompt_ids"], "ids": row["ids"], "trained": "".join(map(str, row["trained"]))}
+        shown = {
+            "prompt": row["prompt_ids"],
+            "ids": row["ids"],
+            "trained": "".join(map(str, row["trained"])),
+        }
         number = sum(name.startswith(f"step {row['step']} {kind} ") for name in named)
         named[f"step {row['step']} {kind} {number}"] = shown | actions
     return named

@@ -29,7 +29,9 @@ def in_rows(value: Any, indent: str = "") -> str:
     """JSON in which a dictionary without others inside is one row, and so is each item of a list of texts or rows."""
     deeper = f"{indent} "
     if isinstance(value, dict) and not is_one_row(value):
-        items = [f"{deeper}{json.dumps(key)}: {in_rows(each, deeper)}" for key, each in value.items()]
+        items = [
+            f"{deeper}{json.dumps(key)}: {in_rows(each, deeper)}" for key, each in value.items()
+        ]
         return "{\n" + ",\n".join(items) + f"\n{indent}}}"
     if isinstance(value, list) and any(isinstance(each, dict | str) for each in value):
         return "[\n" + ",\n".join(f"{deeper}{json.dumps(each)}" for each in value) + f"\n{indent}]"

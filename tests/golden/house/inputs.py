@@ -131,7 +131,9 @@ def write_inputs(folder: Path) -> None:
     torch.manual_seed(7)
     LlamaForCausalLM(llama(tokenizer)).save_pretrained(folder / "actor")
     tokenizer.save_pretrained(folder / "reward")
-    LlamaForSequenceClassification(llama(tokenizer, num_labels=1)).save_pretrained(folder / "reward")
+    LlamaForSequenceClassification(llama(tokenizer, num_labels=1)).save_pretrained(
+        folder / "reward"
+    )
     chat = save_tokenizer(folder / "chat", TALK, ROLES, CHAT)
     LlamaForCausalLM(llama(chat, max_position_embeddings=512)).save_pretrained(folder / "chat")
     write_caller(folder / "caller")
@@ -141,7 +143,9 @@ def write_inputs(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def save_tokenizer(folder: Path, tokens: Any, special: Any = (), template: str | None = None) -> Any:
+def save_tokenizer(
+    folder: Path, tokens: Any, special: Any = (), template: str | None = None
+) -> Any:
     """A tokenizer of one token per character, and of the longer ``tokens`` as well."""
     names = [*ENDS, *special, *tokens]
     core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
@@ -157,9 +161,18 @@ def save_tokenizer(folder: Path, tokens: Any, special: Any = (), template: str |
 
 def llama(tokenizer: Any, **options: int) -> LlamaConfig:
     """Two layers, whose first policy is far from uniform."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
     fields: dict[str, Any] = {**sizes, **heads, **ends, **options}
     return LlamaConfig(initializer_range=0.2, vocab_size=len(tokenizer), **fields)
 
@@ -174,15 +187,28 @@ def write_data(folder: Path) -> None:
     write_rows(folder / "prompts.jsonl", [{"input": text(1, 9), "label": i} for i in range(16)])
     write_rows(folder / "heldout.jsonl", [{"input": text(1, 9), "label": i} for i in range(3)])
     write_rows(folder / "long.jsonl", [{"input": text(40, 48), "label": i} for i in range(6)])
-    write_rows(folder / "words.jsonl", [{"input": text(1, 4), "label": text(1, 3)} for _ in range(12)])
+    write_rows(
+        folder / "words.jsonl", [{"input": text(1, 4), "label": text(1, 3)} for _ in range(12)]
+    )
     (folder / "own").mkdir()
     for name in ("prompts", "heldout"):
-        write_rows(folder / f"own/{name}.jsonl", [{"input": text(1, 4), "label": text(1, 3)} for _ in range(6)])
+        write_rows(
+            folder / f"own/{name}.jsonl",
+            [{"input": text(1, 4), "label": text(1, 3)} for _ in range(6)],
+        )
     write_rows(folder / "documents.jsonl", [{"input": text(1, 24)} for _ in range(8)])
-    write_rows(folder / "sft.jsonl", [{"input": text(1, 9), "output": text(1, 9)} for _ in range(12)])
-    steps = [{"input": f"{text(1, 3, 'cd')}h{text(1, 3, 'efg')}h", "labels": rng.choices("ab", k=2)} for _ in range(12)]
+    write_rows(
+        folder / "sft.jsonl", [{"input": text(1, 9), "output": text(1, 9)} for _ in range(12)]
+    )
+    steps = [
+        {"input": f"{text(1, 3, 'cd')}h{text(1, 3, 'efg')}h", "labels": rng.choices("ab", k=2)}
+        for _ in range(12)
+    ]
     write_rows(folder / "steps.jsonl", steps)
-    pairs = [{"prompt": text(1, 5), "chosen": text(2, 9, "aab"), "rejected": text(2, 9, "bcd")} for _ in range(12)]
+    pairs = [
+        {"prompt": text(1, 5), "chosen": text(2, 9, "aab"), "rejected": text(2, 9, "bcd")}
+        for _ in range(12)
+    ]
     write_rows(folder / "preference.jsonl", pairs)
 
 
@@ -191,12 +217,16 @@ def write_caller(folder: Path) -> None:
     tokenizer = save_tokenizer(folder, TALK, ROLES, CHAT)
     torch.manual_seed(9)
     model = LlamaForCausalLM(llama(tokenizer, max_position_embeddings=512))
-    call = tokenizer.convert_tokens_to_ids(["<assistant>", "<tool_call>", CALL, "</tool_call>", "<eos>"])
+    call = tokenizer.convert_tokens_to_ids(
+        ["<assistant>", "<tool_call>", CALL, "</tool_call>", "<eos>"]
+    )
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.1)
             layer.mlp.down_proj.weight.mul_(0.1)
-        model.model.embed_tokens.weight.add_(torch.eye(len(tokenizer), model.config.hidden_size), alpha=4)
+        model.model.embed_tokens.weight.add_(
+            torch.eye(len(tokenizer), model.config.hidden_size), alpha=4
+        )
         for last, following in pairwise(call):
             model.lm_head.weight[following, last] += 1.0
     model.save_pretrained(folder)
@@ -208,11 +238,22 @@ def write_llava(folder: Path) -> None:
     tokenizer = save_tokenizer(folder, LETTERS, ["<image>", *ROLES], CHAT)
     sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     image = {"image_token": "<image>", "num_additional_image_tokens": 1}
-    LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **image).save_pretrained(folder)
+    LlavaProcessor(
+        CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **image
+    ).save_pretrained(folder)
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
     )
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
     config = LlavaConfig(
         vision_config=vision,
         text_config=llama(tokenizer),
@@ -227,7 +268,12 @@ def write_llava(folder: Path) -> None:
         names = [f"{i}-{k}.png" for k in range((1, 0, 2)[i % 3])]
         for name in names:
             Image.frombytes("RGB", (20, 16), rng.randbytes(20 * 16 * 3)).save(folder / name)
-        rows.append({"input": "<image>" * len(names) + "".join(rng.choices(LETTERS, k=12 + i % 5)), "images": names})
+        rows.append(
+            {
+                "input": "<image>" * len(names) + "".join(rng.choices(LETTERS, k=12 + i % 5)),
+                "images": names,
+            }
+        )
     write_rows(folder / "images.jsonl", rows)
 
 
@@ -239,7 +285,9 @@ def write_rows(file: Path, rows: list[dict[str, object]]) -> None:
 def checksum(folder: Path) -> str:
     """One number for all that is in ``folder``."""
     digest = hashlib.sha256()
-    for file in sorted(each for each in folder.rglob("*") if each.is_file() and "__pycache__" not in each.parts):
+    for file in sorted(
+        each for each in folder.rglob("*") if each.is_file() and "__pycache__" not in each.parts
+    ):
         digest.update(f"{file.relative_to(folder)}\n".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

@@ -57,10 +57,16 @@ def classify(recordings: Sequence[Leaves]) -> dict[Path, int]:
     """
     paths = {path: None for leaves in recordings for path in leaves}
     levels = {path: agreement([leaves.get(path, ...) for leaves in recordings]) for path in paths}
-    unsteady = {path[-1] for path, level in levels.items() if path[0] == "metrics" and level == FREE}
-    by_chance = any(level == FREE and path[0] in ("samples", "outputs") for path, level in levels.items())
+    unsteady = {
+        path[-1] for path, level in levels.items() if path[0] == "metrics" and level == FREE
+    }
+    by_chance = any(
+        level == FREE and path[0] in ("samples", "outputs") for path, level in levels.items()
+    )
     last_bits = any(level != EXACT and path[0] in BY_BITS[1:] for path, level in levels.items())
-    wholes = {place for path, level in levels.items() if level != EXACT and (place := counted_in(path))}
+    wholes = {
+        place for path, level in levels.items() if level != EXACT and (place := counted_in(path))
+    }
     for path in levels:
         if path[0] in BY_BITS and by_chance:
             levels[path] = FREE

@@ -23,7 +23,10 @@ def observe(folder: Path, outputs: list[str], package: Path) -> Observation:
     metrics, shown = logs_of(folder)
     samples = read_rollouts(folder / "rollouts")
     words = [log_words(output, folder, package) for output in outputs]
-    weights = {str(file.relative_to(folder)): weights_of(file) for file in kept_files(folder, "*.safetensors")}
+    weights = {
+        str(file.relative_to(folder)): weights_of(file)
+        for file in kept_files(folder, "*.safetensors")
+    }
     return {
         "metrics": metrics,
         "samples": named(samples),
@@ -35,7 +38,10 @@ def observe(folder: Path, outputs: list[str], package: Path) -> Observation:
         "invariants": {
             "steps": list(metrics),
             "metric names": sorted({name for row in metrics.values() for name in row}),
-            "samples": {split: counts(samples, split) for split in sorted({each["split"] for each in samples})},
+            "samples": {
+                split: counts(samples, split)
+                for split in sorted({each["split"] for each in samples})
+            },
             "learned": learned(folder, weights),
         },
     }
@@ -65,7 +71,9 @@ def named(samples: list[Sample]) -> dict[str, Sample]:
     by_name = {}
     for sample in samples:
         group = f"step {sample['step']} {sample['split']} group {sample['group']}"
-        fields = {name: value for name, value in sample.items() if name not in ("step", "split", "group")}
+        fields = {
+            name: value for name, value in sample.items() if name not in ("step", "split", "group")
+        }
         by_name[f"{group} sample {places[group]}"] = fields
         places[group] += 1
     return by_name
@@ -80,7 +88,9 @@ def counts(samples: list[Sample], split: str) -> dict[str, Any]:
         "samples": len(of_split),
         "groups": len(groups),
         "group sizes": histogram(groups.values()),
-        "endings": histogram(sample["ending"] or sample["segments"][-1]["finish"] for sample in of_split),
+        "endings": histogram(
+            sample["ending"] or sample["segments"][-1]["finish"] for sample in of_split
+        ),
         "segments": len(segments),
         "tokens": sum(len(segment["ids"]) for segment in segments),
         "actions": sum(segment["mask"].count("1") for segment in segments),
@@ -107,7 +117,9 @@ def weights_of(file: Path) -> dict[str, Any]:
 
 def learned(folder: Path, weights: dict[str, Any]) -> dict[str, bool]:
     """Whether saved weights are others than those of every model that was there before."""
-    before = {weights_of(file)["checksum"] for file in (folder.parent / "inputs").rglob("*.safetensors")}
+    before = {
+        weights_of(file)["checksum"] for file in (folder.parent / "inputs").rglob("*.safetensors")
+    }
     return {name: each["checksum"] not in before for name, each in weights.items()}
 
 

@@ -77,9 +77,13 @@ class Recorder:
         if words[0].endswith(".py"):
             words = [str((self.package or REPO) / words[0]), *words[1:]]
         variables = {"PYTHONPATH": str(self.package)} if is_real else {}
-        ended = self.launcher.run(words, case.ranks, folder, real=is_real, timeout=SECONDS, **variables)
+        ended = self.launcher.run(
+            words, case.ranks, folder, real=is_real, timeout=SECONDS, **variables
+        )
         if ended.returncode:
-            raise RuntimeError(f"{case.name}: {' '.join(words)} ended with status {ended.returncode}:\n{ended.stdout}")
+            raise RuntimeError(
+                f"{case.name}: {' '.join(words)} ended with status {ended.returncode}:\n{ended.stdout}"
+            )
         return ended.stdout
 
 

@@ -42,7 +42,9 @@ class Starts:
                 "first, is not in the history of this clone. Fetch it (git fetch --unshallow)."
             )
         played = self._recorder(committed.commit)
-        return replace(committed, kind=kind(), inputs=played.checksum, observation=played.play(case))
+        return replace(
+            committed, kind=kind(), inputs=played.checksum, observation=played.play(case)
+        )
 
     def _recorder(self, commit: str) -> Recorder:
         """The recorder of one commit's package."""
@@ -51,5 +53,7 @@ class Starts:
             (folder / "cases").mkdir()
             launcher = Launcher()
             self._stack.callback(launcher.close)
-            self._recorders[commit] = Recorder(folder / "cases", launcher, checkout(commit, folder / "package"))
+            self._recorders[commit] = Recorder(
+                folder / "cases", launcher, checkout(commit, folder / "package")
+            )
         return self._recorders[commit]

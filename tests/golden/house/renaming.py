@@ -26,7 +26,9 @@ def without_added(observation: dict[str, Any], renames: Sequence[Rename]) -> dic
     """An observation of now without what renames that have no ``old`` add."""
     for rename in renames:
         if rename.old is None:
-            observation = changed(observation, rename, lambda text, new=rename.new: None if text == new else text)
+            observation = changed(
+                observation, rename, lambda text, new=rename.new: None if text == new else text
+            )
     return observation
 
 
@@ -45,7 +47,10 @@ def new_name(rename: Rename) -> Text:
 def changed(observation: dict[str, Any], rename: Rename, name: Text) -> dict[str, Any]:
     """The observation with ``name`` applied to keys and texts of the sections of this kind."""
     inside = SECTIONS[rename.kind]
-    return {section: walked(value, name) if section in inside else value for section, value in observation.items()}
+    return {
+        section: walked(value, name) if section in inside else value
+        for section, value in observation.items()
+    }
 
 
 def walked(value: Any, name: Text) -> Any:

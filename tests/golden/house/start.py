@@ -35,12 +35,16 @@ def processor() -> tuple[str, set[str]]:
     for line in lines:
         name, _, value = line.partition(":")
         named.setdefault(name.strip(), value.strip())
-    return named.get("model name", "unknown"), set(named.get("flags", named.get("Features", "")).split())
+    return named.get("model name", "unknown"), set(
+        named.get("flags", named.get("Features", "")).split()
+    )
 
 
 def git(*words: str, repo: Path = REPO) -> str:
     """What git prints."""
-    return subprocess.run(["git", *words], cwd=repo, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *words], cwd=repo, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def commit_of(repo: Path = REPO) -> str:
@@ -54,13 +58,18 @@ def commit_of(repo: Path = REPO) -> str:
 def in_history(commit: str) -> bool:
     """Whether this clone has the commit."""
     return (
-        subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=REPO, capture_output=True).returncode == 0
+        subprocess.run(
+            ["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=REPO, capture_output=True
+        ).returncode
+        == 0
     )
 
 
 def checkout(commit: str, folder: Path) -> Path:
     """Put the package as it is in ``commit`` into ``folder``: an archive, since a worktree would be left in .git."""
-    archive = subprocess.run(["git", "archive", commit, *PACKAGE], cwd=REPO, check=True, capture_output=True).stdout
+    archive = subprocess.run(
+        ["git", "archive", commit, *PACKAGE], cwd=REPO, check=True, capture_output=True
+    ).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(folder, filter="data")
     return folder

@@ -47,7 +47,9 @@ def test_a_run_leaves_what_was_recorded(name: str, recorder: Recorder, starts: S
         recorded = starts.reference(BY_NAME[name])
     except NoStart as reason:
         pytest.skip(str(reason))
-    assert recorder.checksum == recorded.inputs, "inputs.py makes other inputs: record all cases anew"
+    assert recorder.checksum == recorded.inputs, (
+        "inputs.py makes other inputs: record all cases anew"
+    )
     unlike = differences(recorded, recorder.play_as(recorded, RENAMES), RENAMES)
     assert not unlike, "\n".join(map(str, unlike[:30]))
 
@@ -59,7 +61,9 @@ def recordings() -> dict[str, Recording]:
 
 def test_each_case_is_recorded_at_a_commit(recordings: dict[str, Recording]) -> None:
     assert {*recordings} == {*BY_NAME}
-    assert [name for name, each in recordings.items() if not re.fullmatch("[0-9a-f]{40}", each.commit)] == []
+    assert [
+        name for name, each in recordings.items() if not re.fullmatch("[0-9a-f]{40}", each.commit)
+    ] == []
     assert len({each.inputs for each in recordings.values()}) == 1
     assert sum(file.stat().st_size for file in RECORDED.iterdir()) < 1.5 * MIB
 
@@ -103,7 +107,9 @@ def change_a_mask(now: dict[str, Any]) -> None:
 
 
 def lose_a_group(now: dict[str, Any]) -> None:
-    now["samples"] = {name: each for name, each in now["samples"].items() if "step 3 train group 8 " not in name}
+    now["samples"] = {
+        name: each for name, each in now["samples"].items() if "step 3 train group 8 " not in name
+    }
 
 
 def add_a_line(now: dict[str, Any]) -> None:
@@ -128,7 +134,10 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (change_a_metric, r"metrics > step 2 > reward: recorded (0\.\d+), now (?!\1)0\.\d+"),
     (lose_a_metric, r"metrics > step 2 > kl: recorded -?\d\.\d+(e-\d+)?, now nothing"),
     (add_a_metric, r"metrics > step 2 > kl_2: recorded nothing, now 0\.5"),
-    (change_weights, r"weights > model/model\.safetensors > checksum: recorded '[0-9a-f]{16}', now '0'"),
+    (
+        change_weights,
+        r"weights > model/model\.safetensors > checksum: recorded '[0-9a-f]{16}', now '0'",
+    ),
     (change_a_token, rf"samples > {GROUP} > segments > 0 > ids: recorded \[.*\], now \[.*\]"),
     (change_a_mask, rf"samples > {GROUP} > segments > 0 > mask: recorded '0+1+', now '1+0+'"),
     (lose_a_group, r"samples > step 3 train group 8 sample 0 > row: recorded \d+, now nothing"),
@@ -139,7 +148,9 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "report"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+@pytest.mark.parametrize(
+    ("change", "report"), CHANGES, ids=[change.__name__ for change, _ in CHANGES]
+)
 def test_a_change_is_reported_with_case_and_place(
     change: Callable[[dict[str, Any]], None], report: str, recording: Recording
 ) -> None:
@@ -177,7 +188,9 @@ RENAMED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "rename"), RENAMED, ids=[change.__name__ for change, _ in RENAMED])
+@pytest.mark.parametrize(
+    ("change", "rename"), RENAMED, ids=[change.__name__ for change, _ in RENAMED]
+)
 def test_a_rename_with_a_reason_lets_it_through(
     change: Callable[[dict[str, Any]], None], rename: Rename, recording: Recording
 ) -> None:
@@ -192,14 +205,24 @@ def test_a_rename_with_a_reason_lets_it_through(
 
 
 def test_a_rename_that_nothing_needs_is_an_error(
-    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recording: Recording,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     save(recording, tmp_path)
     words = ["house", "compare", str(tmp_path), str(tmp_path)]
-    assert (run_command(words, monkeypatch), capsys.readouterr().out) == (0, "1 cases are as they were recorded\n")
-    monkeypatch.setattr(command, "RENAMES", (Rename("metric", "no_metric", "another", reason="why"),))
+    assert (run_command(words, monkeypatch), capsys.readouterr().out) == (
+        0,
+        "1 cases are as they were recorded\n",
+    )
+    monkeypatch.setattr(
+        command, "RENAMES", (Rename("metric", "no_metric", "another", reason="why"),)
+    )
     assert run_command(words, monkeypatch) == 1
-    assert re.fullmatch(r"renames.py: nothing needs Rename\(.*no_metric.*\): remove it\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"renames.py: nothing needs Rename\(.*no_metric.*\): remove it\n", capsys.readouterr().out
+    )
 
 
 def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -217,11 +240,18 @@ def test_a_rename_without_a_reason_is_refused() -> None:
 def observation(reward: float, log_prob: float, ids: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
     segment = {"ids": list(ids), "log_probs": [0.0, log_prob]}
     metrics = {"step 1": {"reward": reward, "steps": 1.0}, "step 2": {"reward": 0.5, "steps": 2.0}}
-    return {"metrics": metrics, "samples": {"a": {"segments": [segment], "turns": 1}}, "invariants": {"tokens": 2}}
+    return {
+        "metrics": metrics,
+        "samples": {"a": {"segments": [segment], "turns": 1}},
+        "invariants": {"tokens": 2},
+    }
 
 
 def levels_of(*observations: dict[str, Any]) -> dict[str, int]:
-    return {" > ".join(path): level for path, level in classify([flatten(each) for each in observations]).items()}
+    return {
+        " > ".join(path): level
+        for path, level in classify([flatten(each) for each in observations]).items()
+    }
 
 
 def test_recordings_that_agree_are_compared_exactly() -> None:
@@ -230,8 +260,14 @@ def test_recordings_that_agree_are_compared_exactly() -> None:
 
 
 def test_last_bits_of_one_sample_loosen_all_floats() -> None:
-    levels = levels_of(observation(0.25, -1.5), observation(0.25, -1.5), observation(0.25, -1.5000001))
-    assert levels["samples > a > segments > 0 > log_probs"] == levels["metrics > step 2 > reward"] == CLOSE
+    levels = levels_of(
+        observation(0.25, -1.5), observation(0.25, -1.5), observation(0.25, -1.5000001)
+    )
+    assert (
+        levels["samples > a > segments > 0 > log_probs"]
+        == levels["metrics > step 2 > reward"]
+        == CLOSE
+    )
     assert levels["invariants > tokens"] == EXACT
 
 
@@ -268,7 +304,16 @@ def test_a_field_that_an_old_dump_lacks_is_compared_with_nothing(recording: Reco
 
 
 def part(ids: list[int], mask: list[bool], **fields: Any) -> dict[str, Any]:
-    whole = {"step": 1, "split": "train", "group": 0, "row": 0, "source": "s", "task": "", "label": "", "reward": 1.0}
+    whole = {
+        "step": 1,
+        "split": "train",
+        "group": 0,
+        "row": 0,
+        "source": "s",
+        "task": "",
+        "label": "",
+        "reward": 1.0,
+    }
     texts = {"rewards": "{}", "extra": "{}", "messages": '[{"role": "user"}]'}
     agent = {"ending": "completed", "turns": 3, "error": "", "output": "", "finish_reason": "stop"}
     tokens = {"token_ids": ids, "action_mask": mask, "log_probs": [0.0] * len(ids)}
@@ -279,7 +324,9 @@ def test_rows_of_one_episode_are_one_sample(tmp_path: Path) -> None:
     """Three turns in two segments, twice: two samples that said the same."""
     parts = [part([1, 2, 3, 4], [False, True, False, True]), part([5, 6], [False, True])]
     rows = [*parts, *parts, part([7], [True], turns=1, group=1)]
-    (tmp_path / "train-rank00000-00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "train-rank00000-00000.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     samples = read_rollouts(tmp_path)
     assert [[segment["ids"] for segment in sample["segments"]] for sample in samples] == [
         [[1, 2, 3, 4], [5, 6]],
@@ -327,7 +374,10 @@ def test_another_processor_needs_the_commit_in_the_history(
 ) -> None:
     monkeypatch.setattr(references, "kind", lambda: "another")
     save(replace(recording, commit="0" * 40), tmp_path)
-    with Starts(tmp_path) as starts, pytest.raises(NoStart, match="is not in the history of this clone. Fetch it"):
+    with (
+        Starts(tmp_path) as starts,
+        pytest.raises(NoStart, match="is not in the history of this clone. Fetch it"),
+    ):
         starts.reference(BY_NAME["group_norm"])
 
 

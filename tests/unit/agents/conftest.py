@@ -44,7 +44,9 @@ You may call functions by <tool_call>{"name": ..., "arguments": ...}</tool_call>
 def make_chat_tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character; <pad>, <unk>, <|im_start|> and <|im_end|> (EOS) are special."""
     special = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
-    core = Tokenizer(WordLevel({t: i for i, t in enumerate([*special, *string.printable])}, unk_token="<unk>"))
+    core = Tokenizer(
+        WordLevel({t: i for i, t in enumerate([*special, *string.printable])}, unk_token="<unk>")
+    )
     core.add_special_tokens(special)
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
@@ -86,7 +88,9 @@ class ScriptedEngine(Engine):
     ) -> int:
         number, ids = next(self._numbers), list(prompt_ids)
         self.submitted.append((params, seed, resume))
-        answer = self.tokenizer(self.script(self.tokenizer.decode(ids)), add_special_tokens=False)["input_ids"]
+        answer = self.tokenizer(self.script(self.tokenizer.decode(ids)), add_special_tokens=False)[
+            "input_ids"
+        ]
         self.running[number] = (ids, [*answer, self.tokenizer.eos_token_id], [], params)
         self.read_tokens += len(ids)
         return number
@@ -101,7 +105,9 @@ class ScriptedEngine(Engine):
             reason = finish_reason(sampled, params, sampled[-1] in ends, self.decode)
             if reason is not None:
                 n = len(sampled)
-                self._ended[number] = Completion(sampled, [-0.5] * n, [self.version] * n, reason, parked=number)
+                self._ended[number] = Completion(
+                    sampled, [-0.5] * n, [self.version] * n, reason, parked=number
+                )
                 self.journal.append((prompt, sampled))
                 del self.running[number]
 

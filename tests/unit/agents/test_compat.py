@@ -7,7 +7,11 @@ import pytest
 from torch.utils.data import DataLoader
 
 from openppo.agents import AgentSource
-from openppo.agents.compat import BufferDataset, MultiRoundBufferDataset, create_and_launch_task_pool
+from openppo.agents.compat import (
+    BufferDataset,
+    MultiRoundBufferDataset,
+    create_and_launch_task_pool,
+)
 from openppo.agents.program import ProgramAgent
 from openppo.config.agents import AgentConfig
 from openppo.types import SamplingParams
@@ -23,7 +27,9 @@ def parquet(tmp_path):
     """Six questions."""
     datasets = pytest.importorskip("datasets")
     file = tmp_path / "tasks.parquet"
-    datasets.Dataset.from_dict({"prompt": [f"count to {i}" for i in range(6)], "n": list(range(6))}).to_parquet(file)
+    datasets.Dataset.from_dict(
+        {"prompt": [f"count to {i}" for i in range(6)], "n": list(range(6))}
+    ).to_parquet(file)
     return str(file)
 
 
@@ -39,9 +45,16 @@ def drive(server, dataset, engine, batch_size):
 def test_a_loop_of_ones_own_generates_and_takes_ppo_steps(chat_tokenizer, parquet, tmp_path):
     lines = "first = ask(sys.stdin.read())\nsecond = ask('again')\nreward(int(sys.argv[1]) + (second == 'yes'))"
     (tmp_path / "agent.py").write_text(CLIENT + lines)
-    source = AgentSource(ProgramAgent(AgentConfig(agent_command=f"{sys.executable} {tmp_path}/agent.py {{n}}")))
-    engine, dataset = ScriptedEngine(chat_tokenizer, lambda prompt: "yes"), MultiRoundBufferDataset()
-    server, thread = create_and_launch_task_pool(source, chat_tokenizer, notify_score_fn=dataset.notify_score)
+    source = AgentSource(
+        ProgramAgent(AgentConfig(agent_command=f"{sys.executable} {tmp_path}/agent.py {{n}}"))
+    )
+    engine, dataset = (
+        ScriptedEngine(chat_tokenizer, lambda prompt: "yes"),
+        MultiRoundBufferDataset(),
+    )
+    server, thread = create_and_launch_task_pool(
+        source, chat_tokenizer, notify_score_fn=dataset.notify_score
+    )
     enqueue = threading.Thread(target=server.enqueue_task, args=(parquet, 4))
     enqueue.start()
     sizes = {"train_batch_size": BATCH, "rollout_batch_size": BATCH}
@@ -97,13 +110,18 @@ def test_an_episode_that_fails_leaves_no_turns(chat_tokenizer, parquet):
         notified.append(score)
         dataset.notify_score(*score)
 
-    server, _ = create_and_launch_task_pool(AgentSource(solve), chat_tokenizer, notify_score_fn=notify)
+    server, _ = create_and_launch_task_pool(
+        AgentSource(solve), chat_tokenizer, notify_score_fn=notify
+    )
     enqueue = threading.Thread(target=server.enqueue_task, args=(parquet,))
     enqueue.start()
     while enqueue.is_alive():
         requests = BufferDataset(buffer=server.prompt_queue).take(6, timeout=0.05)
         engine = ScriptedEngine(chat_tokenizer, lambda prompt: "yes")
-        dataset.put_batch(requests, engine.generate([r.prompt.token_ids for r in requests], SamplingParams(8), [0] * 6))
+        dataset.put_batch(
+            requests,
+            engine.generate([r.prompt.token_ids for r in requests], SamplingParams(8), [0] * 6),
+        )
     assert sorted(notified) == [(str(i), None if i % 2 else 1.0, 1) for i in range(6)]
     assert sorted(turn.prompt.row["n"] for turn in dataset.take(6)) == [0, 2, 4]
     assert len(seeds) == 6

@@ -25,7 +25,9 @@ def make_driver(chat_tokenizer: Any) -> Iterator[MakeDriver]:
     """A driver of an engine that answers with ``answer``; ``step`` is called at each of its steps."""
     made: list[EngineDriver] = []
 
-    def make(answer: str = "yes", step: Callable[[], None] = lambda: None, any_rank: Any = None) -> EngineDriver:
+    def make(
+        answer: str = "yes", step: Callable[[], None] = lambda: None, any_rank: Any = None
+    ) -> EngineDriver:
         class Engine(ScriptedEngine):
             def step(self) -> None:
                 step()
@@ -314,7 +316,9 @@ def test_ranks_in_lockstep_agree_before_each_step_and_never_spin(make_driver):
     began = time.monotonic()
     made.drive(turns(made, 4, pause=0.2))
     took = time.monotonic() - began
-    assert len(agreed) == made.steps + 2 * (len(waits) + 1), "once before a step, twice before a wait and at the end"
+    assert len(agreed) == made.steps + 2 * (len(waits) + 1), (
+        "once before a step, twice before a wait and at the end"
+    )
     assert set(waits) == {0.02}
     assert 4 <= len(waits) <= took / 0.02 + 4 + 2, "each is 20 ms long, or ends with a request"
 
@@ -331,7 +335,10 @@ def test_no_time_limit_counts_the_time_in_which_nobody_drives(make_sampler):
     played = asyncio.run_coroutine_threadsafe(episode, sampler.driver.loop)
     time.sleep(1.0)
     assert not played.done()
-    sampler.driver.drive(asyncio.wait_for(asyncio.wrap_future(played, loop=sampler.driver.loop), 10), leave="continue")
+    sampler.driver.drive(
+        asyncio.wait_for(asyncio.wrap_future(played, loop=sampler.driver.loop), 10),
+        leave="continue",
+    )
     assert played.result()[0].scores == {"reward": 3.0}
     assert 1.0 <= sampler.driver.stood < 2.0
 
@@ -372,10 +379,15 @@ async def cancel_all(task, session):
 def test_an_agent_that_cancels_its_loop_fails_alone(make_sampler):
     sampler, failed = make_sampler(cancel_all, lambda text: "yes"), []
     prompts = [Prompt("x", [5]), Prompt("hostile", [5]), Prompt("y", [5])]
-    sampled = sampler.sample(SampleRequest(prompts, PARAMS, 1, 1, 0, Metrics(), note_failed=failed.append))
+    sampled = sampler.sample(
+        SampleRequest(prompts, PARAMS, 1, 1, 0, Metrics(), note_failed=failed.append)
+    )
     assert [trajectory.prompt.text for trajectory in sampled] == ["x", "y"]
     assert [each.prompt.text for each in failed] == ["hostile"]
-    assert failed[0].episode.failure == "cancelled: its own code, or a library that it uses, cancelled it"
+    assert (
+        failed[0].episode.failure
+        == "cancelled: its own code, or a library that it uses, cancelled it"
+    )
 
 
 def test_cancelled_work_is_no_signal(make_driver):

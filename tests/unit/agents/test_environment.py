@@ -22,7 +22,9 @@ class Count:
         self.closed, self.seen, self.threads = 0, [], set()
         Count.made.append(self)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict]:
         self.seed, self.options, self.n = seed, options, 0
         self.threads.add(threading.get_ident())
         return "say 3", {}
@@ -45,7 +47,9 @@ class Parsed(Count):
 class Patient(Count):
     """The same in coroutines."""
 
-    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict]:
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict]:
         return super().reset(seed=seed, options=options)
 
     async def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
@@ -64,11 +68,21 @@ def sampler_of(make_sampler: Any, make: Any, script: Any, **options: Any) -> Age
     return make_sampler(EnvironmentAgent(make, AgentConfig(**options)), script, **options)
 
 
-def play(sampler: AgentSampler, n_seeds: int = 1, n: int = 1, **more: Any) -> tuple[list[Trajectory], dict[str, float]]:
+def play(
+    sampler: AgentSampler, n_seeds: int = 1, n: int = 1, **more: Any
+) -> tuple[list[Trajectory], dict[str, float]]:
     metrics = Metrics()
     prompts = [Prompt("", [], row=more.pop("row", {}), index=i) for i in range(n_seeds)]
     sampled = sampler.sample(
-        SampleRequest(prompts, SamplingParams(64), n, more.pop("seed", 7), more.pop("first", 0), metrics, **more)
+        SampleRequest(
+            prompts,
+            SamplingParams(64),
+            n,
+            more.pop("seed", 7),
+            more.pop("first", 0),
+            metrics,
+            **more,
+        )
     )
     return sampled, metrics.reduced(SingleProcess())
 
@@ -77,7 +91,11 @@ def turn_rewards(trajectory: Trajectory) -> list[float]:
     """Of each turn, that of the whole on the last action."""
     rewards = list(trajectory.token_rewards or [0.0] * len(trajectory.token_ids))
     rewards[trajectory.spans[-1][1] - 1] += trajectory.total_score({})
-    assert all(reward == 0 for t, reward in enumerate(rewards) if t + 1 not in {stop for _, stop in trajectory.spans})
+    assert all(
+        reward == 0
+        for t, reward in enumerate(rewards)
+        if t + 1 not in {stop for _, stop in trajectory.spans}
+    )
     return [rewards[stop - 1] for _, stop in trajectory.spans]
 
 
@@ -139,7 +157,12 @@ def test_observations_may_be_chat_messages(make_sampler):
             return [{"role": "user", "content": "on"}], *super().step(action)[1:]
 
     [trajectory], _ = play(sampler_of(make_sampler, Chatty, lambda prompt: "1"))
-    assert [message["role"] for message in trajectory.episode.messages[:4]] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in trajectory.episode.messages[:4]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
 
 
 def test_samples_of_a_group_play_the_same_seed_of_the_run(make_sampler):
@@ -153,7 +176,11 @@ def test_samples_of_a_group_play_the_same_seed_of_the_run(make_sampler):
 
 
 def test_evaluations_play_their_own_seeds(make_sampler):
-    play(sampler_of(make_sampler, Count, lambda prompt: "1", environment="e.py:E", eval_seed=50), 3, evaluation=True)
+    play(
+        sampler_of(make_sampler, Count, lambda prompt: "1", environment="e.py:E", eval_seed=50),
+        3,
+        evaluation=True,
+    )
     assert sorted(environment.seed for environment in Count.made) == [50, 51, 52]
 
 
@@ -181,7 +208,11 @@ def test_one_that_hangs_times_out_and_stops_no_other(make_sampler):
     sampler = sampler_of(make_sampler, Hangs, lambda prompt: "1", agent_timeout=0.3)
     sampled, metrics = play(sampler, 1, 4)
     release.set()
-    assert len(sampled) == 3 and metrics["agent/timeout"] == 0.25 and metrics["agent/completed"] == 0.75
+    assert (
+        len(sampled) == 3
+        and metrics["agent/timeout"] == 0.25
+        and metrics["agent/completed"] == 0.75
+    )
 
 
 def test_one_that_raises_ends_its_episode_and_is_closed(make_sampler):
@@ -267,7 +298,9 @@ def test_an_object_without_gymnasiums_form_is_refused_before_loading(kind, messa
 
 @pytest.mark.parametrize("kind", [Parsed, Patient])
 def test_what_has_its_form_is_tried_and_closed(kind):
-    agent = EnvironmentAgent(type("Lenient", (kind,), {"parse": lambda self, text: None}), AgentConfig())
+    agent = EnvironmentAgent(
+        type("Lenient", (kind,), {"parse": lambda self, text: None}), AgentConfig()
+    )
     agent.check([Prompt("", [], row={"size": 4})])
     [tried] = Count.made
     assert tried.options == {"size": 4} and tried.seen == [] and tried.closed == 1

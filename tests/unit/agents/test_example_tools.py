@@ -39,7 +39,16 @@ def test_the_calculator_calculates(expression, value):
 
 
 @pytest.mark.parametrize(
-    "expression", ["__import__('os')", "(1).real", "'a' * 9", "1 if 1 else 2", "9 ** 9 ** 9", "(" * 999, "1" * 1001]
+    "expression",
+    [
+        "__import__('os')",
+        "(1).real",
+        "'a' * 9",
+        "1 if 1 else 2",
+        "9 ** 9 ** 9",
+        "(" * 999,
+        "1" * 1001,
+    ],
 )
 def test_the_calculator_refuses_what_is_no_arithmetic(expression):
     with pytest.raises((ValueError, SyntaxError, OverflowError, MemoryError)):
@@ -63,7 +72,9 @@ def sandbox() -> BaseTool:
 def run(sandbox: BaseTool, *codes: str) -> list[str]:
     async def episode() -> list[str]:
         folder = await sandbox.create()
-        said = [(await sandbox.execute(folder, {"code": textwrap.dedent(code)})).text for code in codes]
+        said = [
+            (await sandbox.execute(folder, {"code": textwrap.dedent(code)})).text for code in codes
+        ]
         await sandbox.release(folder)
         assert not Path(folder).exists()
         return said
@@ -118,8 +129,12 @@ def test_the_sandbox_has_no_network_or_says_so(sandbox):
 
 def test_the_sandbox_names_what_it_does_not_limit(caplog):
     example("sandbox.py")
-    (said,) = [record.getMessage() for record in caplog.records if "does not limit" in record.getMessage()]
-    assert [word for word in ("reads", "writes outside its folder", "processors") if word not in said] == []
+    (said,) = [
+        record.getMessage() for record in caplog.records if "does not limit" in record.getMessage()
+    ]
+    assert [
+        word for word in ("reads", "writes outside its folder", "processors") if word not in said
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -127,8 +142,14 @@ def test_the_sandbox_names_what_it_does_not_limit(caplog):
     [
         ("for _ in range(40): subprocess.Popen(['sleep', '60'])", "more than 32 processes"),
         ("while True: os.fork()", "more than 32 processes"),
-        ("for n in range(8): os.fork() or keep(100)", "more than 512 MiB of memory in all its processes"),
-        ("for n in range(20): open(str(n), 'wb').write(bytes(2 ** 20))", "more than 16 MiB of files"),
+        (
+            "for n in range(8): os.fork() or keep(100)",
+            "more than 512 MiB of memory in all its processes",
+        ),
+        (
+            "for n in range(20): open(str(n), 'wb').write(bytes(2 ** 20))",
+            "more than 16 MiB of files",
+        ),
         ("for n in range(5000): open(str(n), 'w')", "more than 16 MiB of files"),
     ],
 )
@@ -227,7 +248,9 @@ def test_an_mcp_server_says_its_schema_and_answers_calls(mcp):
 
     async def episodes() -> list[str]:
         ids = await asyncio.gather(tool.create("a"), tool.create("b"))
-        said = await asyncio.gather(*(tool.execute(i, {"n": n}) for n, i in enumerate([*ids, *ids])))
+        said = await asyncio.gather(
+            *(tool.execute(i, {"n": n}) for n, i in enumerate([*ids, *ids]))
+        )
         bad = await tool.execute("a", {"n": -1})
         tool.serving.cancel()
         await asyncio.wait([tool.serving])
@@ -261,14 +284,25 @@ asyncio.run(call())
 
 
 def test_a_server_over_http_is_refused_with_a_remedy(mcp):
-    tools = {"tools": [{"class_name": "mcp_client.MCPTool", "config": {"url": "http://localhost", "tool": "double"}}]}
+    tools = {
+        "tools": [
+            {
+                "class_name": "mcp_client.MCPTool",
+                "config": {"url": "http://localhost", "tool": "double"},
+            }
+        ]
+    }
     (mcp / "http.yaml").write_text(yaml.safe_dump(tools))
-    with pytest.raises(ValueError, match="http.yaml: an MCP tool needs 'command', .* start a bridge"):
+    with pytest.raises(
+        ValueError, match="http.yaml: an MCP tool needs 'command', .* start a bridge"
+    ):
         load_tools(str(mcp / "http.yaml"))
 
 
 def test_an_unknown_tool_of_an_mcp_server_is_said(mcp):
-    with pytest.raises(ValueError, match="mcp.yaml: the MCP server has no tool 'triple'; it has: double."):
+    with pytest.raises(
+        ValueError, match="mcp.yaml: the MCP server has no tool 'triple'; it has: double."
+    ):
         load_tools(entry(mcp, "triple"))
 
 

@@ -81,7 +81,15 @@ print(json.dumps({"reward": 1.0}))
 """
 """Plain sockets: a process is there and gone in a few hundredths of a second."""
 
-PER_HUNDRED = {"killed": 10, "raises": 5, "hangs": 5, "hangs_up": 5, "retries": 3, "lost": 2, "posts_twice": 2}
+PER_HUNDRED = {
+    "killed": 10,
+    "raises": 5,
+    "hangs": 5,
+    "hangs_up": 5,
+    "retries": 3,
+    "lost": 2,
+    "posts_twice": 2,
+}
 STALLED = ("killed", "hangs_up", "retries")
 FAILS = {"killed": Ending.AGENT_ERROR, "raises": Ending.AGENT_ERROR, "hangs": Ending.TIMEOUT}
 
@@ -96,7 +104,9 @@ class Faulty(ProgramAgent):
     async def run(self, task, session):
         number, kind = next(self.kinds)
         self.kind_of[session] = kind
-        return await super().run(replace(task, prompt=replace(task.prompt, row={"kind": kind, "n": number})), session)
+        return await super().run(
+            replace(task, prompt=replace(task.prompt, row={"kind": kind, "n": number})), session
+        )
 
 
 class Stalling(ScriptedEngine):
@@ -121,7 +131,12 @@ class Stalling(ScriptedEngine):
 
     def submit(self, prompt_ids, *rest):
         number = super().submit(prompt_ids, *rest)
-        task, what = self.tokenizer.decode(prompt_ids).split("<|im_start|>user\n")[-1].split("<|im_end|>")[0].split()
+        task, what = (
+            self.tokenizer.decode(prompt_ids)
+            .split("<|im_start|>user\n")[-1]
+            .split("<|im_end|>")[0]
+            .split()
+        )
         first = (task, what) not in self.asked
         self.asked.add((task, what))
         if what in STALLED and (first or what == "retries"):
@@ -131,7 +146,9 @@ class Stalling(ScriptedEngine):
         return number
 
     def cancel(self, number):
-        prompt = tuple((self.held.pop(number)[1] if number in self.held else self.running.pop(number))[0])
+        prompt = tuple(
+            (self.held.pop(number)[1] if number in self.held else self.running.pop(number))[0]
+        )
         self.freed_after[self.n_steps - self.given_up.get(prompt, self.n_steps)] += 1
 
     def step(self):
@@ -143,7 +160,9 @@ class Stalling(ScriptedEngine):
 
 def children() -> int:
     """Processes that this one has started and not waited for."""
-    parents = [file.read_text().rpartition(")")[2].split()[1] for file in Path("/proc").glob("[0-9]*/stat")]
+    parents = [
+        file.read_text().rpartition(")")[2].split()[1] for file in Path("/proc").glob("[0-9]*/stat")
+    ]
     return parents.count(str(os.getpid()))
 
 
@@ -155,9 +174,12 @@ def start_guardian() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "concurrency", "timeout"), [(100, 8, 4.0), pytest.param(1000, 24, 10.0, marks=pytest.mark.slow)]
+    ("n", "concurrency", "timeout"),
+    [(100, 8, 4.0), pytest.param(1000, 24, 10.0, marks=pytest.mark.slow)],
 )
-def test_every_episode_ends_once_whatever_its_agent_does(make_sampler, monkeypatch, tmp_path, n, concurrency, timeout):
+def test_every_episode_ends_once_whatever_its_agent_does(
+    make_sampler, monkeypatch, tmp_path, n, concurrency, timeout
+):
     Stalling.place = tmp_path / "agent.py"
     Stalling.place.write_text(CLIENT)
     kinds = [kind for kind, share in PER_HUNDRED.items() for _ in range(share * n // 100)]
@@ -194,7 +216,11 @@ def test_every_episode_ends_once_whatever_its_agent_does(make_sampler, monkeypat
     measured = metrics.reduced(SingleProcess())
     assert sum(measured[f"agent/{ending.value}"] for ending in Ending) == pytest.approx(1)
 
-    turns = Counter(str((t.prompt_ids, t.completion.token_ids)) for record in records for t in record.session.turns)
+    turns = Counter(
+        str((t.prompt_ids, t.completion.token_ids))
+        for record in records
+        for t in record.session.turns
+    )
     assert turns - Counter(str(entry) for entry in engine.journal) == Counter()
     assert set(turns.values()) == {1}, "no request has two turns"
     n_turns = {(agent.kind_of[record.session], len(record.session.turns)) for record in records}
@@ -211,7 +237,11 @@ def test_every_episode_ends_once_whatever_its_agent_does(make_sampler, monkeypat
     assert {trajectory.group for trajectory in sampled} == set(range(len(prompts)))
     assert {len(trajectory.spans) for trajectory in sampled} == {2}, "both turns are trained on"
 
-    assert kinds.count("killed") <= engine.freed_after.total() <= sum(kind in STALLED for kind in kinds)
+    assert (
+        kinds.count("killed")
+        <= engine.freed_after.total()
+        <= sum(kind in STALLED for kind in kinds)
+    )
     assert max(engine.freed_after) <= 1, "a row is free after one step"
     assert not engine.busy
 

@@ -80,13 +80,17 @@ def test_no_spelling_of_its_address_leads_to_the_machine(host: str) -> None:
     assert fetched(image, host=host)[1] == []
 
 
-def test_the_address_that_is_connected_to_is_the_one_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_that_is_connected_to_is_the_one_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A name that resolves to a public address when it is looked at, and to the machine itself afterwards."""
     answers = iter(["8.8.8.8", "127.0.0.1"])
     resolve = socket.getaddrinfo
 
     def rebinding(host: Any, *arguments: Any, **named: Any) -> Any:
-        return resolve(next(answers, "127.0.0.1") if host == "pictures.example" else host, *arguments, **named)
+        return resolve(
+            next(answers, "127.0.0.1") if host == "pictures.example" else host, *arguments, **named
+        )
 
     monkeypatch.setattr(socket, "getaddrinfo", rebinding)
     assert socket.getaddrinfo("pictures.example", 80)[0][4][0] == "8.8.8.8"
@@ -104,8 +108,14 @@ def test_what_public_addresses_give_is_returned(local: None) -> None:
     [
         ("http://127.0.0.2:{port}/secret", "127.0.0.2 is at 127.0.0.2: send a data URL"),
         ("//[::1]:{port}/secret", "::1 is at ::1: send a data URL"),
-        ("file:///etc/passwd", "redirects to 'file:///etc/passwd', and --allow_image_urls fetches http and https only"),
-        ("ftp://127.0.0.1/a", "redirects to 'ftp://127.0.0.1/a', and --allow_image_urls fetches http and https only"),
+        (
+            "file:///etc/passwd",
+            "redirects to 'file:///etc/passwd', and --allow_image_urls fetches http and https only",
+        ),
+        (
+            "ftp://127.0.0.1/a",
+            "redirects to 'ftp://127.0.0.1/a', and --allow_image_urls fetches http and https only",
+        ),
         ("/again", "--allow_image_urls follows 5 redirects, and it has more"),
     ],
 )
@@ -121,12 +131,18 @@ def test_a_redirect_is_held_to_the_same_rules(local: None, target: str, message:
 
 def test_a_redirect_to_a_public_address_is_followed(local: None) -> None:
     async def redirect(request: web.Request) -> web.Response:
-        return await image(request) if request.path == "/b" else web.Response(status=307, headers={"Location": "/b"})
+        return (
+            await image(request)
+            if request.path == "/b"
+            else web.Response(status=307, headers={"Location": "/b"})
+        )
 
     assert fetched(redirect, "/a") == (b"image", ["127.0.0.1/a", "127.0.0.1/b"])
 
 
-def test_a_body_without_end_is_read_to_its_bound(local: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_without_end_is_read_to_its_bound(
+    local: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fetching, "_MOST_BYTES", 2**20)
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -147,7 +163,9 @@ def test_a_compressed_body_is_not_inflated(local: None) -> None:
 
 
 @pytest.mark.parametrize("form", ["drops", "hops"])
-def test_the_time_of_all_reads_and_hops_is_bounded(local: None, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_the_time_of_all_reads_and_hops_is_bounded(
+    local: None, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
     monkeypatch.setattr(fetching, "_MOST_SECONDS", 0.5)
     monkeypatch.setattr(fetching, "_MOST_REDIRECTS", 10**6)
 
@@ -161,4 +179,6 @@ def test_the_time_of_all_reads_and_hops_is_bounded(local: None, monkeypatch: pyt
             await response.write(b".")
             await asyncio.sleep(0.05)
 
-    assert fetched(slow)[0] == "--allow_image_urls waits 0.5 seconds for an image, and it took longer"
+    assert (
+        fetched(slow)[0] == "--allow_image_urls waits 0.5 seconds for an image, and it took longer"
+    )

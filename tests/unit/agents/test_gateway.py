@@ -19,7 +19,10 @@ from openppo.rollout.driver import EngineDriver
 from openppo.types import Ending, Prompt, SamplingParams
 from tests.unit.agents.conftest import ScriptedEngine
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object"}, "strict": True},
+}
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -34,7 +37,9 @@ class World:
     def session(self, longest: int = 4000, **options: Any) -> Session:
         renderer = Renderer(self.tokenizer, "hermes", [self.tokenizer.eos_token_id])
         params = SamplingParams(options.pop("max_new_tokens", 200), temperature=0.7)
-        setup = SessionSetup(renderer, self.driver.generate, params, AgentConfig(**options), longest=longest)
+        setup = SessionSetup(
+            renderer, self.driver.generate, params, AgentConfig(**options), longest=longest
+        )
         return Session(setup, Task(Prompt("p", [1]), seed=3))
 
     def run(self, play: Callable[["Client"], Awaitable[Any]]) -> Any:
@@ -62,13 +67,19 @@ class Client:
 
     async def post(self, end: str, body: Any, **headers: str) -> Any:
         """JSON of the answer, or the events of a stream; an error as (status, message)."""
-        async with self.http.post(f"{self.gateway.base_url(self.key)}/{end}", json=body, headers=headers) as got:
+        async with self.http.post(
+            f"{self.gateway.base_url(self.key)}/{end}", json=body, headers=headers
+        ) as got:
             text = await got.text()
             if got.status != 200:
                 assert got.headers["x-should-retry"] == "false"
                 return got.status, json.loads(text)["error"]["message"]
             if got.content_type == "text/event-stream":
-                return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+                return [
+                    line.removeprefix("data: ")
+                    for line in text.split("\n")
+                    if line.startswith("data: ")
+                ]
             return json.loads(text)
 
     async def chat(self, messages: list[Any] = HELLO, **more: Any) -> Any:
@@ -114,14 +125,25 @@ def test_a_completion_is_the_sampled_turn(world):
     assert "".join(token["token"] for token in tokens) == f"<think>hm</think>{CALL}<|im_end|>"
     assert {token["logprob"] for token in tokens} == {-0.5}
     assert not any(token["top_logprobs"] for token in tokens)
-    assert answered["choices"][0]["message"]["content"] == "5" and answered["choices"][0]["finish_reason"] == "stop"
+    assert (
+        answered["choices"][0]["message"]["content"] == "5"
+        and answered["choices"][0]["finish_reason"] == "stop"
+    )
     assert session.counts["bridged_turns"] == 1
-    assert [(turn.prompt_ids, turn.completion.token_ids) for turn in session.turns] == here.engine.journal
+    assert [
+        (turn.prompt_ids, turn.completion.token_ids) for turn in session.turns
+    ] == here.engine.journal
 
 
 def test_a_stream_has_the_completion_in_pieces(world):
     here = world(lambda prompt: "<think>so so</think>I add  1" + CALL)
-    asked = {"tools": [TOOL], "stream": True, "logprobs": True, "n": 2, "stream_options": {"include_usage": True}}
+    asked = {
+        "tools": [TOOL],
+        "stream": True,
+        "logprobs": True,
+        "n": 2,
+        "stream_options": {"include_usage": True},
+    }
 
     async def play(client: Client) -> Any:
         return await client.chat(**asked), client.session
@@ -135,12 +157,22 @@ def test_a_stream_has_the_completion_in_pieces(world):
     assert all(chunk["usage"] is None for chunk in chunks)
     assert {chunk["id"] for chunk in chunks} == {last["id"]}
     for index in (0, 1):
-        said, end = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        said, end = [
+            chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index
+        ]
         delta = said["delta"]
-        assert (delta["role"], delta["content"], delta["reasoning_content"]) == ("assistant", "I add  1", "so so")
+        assert (delta["role"], delta["content"], delta["reasoning_content"]) == (
+            "assistant",
+            "I add  1",
+            "so so",
+        )
         [call] = delta["tool_calls"]
         assert call["index"] == 0 and call["function"]["name"] == "add" and call["id"]
-        assert end["delta"] == {} and end["finish_reason"] == "tool_calls" and end["logprobs"]["content"]
+        assert (
+            end["delta"] == {}
+            and end["finish_reason"] == "tool_calls"
+            and end["logprobs"]["content"]
+        )
         assert said["finish_reason"] is None
 
 
@@ -165,7 +197,13 @@ def test_a_response_has_the_whole_sequence_of_events(world):
     flat = {"type": "function", "strict": True, **TOOL["function"]}
 
     async def play(client: Client) -> Any:
-        body = {"model": "any", "input": "hello", "instructions": "be short", "tools": [flat], "stream": True}
+        body = {
+            "model": "any",
+            "input": "hello",
+            "instructions": "be short",
+            "tools": [flat],
+            "stream": True,
+        }
         return await client.post("responses", body)
 
     events = list(map(json.loads, here.run(play)))
@@ -173,22 +211,33 @@ def test_a_response_has_the_whole_sequence_of_events(world):
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     final = events[-1]["response"]
     assert [item["type"] for item in final["output"]] == ["reasoning", "message", "function_call"]
-    assert events[0]["response"]["id"] == final["id"] and events[0]["response"]["status"] == "in_progress"
+    assert (
+        events[0]["response"]["id"] == final["id"]
+        and events[0]["response"]["status"] == "in_progress"
+    )
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == final["output"]
-    assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == "I add"
+    assert (
+        "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == "I add"
+    )
     assert "be short" in here.tokenizer.decode(here.engine.journal[0][0])
 
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_items_of_a_response_continue_its_tokens(world, stateful):
-    here = world(lambda prompt: "<think>hm</think>" + ("5" if "tool_response" in prompt else f"I add{CALL}"))
+    here = world(
+        lambda prompt: "<think>hm</think>" + ("5" if "tool_response" in prompt else f"I add{CALL}")
+    )
 
     async def play(client: Client) -> Any:
         body = {"tools": [TOOL], "instructions": "be short"}
         start = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
         called = await client.post("responses", {**body, "input": start})
-        result = {"type": "function_call_output", "call_id": called["output"][-1]["call_id"], "output": "3"}
+        result = {
+            "type": "function_call_output",
+            "call_id": called["output"][-1]["call_id"],
+            "output": "3",
+        }
         if stateful:
             more = {"input": [result], "previous_response_id": called["id"]}
         else:
@@ -199,7 +248,9 @@ def test_items_of_a_response_continue_its_tokens(world, stateful):
     [_, message] = answered["output"]
     assert message["content"][0]["text"] == "5" and answered["status"] == "completed"
     assert session.counts["bridged_turns"] == 1 and session.counts["rerendered_turns"] == 0
-    assert session.turns[1].prompt_ids[: len(session.turns[0].token_ids)] == session.turns[0].token_ids
+    assert (
+        session.turns[1].prompt_ids[: len(session.turns[0].token_ids)] == session.turns[0].token_ids
+    )
     whole = session.setup.renderer.render(session.turns[1].messages[:-1], session.turns[1].tools)
     assert whole != session.turns[1].prompt_ids, "rendering anew would have cut the thoughts"
 
@@ -211,8 +262,12 @@ def test_a_limit_ends_a_turn_as_length(world):
         return chat, response, await client.chat(max_tokens=10_000)
 
     chat, response, whole = world(lambda prompt: "a" * 300).run(play)
-    assert chat["choices"][0]["finish_reason"] == "length" and chat["usage"]["completion_tokens"] == 3
-    assert response["status"] == "incomplete" and response["output"][0]["content"][0]["text"] == "aaa"
+    assert (
+        chat["choices"][0]["finish_reason"] == "length" and chat["usage"]["completion_tokens"] == 3
+    )
+    assert (
+        response["status"] == "incomplete" and response["output"][0]["content"][0]["text"] == "aaa"
+    )
     assert whole["usage"]["completion_tokens"] == 200, "the run's limit"
 
 
@@ -221,7 +276,10 @@ def test_text_ends_before_a_stop_that_the_turn_has(world):
         return await client.chat(stop=["Obs:", "zz"]), client.session
 
     got, session = world(lambda prompt: "do it Obs: it is done").run(play)
-    assert got["choices"][0]["message"]["content"] == "do it" and got["choices"][0]["finish_reason"] == "stop"
+    assert (
+        got["choices"][0]["message"]["content"] == "do it"
+        and got["choices"][0]["finish_reason"] == "stop"
+    )
     assert session.setup.renderer.decode(session.turns[0].completion.token_ids) == "do it Obs:"
 
 
@@ -230,7 +288,10 @@ def in_parts(kind: str, **more: Any) -> list[Any]:
 
 
 def calling(function: Any) -> list[Any]:
-    return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": function}]}]
+    return [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": function}]},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -244,21 +305,48 @@ def calling(function: Any) -> list[Any]:
         ({"text": {"format": {"type": "json_schema"}}}, "schema"),
         ({"logprobs": True, "top_logprobs": 21}, "between 0 and 20"),
         ({"messages": in_parts("image_url", image_url={"url": "x"})}, "no image: send a data URL"),
-        ({"messages": in_parts("image_url", image_url={"url": "data:image/png;base64,AA"})}, "reads none here"),
+        (
+            {"messages": in_parts("image_url", image_url={"url": "data:image/png;base64,AA"})},
+            "reads none here",
+        ),
         ({"messages": in_parts("input_audio", input_audio={})}, "texts and images, and not"),
         ({"messages": [{"role": "user", "content": "half \ud800"}]}, "surrogate"),
         ({"messages": [{"role": "robot"}]}, "robot"),
         ({"messages": []}, "at least one"),
         ({"messages": None}, "OpenAI's form"),
         ({"messages": [{"role": "user", "content": 5}]}, "5 stands where a text is needed"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]}, "OpenAI's form"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]},
+            "OpenAI's form",
+        ),
         ({"messages": calling({"arguments": "{}"})}, "name"),
         (
-            {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "function_call": {"name": "f", "arguments": "{}"},
+                    }
+                ]
+            },
             "function_call is obsolete; use tool_calls",
         ),
-        ({"messages": calling({"name": None, "arguments": "{}"})}, "None stands where a text is needed"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}]}, "properties"),
+        (
+            {"messages": calling({"name": None, "arguments": "{}"})},
+            "None stands where a text is needed",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"properties": [1]}},
+                    }
+                ]
+            },
+            "properties",
+        ),
         ({"tools": 5}, "a list is needed"),
         ({"stream": True, "stream_options": 5}, "stream_options 5"),
         ({"n": 129}, "between 1 and 128"),
@@ -283,22 +371,49 @@ def test_what_cannot_be_done_is_refused_without_a_turn(world, body, said):
 
 def test_a_response_of_another_form_is_refused_without_a_turn(world):
     here = world()
-    bodies = [{}, {"input": []}, {"input": 5}, {"input": ["x"]}, {"input": "x", "include": 5}, [1], None]
-    bodies += [{"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, {"input": "x", "tools": [5]}]
+    bodies = [
+        {},
+        {"input": []},
+        {"input": 5},
+        {"input": ["x"]},
+        {"input": "x", "include": 5},
+        [1],
+        None,
+    ]
+    bodies += [
+        {"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]},
+        {"input": "x", "tools": [5]},
+    ]
 
     async def play(client: Client) -> Any:
         return [await client.post("responses", body) for body in bodies]
 
-    assert [status for status, _ in here.run(play)] == [400] * len(bodies) and not here.engine.journal
+    assert [status for status, _ in here.run(play)] == [400] * len(
+        bodies
+    ) and not here.engine.journal
 
 
 def test_what_clients_send_by_themselves_is_accepted(world, caplog):
-    advisory = {"seed": 1, "user": "u", "metadata": {}, "parallel_tool_calls": False, "tool_choice": "required"}
-    neutral = {"presence_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}, "stop": None, "n": None}
+    advisory = {
+        "seed": 1,
+        "user": "u",
+        "metadata": {},
+        "parallel_tool_calls": False,
+        "tool_choice": "required",
+    }
+    neutral = {
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "stop": None,
+        "n": None,
+    }
 
     async def play(client: Client) -> Any:
         for _ in range(2):
-            await client.chat(**advisory, **neutral, tools=[TOOL], temperature=0, top_p=1.0, top_k=None)
+            await client.chat(
+                **advisory, **neutral, tools=[TOOL], temperature=0, top_p=1.0, top_k=None
+            )
         for off in (0, -1):  # as transformers and vLLM write it
             await client.chat(top_k=off)
         await client.chat(temperature=0.7)
@@ -307,7 +422,9 @@ def test_what_clients_send_by_themselves_is_accepted(world, caplog):
     session = world().run(play)
     assert session.counts["sampling_overridden"] == 2 and len(session.turns) == 5
     assert "strict" not in json.dumps(session.turns[0].tools)
-    assert [record.message.split(" have ")[1].split(",")[0] for record in caplog.records] == ["temperature"]
+    assert [record.message.split(" have ")[1].split(",")[0] for record in caplog.records] == [
+        "temperature"
+    ]
 
 
 def test_keys_are_those_of_open_episodes(world):
@@ -390,7 +507,9 @@ def test_rewards_are_posted_beside_the_address(world):
         await client.post("reward", {"reward": -2.0, "turn": turn})
         bad = (None, "1", [1], {"a": float("nan")}, 10**400)
         refused = [await client.post("reward", {"reward": reward}) for reward in bad]
-        refused += [await client.post("reward", body) for body in ([1], 5, {"reward": 1, "turn": 5})]
+        refused += [
+            await client.post("reward", body) for body in ([1], 5, {"reward": 1, "turn": 5})
+        ]
         refused.append(await client.post("reward", {"reward": 1, "turn": "chatcmpl-0"}))
         done = await client.post("complete", {"reward": {"style": 0.25}})
         assert await client.post("complete", {}) == done, "it may be said twice"
@@ -451,7 +570,9 @@ def test_a_turn_that_nobody_received_is_not_trained_on(world, monkeypatch):
     async def play(client: Client) -> Any:
         body = {"messages": HELLO}
         monkeypatch.setattr(server, "_send", lose)
-        async with client.http.post(f"{client.gateway.base_url(client.key)}/chat/completions", json=body) as got:
+        async with client.http.post(
+            f"{client.gateway.base_url(client.key)}/chat/completions", json=body
+        ) as got:
             assert not await got.read()
         lost = [turn.trained for turn in client.session.turns]
         monkeypatch.setattr(server, "_send", send)
@@ -567,7 +688,11 @@ def test_errors_have_openais_form(world):
     async def play(client: Client) -> Any:
         errors = []
         url = client.gateway.base_url(client.key)
-        for end, data in (("chat/completions", b"{"), ("chat/completions", b"[]"), ("embeddings", b"{}")):
+        for end, data in (
+            ("chat/completions", b"{"),
+            ("chat/completions", b"[]"),
+            ("embeddings", b"{}"),
+        ):
             async with client.http.post(f"{url}/{end}", data=data) as got:
                 errors.append((got.status, set((await got.json())["error"])))
         return errors

@@ -42,7 +42,9 @@ PARTS = CHATML.replace(
 """Parts of users alone: those of tools are written as Python writes a list."""
 
 
-ONLY_PARTS = PARTS.replace("{% if message.content is string %}{{ message.content }}{% else %}", "{% if true %}")
+ONLY_PARTS = PARTS.replace(
+    "{% if message.content is string %}{{ message.content }}{% else %}", "{% if true %}"
+)
 """As SmolVLM's: of a content that is a text, nothing is written."""
 
 
@@ -53,7 +55,12 @@ def url_of(image: Image.Image) -> str:
 
 
 def shows(image: Any, text: str = "see") -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "image": image}]}]
+    return [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": text}, {"type": "image", "image": image}],
+        }
+    ]
 
 
 def sends(url: str, text: str = "see") -> list[dict[str, Any]]:
@@ -73,18 +80,32 @@ class SeeingEngine(ScriptedEngine):
 def vision(request: Any) -> Vision:
     tokenizer = make_chat_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    tokenizer.chat_template = {"parts": PARTS, "texts": CHATML, "only parts": ONLY_PARTS}[request.param]
+    tokenizer.chat_template = {"parts": PARTS, "texts": CHATML, "only parts": ONLY_PARTS}[
+        request.param
+    ]
     sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     more = {"image_token": "<image>", "num_additional_image_tokens": 1}
     processor = LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **more)
-    return Vision(lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, RowsConfig())
+    return Vision(
+        lambda: processor, tokenizer.convert_tokens_to_ids(["<image>"]), tokenizer, RowsConfig()
+    )
 
 
-def sampler_of(vision: Vision | None, agent: Any, engine: Any, tokenizer: Any, **options: Any) -> AgentSampler:
-    source = AgentSource(agent, AgentConfig(**{"tool_parser": "hermes", "check_rendering": "strict", **options}))
+def sampler_of(
+    vision: Vision | None, agent: Any, engine: Any, tokenizer: Any, **options: Any
+) -> AgentSampler:
+    source = AgentSource(
+        agent, AgentConfig(**{"tool_parser": "hermes", "check_rendering": "strict", **options})
+    )
     source.check(tokenizer)
     parts = SamplerParts(
-        engine, tokenizer, [tokenizer.eos_token_id], SingleProcess(), StopCheck(), 4000, has_rewards=False
+        engine,
+        tokenizer,
+        [tokenizer.eos_token_id],
+        SingleProcess(),
+        StopCheck(),
+        4000,
+        has_rewards=False,
     )
     return source.make(SamplerParts(**{**vars(parts), "vision": vision}))
 
@@ -101,7 +122,9 @@ def played(
     engine = SeeingEngine(vision.tokenizer, script)
     sampler = sampler_of(vision if reads else None, agent, engine, vision.tokenizer, **options)
     prompt = prompt or Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
-    made = sampler.sample(SampleRequest([prompt], SamplingParams(400), 1, 1, 0, Metrics(), evaluation=True))
+    made = sampler.sample(
+        SampleRequest([prompt], SamplingParams(400), 1, 1, 0, Metrics(), evaluation=True)
+    )
     sampler.close()
     return made, engine
 
@@ -144,12 +167,16 @@ def test_only_a_conversation_with_the_same_image_is_continued(vision, history):
 
 def test_an_image_is_processed_once_in_an_episode(vision, monkeypatch):
     made, process = [], Vision.item
-    monkeypatch.setattr(Vision, "item", lambda self, value, *more: made.append(value) or process(self, value, *more))
+    monkeypatch.setattr(
+        Vision, "item", lambda self, value, *more: made.append(value) or process(self, value, *more)
+    )
 
     async def solve(task: Task, session: Session) -> float:
         turn = await session.chat(sends(url_of(RED)))
         for _ in range(3):
-            turn = await session.chat([*sends(url_of(RED)), *turn.messages[1:], {"role": "user", "content": "more"}])
+            turn = await session.chat(
+                [*sends(url_of(RED)), *turn.messages[1:], {"role": "user", "content": "more"}]
+            )
         return 1.0
 
     (trajectory,), engine = played(vision, solve)
@@ -158,7 +185,12 @@ def test_an_image_is_processed_once_in_an_episode(vision, monkeypatch):
 
 def test_images_of_the_row_are_handed_on(vision):
     item = vision.item(RED)
-    messages = [{"role": "user", "content": [{"type": "text", "text": "row "}, media_part("image", item.key)]}]
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "row "}, media_part("image", item.key)],
+        }
+    ]
     prompt = Prompt("row <image>", [5], messages=messages, media=(item,))
 
     async def solve(task: Task, session: Session) -> float:
@@ -197,13 +229,17 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
     sampler = sampler_of(vision, solve, engine, vision.tokenizer, check_rendering="off")
     prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
     with engine.with_weights(WholeWeights(model)):
-        made = sampler.sample(SampleRequest([prompt], SamplingParams(6), 3, 1, 0, Metrics(), evaluation=True))
+        made = sampler.sample(
+            SampleRequest([prompt], SamplingParams(6), 3, 1, 0, Metrics(), evaluation=True)
+        )
     sampler.close()
     rows = collate(made, 0)
     assert [len(of_row) for of_row in rows.media] == [2, 2, 2]
     for media, agrees in ((rows.media, True), ([of_row[::-1] for of_row in rows.media], False)):
         with torch.no_grad():
-            logits = model(input_ids=rows.sequences, **model_inputs(model, rows.sequences, media)).logits[:, :-1]
+            logits = model(
+                input_ids=rows.sequences, **model_inputs(model, rows.sequences, media)
+            ).logits[:, :-1]
         logits[..., vision.token_ids] = -torch.inf  # they are not sampled
         found = logits.log_softmax(-1).gather(-1, rows.sequences[:, 1:, None])[..., 0]
         mask = rows.action_mask[:, 1:]
@@ -213,9 +249,13 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
 @pytest.mark.parametrize("broken", ["gone.png", b"abc"])
 def test_the_model_reads_that_a_tools_image_is_broken(vision, broken):
     tool = Paying("look", ToolResponse(text="here", image=[broken]))
-    (trajectory,), _ = played(vision, ToolAgent([tool], AgentConfig(tools="t.py")), then(calls(("look", {})), "end"))
+    (trajectory,), _ = played(
+        vision, ToolAgent([tool], AgentConfig(tools="t.py")), then(calls(("look", {})), "end")
+    )
     assert trajectory.episode.ending is Ending.COMPLETED, trajectory.episode.error
-    (result,) = (message["content"] for message in trajectory.episode.messages if message["role"] == "tool")
+    (result,) = (
+        message["content"] for message in trajectory.episode.messages if message["role"] == "tool"
+    )
     assert result.startswith("Error: look: the image") and "cannot be read" in result
 
 
@@ -269,7 +309,10 @@ def test_rows_with_images_need_a_chat(vision):
     async def solve(task: Task, session: Session) -> float:
         return 1.0
 
-    with pytest.raises(ValueError, match="--image_key: agents get images in chat messages: add --apply_chat_template"):
+    with pytest.raises(
+        ValueError,
+        match="--image_key: agents get images in chat messages: add --apply_chat_template",
+    ):
         AgentSource(solve, AgentConfig()).check_prompts([prompt])
 
 
@@ -286,17 +329,32 @@ def test_a_program_sends_images_as_data_urls(vision):
         async with aiohttp.ClientSession() as http:
             client.gateway, client.http, client.session, client.key = gateway, http, session, key
             seen["chat"] = await client.chat(sends(url_of(RED)))
-            part = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": url_of(BLUE)}]
-            seen["responses"] = await client.post("responses", {"input": [{"role": "user", "content": part}]})
-            for url in ("x.png", "file:///etc/passwd", "https://a.b/c.png", "data:image/png;base64,AAAA"):
+            part = [
+                {"type": "input_text", "text": "see"},
+                {"type": "input_image", "image_url": url_of(BLUE)},
+            ]
+            seen["responses"] = await client.post(
+                "responses", {"input": [{"role": "user", "content": part}]}
+            )
+            for url in (
+                "x.png",
+                "file:///etc/passwd",
+                "https://a.b/c.png",
+                "data:image/png;base64,AAAA",
+            ):
                 seen[url] = await client.chat(sends(url))
         await gateway.stop()
         return 1.0
 
     made, engine = played(vision, solve)
     assert made[0].episode.ending is Ending.COMPLETED, made[0].episode.error
-    assert seen["chat"]["choices"][0]["message"]["content"] == "ok" and seen["responses"]["status"] == "completed"
-    assert [[item.key for item in of] for of in engine.seen] == [[vision.item(i).key] for i in (RED, BLUE)]
+    assert (
+        seen["chat"]["choices"][0]["message"]["content"] == "ok"
+        and seen["responses"]["status"] == "completed"
+    )
+    assert [[item.key for item in of] for of in engine.seen] == [
+        [vision.item(i).key] for i in (RED, BLUE)
+    ]
     for url, said in (
         ("x.png", "no image: send a data URL"),
         ("file:///etc/passwd", "no image: send a data URL"),
@@ -312,7 +370,9 @@ def test_addresses_are_fetched_where_that_is_allowed(vision, monkeypatch):
     content = base64.b64decode(url_of(RED).partition(",")[2])
 
     async def serve(request: web.Request) -> web.Response:
-        return web.Response(body=content) if request.path == "/red.png" else web.Response(status=404)
+        return (
+            web.Response(body=content) if request.path == "/red.png" else web.Response(status=404)
+        )
 
     async def solve(task: Task, session: Session) -> float:
         app = web.Application()
@@ -358,10 +418,14 @@ def test_an_image_of_too_many_pixels_is_not_decoded(vision, monkeypatch):
         return 1.0
 
     seen: list[str] = []
-    monkeypatch.setattr("openppo.datasets.vision.read_image", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr(
+        "openppo.datasets.vision.read_image", lambda *_: pytest.fail("it was decoded")
+    )
     played(vision, solve)
     assert seen[0].startswith("the image 'data:image/png;base64,")
-    assert seen[0].endswith("it has 8200 x 8200 pixels, and messages may have images of 67108864: send a smaller one.")
+    assert seen[0].endswith(
+        "it has 8200 x 8200 pixels, and messages may have images of 67108864: send a smaller one."
+    )
 
 
 def test_a_model_of_text_gets_no_images(vision):
@@ -369,19 +433,34 @@ def test_a_model_of_text_gets_no_images(vision):
         await session.chat(shows(RED))
         return 1.0
 
-    sampler = sampler_of(None, solve, SeeingEngine(vision.tokenizer, lambda _: "ok"), vision.tokenizer)
+    sampler = sampler_of(
+        None, solve, SeeingEngine(vision.tokenizer, lambda _: "ok"), vision.tokenizer
+    )
     prompt = Prompt("task", [5, 6], messages=[{"role": "user", "content": "task"}])
-    (trajectory,) = sampler.sample(SampleRequest([prompt], SamplingParams(9), 1, 1, 0, Metrics(), evaluation=True))
+    (trajectory,) = sampler.sample(
+        SampleRequest([prompt], SamplingParams(9), 1, 1, 0, Metrics(), evaluation=True)
+    )
     sampler.close()
     assert "--pretrain reads none here" in trajectory.episode.error
 
 
 def test_a_model_of_text_reads_the_text_beside_a_tools_image(vision, caplog):
-    agent = ToolAgent([Plain("look", ToolResponse(text="here", image=[RED]))], AgentConfig(tools="tools.py"))
-    (trajectory,), _ = played(vision, agent, then(calls(("look", {}), ("look", {})), "end"), reads=False)
-    said = [message["content"] for message in trajectory.episode.messages if message["role"] == "tool"]
+    agent = ToolAgent(
+        [Plain("look", ToolResponse(text="here", image=[RED]))], AgentConfig(tools="tools.py")
+    )
+    (trajectory,), _ = played(
+        vision, agent, then(calls(("look", {}), ("look", {})), "end"), reads=False
+    )
+    said = [
+        message["content"] for message in trajectory.episode.messages if message["role"] == "tool"
+    ]
     assert said == ["here", "here"]
-    assert caplog.text.count("the tool look returns images, and --pretrain reads none: they are left out") == 1
+    assert (
+        caplog.text.count(
+            "the tool look returns images, and --pretrain reads none: they are left out"
+        )
+        == 1
+    )
 
 
 def test_a_key_stands_for_an_item_in_any_clients_form():

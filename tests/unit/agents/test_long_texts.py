@@ -79,7 +79,9 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_event_loop_answers_while_a_text_is_tokenized(case, make_sampler, monkeypatch, tmp_path):
+def test_the_event_loop_answers_while_a_text_is_tokenized(
+    case, make_sampler, monkeypatch, tmp_path
+):
     answers: list[bool] = []
 
     def answered(tokenizer: Any, text: str) -> list[int]:
@@ -96,7 +98,12 @@ def test_the_event_loop_answers_while_a_text_is_tokenized(case, make_sampler, mo
     options = {"tool_parser": "hermes", **options}
     sampler = make_sampler(agent(tmp_path), script, longest=200_000, has_rewards=True, **options)
     request = SampleRequest(
-        [Prompt("hi", [5, 6])], SamplingParams(200), n_samples=1, seed=0, first_group=0, metrics=Metrics()
+        [Prompt("hi", [5, 6])],
+        SamplingParams(200),
+        n_samples=1,
+        seed=0,
+        first_group=0,
+        metrics=Metrics(),
     )
     (trajectory,) = sampler.sample(request)
     assert trajectory.episode.ending is Ending.COMPLETED
@@ -111,7 +118,9 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE({unit: number for number, unit in enumerate(units)}, []))
     core.add_special_tokens(special)
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHATML)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", chat_template=CHATML
+    )
 
 
 @pytest.fixture
@@ -128,7 +137,9 @@ def session(bytes_tokenizer, monkeypatch) -> Callable[..., Session]:
 
     def make(longest: int, context: int | None = None, **options: Any) -> Session:
         renderer = Renderer(bytes_tokenizer, "hermes", [bytes_tokenizer.eos_token_id])
-        setup = SessionSetup(renderer, generate, SamplingParams(8), AgentConfig(**options), longest, context)
+        setup = SessionSetup(
+            renderer, generate, SamplingParams(8), AgentConfig(**options), longest, context
+        )
         return Session(setup, Task(Prompt("p", [1]), seed=3))
 
     monkeypatch.setattr(rendering, "encode_bare", short)
@@ -136,7 +147,9 @@ def session(bytes_tokenizer, monkeypatch) -> Callable[..., Session]:
 
 
 @pytest.mark.parametrize("history", ["append", "template"])
-@pytest.mark.parametrize(("limits", "ending"), [((500,), Ending.EPISODE_LENGTH), ((900, 500), Ending.CONTEXT_FULL)])
+@pytest.mark.parametrize(
+    ("limits", "ending"), [((500,), Ending.EPISODE_LENGTH), ((900, 500), Ending.CONTEXT_FULL)]
+)
 def test_a_text_that_cannot_fit_ends_the_episode_untokenized(session, limits, ending, history):
     async def play() -> Session:
         played = session(*limits, history=history)
@@ -153,7 +166,11 @@ def test_a_text_that_cannot_fit_ends_the_episode_untokenized(session, limits, en
 
 def test_a_text_that_the_template_drops_does_not_count(session):
     thoughts = {"role": "assistant", "content": f"<think>{'x' * 10**6}</think>four"}
-    messages = [{"role": "user", "content": "2 + 2"}, thoughts, {"role": "user", "content": "sure?"}]
+    messages = [
+        {"role": "user", "content": "2 + 2"},
+        thoughts,
+        {"role": "user", "content": "sure?"},
+    ]
     turn = asyncio.run(session(500).chat(messages))
     assert len(turn.prompt_ids) < 100
 
@@ -166,7 +183,11 @@ def test_a_request_over_the_context_gets_413(session, monkeypatch):
         await gateway.start()
         url, received = f"{gateway.base_url(gateway.open(played))}/chat/completions", []
         async with aiohttp.ClientSession() as client:
-            for length in (100, 35_000, 40_000):  # of 500 tokens of 12 characters, each 6 bytes in JSON
+            for length in (
+                100,
+                35_000,
+                40_000,
+            ):  # of 500 tokens of 12 characters, each 6 bytes in JSON
                 message = {"role": "user", "content": "x" * length}
                 async with client.post(url, json={"messages": [message]}) as answer:
                     body = await answer.json()
@@ -177,20 +198,29 @@ def test_a_request_over_the_context_gets_413(session, monkeypatch):
     fits, ended, refused = asyncio.run(answers())
     assert fits == (200, "")
     assert ended == (400, "the episode has ended (episode_length): the model answers no more.")
-    assert refused == (413, "the request has over 0.0347 MiB, and the policy reads 500 tokens: send less.")
+    assert refused == (
+        413,
+        "the request has over 0.0347 MiB, and the policy reads 500 tokens: send less.",
+    )
 
 
 def test_images_have_room_beside_the_context(session, monkeypatch):
     monkeypatch.setattr(server, "_MOST_BYTES", 12_345)
     setup = session(10).setup
-    assert server.most_bytes(replace(setup, renderer=replace(setup.renderer, vision=object()))) == 12_345
+    assert (
+        server.most_bytes(replace(setup, renderer=replace(setup.renderer, vision=object())))
+        == 12_345
+    )
     assert server.most_bytes(setup) == 12_345  # the lower of both
     monkeypatch.setattr(server, "_BYTES_BESIDE", 0)
     assert server.most_bytes(setup) == 10 * 12 * 6
 
 
 def test_a_long_text_does_not_wait_for_a_huge_one(bytes_tokenizer):
-    renderer, ended = Renderer(bytes_tokenizer, "hermes", [bytes_tokenizer.eos_token_id]), threading.Event()
+    renderer, ended = (
+        Renderer(bytes_tokenizer, "hermes", [bytes_tokenizer.eos_token_id]),
+        threading.Event(),
+    )
 
     async def both() -> list[Any]:
         huge = asyncio.create_task(renderer.aside(lambda: ended.wait(2), 10**7))
@@ -207,7 +237,9 @@ def test_a_tokenizer_with_stored_truncation_serves_two_threads(bytes_tokenizer):
     renderer = Renderer(tokenizer, "hermes", [tokenizer.eos_token_id])
 
     async def both() -> list[int]:
-        work = asyncio.create_task(renderer.aside(lambda: renderer.encode("word " * 40_000), 200_000))
+        work = asyncio.create_task(
+            renderer.aside(lambda: renderer.encode("word " * 40_000), 200_000)
+        )
         short = []
         while not work.done():
             short.append(len(renderer.encode("hello")))

@@ -11,7 +11,9 @@ from tests.unit.agents.test_sessions import play
 
 PROPERTIES = {"q": {"type": "string"}, "n": {"type": "number"}}
 SCHEMA = {"type": "object", "properties": PROPERTIES}
-TOOLS = [{"type": "function", "function": {"name": "find", "description": "", "parameters": SCHEMA}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "find", "description": "", "parameters": SCHEMA}}
+]
 CALL = '<tool_call>{"name": "find", "arguments": {"q": "a b", "n": 2.0}}</tool_call>'
 Message = dict[str, Any]
 Echo = Callable[[Message], Message]
@@ -19,7 +21,10 @@ Echo = Callable[[Message], Message]
 
 def with_arguments(message: Message, arguments: Any) -> Message:
     [call] = message["tool_calls"]
-    return {**message, "tool_calls": [{**call, "function": {**call["function"], "arguments": arguments}}]}
+    return {
+        **message,
+        "tool_calls": [{**call, "function": {**call["function"], "arguments": arguments}}],
+    }
 
 
 def without(message: Message, *names: str) -> Message:
@@ -28,9 +33,22 @@ def without(message: Message, *names: str) -> Message:
 
 ECHOES: dict[str, Echo] = {
     "as it was": lambda message: message,
-    "openai": lambda message: {**message, "content": None, "refusal": None, "annotations": [], "audio": None},
-    "langchain": lambda message: {**without(message, "reasoning_content"), "content": None, "name": None},
-    "litellm": lambda message: {**without(message, "content"), "provider_specific_fields": {"token_ids": [1]}},
+    "openai": lambda message: {
+        **message,
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+    },
+    "langchain": lambda message: {
+        **without(message, "reasoning_content"),
+        "content": None,
+        "name": None,
+    },
+    "litellm": lambda message: {
+        **without(message, "content"),
+        "provider_specific_fields": {"token_ids": [1]},
+    },
     "no reasoning": lambda message: without(message, "reasoning_content"),
     "empty content": lambda message: {**message, "content": ""},
     "no parts": lambda message: {**message, "content": []},
@@ -39,7 +57,10 @@ ECHOES: dict[str, Echo] = {
     "other order": lambda message: with_arguments(message, '{"n": 2.0, "q": "a b"}'),
     "escapes": lambda message: with_arguments(message, '{"q": "\\u0061 b", "n": 2.0}'),
     "an object": lambda message: with_arguments(message, {"q": "a b", "n": 2.0}),
-    "an index": lambda message: {**message, "tool_calls": [{"index": 0, **message["tool_calls"][0]}]},
+    "an index": lambda message: {
+        **message,
+        "tool_calls": [{"index": 0, **message["tool_calls"][0]}],
+    },
 }
 EDITS: dict[str, Echo] = {
     "text": lambda message: {**message, "content": "I look."},
@@ -52,7 +73,9 @@ EDITS: dict[str, Echo] = {
 }
 
 
-def bridged_turns(make_sampler: Any, echo: Echo, opening: Echo = lambda message: message) -> tuple[float, float]:
+def bridged_turns(
+    make_sampler: Any, echo: Echo, opening: Echo = lambda message: message
+) -> tuple[float, float]:
     """Turns of an agent that were bridged and rendered anew, where its client sends ``echo`` of the first answer."""
 
     async def act(task: Any, session: Any) -> float:
@@ -63,7 +86,12 @@ def bridged_turns(make_sampler: Any, echo: Echo, opening: Echo = lambda message:
         await session.chat([opening(system), *task.messages, echo(first.message), result], TOOLS)
         return 1.0
 
-    _, metrics = play(make_sampler(act, lambda prompt: f"<think>hm</think>{CALL}", tool_parser="hermes"), 1, 1, 200)
+    _, metrics = play(
+        make_sampler(act, lambda prompt: f"<think>hm</think>{CALL}", tool_parser="hermes"),
+        1,
+        1,
+        200,
+    )
     return metrics["agent/bridged_turns"], metrics["agent/rerendered_turns"]
 
 
@@ -102,7 +130,9 @@ def test_ids_tell_equal_answers_apart(make_sampler):
     assert (metrics["agent/bridged_turns"], metrics["agent/completed"]) == (2, 1)
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{"a": NaN}', "{", "[" * 100_000, "", "null", None, 3, ["x"]])
+@pytest.mark.parametrize(
+    "arguments", ['{"a": 1e999}', '{"a": NaN}', "{", "[" * 100_000, "", "null", None, 3, ["x"]]
+)
 def test_any_arguments_have_a_hash(arguments):
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
     assert len(set(fingerprints([{"role": "assistant", "tool_calls": [call]}], []))) == 2

@@ -59,7 +59,9 @@ def play(sampler: Any, n: int = 1, **limits: Any) -> tuple[list[Any], dict[str, 
     metrics = Metrics()
     prompts = [Prompt("Human: hi\n", [5, 6], label="answer") for _ in range(n)]
     params = SamplingParams(limits.pop("max_new_tokens", 64), **limits)
-    return sampler.sample(SampleRequest(prompts, params, 1, 1, 0, metrics)), metrics.reduced(SingleProcess())
+    return sampler.sample(SampleRequest(prompts, params, 1, 1, 0, metrics)), metrics.reduced(
+        SingleProcess()
+    )
 
 
 def seen_by(agent: OpenRLHFAgent) -> list[dict[str, Any]]:
@@ -71,9 +73,14 @@ def test_feedback_is_appended_to_the_recorded_ids(make_sampler, chat_tokenizer, 
     agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE + EXECUTOR))
     sampler = make_sampler(agent, lambda prompt: "yes")
     [trajectory], metrics = play(sampler)
-    ids = [chat_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("Human: hi\nAssistant:", "yes")]
+    ids = [
+        chat_tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in ("Human: hi\nAssistant:", "yes")
+    ]
     feedback = [
-        chat_tokenizer(f"\n\nHuman: no, {i}\n</s>\n\nAssistant: ", add_special_tokens=False)["input_ids"]
+        chat_tokenizer(f"\n\nHuman: no, {i}\n</s>\n\nAssistant: ", add_special_tokens=False)[
+            "input_ids"
+        ]
         for i in (1, 2)
     ]
     answer = [*ids[1], chat_tokenizer.eos_token_id]
@@ -91,7 +98,10 @@ def test_an_instance_sees_what_it_sees_in_openrlhf(make_sampler, agent_file):
     first, *steps = seen_by(agent)
     assert first == {"observation": "Human: hi\n", "prompt": "Human: hi\n", "label": "answer"}
     assert [step["action_text"] for step in steps] == ["yes"] * 3  # without EOS, as vLLM's text
-    assert steps[1]["observation_text"] == "Human: hi\nAssistant:yes\n\nHuman: no, 1\n</s>\n\nAssistant: "
+    assert (
+        steps[1]["observation_text"]
+        == "Human: hi\nAssistant:yes\n\nHuman: no, 1\n</s>\n\nAssistant: "
+    )
     assert {step["label"] for step in steps} == {"answer"}
     assert steps[0]["sampling_params"].max_tokens == 64
 
@@ -113,7 +123,9 @@ def test_sampling_params_lower_the_length_and_leave_the_distribution(make_sample
         states["sampling_params"].max_tokens = 2
         states["sampling_params"].temperature = 9.0
         return {"rewards": 1"""
-    agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE.replace('return {\n            "rewards": reward', change, 1)))
+    agent = OpenRLHFAgent(
+        agent_file(HEAD + INSTANCE.replace('return {\n            "rewards": reward', change, 1))
+    )
     sampler = make_sampler(agent, lambda prompt: "yes")
     [trajectory], metrics = play(sampler)
     assert [stop - start for start, stop in trajectory.spans] == [4, 2, 2]
@@ -121,9 +133,14 @@ def test_sampling_params_lower_the_length_and_leave_the_distribution(make_sample
 
 
 def test_an_executor_may_name_the_class(make_sampler, agent_file, caplog):
-    executor = EXECUTOR.replace("(AgentInstance)", "(Game)") + "    async def execute(self):\n        pass\n"
+    executor = (
+        EXECUTOR.replace("(AgentInstance)", "(Game)")
+        + "    async def execute(self):\n        pass\n"
+    )
     file = agent_file(HEAD + INSTANCE.replace("AgentInstance(", "Game(") + executor)
-    [trajectory], _ = play(make_sampler(agent_source(AgentConfig(agent=file)).agent, lambda prompt: "yes"))
+    [trajectory], _ = play(
+        make_sampler(agent_source(AgentConfig(agent=file)).agent, lambda prompt: "yes")
+    )
     assert trajectory.scores == {"reward": 1.5}
     assert "AgentExecutor.execute is not run" in caplog.text
 
@@ -135,8 +152,14 @@ def test_an_agent_file_needs_prompts(agent_file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("from openrlhf.utils.agent import AgentInstanceBase" + INSTANCE, "write 'from openppo.agents.openrlhf import"),
-        ("async def solve(task, session):\n    return 1.0\n", "or name a coroutine of the file: .*agent_func.py:NAME"),
+        (
+            "from openrlhf.utils.agent import AgentInstanceBase" + INSTANCE,
+            "write 'from openppo.agents.openrlhf import",
+        ),
+        (
+            "async def solve(task, session):\n    return 1.0\n",
+            "or name a coroutine of the file: .*agent_func.py:NAME",
+        ),
         ("class AgentInstance:\n    pass\n", "no AgentInstance, an AgentInstanceBase"),
     ],
 )
@@ -149,6 +172,8 @@ def test_top_k_0_of_an_agent_is_the_runs_own(make_sampler, agent_file):
     change = """
         states["sampling_params"].top_k = 0
         return {"rewards": 1"""
-    agent = OpenRLHFAgent(agent_file(HEAD + INSTANCE.replace('return {\n            "rewards": reward', change, 1)))
+    agent = OpenRLHFAgent(
+        agent_file(HEAD + INSTANCE.replace('return {\n            "rewards": reward', change, 1))
+    )
     _, metrics = play(make_sampler(agent, lambda prompt: "yes"))
     assert metrics["agent/sampling_overridden"] == 0

@@ -16,7 +16,10 @@ from tests.unit.agents.real_templates import render, trl_templates
 N_CALLS = 10_000  # of each format
 TYPES = ["string", "integer", "number", "boolean", "array", "object", ["integer", "null"]]
 PROPERTIES: dict[str, Any] = {f"p{i}": {"type": kind} for i, kind in enumerate(TYPES)}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}},
+}
 SPECIMENS = [
     "<think>",
     "</think>",
@@ -33,11 +36,19 @@ def random_value(kind: Any, draw: random.Random, depth: int = 0) -> Any:
     if isinstance(kind, list):
         return None if draw.random() < 0.3 else random_value(kind[0], draw)
     if kind == "string":
-        return "".join(draw.choice(LETTERS) for _ in range(draw.randrange(12))) + draw.choice([*SPECIMENS, "", "", ""])
+        return "".join(draw.choice(LETTERS) for _ in range(draw.randrange(12))) + draw.choice(
+            [*SPECIMENS, "", "", ""]
+        )
     if kind in ("array", "object") and depth < 3:
-        inner = [random_value(draw.choice(TYPES), draw, depth + 1) for _ in range(draw.randrange(3))]
-        return inner if kind == "array" else {random_value("string", draw): value for value in inner}
-    return {"integer": draw.randrange(-(10**9), 10**9), "boolean": draw.random() < 0.5}.get(kind, draw.uniform(-9, 9))
+        inner = [
+            random_value(draw.choice(TYPES), draw, depth + 1) for _ in range(draw.randrange(3))
+        ]
+        return (
+            inner if kind == "array" else {random_value("string", draw): value for value in inner}
+        )
+    return {"integer": draw.randrange(-(10**9), 10**9), "boolean": draw.random() < 0.5}.get(
+        kind, draw.uniform(-9, 9)
+    )
 
 
 def random_calls(n: int, most: int = 3) -> Iterator[list[ToolCall]]:
@@ -47,15 +58,25 @@ def random_calls(n: int, most: int = 3) -> Iterator[list[ToolCall]]:
         size = min(n, draw.randint(1, most))
         n -= size
         names = [[name for name in PROPERTIES if draw.random() < 0.5] for _ in range(size)]
-        yield [ToolCall("f", {p: random_value(PROPERTIES[p]["type"], draw) for p in chosen}) for chosen in names]
+        yield [
+            ToolCall("f", {p: random_value(PROPERTIES[p]["type"], draw) for p in chosen})
+            for chosen in names
+        ]
 
 
 def messages_of(calls: list[ToolCall], as_text: bool) -> list[dict[str, Any]]:
     functions = [
-        {"name": call.name, "arguments": json.dumps(call.arguments) if as_text else call.arguments} for call in calls
+        {"name": call.name, "arguments": json.dumps(call.arguments) if as_text else call.arguments}
+        for call in calls
     ]
-    named = [{"id": f"call{i:05d}", "type": "function", "function": function} for i, function in enumerate(functions)]
-    return [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": named}]
+    named = [
+        {"id": f"call{i:05d}", "type": "function", "function": function}
+        for i, function in enumerate(functions)
+    ]
+    return [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "", "tool_calls": named},
+    ]
 
 
 # Formats by hand, for those without a template at hand: what the models' documentation shows.
@@ -76,12 +97,16 @@ def write_hermes(call: ToolCall) -> str:
 
 
 def write_llama(call: ToolCall) -> str:
-    body = json.dumps({"type": "function", "name": call.name, "parameters": call.arguments}, ensure_ascii=False)
+    body = json.dumps(
+        {"type": "function", "name": call.name, "parameters": call.arguments}, ensure_ascii=False
+    )
     return f"<|python_tag|>{body}; "
 
 
 def write_json(call: ToolCall) -> str:
-    return f"```json\n{json.dumps({'name': call.name, 'arguments': call.arguments}, indent=2)}\n```\n"
+    return (
+        f"```json\n{json.dumps({'name': call.name, 'arguments': call.arguments}, indent=2)}\n```\n"
+    )
 
 
 def write_openai(call: ToolCall) -> str:
@@ -91,7 +116,9 @@ def write_openai(call: ToolCall) -> str:
 
 def write_qwen3_coder(call: ToolCall) -> str:
     as_text = {k: v if isinstance(v, str) else json.dumps(v) for k, v in call.arguments.items()}
-    parameters = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in as_text.items())
+    parameters = "".join(
+        f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in as_text.items()
+    )
     return f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>\n"
 
 
@@ -107,11 +134,15 @@ BY_HAND: list[tuple[str, Callable[[ToolCall], str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "write", "around"), BY_HAND, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("name", "write", "around"), BY_HAND, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_written_calls_are_read(name, write, around):
     for calls in random_calls(N_CALLS // 5):
         parsed = PARSERS[name](around.format("".join(map(write, calls))), [TOOL])
-        assert [(call.name, call.arguments) for call in parsed.calls] == [(call.name, call.arguments) for call in calls]
+        assert [(call.name, call.arguments) for call in parsed.calls] == [
+            (call.name, call.arguments) for call in calls
+        ]
         assert parsed.error is None and not parsed.content
 
 
@@ -142,15 +173,21 @@ def test_calls_are_read_as_tokenizers_write_them(assets: Path, model, name):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / model)
     assert choose_parser(tokenizer.chat_template, "auto", "") == name
     for calls in random_calls(N_CALLS // 2):
-        messages = messages_of(calls, name == "mistral")  # its template writes objects in HTML's escapes
+        messages = messages_of(
+            calls, name == "mistral"
+        )  # its template writes objects in HTML's escapes
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         parsed = check_round_trip(name, text, calls)
-        assert name != "mistral" or [call.id for call in parsed.calls] == [f"call{i:05d}" for i in range(len(calls))]
+        assert name != "mistral" or [call.id for call in parsed.calls] == [
+            f"call{i:05d}" for i in range(len(calls))
+        ]
 
 
 def check_round_trip(name: str, text: str, calls: list[ToolCall]) -> Parsed:
     parsed = PARSERS[name](text.partition("question")[2], [TOOL])
-    assert [(call.name, call.arguments) for call in parsed.calls] == [(call.name, call.arguments) for call in calls]
+    assert [(call.name, call.arguments) for call in parsed.calls] == [
+        (call.name, call.arguments) for call in calls
+    ]
     assert parsed.error is None
     return parsed
 
@@ -158,12 +195,16 @@ def check_round_trip(name: str, text: str, calls: list[ToolCall]) -> Parsed:
 def mutated(text: str, draw: random.Random) -> str:
     for _ in range(draw.randint(1, 4)):
         at, n = draw.randrange(len(text) + 1), draw.randrange(1, 9)
-        put = draw.choice(["", text[n : 2 * n], draw.choice(SPECIMENS), draw.choice(LETTERS), "\ud800", "[[[[{{"])
+        put = draw.choice(
+            ["", text[n : 2 * n], draw.choice(SPECIMENS), draw.choice(LETTERS), "\ud800", "[[[[{{"]
+        )
         text = text[:at] + put + text[at + n * draw.randrange(2) :]
     return text if draw.random() < 0.8 else text[: draw.randrange(len(text) + 1)]
 
 
-@pytest.mark.parametrize(("name", "write", "around"), BY_HAND, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("name", "write", "around"), BY_HAND, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_mutated_calls_raise_nothing(name, write, around):
     draw, n_errors = random.Random(1), 0
     for calls in random_calls(N_CALLS // 4, most=2):
@@ -175,13 +216,17 @@ def test_mutated_calls_raise_nothing(name, write, around):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@pytest.mark.parametrize("piece", ["<tool_call>", "[", '[{"name":', "<function=a><parameter=b>", "<think>", "{" * 9])
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", "[", '[{"name":', "<function=a><parameter=b>", "<think>", "{" * 9]
+)
 def test_long_nonsense_raises_nothing(name, piece):
     parsed = PARSERS[name](piece * 3_000, [TOOL])
     assert not parsed.calls and parsed.content
 
 
-WRITTEN = [(name, around.format(write(ToolCall("f", {"p0": "x"})))) for name, write, around in BY_HAND]
+WRITTEN = [
+    (name, around.format(write(ToolCall("f", {"p0": "x"})))) for name, write, around in BY_HAND
+]
 
 
 @pytest.mark.parametrize(("name", "text"), WRITTEN)
@@ -201,21 +246,49 @@ def test_a_call_in_reasoning_is_no_call(name, text):
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a" 1}}</tool_call>', "Expecting ':' delimiter"),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call>', 'arguments of the call of "f" must be a JSON object'),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a" 1}}</tool_call>',
+            "Expecting ':' delimiter",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f"}</tool_call>',
+            'arguments of the call of "f" must be a JSON object',
+        ),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "lacks the name"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {}} now</tool_call>', "</tool_call> must follow"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "not valid JSON"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "not valid JSON"),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {}} now</tool_call>',
+            "</tool_call> must follow",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+            "not valid JSON",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>',
+            "not valid JSON",
+        ),
         ("hermes", "<tool_call>f(1)</tool_call>", "not valid JSON"),
         ("llama3_json", "<|python_tag|>f.call(a=1)", "not valid JSON"),
         ("mistral", "[TOOL_CALLS]f[ARGS](1)", "not valid JSON"),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": 1}]', "must be a JSON object"),
         ("deepseek", "<｜tool▁call▁begin｜>f()<｜tool▁call▁end｜>", "<｜tool▁sep｜> must follow"),
         ("qwen3_coder", '<tool_call>{"name": "f"}</tool_call>', "<function=NAME> must follow"),
-        ("qwen3_coder", "<function=f><parameter=p1>two</parameter></function>", '"p1" must be of type integer'),
+        (
+            "qwen3_coder",
+            "<function=f><parameter=p1>two</parameter></function>",
+            '"p1" must be of type integer',
+        ),
         ("qwen3_coder", "<function=f><parameter=p1>2</function>", "</function> is missing"),
-        ("qwen3_coder", "<function=f><parameter=p0>a\n<parameter=p1>2</parameter></function>", '</parameter> of "p0"'),
+        (
+            "qwen3_coder",
+            "<function=f><parameter=p0>a\n<parameter=p1>2</parameter></function>",
+            '</parameter> of "p0"',
+        ),
         ("json", '{"name": "f", "arguments": {"a": 1}', "Expecting ',' delimiter"),
     ],
 )
@@ -231,11 +304,15 @@ def test_beside_a_malformed_call_nothing_is_a_call():
 
 
 def test_a_stop_string_may_have_cut_the_closing_tag():
-    assert PARSERS["hermes"](write_hermes(ToolCall("f", {})).removesuffix("</tool_call>\n"), []).calls
+    assert PARSERS["hermes"](
+        write_hermes(ToolCall("f", {})).removesuffix("</tool_call>\n"), []
+    ).calls
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@pytest.mark.parametrize("text", ["", "42", '{"name": "Ada", "age": 36}', "[1, 2]", "a < b {c}", "```json\n{}\n```"])
+@pytest.mark.parametrize(
+    "text", ["", "42", '{"name": "Ada", "age": 36}', "[1, 2]", "a < b {c}", "```json\n{}\n```"]
+)
 def test_other_text_is_no_call(name, text):
     assert PARSERS[name](text, [TOOL]) == Parsed(text, [])
 
@@ -250,12 +327,19 @@ def test_values_in_tags_get_the_types_of_their_schema():
     }
     tool = {"type": "function", "function": {"name": "g", "parameters": {"properties": kinds}}}
     written = {"a": "None", "b": "7", "c": "7", "d": "7", "e": "True", "unknown": "7"}
-    text = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in written.items())
+    text = "".join(
+        f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in written.items()
+    )
     [call] = PARSERS["qwen3_coder"](f"<function=g>\n{text}</function>", [tool]).calls
     assert call.arguments == {"a": None, "b": "7", "c": "7", "d": 7, "e": True, "unknown": "7"}
 
 
-ODD: list[Any] = [None, {}, {"properties": {"q": {}}}, {"properties": {"p0": {"anyOf": [{"type": "str"}]}}}]
+ODD: list[Any] = [
+    None,
+    {},
+    {"properties": {"q": {}}},
+    {"properties": {"p0": {"anyOf": [{"type": "str"}]}}},
+]
 ODD += [{"properties": {"p0": {"type": kind}}} for kind in (None, ["int", "null"], "int")]
 
 
@@ -268,7 +352,13 @@ def test_what_a_schema_does_not_say_is_a_text(schema):
 
 FORMATS = {
     "hermes": {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"},
-    "qwen3_coder": {"nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning", "qwen3_6"}
+    "qwen3_coder": {
+        "nemotron_3_nano",
+        "nemotron_3_super",
+        "nemotron_3_ultra",
+        "nemotron_3_5_lightning",
+        "qwen3_6",
+    }
     | {"qwen3_8", "qwen3_5_nothink", "qwen3_5_think"},
     "deepseek": {"deepseekv3", "deepseek_r1_distill"},
     "llama3_json": {"llama3", "llama3_1", "llama3_2"},
@@ -277,7 +367,9 @@ FORMATS = {
 
 def test_the_template_tells_the_format():
     for name, template in trl_templates().items():
-        of = [parser for parser, names in FORMATS.items() if name.removesuffix("_training") in names]
+        of = [
+            parser for parser, names in FORMATS.items() if name.removesuffix("_training") in names
+        ]
         assert choose_parser(template, "auto", "") == (of or ["json"])[0], name
 
 

@@ -46,19 +46,27 @@ def reward(value):
 def play(make_sampler, tmp_path):
     """``play(lines)`` plays an episode of a program with these lines; returns its trajectory and metrics."""
 
-    def run(lines: str, row: dict[str, Any] | None = None, command: str = "", **options: Any) -> Any:
+    def run(
+        lines: str, row: dict[str, Any] | None = None, command: str = "", **options: Any
+    ) -> Any:
         (tmp_path / "agent.py").write_text(CLIENT + lines)
-        agent = ProgramAgent(AgentConfig(agent_command=command or f"{sys.executable} {tmp_path}/agent.py", **options))
+        agent = ProgramAgent(
+            AgentConfig(agent_command=command or f"{sys.executable} {tmp_path}/agent.py", **options)
+        )
         sampler = make_sampler(agent, lambda prompt: "yes", **options)
         prompt, metrics = Prompt("say yes", [5, 6], row=row or {}), Metrics()
-        [sampled] = sampler.sample(SampleRequest([prompt], SamplingParams(64), 1, 1, 0, metrics, evaluation=True))
+        [sampled] = sampler.sample(
+            SampleRequest([prompt], SamplingParams(64), 1, 1, 0, metrics, evaluation=True)
+        )
         return sampled, metrics.reduced(SingleProcess())
 
     return run
 
 
 def test_stdin_has_the_prompt_and_the_last_line_the_reward(play):
-    sampled, metrics = play("answer = ask(sys.stdin.read())\nprint('said', answer)\nreward({'a': 1, 'b': 0.5})\n")
+    sampled, metrics = play(
+        "answer = ask(sys.stdin.read())\nprint('said', answer)\nreward({'a': 1, 'b': 0.5})\n"
+    )
     assert sampled.episode.messages == [
         {"role": "user", "content": "say yes"},
         {"role": "assistant", "content": "yes"},
@@ -70,9 +78,16 @@ def test_stdin_has_the_prompt_and_the_last_line_the_reward(play):
 
 @pytest.mark.parametrize("more", ["", " | cat"])
 def test_the_row_is_json_and_its_columns_are_single_arguments(play, tmp_path, more):
-    row = {"question": 'it\'s "$(touch hacked)" `x` a & b\n', "n": 7, "deep": {"list": [1, None]}, "empty": ""}
+    row = {
+        "question": 'it\'s "$(touch hacked)" `x` a & b\n',
+        "n": 7,
+        "deep": {"list": [1, None]},
+        "empty": "",
+    }
     lines = "json.dump([sys.argv[1:], json.loads(os.environ['OPENPPO_TASK'])], open(sys.argv[0] + '.seen', 'w'))\n"
-    command = f"{sys.executable} {tmp_path}/agent.py {{question}} -n={{n}} {{deep}} {{empty}} '1 2'{more}"
+    command = (
+        f"{sys.executable} {tmp_path}/agent.py {{question}} -n={{n}} {{deep}} {{empty}} '1 2'{more}"
+    )
     _, metrics = play(f"{lines}ask('x')\nreward(1)", row, command)
     expected = [row["question"], "-n=7", '{"list": [1, null]}', "", "1 2"]
     assert json.loads((tmp_path / "agent.py.seen").read_text()) == [expected, row]
@@ -102,7 +117,9 @@ def test_each_episode_has_a_key_of_its_own(make_sampler, tmp_path):
     )
     agent = ProgramAgent(AgentConfig(agent_command=f"{sys.executable} {tmp_path}/agent.py"))
     sampled = make_sampler(agent, lambda prompt: "yes").sample(
-        SampleRequest([Prompt("x", [5], index=i) for i in range(3)], SamplingParams(8), 1, 1, 0, Metrics())
+        SampleRequest(
+            [Prompt("x", [5], index=i) for i in range(3)], SamplingParams(8), 1, 1, 0, Metrics()
+        )
     )
     assert len({trajectory.episode.output for trajectory in sampled}) == 3
 
@@ -125,11 +142,15 @@ def test_a_posted_reward_precedes_a_printed_one(play, lines, expected):
 
 def test_without_a_reward_of_its_own_others_score_the_episode(make_sampler, tmp_path):
     (tmp_path / "agent.py").write_text(f"{CLIENT}ask('x')\nprint('no reward')")
-    sampler = make_sampler(ProgramAgent(AgentConfig(agent_command=f"{sys.executable} {tmp_path}/agent.py")), str.upper)
+    sampler = make_sampler(
+        ProgramAgent(AgentConfig(agent_command=f"{sys.executable} {tmp_path}/agent.py")), str.upper
+    )
     for has_rewards, ending in ((True, Ending.COMPLETED), (False, Ending.AGENT_ERROR)):
         object.__setattr__(sampler.parts, "has_rewards", has_rewards)
         metrics = Metrics()
-        sampled = sampler.sample(SampleRequest([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics))
+        sampled = sampler.sample(
+            SampleRequest([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, metrics)
+        )
         assert metrics.reduced(SingleProcess())[f"agent/{ending.value}"] == 1
         assert [trajectory.scores for trajectory in sampled] == ([{}] if has_rewards else [])
 
@@ -151,7 +172,9 @@ def test_what_went_wrong_stays_with_the_episode(play, lines, error):
     assert sampled.episode.n_turns == 1
     assert sampled.episode.messages[-1] == {"role": "assistant", "content": "yes"}
     if "KeyError" in error:
-        assert sampled.episode.output.startswith("Traceback") and sampled.episode.output.endswith("KeyError: 'lost'")
+        assert sampled.episode.output.startswith("Traceback") and sampled.episode.output.endswith(
+            "KeyError: 'lost'"
+        )
 
 
 def dies(pid: int) -> bool:
@@ -164,7 +187,9 @@ def dies(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("last", "ending"), [("time.sleep(600)", "timeout"), ("reward(1)", "completed")])
+@pytest.mark.parametrize(
+    ("last", "ending"), [("time.sleep(600)", "timeout"), ("reward(1)", "completed")]
+)
 def test_children_are_killed_with_the_program(play, last, ending):
     lines = """
         import subprocess, time
@@ -195,7 +220,11 @@ def test_a_program_cancelled_while_it_starts_leaves_nothing(passes, tmp_path):
         return bool(ended)
 
     assert asyncio.run(cancelled_at_its_start())
-    pids = [process.pid for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info)]
+    pids = [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in str(process.info)
+    ]
     assert all(map(dies, pids))
 
 
@@ -266,9 +295,13 @@ def test_values_are_no_language_of_the_shell(command):
 
 def test_an_unknown_column_is_found_before_a_model_is_loaded():
     source = agent_source(AgentConfig(agent_command="echo {question} {anwser}"))
-    rows = [Prompt("", [], row={"question": "?", "answer": 2}, source="tasks.jsonl", index=i) for i in range(3)]
+    rows = [
+        Prompt("", [], row={"question": "?", "answer": 2}, source="tasks.jsonl", index=i)
+        for i in range(3)
+    ]
     with pytest.raises(
-        ValueError, match=r"\{anwser\} is no column of row 1 of tasks.jsonl, which has: question, answer"
+        ValueError,
+        match=r"\{anwser\} is no column of row 1 of tasks.jsonl, which has: question, answer",
     ):
         source.check_prompts(rows)
 
@@ -296,11 +329,15 @@ def test_a_reward_is_printed_as_json_in_the_last_line(output, reward):
     assert printed_reward(output) == reward
 
 
-@pytest.mark.parametrize(("answers", "reward"), [(["42"], 1.0), (["41", "it is 42 ."], 0.5), (["41", "43"], 0.0)])
+@pytest.mark.parametrize(
+    ("answers", "reward"), [(["42"], 1.0), (["41", "it is 42 ."], 0.5), (["41", "43"], 0.0)]
+)
 def test_the_example_asks_a_second_time(make_sampler, answers, reward):
     command = f"{sys.executable} {REPO}/examples/agents/second_chance.py --answer {{answer}}"
     said = iter(answers)
-    sampler = make_sampler(ProgramAgent(AgentConfig(agent_command=command)), lambda prompt: next(said))
+    sampler = make_sampler(
+        ProgramAgent(AgentConfig(agent_command=command)), lambda prompt: next(said)
+    )
     prompt, metrics = Prompt("What is 17 + 25?", [5], row={"answer": "42"}), Metrics()
     [sampled] = sampler.sample(SampleRequest([prompt], SamplingParams(64), 1, 1, 0, metrics))
     assert sampled.scores == {"reward": reward}

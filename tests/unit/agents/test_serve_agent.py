@@ -29,9 +29,16 @@ def model(tmp_path_factory, chat_tokenizer) -> Path:
     """A tiny random model of chats."""
     folder = tmp_path_factory.mktemp("chat_model")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     ends = {"pad_token_id": 0, "eos_token_id": chat_tokenizer.eos_token_id, "bos_token_id": None}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(chat_tokenizer), **sizes, **ends)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(chat_tokenizer), **sizes, **ends)).save_pretrained(
+        folder
+    )
     chat_tokenizer.save_pretrained(folder)
     return folder
 
@@ -47,15 +54,21 @@ def seeing(tmp_path) -> Path:
     model.save_pretrained(tmp_path / "llava")
     sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     more = {"image_token": "<image>", "num_additional_image_tokens": 1}
-    LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **more).save_pretrained(tmp_path / "llava")
+    LlavaProcessor(CLIPImageProcessorPil(**sizes), tokenizer, 8, "default", **more).save_pretrained(
+        tmp_path / "llava"
+    )
     tokenizer.save_pretrained(tmp_path / "llava")
     return tmp_path / "llava"
 
 
 def chat(url: str, key: str, content: Any = "hello") -> dict:
-    body = json.dumps({"messages": [{"role": "user", "content": content}], "model": "any", "max_tokens": 5}).encode()
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": content}], "model": "any", "max_tokens": 5}
+    ).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body, headers), timeout=60) as got:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/chat/completions", body, headers), timeout=60
+    ) as got:
         return json.load(got)
 
 
@@ -63,9 +76,21 @@ def chat(url: str, key: str, content: Any = "hello") -> dict:
 def serving(model: Path, folder: Path, *options: str) -> Iterator[tuple[str, Any]]:
     """The address of a server, and its process."""
     said, logged = folder / "stdout", folder / "stderr"
-    command = [sys.executable, "-m", "openppo", "serve_agent", "--pretrain", model, "--port", "0", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "openppo",
+        "serve_agent",
+        "--pretrain",
+        model,
+        "--port",
+        "0",
+        *options,
+    ]
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=said.open("w"), stderr=logged.open("w"))
+    process = subprocess.Popen(
+        command, env=environment, stdout=said.open("w"), stderr=logged.open("w")
+    )
     try:
         while process.poll() is None and "my_agent.py" not in said.read_text():
             time.sleep(0.05)
@@ -78,7 +103,9 @@ def test_any_key_is_an_episode_until_the_server_is_interrupted(model, tmp_path):
     with serving(model, tmp_path, "--max_turns", "2") as (url, process):
         answers = [chat(url, key) for key in ("one", "one", "two")]
         assert [answer["usage"]["completion_tokens"] <= 5 for answer in answers] == [True] * 3
-        assert answers[0]["choices"] == answers[2]["choices"] != answers[1]["choices"], "one seed for each episode"
+        assert answers[0]["choices"] == answers[2]["choices"] != answers[1]["choices"], (
+            "one seed for each episode"
+        )
         with pytest.raises(urllib.error.HTTPError) as refused:
             chat(url, "one")
         assert refused.value.code == 400 and "max_turns" in refused.value.read().decode()

@@ -25,7 +25,10 @@ PARAMS = SamplingParams(16)
 
 
 def rows(n):
-    return [Prompt(f"say {i}", [5], row={"input": f"say {i}", "label": str(i)}, index=i) for i in range(n)]
+    return [
+        Prompt(f"say {i}", [5], row={"input": f"say {i}", "label": str(i)}, index=i)
+        for i in range(n)
+    ]
 
 
 def played(sampler, prompts, n_samples=1):
@@ -152,7 +155,11 @@ def test_what_comes_after_the_time_limit_changes_nothing(make_sampler, service):
 
     def play(job):
         attempt(f"{job['base_url']}/complete", {"reward": 9.0, "attempt": job["attempt"] + 1})
-        post(f"{job['base_url']}/chat/completions", {"messages": job["messages"], "model": "any"}, job["api_key"])
+        post(
+            f"{job['base_url']}/chat/completions",
+            {"messages": job["messages"], "model": "any"},
+            job["api_key"],
+        )
         if job["row"]["label"] == "0":
             assert late.wait(10)
         for _ in range(2):
@@ -171,7 +178,10 @@ def test_what_comes_after_the_time_limit_changes_nothing(make_sampler, service):
 
 
 def test_a_service_that_does_not_answer_is_named_before_the_run():
-    with pytest.raises(ValueError, match="the service http://127.0.0.1:1 does not answer .*: start it before the run"):
+    with pytest.raises(
+        ValueError,
+        match="the service http://127.0.0.1:1 does not answer .*: start it before the run",
+    ):
         ServiceAgent("http://127.0.0.1:1").check([])
 
 

@@ -13,14 +13,23 @@ from openppo.tracking import Metrics
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams, SingleProcess
 
 ENDINGS = {ending.value for ending in Ending}
-TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "", "parameters": {"type": "object"}},
+    }
+]
 
 
-def play(sampler: Any, n_prompts: int = 1, n_samples: int = 1, max_new_tokens: int = 64, **more: Any) -> Any:
+def play(
+    sampler: Any, n_prompts: int = 1, n_samples: int = 1, max_new_tokens: int = 64, **more: Any
+) -> Any:
     """Trajectories and metrics of one rollout."""
     metrics = Metrics()
     prompts = [Prompt(f"task {i}", [5, 6], row={"number": i}) for i in range(n_prompts)]
-    sampled = sampler.sample(SampleRequest(prompts, SamplingParams(max_new_tokens), n_samples, 1, 0, metrics, **more))
+    sampled = sampler.sample(
+        SampleRequest(prompts, SamplingParams(max_new_tokens), n_samples, 1, 0, metrics, **more)
+    )
     return sampled, metrics.reduced(SingleProcess())
 
 
@@ -49,11 +58,16 @@ def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
     [trajectory], metrics = play(sampler)
     journal = sampler.parts.engine.journal
     assert trajectory.versions == [7 if sampled else -1 for sampled in trajectory.action_mask]
-    assert [trajectory.token_ids[start:stop] for start, stop in trajectory.spans] == [ids for _, ids in journal]
+    assert [trajectory.token_ids[start:stop] for start, stop in trajectory.spans] == [
+        ids for _, ids in journal
+    ]
     assert trajectory.token_ids == journal[-1][0] + journal[-1][1]
     assert (metrics["agent/bridged_turns"], metrics["agent/rerendered_turns"]) == (2, 0)
     rendered = chat_tokenizer.apply_chat_template(trajectory.episode.messages, tokenize=False)
-    assert (rendered.count("<think>"), chat_tokenizer.decode(trajectory.token_ids).count("<think>")) == (0, 3)
+    assert (
+        rendered.count("<think>"),
+        chat_tokenizer.decode(trajectory.token_ids).count("<think>"),
+    ) == (0, 3)
 
 
 def test_a_turn_resumes_what_is_kept_of_the_one_before(make_sampler):
@@ -66,7 +80,9 @@ def test_each_turn_has_its_own_repeatable_seed(make_sampler):
     samplers = [make_sampler(three_turns, lambda prompt: "yes") for _ in range(2)]
     for sampler in samplers:
         play(sampler, 2, 2)
-    first, second = ([seed for _, seed, _ in sampler.parts.engine.submitted] for sampler in samplers)
+    first, second = (
+        [seed for _, seed, _ in sampler.parts.engine.submitted] for sampler in samplers
+    )
     assert first == second and len(set(first)) == 12
 
 
@@ -92,7 +108,14 @@ def test_a_lower_limit_of_a_request_bounds_its_least_tokens_too(make_sampler):
 
     sampler, metrics = make_sampler(short, lambda prompt: "yes"), Metrics()
     sampler.sample(
-        SampleRequest([Prompt("task", [5])], SamplingParams(9, min_new_tokens=4, stop=("?",)), 1, 1, 0, metrics)
+        SampleRequest(
+            [Prompt("task", [5])],
+            SamplingParams(9, min_new_tokens=4, stop=("?",)),
+            1,
+            1,
+            0,
+            metrics,
+        )
     )
     [(params, *_)] = sampler.parts.engine.submitted
     assert params == SamplingParams(2, min_new_tokens=2, stop=("?", "!"))
@@ -107,7 +130,9 @@ def test_a_request_of_no_whole_number_of_tokens_ends_its_episode_alone(make_samp
     sampler = make_sampler(ask, lambda prompt: "yes")
     sampled, metrics = play(sampler, 2)
     assert metrics["agent/agent_error"] == metrics["agent/completed"] == 0.5
-    assert [params.stop for params, *_ in sampler.parts.engine.submitted] == [("yes",)] and len(sampled) == 1
+    assert [params.stop for params, *_ in sampler.parts.engine.submitted] == [("yes",)] and len(
+        sampled
+    ) == 1
 
 
 def test_an_episode_whose_turns_nobody_received_is_an_error(make_sampler):
@@ -125,7 +150,9 @@ def test_an_episode_may_have_thousands_of_turns():
     turns: list[Turn] = []
     for number in range(3000):
         parent = turns[-1] if turns else None
-        turns.append(Turn(number, [], [], [], Completion([1], [0.0], [0], FinishReason.STOP), "", [], parent))
+        turns.append(
+            Turn(number, [], [], [], Completion([1], [0.0], [0], FinishReason.STOP), "", [], parent)
+        )
     assert turns[-1].path == turns
 
 
@@ -134,9 +161,14 @@ def test_history_as_the_template_has_it_makes_segments(make_sampler):
     trajectories, metrics = play(sampler)
     journal = sampler.parts.engine.journal
     assert (len(trajectories), metrics["agent/rerendered_turns"]) == (3, 2)
-    assert all(t.token_ids == prompt + ids for t, (prompt, ids) in zip(trajectories, journal, strict=True))
+    assert all(
+        t.token_ids == prompt + ids for t, (prompt, ids) in zip(trajectories, journal, strict=True)
+    )
     same, metrics = play(make_sampler(three_turns, lambda prompt: "yes", history="template"))
-    assert (len(same), metrics["agent/rerendered_turns"]) == (1, 0)  # nothing was cut: the rendering is the record
+    assert (len(same), metrics["agent/rerendered_turns"]) == (
+        1,
+        0,
+    )  # nothing was cut: the rendering is the record
 
 
 @pytest.mark.parametrize("n_branches", [1, 2, 5])
@@ -144,7 +176,9 @@ def test_branches_share_their_episode(make_sampler, n_branches):
     async def branch_out(task: Any, session: Any) -> float:
         first = await session.chat(task.messages)
         texts = [f"branch {i}" for i in range(n_branches)]
-        await asyncio.gather(*(session.chat(follow_up(task.messages, first, text)) for text in texts))
+        await asyncio.gather(
+            *(session.chat(follow_up(task.messages, first, text)) for text in texts)
+        )
         return 1.0
 
     sampler = make_sampler(branch_out, lambda prompt: "yes" if "branch" in prompt else "well")
@@ -152,7 +186,9 @@ def test_branches_share_their_episode(make_sampler, n_branches):
     assert len(trajectories) == n_branches
     n_actions = [sum(t.action_mask) for t in trajectories]
     assert [t.share for t in trajectories] == pytest.approx([n / sum(n_actions) for n in n_actions])
-    assert [len(t.spans) for t in trajectories] == [2] + [1] * (n_branches - 1)  # the shared turn is trained on once
+    assert [len(t.spans) for t in trajectories] == [2] + [1] * (
+        n_branches - 1
+    )  # the shared turn is trained on once
     journal = sampler.parts.engine.journal
     assert sum(n_actions) == sum(len(ids) for _, ids in journal)
 
@@ -196,7 +232,9 @@ def test_rewards_that_metrics_cannot_hold_fail_the_episode(make_sampler, rewards
         return rewards
 
     failed: list[Any] = []
-    request = SampleRequest([Prompt("x", [5])], SamplingParams(8), 1, 1, 0, Metrics(), note_failed=failed.append)
+    request = SampleRequest(
+        [Prompt("x", [5])], SamplingParams(8), 1, 1, 0, Metrics(), note_failed=failed.append
+    )
     make_sampler(solve, lambda prompt: "yes").sample(request)
     assert re.search(error, failed[0].episode.error)
 
@@ -227,10 +265,16 @@ def test_other_tools_or_an_edited_answer_begin_a_segment(make_sampler):
         return 1.0
 
     trajectories, metrics = play(make_sampler(edit, lambda prompt: "yes"))
-    assert (metrics["agent/rerendered_turns"], metrics["agent/bridged_turns"], len(trajectories)) == (2, 1, 3)
+    assert (
+        metrics["agent/rerendered_turns"],
+        metrics["agent/bridged_turns"],
+        len(trajectories),
+    ) == (2, 1, 3)
 
 
-def test_an_answer_that_the_template_refuses_is_continued_and_reported(make_sampler, chat_tokenizer, monkeypatch):
+def test_an_answer_that_the_template_refuses_is_continued_and_reported(
+    make_sampler, chat_tokenizer, monkeypatch
+):
     """As of Llama 3.1, whose template takes one call in a message."""
     refusing = (
         "{% for m in messages if m.tool_calls and m.tool_calls|length > 1 %}"
@@ -241,12 +285,16 @@ def test_an_answer_that_the_template_refuses_is_continued_and_reported(make_samp
 
     async def act(task: Any, session: Any) -> float:
         turn = await session.chat(task.messages, TOOLS)
-        results = [{"role": "tool", "tool_call_id": made["id"], "content": "4"} for made in turn.tool_calls]
+        results = [
+            {"role": "tool", "tool_call_id": made["id"], "content": "4"} for made in turn.tool_calls
+        ]
         await session.chat([*task.messages, turn.message, *results], TOOLS)
         return 1.0
 
     options = {"tool_parser": "hermes", "check_rendering": "warn"}
-    [trajectory], metrics = play(make_sampler(act, lambda prompt: call * 2, **options), max_new_tokens=200)
+    [trajectory], metrics = play(
+        make_sampler(act, lambda prompt: call * 2, **options), max_new_tokens=200
+    )
     assert metrics["agent/bridged_turns"] == 1 and metrics["agent/rerender_mismatch"] == 1
     assert "one!" in trajectory.episode.error and ending_of(metrics) == "completed"
 
@@ -256,18 +304,26 @@ def test_a_cut_answer_is_closed_as_context(make_sampler, chat_tokenizer):
     [trajectory], metrics = play(sampler, max_new_tokens=4)
     eos = chat_tokenizer.eos_token_id
     assert metrics["agent/bridged_turns"] == 2 and trajectory.finish_reason is FinishReason.LENGTH
-    ends = [(trajectory.token_ids[stop], trajectory.action_mask[stop]) for _, stop in trajectory.spans[:-1]]
+    ends = [
+        (trajectory.token_ids[stop], trajectory.action_mask[stop])
+        for _, stop in trajectory.spans[:-1]
+    ]
     assert ends == [(eos, False)] * 2
 
 
-@pytest.mark.parametrize(("mode", "ending"), [("off", "completed"), ("warn", "completed"), ("strict", "agent_error")])
+@pytest.mark.parametrize(
+    ("mode", "ending"), [("off", "completed"), ("warn", "completed"), ("strict", "agent_error")]
+)
 def test_rendering_is_checked_at_the_end(make_sampler, caplog, mode, ending):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes", check_rendering=mode)
     trajectories, metrics = play(sampler)
     assert ending_of(metrics) == ending
     assert metrics.get("agent/rerender_mismatch") == (None if mode == "off" else 1)
     if mode == "warn":
-        assert "<think>" in trajectories[0].episode.error and trajectories[0].episode.error in caplog.text
+        assert (
+            "<think>" in trajectories[0].episode.error
+            and trajectories[0].episode.error in caplog.text
+        )
 
 
 async def ask_forever(task: Any, session: Any) -> None:
@@ -323,7 +379,9 @@ def test_failed_episodes_leave_their_group_and_count_in_evaluations(make_sampler
 
     async def fail_some(task: Any, session: Any) -> float:
         seen.append(task["number"])
-        fails = seen.count(task["number"]) <= task["number"]  # the first of row 1, the first two of row 2
+        fails = (
+            seen.count(task["number"]) <= task["number"]
+        )  # the first of row 1, the first two of row 2
         await session.chat(task.messages)
         if fails:
             raise RuntimeError("broken")
@@ -331,7 +389,13 @@ def test_failed_episodes_leave_their_group_and_count_in_evaluations(make_sampler
 
     sampler = make_sampler(fail_some, lambda prompt: "yes")
     trajectories, metrics = play(sampler, n_prompts=3, n_samples=3)
-    assert [t.group for t in trajectories] == [0, 0, 0, 1, 1]  # of group 2 one is left, which teaches nothing
+    assert [t.group for t in trajectories] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+    ]  # of group 2 one is left, which teaches nothing
     assert metrics["agent/agent_error"] == pytest.approx(3 / 9)
     seen.clear()
     evaluated, _ = play(sampler, n_prompts=3, n_samples=3, evaluation=True)

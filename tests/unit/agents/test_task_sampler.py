@@ -41,9 +41,15 @@ def test_a_task_that_joins_leaves_evaluations_of_others_alone(chat_tokenizer):
 def test_responses_have_seeds_of_their_places_in_the_run(chat_tokenizer):
     engine = ScriptedEngine(chat_tokenizer, lambda text: "ab")
     ends = [chat_tokenizer.eos_token_id]
-    sampler = ResponseSampler(SamplerParts(engine, chat_tokenizer, ends, SingleProcess(), StopCheck(), longest=100))
+    sampler = ResponseSampler(
+        SamplerParts(engine, chat_tokenizer, ends, SingleProcess(), StopCheck(), longest=100)
+    )
     params = sampling_params(task("", 9).config.generation)
-    found = sampler.sample(SampleRequest([Prompt("x", [5]), Prompt("y", [6])], params, 3, 7, 20, Metrics()))
+    found = sampler.sample(
+        SampleRequest([Prompt("x", [5]), Prompt("y", [6])], params, 3, 7, 20, Metrics())
+    )
     sampler.close()
     assert [trajectory.group for trajectory in found] == [20, 20, 20, 21, 21, 21]
-    assert [seed for _, seed, _ in engine.submitted] == [sample_seed(7, number) for number in range(60, 66)]
+    assert [seed for _, seed, _ in engine.submitted] == [
+        sample_seed(7, number) for number in range(60, 66)
+    ]

@@ -67,10 +67,19 @@ def play(make_sampler) -> Callable[..., tuple[list[Trajectory], dict[str, float]
     def run(
         tools: list[BaseTool], script: Callable[[str], str], **options: Any
     ) -> tuple[list[Trajectory], dict[str, float]]:
-        rows, has_rewards, metrics = options.pop("rows", [{}]), options.pop("has_rewards", False), Metrics()
+        rows, has_rewards, metrics = (
+            options.pop("rows", [{}]),
+            options.pop("has_rewards", False),
+            Metrics(),
+        )
         agent = ToolAgent(tools, AgentConfig(tools="tools.py", tool_parser="hermes", **options))
-        sampler = make_sampler(agent, script, tool_parser="hermes", has_rewards=has_rewards, **options)
-        prompts = [Prompt("task", [5, 6], row=row, messages=[{"role": "user", "content": "task"}]) for row in rows]
+        sampler = make_sampler(
+            agent, script, tool_parser="hermes", has_rewards=has_rewards, **options
+        )
+        prompts = [
+            Prompt("task", [5, 6], row=row, messages=[{"role": "user", "content": "task"}])
+            for row in rows
+        ]
         agent.check(prompts)
         sampled = sampler.sample(SampleRequest(prompts, SamplingParams(400), 1, 1, 0, metrics))
         return sampled, metrics.reduced(SingleProcess())
@@ -80,7 +89,9 @@ def play(make_sampler) -> Callable[..., tuple[list[Trajectory], dict[str, float]
 
 def results(trajectory: Trajectory) -> list[str]:
     assert trajectory.episode is not None
-    return [message["content"] for message in trajectory.episode.messages if message["role"] == "tool"]
+    return [
+        message["content"] for message in trajectory.episode.messages if message["role"] == "tool"
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +113,9 @@ def test_classes_of_verl_live_through_an_episode(play, form):
     }
     script = then(calls(("grade", {"answer": "6"})), calls(("grade", {"answer": "7"})), "It is 7.")
     [trajectory], metrics = play(
-        [form({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))], script, rows=[row(grade=arguments)]
+        [form({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))],
+        script,
+        rows=[row(grade=arguments)],
     )
     inner = ("calc_reward", {})
     assert [
@@ -119,7 +132,9 @@ def test_rewards_lie_on_the_last_action_of_their_turn(play):
     script = then(calls(("paying", {}), ("paying", {})), "end")
     [trajectory], _ = play([Paying("paying", ("ok", 0.25, None))], script)
     rewards = {t: reward for t, reward in enumerate(trajectory.token_rewards) if reward}
-    assert rewards == {stop - 1: reward for (_, stop), reward in zip(trajectory.spans, [0.5, 0.5], strict=True)}
+    assert rewards == {
+        stop - 1: reward for (_, stop), reward in zip(trajectory.spans, [0.5, 0.5], strict=True)
+    }
     assert trajectory.scores == {}
 
 
@@ -131,7 +146,11 @@ class Counting(Paying):
         return "ok", parameters["pay"], None
 
 
-COUNTED = then(calls(("b", {"pay": 1}), ("a", {"pay": 2}), ("b", {"pay": None})), calls(("b", {"pay": 3})), "end")
+COUNTED = then(
+    calls(("b", {"pay": 1}), ("a", {"pay": 2}), ("b", {"pay": None})),
+    calls(("b", {"pay": 3})),
+    "end",
+)
 EARNED = {"b": [1.0, 3.0, 0.5], "a": [2.0, 0.5]}
 
 
@@ -215,7 +234,9 @@ def test_what_raises_outside_of_calls_is_a_tool_error(play, method, options):
     assert counts["calc_reward"] == (0 if method == "create" else 2)
 
 
-@pytest.mark.parametrize(("reward", "sums"), [(float("nan"), []), ("much", []), (None, [0.5]), (0.25, [0.75])])
+@pytest.mark.parametrize(
+    ("reward", "sums"), [(float("nan"), []), ("much", []), (None, [0.5]), (0.25, [0.75])]
+)
 def test_a_reward_is_a_finite_number_or_none(play, reward, sums):
     class Odd(Paying):
         async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
@@ -269,16 +290,24 @@ def test_the_model_reads_what_was_wrong_with_a_call(play, caplog):
         "done",
     ]
     assert metrics["agent/tool_errors"] == 4 and metrics["agent/tool_calls"] == 5
-    assert sum("the tool bad.execute: ZeroDivisionError" in message for message in caplog.messages) == 1
+    assert (
+        sum("the tool bad.execute: ZeroDivisionError" in message for message in caplog.messages)
+        == 1
+    )
 
 
 def test_a_malformed_call_is_answered_and_none_beside_it_is_made(play):
     broken = "<tool_call>\n{'name'\n</tool_call>"
     script = then(broken, calls(("plain", {})) + broken, "end")
     [trajectory], metrics = play([Paying()], script)
-    messages = [message for message in trajectory.episode.messages if message["role"] in ("user", "tool")]
+    messages = [
+        message for message in trajectory.episode.messages if message["role"] in ("user", "tool")
+    ]
     assert [message["role"] for message in messages] == ["user"] * 3
-    assert all(said["content"].startswith("Error: a tool call could not be read: ") for said in messages[1:])
+    assert all(
+        said["content"].startswith("Error: a tool call could not be read: ")
+        for said in messages[1:]
+    )
     assert metrics["agent/tool_errors"] == metrics["agent/malformed_calls"] == 2
 
 
@@ -294,7 +323,9 @@ def test_plain_functions_of_a_turn_run_at_the_same_time(play):
 
     plain, coroutine = Paying("plain"), Paying("coroutine")
     plain.execute, coroutine.execute = wait, wait_too
-    [trajectory], _ = play([plain, coroutine], then(calls(("plain", {}), ("coroutine", {}), ("plain", {})), "end"))
+    [trajectory], _ = play(
+        [plain, coroutine], then(calls(("plain", {}), ("coroutine", {}), ("plain", {})), "end")
+    )
     assert results(trajectory) == ["met"] * 3
 
 
@@ -310,10 +341,14 @@ def test_a_plain_function_that_hangs_keeps_nobody_waiting(play):
     assert left and all(thread.daemon for thread in left)  # so the process can end
 
 
-@pytest.mark.parametrize(("length", "mark"), [(20, ""), (21, " ... [cut]"), (100_000, " ... [cut]")])
+@pytest.mark.parametrize(
+    ("length", "mark"), [(20, ""), (21, " ... [cut]"), (100_000, " ... [cut]")]
+)
 def test_a_long_result_is_cut_with_a_mark(play, length, mark):
     [trajectory], _ = play(
-        [Paying(result="x" * length)], then(calls(("plain", {})), "end"), max_tool_response_tokens=20
+        [Paying(result="x" * length)],
+        then(calls(("plain", {})), "end"),
+        max_tool_response_tokens=20,
     )
     assert results(trajectory) == ["x" * 20 + mark]
 
@@ -324,11 +359,17 @@ def test_what_create_says_follows_the_prompt(play):
             return instance_id, ToolResponse(text="The board is empty.")
 
     [trajectory], _ = play([Saying()], then("end"))
-    assert trajectory.episode.messages[0] == {"role": "user", "content": "task\n\nThe board is empty."}
+    assert trajectory.episode.messages[0] == {
+        "role": "user",
+        "content": "task\n\nThe board is empty.",
+    }
 
 
 def offered(sampler_prompt: str) -> list[str]:
-    return [tool["function"]["name"] for tool in json.loads(re.search(r"</tool_call>: (\[.*\])<", sampler_prompt)[1])]
+    return [
+        tool["function"]["name"]
+        for tool in json.loads(re.search(r"</tool_call>: (\[.*\])<", sampler_prompt)[1])
+    ]
 
 
 def test_a_row_offers_the_tools_that_it_names_or_all(play):
@@ -360,7 +401,14 @@ def test_nulls_among_arguments_count_as_absent(play):
     play(
         [tool],
         then("end"),
-        rows=[row(grade={"create_kwargs": {"ground_truth": "7", "unknown": None}, "release_kwargs": None})],
+        rows=[
+            row(
+                grade={
+                    "create_kwargs": {"ground_truth": "7", "unknown": None},
+                    "release_kwargs": None,
+                }
+            )
+        ],
     )
     assert JOURNAL == [("create", "7"), ("calc_reward", {}), ("release", {})]
 
@@ -369,7 +417,10 @@ def test_rows_that_lack_arguments_are_counted_once(caplog):
     agent = ToolAgent([Plain("a")], AgentConfig(tools="tools.py"))
     with caplog.at_level(logging.WARNING):
         agent.check(
-            [Prompt("", [], row=each) for each in [row(), row(a=None), row(a={}), {}, {"extra_info": {"index": 1}}]]
+            [
+                Prompt("", [], row=each)
+                for each in [row(), row(a=None), row(a={}), {}, {"extra_info": {"index": 1}}]
+            ]
         )
     assert [m for m in caplog.messages if "tools_kwargs" in m] == [
         "2 of 5 rows need tools_kwargs and have none: they play without"
@@ -383,21 +434,33 @@ def test_arguments_of_tools_may_be_json_text():
 
 def test_a_row_that_names_an_unknown_tool_is_refused():
     agent = ToolAgent([Plain("a"), Plain("b")], AgentConfig(tools="tools.py"))
-    with pytest.raises(ValueError, match=r"--tools has no tool 'c', which row 3 of rows.parquet names .* has: a, b"):
+    with pytest.raises(
+        ValueError, match=r"--tools has no tool 'c', which row 3 of rows.parquet names .* has: a, b"
+    ):
         agent.check([Prompt("", [], row=row(a={}, c={}), source="rows.parquet", index=2)])
 
 
 def test_a_prompt_that_ends_in_the_assistants_turn_is_refused():
     agent = ToolAgent([Plain("a")], AgentConfig(tools="tools.py"))
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>"}]
-    with pytest.raises(ValueError, match=r"^--tools: the prompt of row 3 of rows.jsonl ends in .* Remove that turn"):
-        agent.check([Prompt("", [], messages=chat[:1]), Prompt("", [], messages=chat, source="rows.jsonl", index=2)])
+    with pytest.raises(
+        ValueError, match=r"^--tools: the prompt of row 3 of rows.jsonl ends in .* Remove that turn"
+    ):
+        agent.check(
+            [
+                Prompt("", [], messages=chat[:1]),
+                Prompt("", [], messages=chat, source="rows.jsonl", index=2),
+            ]
+        )
 
 
 def test_only_a_tool_with_a_reward_of_its_own_gives_rewards():
     options = AgentConfig(tools="tools.py")
     plain, paying = ToolAgent([Plain()], options), ToolAgent([Plain("a"), Paying()], options)
-    assert (AgentSource(plain, options).gives_rewards, AgentSource(paying, options).gives_rewards) == (False, True)
+    assert (
+        AgentSource(plain, options).gives_rewards,
+        AgentSource(paying, options).gives_rewards,
+    ) == (False, True)
     shown = ToolAgent([Paying()], AgentConfig(tools="tools.py", tool_rewards="none"))
     assert not AgentSource(shown, shown.options).gives_rewards, "they are not added"
 
@@ -412,7 +475,13 @@ def test_an_episode_goes_through_its_states(play, monkeypatch):
 
     monkeypatch.setattr(ToolEpisode, "__setattr__", note, raising=False)
     play([Paying()], then(calls(("plain", {})), "end"))
-    assert seen == [State.PENDING, State.RUNNING, State.TOOL_CALLING, State.RUNNING, State.COMPLETED]
+    assert seen == [
+        State.PENDING,
+        State.RUNNING,
+        State.TOOL_CALLING,
+        State.RUNNING,
+        State.COMPLETED,
+    ]
     seen.clear()
     bad = Paying()
     bad.create = lambda **named: 1 / 0
@@ -434,4 +503,6 @@ def test_functions_of_a_file_are_called_with_what_the_model_says(play):
     [trajectory], _ = play([FunctionTool(add), Paying()], script)
     first, second, third = results(trajectory)
     assert (first, second) == ("3", "6")
-    assert re.fullmatch(r"Error: add.execute: TypeError: .*add\(\) got an unexpected keyword argument 'c'", third)
+    assert re.fullmatch(
+        r"Error: add.execute: TypeError: .*add\(\) got an unexpected keyword argument 'c'", third
+    )

@@ -56,16 +56,25 @@ def helper() -> None:
 
 
 def saved(folder: Path, text: Any, name: str = "tools.py") -> str:
-    (folder / name).write_text(textwrap.dedent(text) if isinstance(text, str) else yaml.safe_dump(text))
+    (folder / name).write_text(
+        textwrap.dedent(text) if isinstance(text, str) else yaml.safe_dump(text)
+    )
     return str(folder / name)
 
 
 def test_a_python_file_gives_its_classes_and_its_marked_functions(tmp_path):
-    assert sorted(tool.name for tool in load_tools(saved(tmp_path, FUNCTIONS))) == ["convert", "count", "echo"]
+    assert sorted(tool.name for tool in load_tools(saved(tmp_path, FUNCTIONS))) == [
+        "convert",
+        "count",
+        "echo",
+    ]
 
 
 def test_a_function_has_the_schema_of_its_signature_and_docstring(tmp_path):
-    tools = {tool.name: tool.tool_schema.offered()["function"] for tool in load_tools(saved(tmp_path, FUNCTIONS))}
+    tools = {
+        tool.name: tool.tool_schema.offered()["function"]
+        for tool in load_tools(saved(tmp_path, FUNCTIONS))
+    }
     convert = tools["convert"]
     assert convert["description"] == "Convert an amount of money.\n\nThe rate is fixed."
     properties, required = convert["parameters"]["properties"], convert["parameters"]["required"]
@@ -74,14 +83,23 @@ def test_a_function_has_the_schema_of_its_signature_and_docstring(tmp_path):
     assert properties["to"]["description"] == "The currency."
     assert properties["notes"]["items"] == {"type": "string"} and properties["notes"]["nullable"]
     assert required == ["amount"] and "return" not in convert
-    assert tools["count"]["parameters"]["properties"]["words"]["description"] == "Any number of them."
-    assert tools["echo"] == {"name": "echo", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert (
+        tools["count"]["parameters"]["properties"]["words"]["description"] == "Any number of them."
+    )
+    assert tools["echo"] == {
+        "name": "echo",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    }
 
 
 def test_a_function_returns_text_or_anything_in_json(tmp_path):
     tools = {tool.name: tool for tool in load_tools(saved(tmp_path, FUNCTIONS))}
     assert asyncio.run(tools["convert"].execute("", {"amount": 250.0})) == "2.5 EUR"
-    assert json.loads(asyncio.run(tools["count"].execute("", {"words": ["a", "b"]}))) == {"n": 2, "first": "a"}
+    assert json.loads(asyncio.run(tools["count"].execute("", {"words": ["a", "b"]}))) == {
+        "n": 2,
+        "first": "a",
+    }
 
 
 def test_a_schema_keeps_keys_that_it_does_not_know():
@@ -114,7 +132,11 @@ def test_yaml_makes_classes_with_config_and_schema_from_beside_it(tmp_path):
         },
     ]
     given, own, installed = load_tools(saved(tmp_path, {"tools": tools}, "tools.yaml"))
-    assert (given.name, given.config, given.tool_schema.offered()) == ("grade", {"type": "native"}, SCHEMA)
+    assert (given.name, given.config, given.tool_schema.offered()) == (
+        "grade",
+        {"type": "native"},
+        SCHEMA,
+    )
     assert (own.name, own.config, installed.config) == ("mine", {"name": "mine"}, {})
 
 
@@ -128,14 +150,34 @@ def entry(**more: Any) -> dict[str, Any]:
 
 MARK = "from openppo.agents.tools import tool\n@tool\n"
 BAD = [
-    ("tools.py", "x = 1", "it has no tools. Write a subclass of BaseTool, or mark a function with @tool."),
-    ("tools.py", "import nothing_of_this_name", "cannot be imported (No module named 'nothing_of_this_name')"),
+    (
+        "tools.py",
+        "x = 1",
+        "it has no tools. Write a subclass of BaseTool, or mark a function with @tool.",
+    ),
+    (
+        "tools.py",
+        "import nothing_of_this_name",
+        "cannot be imported (No module named 'nothing_of_this_name')",
+    ),
     ("tools.py", "def f(:", "cannot be imported"),
-    ("tools.py", MARK + "def f(a: int): ...", "Cannot generate JSON schema for f because it has no docstring!"),
-    ("tools.py", MARK + "def f(a: int): 'Do it.'", "Cannot generate JSON schema for f because the docstring has no"),
+    (
+        "tools.py",
+        MARK + "def f(a: int): ...",
+        "Cannot generate JSON schema for f because it has no docstring!",
+    ),
+    (
+        "tools.py",
+        MARK + "def f(a: int): 'Do it.'",
+        "Cannot generate JSON schema for f because the docstring has no",
+    ),
     ("tools.py", MARK + "def f(a): 'Do it.'", "Argument a is missing a type hint in function f"),
     ("tools.py", MARK + "def f(a: object): 'Do it.'", "Couldn't convert the type hint"),
-    ("tools.py", CLASSES.split("class Own")[0], "Given: no schema. Override get_openai_tool_schema()"),
+    (
+        "tools.py",
+        CLASSES.split("class Own")[0],
+        "Given: no schema. Override get_openai_tool_schema()",
+    ),
     (
         "tools.py",
         MARK + "def f(): 'Do it.'\ng = f",
@@ -146,17 +188,33 @@ BAD = [
     ("tools.yaml", {"tool": [{"class_name": "a.B"}]}, "tool.[key]: Input should be 'tools'"),
     ("tools.yaml", entry(mcp={}), "tools.0.mcp: Extra inputs are not permitted"),
     ("tools.yaml", entry(config=[1]), "tools.0.config"),
-    ("tools.yaml", entry(class_name="nowhere.Tool"), "(No module named 'nowhere'). Put nowhere.py beside the file"),
+    (
+        "tools.yaml",
+        entry(class_name="nowhere.Tool"),
+        "(No module named 'nowhere'). Put nowhere.py beside the file",
+    ),
     ("tools.yaml", entry(class_name="beside_bad.Missing"), "beside_bad.Missing cannot be imported"),
     (
         "tools.yaml",
         entry(class_name="json.JSONDecoder"),
         "Input should be a subclass of BaseTool, got <class 'json.decoder.JSONDecoder'>. Write a list 'tools:' of",
     ),
-    ("tools.yaml", entry(tool_schema=schema_with(properties={"a": {"type": "text"}})), "properties.a.type"),
-    ("tools.yaml", entry(tool_schema=schema_with(required="a")), "required: Input should be a valid list"),
+    (
+        "tools.yaml",
+        entry(tool_schema=schema_with(properties={"a": {"type": "text"}})),
+        "properties.a.type",
+    ),
+    (
+        "tools.yaml",
+        entry(tool_schema=schema_with(required="a")),
+        "required: Input should be a valid list",
+    ),
     ("tools.yaml", entry(tool_schema={"name": "f"}), "tool_schema.function: Field required"),
-    ("tools.yaml", {"tools": entry()["tools"] * 2}, "two tools are named 'grade'. Give one of them another name."),
+    (
+        "tools.yaml",
+        {"tools": entry()["tools"] * 2},
+        "two tools are named 'grade'. Give one of them another name.",
+    ),
 ]
 
 

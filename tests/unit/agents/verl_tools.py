@@ -14,7 +14,9 @@ SCHEMA = {
         "description": "Grades an answer.",
         "parameters": {
             "type": "object",
-            "properties": {"answer": {"type": "string", "description": "The answer", "minLength": 1}},
+            "properties": {
+                "answer": {"type": "string", "description": "The answer", "minLength": 1}
+            },
             "required": ["answer"],
         },
         "strict": False,
@@ -32,10 +34,16 @@ class OldGrader(BaseTool):
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return self.tool_schema
 
-    async def create(self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs) -> str:
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs
+    ) -> str:
         if instance_id is None:
             instance_id = str(uuid4())
-        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        self._instance_dict[instance_id] = {
+            "response": "",
+            "ground_truth": ground_truth,
+            "reward": 0.0,
+        }
         JOURNAL.append(("create", ground_truth))
         return instance_id
 
@@ -66,11 +74,17 @@ class NewGrader(OldGrader):
         if instance_id is None:
             instance_id = str(uuid4())
         ground_truth = kwargs.get("create_kwargs", {}).get("ground_truth", None)
-        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        self._instance_dict[instance_id] = {
+            "response": "",
+            "ground_truth": ground_truth,
+            "reward": 0.0,
+        }
         JOURNAL.append(("create", ground_truth))
         return instance_id, ToolResponse()
 
     @rollout_trace_op
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs
+    ) -> tuple[ToolResponse, float, dict]:
         said, reward, metrics = await super().execute(instance_id, json.dumps(parameters), **kwargs)
         return ToolResponse(text=said), reward, metrics

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from tests.conftest import save_tokenizer
 
@@ -38,7 +43,10 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4},
     "gptq": {"quant_method": "gptq", "bits": 4},
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},  # without quant_method, as early ones are
+    "bitsandbytes": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    },  # without quant_method, as early ones are
 }
 """Models by what quantized them, and what their config says."""
 GOOD = {
@@ -77,12 +85,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     letters = string.ascii_lowercase + string.digits + " "
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     sizes |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     causal, classifier = LlamaForCausalLM, LlamaForSequenceClassification
 
-    def save(name: str, kind: Any, tokens: str = letters, size: int = 40, **options: Any) -> PreTrainedTokenizerFast:
-        config = LlamaConfig(vocab_size=size, **{"max_position_embeddings": 64, "num_labels": 1, **sizes, **options})
+    def save(
+        name: str, kind: Any, tokens: str = letters, size: int = 40, **options: Any
+    ) -> PreTrainedTokenizerFast:
+        config = LlamaConfig(
+            vocab_size=size, **{"max_position_embeddings": 64, "num_labels": 1, **sizes, **options}
+        )
         kind(config).save_pretrained(root / name)
         return save_tokenizer(root / name, tokens)
 
@@ -97,10 +114,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("two_labels", classifier, num_labels=2)
     save("short", classifier, max_position_embeddings=8)
     save("other_vocabulary", classifier, letters[::-1] + "!", size=41)
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 3}
+    rope = {
+        "rope_type": "dynamic",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 3,
+    }
     save("rescaled", causal)
     config = json.loads((root / "rescaled/config.json").read_text()) | {"rope_parameters": rope}
-    for name, kind, size in (("unresized", causal, 40), ("resized", causal, 41), ("reward_unresized", classifier, 40)):
+    for name, kind, size in (
+        ("unresized", causal, 40),
+        ("resized", causal, 41),
+        ("reward_unresized", classifier, 40),
+    ):
         grown = save(name, kind, size=size)
         grown.add_special_tokens({"pad_token": "[PAD]"})
         grown.save_pretrained(root / name)
@@ -114,7 +140,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for name, method in QUANTIZED.items():
         save(name, causal)
-        quantized = json.loads((root / name / "config.json").read_text()) | {"quantization_config": method}
+        quantized = json.loads((root / name / "config.json").read_text()) | {
+            "quantization_config": method
+        }
         (root / name / "config.json").write_text(json.dumps(quantized))
     for name in ("own_code", "awq"):
         (root / f"{name}_adapters").mkdir()
@@ -147,12 +175,18 @@ def run_in_process(monkeypatch, capfd, tmp_path: Path) -> Iterator[RunCommand]:
     What a command changes in its process is put back, but for the process group of one rank, which stays.
     """
     logger, threads = logging.getLogger("openppo"), torch.get_num_threads()
-    handlers, level, verbosity = list(logger.handlers), logger.level, transformers.logging.get_verbosity()
+    handlers, level, verbosity = (
+        list(logger.handlers),
+        logger.level,
+        transformers.logging.get_verbosity(),
+    )
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("openppo.cli.options._end_process", sys.exit)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # a command sets it where it is not
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
 
     def run(command: str, *arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", [f"{command}.py", *arguments])

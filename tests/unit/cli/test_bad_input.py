@@ -104,7 +104,16 @@ serve_agent --chat_template_kwargs [] | = ... not a JSON object
 "=" is the last option as it stands in the command.
 """
 MODELS = [
-    *(("ppo", flag) for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "prm_pretrain", "ref_pretrain")),
+    *(
+        ("ppo", flag)
+        for flag in (
+            "pretrain",
+            "reward_pretrain",
+            "critic_pretrain",
+            "prm_pretrain",
+            "ref_pretrain",
+        )
+    ),
     *((command, "pretrain") for command in ("sft", "rm", "prm", "generate", "serve_agent")),
     *(("evaluate", flag) for flag in ("pretrain", "reward_pretrain", "prm_pretrain")),
     *(("serve_rm", "reward_pretrain"), ("merge_lora", "lora_path")),
@@ -134,10 +143,15 @@ def test_a_mistake_ends_in_one_line_with_flag_and_remedy(row, run_line, put, mon
 
 
 @pytest.mark.parametrize(("command", "flag", "good"), DATA)
-def test_a_file_or_row_that_cannot_be_read_is_named_with_the_flag(command, flag, good, run_line, put, tmp_path):
+def test_a_file_or_row_that_cannot_be_read_is_named_with_the_flag(
+    command, flag, good, run_line, put, tmp_path
+):
     row = json.loads(Path(put(good)).read_text().splitlines()[0])
     bad, file = row | {next(iter(row)): 3}, tmp_path / "rows.jsonl"
-    bad_lines = {"{": f"--{flag} {file}, line 3: not valid JSON", json.dumps(bad): f"--{flag}, row 2 of {file}"}
+    bad_lines = {
+        "{": f"--{flag} {file}, line 3: not valid JSON",
+        json.dumps(bad): f"--{flag}, row 2 of {file}",
+    }
     for last, says in bad_lines.items():
         file.write_text(f"{json.dumps(row)}\n\n{last}\n")
         ended = run_line(f"{command} --{flag} {file}")
@@ -162,11 +176,18 @@ def test_quantized_weights_are_refused_by_their_config(method, lora, run_line, p
 
 
 @pytest.mark.parametrize(("command", "flag"), MODELS)
-def test_each_flag_refuses_a_quantized_model_before_any_is_loaded(command, flag, run_line, put, monkeypatch):
+def test_each_flag_refuses_a_quantized_model_before_any_is_loaded(
+    command, flag, run_line, put, monkeypatch
+):
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(9))
     folder = "awq_adapters" if command == "merge_lora" else "awq"
     ended = run_line(f"{command} --{flag} M/{folder}")
-    check(command, put(f"--{flag} M/{folder}: ... its weights are quantized (awq)"), ended.code, ended.stderr)
+    check(
+        command,
+        put(f"--{flag} M/{folder}: ... its weights are quantized (awq)"),
+        ended.code,
+        ended.stderr,
+    )
 
 
 def test_no_model_is_loaded_beside_a_quantized_one(run_line, put, monkeypatch):
@@ -174,11 +195,18 @@ def test_no_model_is_loaded_beside_a_quantized_one(run_line, put, monkeypatch):
     for command in ("ppo", "evaluate"):
         prm = "--prm_pretrain M/awq --prm_placeholder_token x --prm_reward_tokens y z"
         ended = run_line(f"{command} -reward_fn --reward_pretrain M/reward {prm}")
-        check(command, put("--prm_pretrain M/awq: its weights are quantized (awq)"), ended.code, ended.stderr)
+        check(
+            command,
+            put("--prm_pretrain M/awq: its weights are quantized (awq)"),
+            ended.code,
+            ended.stderr,
+        )
 
 
 def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(run_line, monkeypatch, tmp_path):
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: pytest.fail("weights"))
+    monkeypatch.setattr(
+        "transformers.PreTrainedModel.from_pretrained", lambda *a, **k: pytest.fail("weights")
+    )
     for command in TRAINERS:
         ended = run_line(f"{command} --dry_run --dry_run_ranks 4 --dry_run_memory 80")
         assert ended.code == 0, ended.stderr
@@ -228,7 +256,9 @@ def test_a_dry_run_shows_what_its_other_rewards_give(line, printed, run_line, pu
 
 
 def test_a_dry_run_names_the_row_that_its_reward_function_cannot_score(run_line, tmp_path, put):
-    (tmp_path / "raises.py").write_text("def reward_fn(response, label):\n    return 1 / label.count('z')\n")
+    (tmp_path / "raises.py").write_text(
+        "def reward_fn(response, label):\n    return 1 / label.count('z')\n"
+    )
     ended = run_line(f"ppo --dry_run --label_key answer --reward_fn {tmp_path}/raises.py")
     message = f"error: --reward_fn {tmp_path}/raises.py raised ZeroDivisionError('division by zero') for prompt 'abc'"
     assert (ended.code, ended.stderr.count(message)) == (2, 1), ended.stderr
@@ -237,11 +267,16 @@ def test_a_dry_run_names_the_row_that_its_reward_function_cannot_score(run_line,
 @pytest.mark.parametrize(
     ("line", "roles"),
     [
-        ("ppo -reward_fn --reward_pretrain M/reward", ["reward model", "critic", "actor", "reference"]),
+        (
+            "ppo -reward_fn --reward_pretrain M/reward",
+            ["reward model", "critic", "actor", "reference"],
+        ),
         *((command, ["model"]) for command in ("sft", "rm", "prm")),
     ],
 )
-def test_every_start_says_what_each_model_takes_before_one_is_loaded(line, roles, run_line, monkeypatch):
+def test_every_start_says_what_each_model_takes_before_one_is_loaded(
+    line, roles, run_line, monkeypatch
+):
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))
     ended = run_line(line)
     (said,) = [text for text in ended.stderr.splitlines() if "estimated memory: " in text]
@@ -252,10 +287,15 @@ def test_every_start_says_what_each_model_takes_before_one_is_loaded(line, roles
 
 @pytest.mark.parametrize("command", TRAINERS)
 def test_one_row_is_enough_to_train_on(command, run_line, put, monkeypatch, tmp_path):
-    for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):  # the process group must stay
+    for trainer in (
+        "ppo.PPOTrainer",
+        "supervised.loop.SupervisedTrainer",
+    ):  # the process group must stay
         monkeypatch.setattr(f"openppo.trainer.{trainer}.close", lambda self: sys.exit(0))
     flag, good = next((flag, good) for name, flag, good in DATA if name == command)
-    (tmp_path / "one.jsonl").write_text(Path(put(good)).read_text().replace("much", "1").splitlines()[0])
+    (tmp_path / "one.jsonl").write_text(
+        Path(put(good)).read_text().replace("much", "1").splitlines()[0]
+    )
     assert run_line(f"{command} --{flag} one.jsonl").code == 0
     assert Path("ckpt/model.safetensors").is_file()
 
@@ -265,10 +305,15 @@ def test_one_row_is_enough_to_train_on(command, run_line, put, monkeypatch, tmp_
     [
         ("sft --pretrain M/broken_weights", "--pretrain"),
         ("ppo -reward_fn --pretrain M/broken_weights --reward_pretrain M/reward", "--pretrain"),
-        ("ppo -reward_fn --remote_rm_url http://127.0.0.1:9 --remote_rm_retries 0", "--remote_rm_url"),
+        (
+            "ppo -reward_fn --remote_rm_url http://127.0.0.1:9 --remote_rm_retries 0",
+            "--remote_rm_url",
+        ),
     ],
 )
-def test_a_start_that_fails_leaves_an_earlier_runs_checkpoints_where_they_are(line, said, run_line, tmp_path):
+def test_a_start_that_fails_leaves_an_earlier_runs_checkpoints_where_they_are(
+    line, said, run_line, tmp_path
+):
     """Nobody who forgot --load_checkpoint would find them under the same name again."""
     checkpoints = tmp_path / "run" / f"checkpoints_{line.split()[0]}"
     (checkpoints / "step_00000004").mkdir(parents=True)
@@ -284,7 +329,11 @@ def test_a_start_that_fails_leaves_an_earlier_runs_checkpoints_where_they_are(li
         ("rm --chosen_key c", "--chosen_key ... --dataset, row 1", 0),
         ("ppo -reward_fn", "No reward is given", 0),
         ("sft --dataset D/none.jsonl", "--dataset D/none.jsonl", 2),
-        ("ppo -reward_fn --reward_pretrain M/headless", "--reward_pretrain M/headless ... scalar head", 2),
+        (
+            "ppo -reward_fn --reward_pretrain M/headless",
+            "--reward_pretrain M/headless ... scalar head",
+            2,
+        ),
         ("ppo --rollout_batch_size 5 --n_samples_per_prompt 4", "--rollout_batch_size 5", 2),
     ],
 )
@@ -294,6 +343,8 @@ def test_a_mistake_in_a_run_of_its_own_ends_in_one_line_with_flag_and_remedy(
     module, given = words(line)
     command = ["-m", f"openppo.cli.{module}", *given]
     ended = launcher.run(command, ranks, cwd=tmp_path, separate=True, real="headless" in line)
-    check(line, put(says), ended.returncode, ended.stderr, status=1 if ranks else 2)  # torchrun makes 1 of each status
+    check(
+        line, put(says), ended.returncode, ended.stderr, status=1 if ranks else 2
+    )  # torchrun makes 1 of each status
     assert "Traceback" not in ended.stderr or ranks, "torchrun ends with a traceback of its own"
     assert ended.stdout == ""

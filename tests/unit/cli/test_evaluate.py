@@ -27,27 +27,53 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def write_rows(file: Path, labels: list[int]) -> Path:
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps({"input": "abc", "answer": label}) + "\n" for label in labels))
+    file.write_text(
+        "".join(json.dumps({"input": "abc", "answer": label}) + "\n" for label in labels)
+    )
     return file
 
 
 def test_lines_and_metrics_say_what_the_reward_function_said(models, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
-    first, second = write_rows(tmp_path / "a" / "test.jsonl", [1, 2]), write_rows(tmp_path / "b" / "test.jsonl", [6])
+    first, second = (
+        write_rows(tmp_path / "a" / "test.jsonl", [1, 2]),
+        write_rows(tmp_path / "b" / "test.jsonl", [6]),
+    )
     arguments = f"""--pretrain {models}/actor --prompt_data {first},{second} --label_key answer --generate_max_len 5
         --reward_fn {tmp_path}/reward.py --reward_weights letters=0 --pass_reward 2 --reward_workers 2
         --output_path {tmp_path}/out.jsonl"""
     job = EvaluateJob(parse_options(EvaluateConfig, arguments.split()))
     metrics = job.evaluate()
     expected = {"eval_reward": 3, "eval/a/test.jsonl/reward": 1.5, "eval/b/test.jsonl/reward": 6}
-    expected |= {"eval_pass@1": 2 / 3, "eval/a/test.jsonl/pass@1": 1 / 2, "eval/b/test.jsonl/pass@1": 1}
-    expected |= {"eval_extra/in a": 2 / 3, "eval/a/test.jsonl/extra/in a": 1, "eval/b/test.jsonl/extra/in a": 0}
+    expected |= {
+        "eval_pass@1": 2 / 3,
+        "eval/a/test.jsonl/pass@1": 1 / 2,
+        "eval/b/test.jsonl/pass@1": 1,
+    }
+    expected |= {
+        "eval_extra/in a": 2 / 3,
+        "eval/a/test.jsonl/extra/in a": 1,
+        "eval/b/test.jsonl/extra/in a": 0,
+    }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    for line, (source, row, label) in zip(lines, [(first, 0, 1), (first, 1, 2), (second, 0, 6)], strict=True):
-        expected = {"source": str(source), "row": row, "sample": 0, "prompt": "abc", "response": lines[0]["response"]}
-        expected |= {"label": label, "reward": label, "passed": label >= 2, "extra": {"in a": float(source == first)}}
+    for line, (source, row, label) in zip(
+        lines, [(first, 0, 1), (first, 1, 2), (second, 0, 6)], strict=True
+    ):
+        expected = {
+            "source": str(source),
+            "row": row,
+            "sample": 0,
+            "prompt": "abc",
+            "response": lines[0]["response"],
+        }
+        expected |= {
+            "label": label,
+            "reward": label,
+            "passed": label >= 2,
+            "extra": {"in a": float(source == first)},
+        }
         expected["rewards"] = {"letters": len(line["response"]), "label": label}
         assert line == expected | {name: line[name] for name in ("finish_reason", "n_tokens")}
 
@@ -72,7 +98,9 @@ def test_a_function_that_fails_on_all_samples_ends_the_command(models, tmp_path)
     rows = write_rows(tmp_path / "rows.jsonl", [1, 2])
     arguments = f"""--pretrain {models}/actor --prompt_data {rows} --generate_max_len 5 --reward_error_value 0
         --reward_fn {tmp_path}/fails.py --output_path {tmp_path}/out.jsonl"""
-    with pytest.raises(NothingTrainedError, match=r"raised on all 2 samples.*KeyError\('lost'\) for prompt 'abc'"):
+    with pytest.raises(
+        NothingTrainedError, match=r"raised on all 2 samples.*KeyError\('lost'\) for prompt 'abc'"
+    ):
         EvaluateJob(parse_options(EvaluateConfig, arguments.split())).evaluate()
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2, "what was sampled is kept"
 
@@ -136,7 +164,9 @@ def evaluate(models, tmp_path):
 def test_episodes_of_an_agent_are_evaluated_and_written(evaluate, tmp_path):
     """The limit on prompts is above the model's context, which the prompts are far from."""
     write_rows(tmp_path / "a" / "test.jsonl", ["1", "2", "3"])
-    metrics, lines = evaluate("--agent {d}/agent.py:solve --prompt_data {d}/a/test.jsonl --prompt_max_len 100000")
+    metrics, lines = evaluate(
+        "--agent {d}/agent.py:solve --prompt_data {d}/a/test.jsonl --prompt_max_len 100000"
+    )
     expected = {
         "reward": 2 / 3,
         "pass@1": 2 / 3,
@@ -153,7 +183,12 @@ def test_episodes_of_an_agent_are_evaluated_and_written(evaluate, tmp_path):
     ]
     assert (lines[0]["rewards"], lines[1]["error"]) == ({"won": 1.0}, "RuntimeError: broken")
     for line in lines:
-        assert [message["role"] for message in line["messages"]] == ["user", "assistant", "user", "assistant"]
+        assert [message["role"] for message in line["messages"]] == [
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+        ]
     assert lines[0]["response"] == lines[0]["messages"][-1]["content"]
     table = [row.split() for row in evaluation_table(metrics, [line["source"] for line in lines])]
     assert [row for row in table if "_error" in row[0]] == [["agent/agent_error", "0.3333"]]
@@ -164,7 +199,9 @@ def test_an_agents_rewards_have_weights_by_their_names(evaluate, tmp_path):
     agent = "--agent {d}/agent.py:solve --prompt_data {d}/a/test.jsonl"
     metrics, _ = evaluate(f"{agent} --reward_weights won=0.75")
     assert metrics["eval_reward"] == pytest.approx(2 / 3 * 0.75)
-    with pytest.raises(ValueError, match=r"--reward_weights names wno, but the rewards are won\. Use their names\."):
+    with pytest.raises(
+        ValueError, match=r"--reward_weights names wno, but the rewards are won\. Use their names\."
+    ):
         evaluate(f"{agent} --reward_weights won=0.75 wno=0.5")
 
 
@@ -183,7 +220,10 @@ def test_a_named_reward_may_decide_what_passes(evaluate, tmp_path):
     metrics, lines = evaluate(f"{flags} --pass_on right --reward_weights right=0.5")
     assert metrics["eval_pass@1"] == pytest.approx(2 / 3)
     assert [line["passed"] for line in lines] == [True, False, True]
-    with pytest.raises(ValueError, match="--pass_on names rihgt, but the rewards are right, short. Use their names."):
+    with pytest.raises(
+        ValueError,
+        match="--pass_on names rihgt, but the rewards are right, short. Use their names.",
+    ):
         evaluate(f"{flags} --pass_on rihgt")
 
 
@@ -200,7 +240,9 @@ def test_an_evaluation_that_nothing_passes_says_why(evaluate, tmp_path, caplog):
 
 
 def test_an_environment_is_evaluated_without_data(evaluate):
-    metrics, lines = evaluate("--environment {d}/game.py:Game --eval_n_envs 3 --eval_seed 5 --pass_reward 6")
+    metrics, lines = evaluate(
+        "--environment {d}/game.py:Game --eval_n_envs 3 --eval_seed 5 --pass_reward 6"
+    )
     assert [line["reward"] for line in lines] == [5, 6, 7]
     assert (metrics["eval_reward"], metrics["eval_reward_max"]) == (6, 7)
     assert metrics["eval_pass@1"] == pytest.approx(2 / 3)

@@ -46,7 +46,9 @@ def generate(policy: Path, tmp_path: Path) -> Generate:
 
     def run(*options: str) -> list[dict[str, Any]]:
         output = tmp_path / "new" / "out.jsonl"
-        arguments = f"--pretrain {policy} --prompt_data {tmp_path}/prompts.jsonl --output_path {output}"
+        arguments = (
+            f"--pretrain {policy} --prompt_data {tmp_path}/prompts.jsonl --output_path {output}"
+        )
         arguments += f" --input_key input --label_key answer --generate_max_len {NEW_TOKENS}"
         GenerateJob(parse_options(GenerateConfig, [*arguments.split(), *options])).fit()
         return [json.loads(line) for line in output.read_text().splitlines()]
@@ -57,7 +59,10 @@ def generate(policy: Path, tmp_path: Path) -> Generate:
 @torch.no_grad()
 def by_transformers(policy: Path, prompt: str) -> tuple[list[int], float]:
     """The greedy response of plain ``generate`` and the mean log-prob of its tokens."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(policy),
+        AutoTokenizer.from_pretrained(policy),
+    )
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     whole = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
     log_probs = model(whole).logits[0, :-1].log_softmax(-1).gather(-1, whole[0, 1:, None])[:, 0]
@@ -71,8 +76,17 @@ def test_greedy_responses_are_those_of_plain_transformers(generate, policy, tmp_
     assert [line["prompt"] for line in lines] == PROMPTS
     for i, line in enumerate(lines):
         ids, log_prob = by_transformers(policy, line["prompt"])
-        expected = {"source": str(tmp_path / "prompts.jsonl"), "row": i, "sample": 0, "prompt": PROMPTS[i], "label": i}
-        expected |= {"response": tokenizer.decode(ids, skip_special_tokens=True), "n_tokens": len(ids)}
+        expected = {
+            "source": str(tmp_path / "prompts.jsonl"),
+            "row": i,
+            "sample": 0,
+            "prompt": PROMPTS[i],
+            "label": i,
+        }
+        expected |= {
+            "response": tokenizer.decode(ids, skip_special_tokens=True),
+            "n_tokens": len(ids),
+        }
         expected["finish_reason"] = "stop" if ids[-1] == tokenizer.eos_token_id else "length"
         assert line == expected | {"mean_log_prob": pytest.approx(log_prob, abs=1e-5)}
     assert {line["finish_reason"] for line in lines} == {"stop", "length"}, "both are tested"
@@ -88,7 +102,9 @@ def test_a_peft_folder_answers_as_peft_itself(generate, policy, tmp_path):
     for line in lines:
         ids = tokenizer(line["prompt"], return_tensors="pt")["input_ids"]
         whole = adapted.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-        assert line["response"] == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
+        assert line["response"] == tokenizer.decode(
+            whole[0, ids.shape[1] :], skip_special_tokens=True
+        )
     assert [line["response"] for line in lines] != [line["response"] for line in generate()]
 
 
@@ -107,7 +123,9 @@ def test_recorded_steps_give_the_same_lines(generate, monkeypatch):
     lines, n_recorded = generate(), []
     for check in ("off", "on"):
         recorder = RunsAgain()
-        monkeypatch.setattr(generation, "choose_recorder", lambda *given, recorder=recorder: lambda: recorder)
+        monkeypatch.setattr(
+            generation, "choose_recorder", lambda *given, recorder=recorder: lambda: recorder
+        )
         assert generate("--engine_check", check) == lines
         n_recorded.append(recorder.n_recorded)
     running = [sum(line["n_tokens"] > step for line in lines) for step in range(1, NEW_TOKENS)]
@@ -117,15 +135,21 @@ def test_recorded_steps_give_the_same_lines(generate, monkeypatch):
 
 def test_several_samples_of_a_prompt_are_numbered_and_differ(generate):
     lines = generate("--n_samples_per_prompt", "3", "--temperature", "1")
-    assert [(line["row"], line["sample"]) for line in lines] == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
+    assert [(line["row"], line["sample"]) for line in lines] == [
+        (i, k) for i in range(len(PROMPTS)) for k in range(3)
+    ]
     assert len({line["response"] for line in lines}) > 2 * len(PROMPTS)
     assert lines == generate("--n_samples_per_prompt", "3", "--temperature", "1")
     assert lines != generate("--n_samples_per_prompt", "3", "--temperature", "1", "--seed", "43")
-    assert [line["row"] for line in generate("--prompt_max_len", "10")] == [0, 1, 4, 5], "longer ones are dropped"
+    assert [line["row"] for line in generate("--prompt_max_len", "10")] == [0, 1, 4, 5], (
+        "longer ones are dropped"
+    )
 
 
 def test_no_input_and_no_file_of_others_is_replaced(policy, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('{"source": "a", "row": 0, "prompt": "a", "input": "a"}\n')
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"source": "a", "row": 0, "prompt": "a", "input": "a"}\n'
+    )
     (tmp_path / "reward.py").write_text("def reward_fn(response): return 0.0\n")
     options = f"--pretrain {policy} --prompt_data {tmp_path}/prompts.jsonl --input_key input --output_path"
     refused = {

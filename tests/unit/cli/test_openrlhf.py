@@ -32,7 +32,13 @@ SAME: dict[str, Any] = yaml.safe_load("""
     wandb_project: openrlhf_train_ppo, wandb_run_name: ppo_<time>}
 """)
 """Flags of openrlhf/cli/train_ppo.py (0.6.1) and their defaults there; false: a switch, a list: several values."""
-DROPPED = ["max_ckpt_mem 100000000", "local_rank 0", "actor_init_on_gpu", "aux_loss_coef 0", "grad_accum_dtype fp32"]
+DROPPED = [
+    "max_ckpt_mem 100000000",
+    "local_rank 0",
+    "actor_init_on_gpu",
+    "aux_loss_coef 0",
+    "grad_accum_dtype fp32",
+]
 DROPPED += ["gradient_checkpointing_use_reentrant", "disable_fast_tokenizer"]
 REFUSED = {
     "disable_ds_ckpt": "--save_steps 0",
@@ -69,7 +75,9 @@ LLAMA = """
 
 def parse(*arguments: str) -> dict[str, Any]:
     """The options of a train_ppo command line by name, after the required ones."""
-    return flat_dict(parse_options(TrainPPOConfig, ["--pretrain", "m", "--prompt_data", "d", *arguments]))
+    return flat_dict(
+        parse_options(TrainPPOConfig, ["--pretrain", "m", "--prompt_data", "d", *arguments])
+    )
 
 
 def test_every_flag_of_the_parser_is_listed_once_and_in_the_document():
@@ -81,11 +89,18 @@ def test_every_flag_of_the_parser_is_listed_once_and_in_the_document():
 
 def test_flags_have_the_same_form_and_default_but_for_those_that_the_document_explains():
     ours = declared_options(TrainPPOConfig)
-    theirs = {name: tuple(default) if isinstance(default, list) else default for name, default in SAME.items()}
+    theirs = {
+        name: tuple(default) if isinstance(default, list) else default
+        for name, default in SAME.items()
+    }
     for name, default in theirs.items():
         assert (ours[name].type == "bool") == (default is False and name != "overlap_comm"), name
-        assert ("tuple" in str(ours[name].type)) == (isinstance(default, tuple) or name == "target_modules"), name
-    assert {name for name, default in theirs.items() if ours[name].default != default} == DEFAULTS_THAT_DIFFER
+        assert ("tuple" in str(ours[name].type)) == (
+            isinstance(default, tuple) or name == "target_modules"
+        ), name
+    assert {
+        name for name, default in theirs.items() if ours[name].default != default
+    } == DEFAULTS_THAT_DIFFER
     assert ours["pretrain"].default is MISSING
 
 
@@ -126,5 +141,7 @@ def test_example_of_openrlhf_becomes_the_config_it_means(capsys):
 def test_a_penalty_by_k3_in_the_reward_is_refused():
     """It is OpenRLHF's ``--kl_estimator k3`` without ``--use_kl_loss``."""
     config = parse_options(TrainPPOConfig, [*LLAMA.split(), "--kl_estimator", "k3"])
-    with pytest.raises(ValueError, match="--kl_estimator k3 as a reward .* --kl_estimator k1, .* --use_kl_loss"):
+    with pytest.raises(
+        ValueError, match="--kl_estimator k3 as a reward .* --kl_estimator k1, .* --use_kl_loss"
+    ):
         config.validate(world_size=8)

@@ -17,7 +17,9 @@ from openppo.config.fields import declared_options, is_group, rules_of
 from openppo.tracking import save_run
 from tests.unit.test_config import COMMANDS as CONFIGS
 
-COMMANDS = pytest.mark.parametrize("command", [command for command, _ in CONFIGS.values()], ids=CONFIGS)
+COMMANDS = pytest.mark.parametrize(
+    "command", [command for command, _ in CONFIGS.values()], ids=CONFIGS
+)
 REQUIRED = dict(CONFIGS.values())
 
 
@@ -28,7 +30,11 @@ def words(options: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             found += [f"--{name}" if value else f"--no_{name}"]
         else:
-            found += [f"--{name}", *map(str, value)] if isinstance(value, tuple) else [f"--{name}={value}"]
+            found += (
+                [f"--{name}", *map(str, value)]
+                if isinstance(value, tuple)
+                else [f"--{name}={value}"]
+            )
     return found
 
 
@@ -52,7 +58,9 @@ def candidates(name: str, hint: Any) -> list[Any]:
     if kind is tuple:
         return [tuple(candidates(name, inner[0])[:2])]
     texts = [f"some {name}", f"{name}: -x"]
-    return {int: [7, 8], float: [0.25, 7.5], bool: [True, False], str: texts, type(None): [None]}[hint]
+    return {int: [7, 8], float: [0.25, 7.5], bool: [True, False], str: texts, type(None): [None]}[
+        hint
+    ]
 
 
 def other_values(command: Any) -> dict[str, Any]:
@@ -69,7 +77,10 @@ def other_values(command: Any) -> dict[str, Any]:
             if value != declared.default
             and (bound is None or value is None or isinstance(value, tuple) or bound.holds(value))
         )
-    special = {"use_wandb": "True", "policy_loss_type": "gspo"}  # a key is masked; none given means ppo
+    special = {
+        "use_wandb": "True",
+        "policy_loss_type": "gspo",
+    }  # a key is masked; none given means ppo
     return found | {name: value for name, value in special.items() if name in found}
 
 
@@ -78,7 +89,9 @@ def test_every_flag_reaches_the_field_of_its_name(command):
     values = other_values(command)
     assert flat_dict(parse_options(command, words(values))) == values
     defaults = flat_dict(parse(command))
-    assert [name for name in values if name not in REQUIRED[command] and defaults[name] == values[name]] == []
+    assert [
+        name for name in values if name not in REQUIRED[command] and defaults[name] == values[name]
+    ] == []
     assert "some" not in str(defaults), "no two groups share an option"
 
 
@@ -96,7 +109,10 @@ def test_help_shows_every_flag(command, capsys):
     ("flag", "text"),
     [
         ("--top_k", "Sample only from this many of the most likely tokens (0 or -1: from all)."),
-        ("--rollout_ranks", "Number of ranks, the last ones, that only sample while the others train"),
+        (
+            "--rollout_ranks",
+            "Number of ranks, the last ones, that only sample while the others train",
+        ),
     ],
 )
 def test_help_says_in_english_which_number_is_meant(flag, text, capsys):
@@ -111,7 +127,9 @@ def test_help_never_points_at_a_number_without_a_noun(command, capsys):
     with pytest.raises(SystemExit):
         parse_options(command, ["--help"])
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    wrong = re.findall(r"\w+ (?:the|last) this many|to so many|per as many|of such a|\. Most tokens", printed)
+    wrong = re.findall(
+        r"\w+ (?:the|last) this many|to so many|per as many|of such a|\. Most tokens", printed
+    )
     assert wrong == []
 
 
@@ -136,7 +154,9 @@ def test_help_never_points_at_a_number_without_a_noun(command, capsys):
 )
 def test_a_flag_may_be_written_in_several_ways(arguments, name, value):
     assert ppo(*arguments)[name] == value
-    assert parse(TrainSFTConfig, "--local_rank=1") == parse(TrainSFTConfig), "DeepSpeed's launcher adds it"
+    assert parse(TrainSFTConfig, "--local_rank=1") == parse(TrainSFTConfig), (
+        "DeepSpeed's launcher adds it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +190,9 @@ def test_an_unknown_flag_is_an_error_with_the_nearest_name(flag, message):
         ("--config gamma.yaml", "--gamma"),
     ],
 )
-def test_a_value_that_does_not_fit_or_is_missing_is_named(line, named, capsys, tmp_path, monkeypatch):
+def test_a_value_that_does_not_fit_or_is_missing_is_named(
+    line, named, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name, value in (("gamma", "[a]"), ("value_clip", "false")):
         Path(f"{name}.yaml").write_text(f"{name}: {value}\npretrain: m\n")
@@ -218,7 +240,9 @@ def from_file(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         ("stop_when: [a > 1, b > 2]", "--stop_when c>3", ("c>3",)),
     ],
 )
-def test_a_file_holds_options_and_the_command_line_wins(line, arguments, value, from_file, tmp_path):
+def test_a_file_holds_options_and_the_command_line_wins(
+    line, arguments, value, from_file, tmp_path
+):
     name = line.partition(":")[0].replace("coeff", "coef")
     found = from_file(line, *arguments.split())[name]
     assert (found, type(found)) == (value, type(value))
@@ -231,8 +255,14 @@ def test_a_file_holds_options_and_the_command_line_wins(line, arguments, value, 
         ("gama: 0.9", "unknown option in --config {file}: gama; did you mean gamma?"),
         ("bf16: 'true'", "--config {file}: --bf16 must be true or false, got 'true'."),
         ("3: 4", "unknown option in --config {file}: 3; see --help for all options."),
-        ("use_tensorboard: true", "--config {file}: --use_tensorboard takes a text or number, got True"),
-        ("save_path: {a: b}", "--config {file}: --save_path takes a text or number, got {{'a': 'b'}}"),
+        (
+            "use_tensorboard: true",
+            "--config {file}: --use_tensorboard takes a text or number, got True",
+        ),
+        (
+            "save_path: {a: b}",
+            "--config {file}: --save_path takes a text or number, got {{'a': 'b'}}",
+        ),
         ("- gamma", "--config {file}: it must hold 'option: value' lines."),
         ("a: b: c", "--config {file}: mapping values are not allowed here"),
     ],
@@ -250,7 +280,9 @@ def test_a_config_written_as_yaml_reads_back_to_an_equal_one(command, tmp_path):
         assert parse_options(command, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
-@pytest.mark.parametrize("text", ["--flag {}", "'{}'", '"{}"', "{} #", "{}: [x]", " {} \n\n", "\\n{}", "ü {}", ""])
+@pytest.mark.parametrize(
+    "text", ["--flag {}", "'{}'", '"{}"', "{} #", "{}: [x]", " {} \n\n", "\\n{}", "ü {}", ""]
+)
 def test_any_text_survives_the_file(text, tmp_path):
     config = parse(TrainPPOConfig, f"--input_template={text}")
     assert config.data.input_template == text
@@ -266,10 +298,16 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
     monkeypatch.setattr("openppo.cli.options._end_process", sys.exit)
     monkeypatch.setattr("openppo.strategy.watchdog.Watchdog._exit", lambda watch, status: None)
 
-    def given(flags: str, build: Callable[[Any], Any], ranks: tuple[str, ...] = ("0", "0", "1", "1")) -> list[float]:
-        monkeypatch.setattr("sys.argv", ["train_ppo.py", *words(REQUIRED[TrainPPOConfig]), *flags.split()])
+    def given(
+        flags: str, build: Callable[[Any], Any], ranks: tuple[str, ...] = ("0", "0", "1", "1")
+    ) -> list[float]:
+        monkeypatch.setattr(
+            "sys.argv", ["train_ppo.py", *words(REQUIRED[TrainPPOConfig]), *flags.split()]
+        )
         monkeypatch.setattr("openppo.cli.options.pkgutil.resolve_name", lambda name: build)
-        for name, value in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"), ranks, strict=True):
+        for name, value in zip(
+            ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"), ranks, strict=True
+        ):
             monkeypatch.setenv(name, value)
         return slept
 
@@ -289,13 +327,18 @@ def raises(error: Exception) -> Callable[..., Any]:
     ("variables", "says"),
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, and RANK and LOCAL_RANK are not"),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_RANK and WORLD_SIZE are set, and RANK is not"),
+        (
+            {"WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            "LOCAL_RANK and WORLD_SIZE are set, and RANK is not",
+        ),
         ({"RANK": "0"}, "RANK is set, and LOCAL_RANK and WORLD_SIZE are not"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK and WORLD_SIZE are set, and LOCAL_RANK is not"),
     ],
 )
 def test_half_of_a_launch_is_one_line(variables, says, command_line, monkeypatch, capfd):
-    command_line("--train_batch_size 1", raises(AssertionError("it is refused before anything is built")))
+    command_line(
+        "--train_batch_size 1", raises(AssertionError("it is refused before anything is built"))
+    )
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name)
     for name, value in variables.items():
@@ -307,10 +350,13 @@ def test_half_of_a_launch_is_one_line(variables, says, command_line, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("world_size", "says"), [("1", "--pretrain m: no such folder."), ("3", "--train_batch_size 128 does not divide")]
+    ("world_size", "says"),
+    [("1", "--pretrain m: no such folder."), ("3", "--train_batch_size 128 does not divide")],
 )
 def test_an_error_of_options_or_of_the_start_is_one_line(world_size, says, command_line, capfd):
-    command_line("", raises(ValueError("--pretrain m: no such folder.")), ("0", "0", world_size, "1"))
+    command_line(
+        "", raises(ValueError("--pretrain m: no such folder.")), ("0", "0", world_size, "1")
+    )
     with pytest.raises(SystemExit) as ended:
         run_command(TrainPPOConfig, "the:job")
     lines = [line for line in capfd.readouterr().err.splitlines() if "OpenPPO" not in line]
@@ -347,7 +393,10 @@ def test_the_first_rank_of_each_host_says_what_is_wrong_and_others_wait_for_it(
 
 def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(command_line, capfd):
     running = SimpleNamespace(fit=raises(ValueError("while running")))
-    for build, error in ((raises(KeyError("ours")), KeyError), (lambda config: running, ValueError)):
+    for build, error in (
+        (raises(KeyError("ours")), KeyError),
+        (lambda config: running, ValueError),
+    ):
         command_line("", build)
         with pytest.raises(error, match="ours|while running"):
             run_command(TrainPPOConfig, "the:job")

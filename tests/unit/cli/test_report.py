@@ -15,7 +15,9 @@ def run_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name / "logs").mkdir(parents=True)
-        (tmp_path / name / "logs" / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
+        (tmp_path / name / "logs" / "metrics.jsonl").write_text(
+            json.dumps({"step": 1, "reward": 0.5}) + "\n"
+        )
 
     def run(*arguments: str) -> None:
         monkeypatch.setattr("sys.argv", ["report", *arguments])
@@ -24,7 +26,9 @@ def run_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     return run
 
 
-def test_the_page_lies_beside_the_logs_of_one_run_or_where_it_is_told_to(run_report, tmp_path, capsys):
+def test_the_page_lies_beside_the_logs_of_one_run_or_where_it_is_told_to(
+    run_report, tmp_path, capsys
+):
     for arguments, place in (
         (["a"], "a/logs/report.html"),
         (["b/logs"], "b/logs/report.html"),
@@ -35,7 +39,9 @@ def test_the_page_lies_beside_the_logs_of_one_run_or_where_it_is_told_to(run_rep
         assert (tmp_path / capsys.readouterr().out.strip()).samefile(tmp_path / place)
         page = (tmp_path / place).read_text()
         assert page.startswith("<!DOCTYPE html>")
-        assert [name for name in "ab" if f'"name":"{name}"' in page] == (["a", "b"] if "b" in arguments else [place[0]])
+        assert [name for name in "ab" if f'"name":"{name}"' in page] == (
+            ["a", "b"] if "b" in arguments else [place[0]]
+        )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,10 @@ def test_the_page_lies_beside_the_logs_of_one_run_or_where_it_is_told_to(run_rep
     [
         ([], "name the folder of a run: python -m openppo.cli.report RUN_DIR"),
         (["none"], "none has no logs/metrics.jsonl: name the --save_path of a run"),
-        (["a", "--output", "a/logs/metrics.jsonl/x.html"], "--output a/logs/metrics.jsonl/x.html: cannot be written"),
+        (
+            ["a", "--output", "a/logs/metrics.jsonl/x.html"],
+            "--output a/logs/metrics.jsonl/x.html: cannot be written",
+        ),
         (["a", "--ouput", "x"], "unknown flag --ouput; did you mean --output?"),
     ],
 )

@@ -38,7 +38,9 @@ def score_alone(model: Path, text: str) -> float:
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     assert ids[0, -1] == tokenizer.eos_token_id
     with torch.no_grad():
-        score = float(get_llm_for_sequence_regression(str(model), "reward")(ids, torch.ones_like(ids)))
+        score = float(
+            get_llm_for_sequence_regression(str(model), "reward")(ids, torch.ones_like(ids))
+        )
     return (score - 0.5) / 0.25
 
 
@@ -60,21 +62,31 @@ def test_a_server_scores_as_the_model_alone_for_our_client_too(model, tmp_path):
         texts = ["how are you fine<eos>", "<pad><pad>short", "a<eos><eos>\n", "x" * 30 + "abc", ""]
         read = ["how are you fine<eos>", "short<eos>", "a<eos>", "x" * 16 + "abc<eos>", "<eos>"]
         body = json.dumps({"query": texts, "prompts": [""] * 5, "labels": [None] * 5}).encode()
-        request = urllib.request.Request(f"{url}/get_reward", body, {"Authorization": "Bearer open sesame"})
+        request = urllib.request.Request(
+            f"{url}/get_reward", body, {"Authorization": "Bearer open sesame"}
+        )
         with urllib.request.urlopen(request, timeout=60) as answer:
             rewards = json.load(answer)["rewards"]
         np.testing.assert_allclose(rewards, [score_alone(model, text) for text in read], atol=1e-5)
 
         tokenizer, trajectories = AutoTokenizer.from_pretrained(model), []
-        for prompt, response in (("how are you", " fine<eos>"), ("a", "<eos>"), ("hi", " there<eos>")):
+        for prompt, response in (
+            ("how are you", " fine<eos>"),
+            ("a", "<eos>"),
+            ("hi", " there<eos>"),
+        ):
             ids, prompt_ids = (tokenizer(text)["input_ids"] for text in (prompt + response, prompt))
             n, of = len(ids), Prompt(prompt, prompt_ids)
-            trajectories.append(Trajectory(ids, [True] * n, [0.0] * n, [0] * n, FinishReason.STOP, of, group=0))
+            trajectories.append(
+                Trajectory(ids, [True] * n, [0.0] * n, [0] * n, FinishReason.STOP, of, group=0)
+            )
         options = {"remote_rm_token_file": str(tmp_path / "token"), "remote_rm_batch_size": 2}
         scorer = RemoteScorer(RewardConfig(remote_rm_url=f"{url}/get_reward", **options), tokenizer)
         scorer.check()
         expected = [score_alone(model, tokenizer.decode(t.token_ids)) for t in trajectories]
-        np.testing.assert_allclose([s.rewards["reward"] for s in scorer.score(trajectories)], expected, atol=1e-5)
+        np.testing.assert_allclose(
+            [s.rewards["reward"] for s in scorer.score(trajectories)], expected, atol=1e-5
+        )
 
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

@@ -20,7 +20,9 @@ from tests.fork_server import PYTHON_PATH
 REPO = Path(__file__).parents[3]
 
 
-def openppo(*arguments: str, module: str = "openppo", **env: str) -> subprocess.CompletedProcess[str]:
+def openppo(
+    *arguments: str, module: str = "openppo", **env: str
+) -> subprocess.CompletedProcess[str]:
     """What ``python -m openppo ARGUMENTS`` does."""
     environment = os.environ | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"} | env
     command = [sys.executable, "-m", module, *arguments]
@@ -28,11 +30,17 @@ def openppo(*arguments: str, module: str = "openppo", **env: str) -> subprocess.
 
 
 def test_help_lists_every_module_that_runs_with_what_it_is_for():
-    runnable = {file.stem: file for file in (REPO / "openppo/cli").glob("*.py") if "__main__" in file.read_text()}
+    runnable = {
+        file.stem: file
+        for file in (REPO / "openppo/cli").glob("*.py")
+        if "__main__" in file.read_text()
+    }
     printed = openppo("--help").stdout
     listed = dict(re.findall(r"^  (\w+) +(\S.*)$", printed, flags=re.MULTILINE))
     assert listed.keys() == runnable.keys() == commands().keys()
-    assert [name for name, purpose in listed.items() if purpose not in runnable[name].read_text()] == []
+    assert [
+        name for name, purpose in listed.items() if purpose not in runnable[name].read_text()
+    ] == []
     assert (openppo().stdout, openppo().returncode) == (printed, 2)
 
 
@@ -42,7 +50,10 @@ UNKNOWN = "error: unknown flag --eps_clipp; did you mean --eps_clip?\n"
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("openppo train_pp0 --help", "error: openppo has no command train_pp0; did you mean train_ppo?\n"),
+        (
+            "openppo train_pp0 --help",
+            "error: openppo has no command train_pp0; did you mean train_ppo?\n",
+        ),
         ("openppo train-ppo --eps_clipp 1", UNKNOWN),
         ("openppo.cli.train_ppo --eps_clipp 1", UNKNOWN),
     ],
@@ -54,7 +65,13 @@ def test_a_command_gets_its_flags_and_an_unknown_one_the_nearest_name(line, says
 
 
 @pytest.mark.parametrize(
-    "arguments", ["openppo --help", "openppo --version", "openppo train_ppo --help", "openppo.cli.report --help"]
+    "arguments",
+    [
+        "openppo --help",
+        "openppo --version",
+        "openppo train_ppo --help",
+        "openppo.cli.report --help",
+    ],
 )
 def test_output_that_nobody_reads_ends_a_command_quietly(arguments):
     """As ``openppo train_ppo --help | head`` does, where head has ended."""
@@ -62,7 +79,9 @@ def test_output_that_nobody_reads_ends_a_command_quietly(arguments):
     os.close(read)
     command = [sys.executable, "-m", *arguments.split()]
     environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    done = subprocess.run(command, env=environment, cwd="/", stdout=write, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env=environment, cwd="/", stdout=write, stderr=subprocess.PIPE, text=True
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
@@ -86,7 +105,9 @@ def test_version_prints_what_a_bug_report_needs_and_no_name_path_or_secret(modul
     assert re.fullmatch(r"\d+\.\d GiB", said["memory"])
     assert {"CUDA", "system"} <= said.keys()
     assert said["GPU 0"] == said["GPU 1"] == f"{answer} (driver)"
-    git = subprocess.run(["git", "-C", str(REPO), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    git = subprocess.run(
+        ["git", "-C", str(REPO), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
+    )
     assert git.returncode != 0 or f"(commit {git.stdout.strip()}" in said["openppo"]
     private = {secret, str(Path.home()), str(REPO), socket.gethostname(), sys.prefix}
     assert [text for text in private if text in done.stdout] == []
@@ -95,7 +116,9 @@ def test_version_prints_what_a_bug_report_needs_and_no_name_path_or_secret(modul
 
 
 def test_version_answers_where_torch_cannot_be_imported(tmp_path):
-    (tmp_path / "torch.py").write_text("raise OSError('/home/somebody/libcudart.so: cannot open shared object file')")
+    (tmp_path / "torch.py").write_text(
+        "raise OSError('/home/somebody/libcudart.so: cannot open shared object file')"
+    )
     done = openppo("--version", PYTHONPATH=f"{tmp_path}:{REPO}")
     assert done.returncode == 0, done.stderr
     assert f"{version('torch')} (import fails with OSError)" in done.stdout

@@ -37,14 +37,19 @@ def test_float32_on_a_gpu_is_named_with_its_remedy(bf16, monkeypatch, caplog):
         assert caplog.records == [], "on a CPU"
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         comm.set_up_gpu(bf16)
-    assert ["--bf16" in record.getMessage() for record in caplog.records] == ([] if bf16 else [True])
+    assert ["--bf16" in record.getMessage() for record in caplog.records] == (
+        [] if bf16 else [True]
+    )
 
 
 @pytest.mark.parametrize(
-    ("line", "heartbeat", "stall"), [("serve_rm", 45.0, 0.0), ("sft --heartbeat_timeout 30", 30.0, 2700.0)]
+    ("line", "heartbeat", "stall"),
+    [("serve_rm", 45.0, 0.0), ("sft --heartbeat_timeout 30", 30.0, 2700.0)],
 )
 def test_only_training_can_stall(line, heartbeat, stall, run_line, monkeypatch):
-    def watch(limits: RunConfig, where: object, options: object, how_to_resume: Callable[[], str]) -> None:
+    def watch(
+        limits: RunConfig, where: object, options: object, how_to_resume: Callable[[], str]
+    ) -> None:
         assert (limits.heartbeat_timeout, limits.stall_timeout) == (heartbeat, stall)
         sys.exit(7)
 
@@ -69,7 +74,9 @@ RESUME = "the same command with --load_checkpoint resumes from the newest checkp
 def test_a_report_offers_to_resume_only_from_a_checkpoint_of_the_run(
     line, step, has_checkpoint, line_of_report, run_line, monkeypatch, tmp_path
 ):
-    def watch(limits: object, where: object, options: object, how_to_resume: Callable[[], str]) -> None:
+    def watch(
+        limits: object, where: object, options: object, how_to_resume: Callable[[], str]
+    ) -> None:
         assert how_to_resume() == line_of_report
         sys.exit(7)
 
@@ -83,7 +90,9 @@ def test_a_report_offers_to_resume_only_from_a_checkpoint_of_the_run(
 
 @pytest.mark.parametrize("command", ["ppo", "sft", "rm", "prm", "generate", "evaluate", "serve_rm"])
 @pytest.mark.parametrize("flaw", ["--lod_checkpoint 1", "--{model} M/headless/config.json"])
-def test_errors_before_training_are_written_for_the_launcher(command, flaw, run_line, monkeypatch, tmp_path):
+def test_errors_before_training_are_written_for_the_launcher(
+    command, flaw, run_line, monkeypatch, tmp_path
+):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     model = "reward_pretrain" if command == "serve_rm" else "pretrain"
@@ -116,7 +125,9 @@ def test_out_of_memory_the_watch_can_say_what_each_model_takes(line, run_line, m
 def test_each_model_goes_without_padding_where_it_can(line, roles, run_line, monkeypatch):
     tried: list[str] = []
     for module in ("trainer.models", "trainer.supervised.build", "rewards.build"):
-        monkeypatch.setattr(f"openppo.{module}.pack_where_exact", lambda *given: tried.append(given[3]))
+        monkeypatch.setattr(
+            f"openppo.{module}.pack_where_exact", lambda *given: tried.append(given[3])
+        )
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
     assert run_line(line).code == 0
@@ -145,7 +156,9 @@ run_command(TrainPPOConfig, "__main__:build")
         ("hf", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
     ],
 )
-def test_torch_reads_growing_segments_unless_others_decide(engine, given, expected, launcher, monkeypatch):
+def test_torch_reads_growing_segments_unless_others_decide(
+    engine, given, expected, launcher, monkeypatch
+):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     flags = f"--pretrain m --prompt_data d --reward_fn f --rollout_engine {engine}".split()
     done = launcher.run(["-c", SHOWS_ALLOCATOR, *flags], **given)
@@ -180,6 +193,10 @@ run_command(TrainPPOConfig, "__main__:build")
     ],
 )
 def test_a_command_waits_for_no_thread_of_its_users(ending, status, says, launcher):
-    words = ["-c", LEAVES_A_THREAD.replace("ENDING", ending), *"--pretrain m --prompt_data d --reward_fn f".split()]
+    words = [
+        "-c",
+        LEAVES_A_THREAD.replace("ENDING", ending),
+        *"--pretrain m --prompt_data d --reward_fn f".split(),
+    ]
     done = launcher.run(words, timeout=60)
     assert (done.returncode, says in done.stdout) == (status, True), done.stdout

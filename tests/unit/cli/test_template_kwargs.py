@@ -28,10 +28,18 @@ def model(models: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("line", ["ppo", "sft", "rm", "prm --dataset steps.jsonl", "generate", "evaluate"])
-def test_every_command_passes_the_arguments_to_its_template(line, run_line, model, tmp_path, monkeypatch):
-    (tmp_path / "steps.jsonl").write_text('{"prompt": "a", "steps": ["b", "c"], "labels": [true, false]}\n' * 4)
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))  # rows are read
+@pytest.mark.parametrize(
+    "line", ["ppo", "sft", "rm", "prm --dataset steps.jsonl", "generate", "evaluate"]
+)
+def test_every_command_passes_the_arguments_to_its_template(
+    line, run_line, model, tmp_path, monkeypatch
+):
+    (tmp_path / "steps.jsonl").write_text(
+        '{"prompt": "a", "steps": ["b", "c"], "labels": [true, false]}\n' * 4
+    )
+    monkeypatch.setattr(
+        "transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0)
+    )  # rows are read
     line += f" --pretrain {model} --apply_chat_template"
     refused = run_line(line)
     assert (refused.code, refused.stderr.count("shall it think")) == (2, 1)
@@ -57,10 +65,18 @@ def test_an_argument_without_effect_is_refused(name, model):
         load_tokenizer(str(model), "--pretrain", template_kwargs={name: True})
 
 
-@pytest.mark.parametrize("line", ["ppo", "sft", "rm", "prm --dataset steps.jsonl", "generate", "evaluate"])
-def test_every_command_takes_its_template_from_a_file(line, run_line, models, tmp_path, monkeypatch):
-    (tmp_path / "steps.jsonl").write_text('{"prompt": "a", "steps": ["b", "c"], "labels": [true, false]}\n' * 4)
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))  # rows are read
+@pytest.mark.parametrize(
+    "line", ["ppo", "sft", "rm", "prm --dataset steps.jsonl", "generate", "evaluate"]
+)
+def test_every_command_takes_its_template_from_a_file(
+    line, run_line, models, tmp_path, monkeypatch
+):
+    (tmp_path / "steps.jsonl").write_text(
+        '{"prompt": "a", "steps": ["b", "c"], "labels": [true, false]}\n' * 4
+    )
+    monkeypatch.setattr(
+        "transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0)
+    )  # rows are read
     line += f" --pretrain {models}/chat --apply_chat_template --chat_template {tmp_path}/own.jinja"
     for template, code, said in (
         (TEMPLATE, 2, "shall it think"),
@@ -77,7 +93,9 @@ def test_every_command_takes_its_template_from_a_file(line, run_line, models, tm
 
 def test_a_template_of_a_file_is_saved_with_the_tokenizer(models, tmp_path):
     (tmp_path / "own.jinja").write_text("own {{ messages[0].content }}")
-    tokenizer = load_tokenizer(str(models / "chat"), "--pretrain", chat_template=str(tmp_path / "own.jinja"))
+    tokenizer = load_tokenizer(
+        str(models / "chat"), "--pretrain", chat_template=str(tmp_path / "own.jinja")
+    )
     tokenizer.save_pretrained(tmp_path / "saved")
     saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert saved.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "own a"

@@ -25,7 +25,8 @@ def make_tokenizer():
         core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
         core.decoder = decoders.Fuse()
         core.post_processor = processors.TemplateProcessing(
-            single=f"{'<bos> ' * bos}$A{' <eos>' * eos}", special_tokens=[("<bos>", 2), ("<eos>", 3)]
+            single=f"{'<bos> ' * bos}$A{' <eos>' * eos}",
+            special_tokens=[("<bos>", 2), ("<eos>", 3)],
         )
         named = {"bos_token": "<bos>", "pad_token": "<pad>", "unk_token": "<unk>"}
         named |= {"eos_token": "<eos>"} if has_eos else {}

@@ -2,8 +2,20 @@
 
 from itertools import groupby
 
-from openppo.config import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
-from openppo.datasets import load_documents, load_preferences, load_process_examples, load_prompts, load_sft_examples
+from openppo.config import (
+    PPODataConfig,
+    PreferenceConfig,
+    ProcessConfig,
+    SFTDataConfig,
+    SupervisedConfig,
+)
+from openppo.datasets import (
+    load_documents,
+    load_preferences,
+    load_process_examples,
+    load_prompts,
+    load_sft_examples,
+)
 from openppo.datasets.sources import number_rows
 
 SUPERVISED = {
@@ -13,7 +25,9 @@ SUPERVISED = {
 }
 WITH_CHAT = {"apply_chat_template": True}
 OPEN_WHEN_ASKED = "{% if add_generation_prompt %}<assistant>{% endif %}"
-ENDS_IN_EOS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}" + OPEN_WHEN_ASKED
+ENDS_IN_EOS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}" + OPEN_WHEN_ASKED
+)
 OTHER_WHEN_ASKED = (  # the prompt of a generation ends in '?', which a finished turn lacks
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>?{% endif %}"
@@ -30,7 +44,9 @@ def load(task, rows, tokenizer, data=None, *, show=iter, **options):
     if task == "prompts":
         return load_prompts(rows, tokenizer, PPODataConfig("d", **options, **(data or {})), show)
     if task == "documents":
-        return load_documents(rows, tokenizer, **{"key": None, "max_len": 100, **(data or {})}, show=show)
+        return load_documents(
+            rows, tokenizer, **{"key": None, "max_len": 100, **(data or {})}, show=show
+        )
     loader, config = SUPERVISED[task]
     supervised = SupervisedConfig("m", "d", **{"max_len": 100_000, **options})
     return loader(rows, tokenizer, supervised, config(**(data or {})), show=show)
@@ -41,12 +57,16 @@ def flag_of(task):
 
 
 def targets(example, tokenizer):
-    return tokenizer.decode([t for t, target in zip(example.token_ids, example.loss_mask, strict=True) if target])
+    return tokenizer.decode(
+        [t for t, target in zip(example.token_ids, example.loss_mask, strict=True) if target]
+    )
 
 
 def shown(example, tokenizer):
     """The text, with its targets in «»."""
-    parts = groupby(zip(example.token_ids, example.loss_mask, strict=True), key=lambda pair: pair[1])
+    parts = groupby(
+        zip(example.token_ids, example.loss_mask, strict=True), key=lambda pair: pair[1]
+    )
     texts = [(target, tokenizer.decode([token for token, _ in part])) for target, part in parts]
     return "".join(f"«{text}»" if target else text for target, text in texts)
 

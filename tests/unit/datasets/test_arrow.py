@@ -23,7 +23,12 @@ def calling(name, arguments, properties, more):
 
 ROWS = [
     calling("move", {"x": 0, "to": [{"y": 1}]}, {"x": NUMBER}, {}),
-    calling("weather", {"city": "Paris", "to": [{"z": 2}]}, {"city": TEXT}, {"description": "d", "strict": True}),
+    calling(
+        "weather",
+        {"city": "Paris", "to": [{"z": 2}]},
+        {"city": TEXT},
+        {"description": "d", "strict": True},
+    ),
 ]
 
 
@@ -41,9 +46,13 @@ def rows(request, tmp_path, monkeypatch):
         monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: data)
     else:
         data.to_parquet(source)
-        (tmp_path / "own.py").write_text("from datasets import Dataset\nrows = Dataset.from_parquet\n")
+        (tmp_path / "own.py").write_text(
+            "from datasets import Dataset\nrows = Dataset.from_parquet\n"
+        )
         options = RowsConfig(dataset_class=f"{tmp_path}/own.py:rows")
-    return [row.row for row in load_mixed_rows(options, source, flag="--dataset", split="train", seed=0)]
+    return [
+        row.row for row in load_mixed_rows(options, source, flag="--dataset", split="train", seed=0)
+    ]
 
 
 def contents(rows):
@@ -56,13 +65,26 @@ def test_arguments_and_properties_have_the_keys_that_were_written(rows):
 
 
 def test_null_in_json_and_outside_arguments_stays(tmp_path):
-    row = calling("move", {"x": None}, {"x": None}, {}) | {"arguments": {"a": None}, "properties": None}
+    row = calling("move", {"x": None}, {"x": None}, {}) | {
+        "arguments": {"a": None},
+        "properties": None,
+    }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    rows = load_mixed_rows(RowsConfig(), str(tmp_path / "rows.jsonl"), flag="--dataset", split="train", seed=0)
+    rows = load_mixed_rows(
+        RowsConfig(), str(tmp_path / "rows.jsonl"), flag="--dataset", split="train", seed=0
+    )
     assert rows[0].row == row
-    plain = [{"arguments": {"a": None, "b": 1}, "properties": None, "messages": [{"role": "user", "content": None}]}]
+    plain = [
+        {
+            "arguments": {"a": None, "b": 1},
+            "properties": None,
+            "messages": [{"role": "user", "content": None}],
+        }
+    ]
     datasets.Dataset.from_list(plain).to_parquet(tmp_path / "rows.parquet")
-    rows = load_mixed_rows(RowsConfig(), str(tmp_path / "rows.parquet"), flag="--dataset", split="train", seed=0)
+    rows = load_mixed_rows(
+        RowsConfig(), str(tmp_path / "rows.parquet"), flag="--dataset", split="train", seed=0
+    )
     assert [row.row for row in rows] == plain  # columns of the user's own
 
 
@@ -91,14 +113,19 @@ def test_a_turn_with_weight_0_is_not_trained(tokenizer, mark):
     assert shown(example, tokenizer) == START + "b<eos>" + LAST + "«d<eos>»"
     named = [{"user": "human", "assistant": "gpt"}[turn["role"]] for turn in marked(mark, 0, 1)]
     chat = [
-        {"from": name, "value": turn["content"], **turn} for name, turn in zip(named, marked(mark, 0, 1), strict=True)
+        {"from": name, "value": turn["content"], **turn}
+        for name, turn in zip(named, marked(mark, 0, 1), strict=True)
     ]
     (example,) = load("sft", [{"conversations": chat}], tokenizer, **WITH_CHAT)
     assert shown(example, tokenizer) == START + "b<eos>" + LAST + "«d<eos>»"
-    with pytest.raises(ValueError, match="^--dataset, row 1 of file: no turn of the assistant to train on"):
+    with pytest.raises(
+        ValueError, match="^--dataset, row 1 of file: no turn of the assistant to train on"
+    ):
         load("sft", [{"messages": marked(mark, 0, 0)}], tokenizer, **WITH_CHAT)
     for value in (0.5, "0", [1, 0]):
-        with pytest.raises(ValueError, match=f"row 1 of file: {mark!r} of turn 2 is neither 0 nor 1"):
+        with pytest.raises(
+            ValueError, match=f"row 1 of file: {mark!r} of turn 2 is neither 0 nor 1"
+        ):
             load("sft", [{"messages": marked(mark, value, 1)}], tokenizer, **WITH_CHAT)
 
 

@@ -6,18 +6,36 @@ from tests.unit.datasets.loaders import WITH_CHAT, flag_of, load, turns
 
 CHAT, OTHER = turns(user="a", assistant="b"), turns(user="a", assistant="c")
 TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-TRANSCRIPTS = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"}
+TRANSCRIPTS = {
+    "chosen": "\n\nHuman: Hi\n\nAssistant: Hello",
+    "rejected": "\n\nHuman: Hi\n\nAssistant: Go",
+}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 COMMON = [
-    *({"messages": CHAT}, {"conversations": TURNS}, TRANSCRIPTS, PAIR, {"chosen": CHAT, "rejected": OTHER}),
-    *({"instruction": "a", "input": "b", "output": "c"}, {"question": "a", "answer": "b"}, {"text": "a"}),
+    *(
+        {"messages": CHAT},
+        {"conversations": TURNS},
+        TRANSCRIPTS,
+        PAIR,
+        {"chosen": CHAT, "rejected": OTHER},
+    ),
+    *(
+        {"instruction": "a", "input": "b", "output": "c"},
+        {"question": "a", "answer": "b"},
+        {"text": "a"},
+    ),
 ]
 SHAREGPT_PAIR = {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]}
 STEPS = {"prompt": "a", "steps": ["b", "c"]}
 ROWS = {
     "prompts": [*COMMON, {"input": "a", "label": "c"}],
     "sft": [*COMMON, {"input": "a", "output": "c"}],
-    "pairs": [SHAREGPT_PAIR, {**PAIR, "margin": 1.0}, TRANSCRIPTS, {"chosen": CHAT, "rejected": OTHER}],
+    "pairs": [
+        SHAREGPT_PAIR,
+        {**PAIR, "margin": 1.0},
+        TRANSCRIPTS,
+        {"chosen": CHAT, "rejected": OTHER},
+    ],
     "steps": [
         *({"input": "a ! b !", "label": "a + b -"}, {**STEPS, "labels": [True, False]}),
         *({**STEPS, "labels": [0.5, 1.0]}, {**STEPS, "first_wrong_step": 2}),
@@ -28,17 +46,48 @@ NO_NUMBER = float("nan")
 VALUES = [
     *(None, "", "  ", "N/A", "\n\nHuman:", "a\0b", "é\u2028", "\ud800", b"ab"),
     *(0, 3, -1, 10**400, 3.5, NO_NUMBER, float("inf"), True),
-    *([], [None], [""], ["a"], ["\ud800"], [1, 2], [NO_NUMBER, 1], [10**400, 0], [True, None], [[]], [{}]),
-    *({}, {"a": 1}, [{"role": "user"}], [{"role": "user", "content": None}], [{"role": 3, "content": "a"}]),
-    *([{"role": "user", "content": [{"type": "text", "text": "a"}]}], [{"role": "\ud800", "content": "a"}]),
+    *(
+        [],
+        [None],
+        [""],
+        ["a"],
+        ["\ud800"],
+        [1, 2],
+        [NO_NUMBER, 1],
+        [10**400, 0],
+        [True, None],
+        [[]],
+        [{}],
+    ),
+    *(
+        {},
+        {"a": 1},
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": 3, "content": "a"}],
+    ),
+    *(
+        [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        [{"role": "\ud800", "content": "a"}],
+    ),
     *([{"role": "user", "content": ""}], [{"role": "assistant", "content": ""}]),
-    *([{"from": "human", "value": ""}], [{"from": "x", "value": "a"}], [{"from": "human", "value": None}]),
+    *(
+        [{"from": "human", "value": ""}],
+        [{"from": "x", "value": "a"}],
+        [{"from": "human", "value": None}],
+    ),
 ]
 
 
 def load_alike(task, rows, *others, **options):
     """With the judgements and margins of these rows."""
-    data = {"margin_key": "margin"} if "margin" in rows[0] else {"placeholder_token": "!"} if task == "steps" else {}
+    data = (
+        {"margin_key": "margin"}
+        if "margin" in rows[0]
+        else {"placeholder_token": "!"}
+        if task == "steps"
+        else {}
+    )
     return load(task, rows, *others, data, **options)
 
 
@@ -50,11 +99,20 @@ def test_any_value_in_any_column_is_read_or_an_error_naming_flag_and_row(task, c
         for column in good:
             for value in VALUES:
                 try:
-                    load_alike(task, [good, {**good, column: value}], tokenizer, apply_chat_template=chat)
+                    load_alike(
+                        task, [good, {**good, column: value}], tokenizer, apply_chat_template=chat
+                    )
                 except ValueError as error:
                     n_errors += 1
-                    rows = ("row 1 of file: ", "row 2 of file: ")  # the first for formats that need, or refuse, a chat
-                    assert any(str(error).startswith(f"{flag_of(task)}, {row}") for row in rows), (good, column, value)
+                    rows = (
+                        "row 1 of file: ",
+                        "row 2 of file: ",
+                    )  # the first for formats that need, or refuse, a chat
+                    assert any(str(error).startswith(f"{flag_of(task)}, {row}") for row in rows), (
+                        good,
+                        column,
+                        value,
+                    )
                     assert len(str(error)) < 500
     assert n_errors >= 5
 
@@ -67,10 +125,20 @@ WHOLE = {"prompt": "x", "chosen": HI + GOOD, "rejected": HI + GOOD}
 @pytest.mark.parametrize(
     ("task", "row", "options", "message"),
     [
-        ("prompts", {"question": "", "answer": "a"}, WITH_TEMPLATE, "the text is empty. Remove the row"),
+        (
+            "prompts",
+            {"question": "", "answer": "a"},
+            WITH_TEMPLATE,
+            "the text is empty. Remove the row",
+        ),
         ("sft", {"input": "", "output": "a"}, {}, "the text is empty. Remove the row"),
         ("pairs", {**PAIR, "prompt": ""}, {}, ".*the text is empty. Remove the row"),
-        ("prompts", {"messages": [{"role": "user", "content": ""}]}, WITH_CHAT, "all chat messages are empty"),
+        (
+            "prompts",
+            {"messages": [{"role": "user", "content": ""}]},
+            WITH_CHAT,
+            "all chat messages are empty",
+        ),
         ("prompts", {"input": []}, WITH_CHAT, "the list of chat messages is empty"),
         ("pairs", {**PAIR, "prompt": None}, {}, "the prompt in column 'prompt' is null"),
         ("pairs", {**PAIR, "prompt": "\ud83d"}, {}, ".*surrogates not allowed"),
@@ -78,16 +146,51 @@ WHOLE = {"prompt": "x", "chosen": HI + GOOD, "rejected": HI + GOOD}
         ("prompts", {"messages": turns(user="\ud83d")}, WITH_CHAT, ".*surrogates not allowed"),
         ("sft", {"messages": [{"role": "user", "content": None}]}, WITH_CHAT, "not a chat message"),
         ("sft", {"messages": [CALLS_3]}, WITH_CHAT, "not a chat message"),
-        ("sft", {"messages": [{**GOOD[0], "content": [{"type": "image"}]}]}, WITH_CHAT, "not a chat message with a te"),
+        (
+            "sft",
+            {"messages": [{**GOOD[0], "content": [{"type": "image"}]}]},
+            WITH_CHAT,
+            "not a chat message with a te",
+        ),
         ("prompts", {"input": HI}, {}, "a list of chat messages needs --apply_chat_template"),
-        ("prompts", {"input": HI}, WITH_CHAT | WITH_TEMPLATE, "--input_template goes around a text"),
-        ("prompts", {"input": None}, WITH_CHAT, "neither a text nor a list of chat messages but NoneType"),
-        ("prompts", {"input": [{"from": "a" * 200}]}, WITH_CHAT, r'not a chat message with texts "role".*\.\.\.\.$'),
-        ("pairs", {"chosen": GOOD, "rejected": "b"}, {}, "a list of chat messages needs --apply_chat"),
+        (
+            "prompts",
+            {"input": HI},
+            WITH_CHAT | WITH_TEMPLATE,
+            "--input_template goes around a text",
+        ),
+        (
+            "prompts",
+            {"input": None},
+            WITH_CHAT,
+            "neither a text nor a list of chat messages but NoneType",
+        ),
+        (
+            "prompts",
+            {"input": [{"from": "a" * 200}]},
+            WITH_CHAT,
+            r'not a chat message with texts "role".*\.\.\.\.$',
+        ),
+        (
+            "pairs",
+            {"chosen": GOOD, "rejected": "b"},
+            {},
+            "a list of chat messages needs --apply_chat",
+        ),
         ("pairs", {"chosen": "a", "rejected": 1}, {}, "not a text but int"),
         ("pairs", {"chosen": "a", "rejected": "b"}, WITH_CHAT, "a whole text cannot be split"),
-        ("pairs", {"chosen": "a", "rejected": "b"}, WITH_TEMPLATE, ".*goes around a prompt.*prompt_key"),
-        ("pairs", {"chosen": {"from": "gpt"}, "rejected": "b"}, WITH_CHAT, ".*neither a text nor a list .* dict"),
+        (
+            "pairs",
+            {"chosen": "a", "rejected": "b"},
+            WITH_TEMPLATE,
+            ".*goes around a prompt.*prompt_key",
+        ),
+        (
+            "pairs",
+            {"chosen": {"from": "gpt"}, "rejected": "b"},
+            WITH_CHAT,
+            ".*neither a text nor a list .* dict",
+        ),
         ("named pairs", WHOLE, WITH_CHAT, "a whole conversation .*Leave --prompt_key"),
     ],
 )

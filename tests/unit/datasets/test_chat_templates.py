@@ -14,7 +14,9 @@ _CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ c.function.a
 TEMPLATES = {  # each in its way with roles, blanks and thoughts, with the special tokens of these tests
     "qwen": (  # skips roles that it does not know
         "{% for m in messages %}"
-        "{% if m.role in ('system', 'user', 'assistant') %}<{{ m.role }}>{{ m.content }}" + _CALLS + "<eos>\n"
+        "{% if m.role in ('system', 'user', 'assistant') %}<{{ m.role }}>{{ m.content }}"
+        + _CALLS
+        + "<eos>\n"
         "{% elif m.role == 'tool' %}<user>({{ m.content }})<eos>\n{% endif %}{% endfor %}" + _OPEN
     ),
     "deepseek": (  # the last system message wins, thoughts are cut off
@@ -109,13 +111,18 @@ WITH_SYSTEM = {
 
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_a_developer_is_the_system(family, tokenizer, role):
-    assert sft([{"role": role, "content": "Be a POET."}, *ASK, *ANSWER], tokenizer) == WITH_SYSTEM[family]
+    assert (
+        sft([{"role": role, "content": "Be a POET."}, *ASK, *ANSWER], tokenizer)
+        == WITH_SYSTEM[family]
+    )
 
 
 def test_a_second_system_message_is_read_or_refused(family, tokenizer):
     chat = [*turns(system="Be a POET."), *turns(system="Be brief."), *ASK, *ANSWER]
     if family in ("deepseek", "mistral"):
-        with pytest.raises(ValueError, match=r"leaves out turn 1, of the role 'system'|roles must alternate"):
+        with pytest.raises(
+            ValueError, match=r"leaves out turn 1, of the role 'system'|roles must alternate"
+        ):
             sft(chat, tokenizer)
         return
     assert "Be a POET." in sft(chat, tokenizer)
@@ -132,10 +139,14 @@ def test_a_lost_message_is_not_taken_for_another(make_tokenizer):
 
 def test_a_template_that_reads_contents_is_not_refused(make_tokenizer):
     template = (
-        "{% for m in messages %}<{{ m.role }}>{{ 1 // (m.content | int) }}{{ m.content }}<eos>{% endfor %}" + _OPEN
+        "{% for m in messages %}<{{ m.role }}>{{ 1 // (m.content | int) }}{{ m.content }}<eos>{% endfor %}"
+        + _OPEN
     )
     tokenizer = make_tokenizer(chat_template=template)
-    assert sft([*turns(user="12"), *turns(assistant="3")], tokenizer) == "<user>012<eos><assistant>«03<eos>»"
+    assert (
+        sft([*turns(user="12"), *turns(assistant="3")], tokenizer)
+        == "<user>012<eos><assistant>«03<eos>»"
+    )
     tokenizer = make_tokenizer(chat_template=template.replace("{{ m.content }}<", "<"))
     with pytest.raises(ValueError, match="leaves out turn 1, of the role 'user': '12'"):
         sft([*turns(user="12"), *turns(assistant="3")], tokenizer)
@@ -145,9 +156,14 @@ def test_a_template_that_reads_contents_is_not_refused(make_tokenizer):
 
 CALL = {"name": "add", "arguments": {"a": 1}}
 FORMS = {
-    "an object": [{"tool_calls": [{"id": "c1", "type": "function", "function": CALL}], "content": ""}],
+    "an object": [
+        {"tool_calls": [{"id": "c1", "type": "function", "function": CALL}], "content": ""}
+    ],
     "JSON text": [
-        {"tool_calls": [{"type": "function", "function": CALL | {"arguments": '{"a": 1}'}}], "content": None}
+        {
+            "tool_calls": [{"type": "function", "function": CALL | {"arguments": '{"a": 1}'}}],
+            "content": None,
+        }
     ],
     "flat": [{"tool_calls": [CALL], "content": None}],
     "function_call": [{"function_call": CALL | {"arguments": '{"a": 1}'}, "content": None}],
@@ -159,8 +175,15 @@ FORMS = {
 def test_calls_have_one_rendering_in_every_form(make_tokenizer, form, role):
     tokenizer = make_tokenizer(chat_template=TEMPLATES["qwen"])
     (fields,) = FORMS[form]
-    chat = [*ASK, {"role": "assistant", **fields}, {"role": role, "name": "add", "content": "3"}, *ANSWER]
-    written = '<user>1+2?<eos>\n<assistant>«[add{"a": 1}]<eos>»\n<user>(3)<eos>\n<assistant>«Three.<eos>»'
+    chat = [
+        *ASK,
+        {"role": "assistant", **fields},
+        {"role": role, "name": "add", "content": "3"},
+        *ANSWER,
+    ]
+    written = (
+        '<user>1+2?<eos>\n<assistant>«[add{"a": 1}]<eos>»\n<user>(3)<eos>\n<assistant>«Three.<eos>»'
+    )
     assert sft(chat, tokenizer) == written
     asked = '<user>1+2?<eos>\n<assistant>[add{"a": 1}]<eos>\n<user>(3)<eos>\n<assistant>'
     assert prompt(chat[:-1], tokenizer) == asked
@@ -170,7 +193,9 @@ def test_calls_have_one_rendering_in_every_form(make_tokenizer, form, role):
 
 
 def test_a_template_that_writes_arguments_well_as_text_gets_text(make_tokenizer):
-    template = TEMPLATES["qwen"].replace("| tojson", "if c.function.arguments is string else c.function.arguments")
+    template = TEMPLATES["qwen"].replace(
+        "| tojson", "if c.function.arguments is string else c.function.arguments"
+    )
     tokenizer = make_tokenizer(chat_template=template)
     (fields,) = FORMS["an object"]
     assert '«[add{"a": 1}]<eos>»' in sft([*ASK, {"role": "assistant", **fields}], tokenizer)
@@ -185,17 +210,27 @@ SHORT_IDS = (
 
 def test_ids_of_calls_are_short_where_the_template_demands_it(make_tokenizer):
     tokenizer = make_tokenizer(chat_template=SHORT_IDS)
-    for ids, results in ((("call_1", "call_2"), ("call_2", "call_1")), ((None, None), (None, None))):
+    for ids, results in (
+        (("call_1", "call_2"), ("call_2", "call_1")),
+        ((None, None), (None, None)),
+    ):
         calls = [{"function": CALL} | ({"id": call_id} if call_id else {}) for call_id in ids]
         answers = [
-            {"role": "tool", "content": f"of {call_id}"} | ({"tool_call_id": call_id} if call_id else {})
+            {"role": "tool", "content": f"of {call_id}"}
+            | ({"tool_call_id": call_id} if call_id else {})
             for call_id in results
         ]
         chat = [*ASK, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
         first, second = ("c00001001", "c00001000") if ids[0] else ("c00001000", "c00001001")
         written = "<user>1+2?<eos>[add c00001000][add c00001001]<assistant><eos>"
-        assert prompt(chat, tokenizer) == f"{written}({first} of {results[0]})({second} of {results[1]})"
-    kept = [*ASK, {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "function": CALL}]}]
+        assert (
+            prompt(chat, tokenizer)
+            == f"{written}({first} of {results[0]})({second} of {results[1]})"
+        )
+    kept = [
+        *ASK,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "function": CALL}]},
+    ]
     answer = {"role": "tool", "content": "3", "tool_call_id": "abcdefghi"}
     assert "[add abcdefghi]" in prompt([*kept, answer], tokenizer)
     assert "(abcdefghi 3)" in prompt([*kept, answer], tokenizer)
@@ -204,7 +239,11 @@ def test_ids_of_calls_are_short_where_the_template_demands_it(make_tokenizer):
 def test_no_arguments_are_an_empty_object(make_tokenizer):
     tokenizer = make_tokenizer(chat_template=TEMPLATES["qwen"])
     for arguments in ("", None, {}, "{}"):
-        turn = {"role": "assistant", "content": None, "tool_calls": [{"function": CALL | {"arguments": arguments}}]}
+        turn = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": CALL | {"arguments": arguments}}],
+        }
         assert "«[add{}]<eos>»" in sft([*ASK, turn], tokenizer)
 
 
@@ -212,7 +251,9 @@ def test_calls_and_results_that_a_template_skips_are_refused(make_tokenizer):
     tokenizer = make_tokenizer(chat_template=TEMPLATES["phi"])
     (fields,) = FORMS["flat"]
     chat = [*ASK, {"role": "assistant", **fields}, {"role": "tool", "content": "3"}, *ANSWER]
-    with pytest.raises(ValueError, match=r"leaves out what turn 2, of the role 'assistant', calls: 'add'"):
+    with pytest.raises(
+        ValueError, match=r"leaves out what turn 2, of the role 'assistant', calls: 'add'"
+    ):
         sft(chat, tokenizer)
     with pytest.raises(ValueError, match=r"leaves out turn 2, of the role 'tool': '3'"):
         sft([*ASK, *chat[2:]], tokenizer)
@@ -246,13 +287,20 @@ def test_a_prompt_ends_where_its_last_turn_of_the_assistant_ends(family, tokeniz
     assert (row.text, tokenizer.decode(row.token_ids), row.messages) == (written, written, chat)
 
 
-@pytest.mark.parametrize("response", [" three.", turns(assistant=" three.")], ids=["a text", "a turn"])
+@pytest.mark.parametrize(
+    "response", [" three.", turns(assistant=" three.")], ids=["a text", "a turn"]
+)
 def test_a_response_continues_the_turn_that_its_prompt_ends_in(family, tokenizer, response):
     chat = [*ASK, *turns(assistant="The answer is")]
     begun, end = opened(family, "The answer is"), ENDS.get(family, "<eos>")
     (example,) = load("sft", [{"prompt": chat, "completion": response}], tokenizer, **WITH_CHAT)
     assert shown(example, tokenizer) == f"{begun}« three.{end}»"
-    (pair,) = load("pairs", [{"prompt": chat, "chosen": response, "rejected": " four."}], tokenizer, **WITH_CHAT)
+    (pair,) = load(
+        "pairs",
+        [{"prompt": chat, "chosen": response, "rejected": " four."}],
+        tokenizer,
+        **WITH_CHAT,
+    )
     assert tokenizer.decode(pair.chosen_ids) == f"{begun} three.{end}"
     assert tokenizer.decode(pair.rejected_ids) == f"{begun} four.{end}"
 
@@ -260,11 +308,19 @@ def test_a_response_continues_the_turn_that_its_prompt_ends_in(family, tokenizer
 def test_a_thought_that_the_prompt_begins_is_continued(make_tokenizer):
     chat = [*ASK, *turns(assistant="<think>\n")]
     row = {"prompt": chat, "completion": "2+1\n</think>\n\n3"}
-    opens_thought = TEMPLATES["qwen3"].replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}")
-    for name, template in (("qwen", TEMPLATES["qwen"]), ("qwen3", TEMPLATES["qwen3"]), ("qwen3", opens_thought)):
+    opens_thought = TEMPLATES["qwen3"].replace(
+        "<assistant>{% endif %}", "<assistant><think>\n{% endif %}"
+    )
+    for name, template in (
+        ("qwen", TEMPLATES["qwen"]),
+        ("qwen3", TEMPLATES["qwen3"]),
+        ("qwen3", opens_thought),
+    ):
         tokenizer = make_tokenizer(chat_template=template)
         (example,) = load("sft", [row], tokenizer, **WITH_CHAT)
-        assert shown(example, tokenizer) == OPENED[name].format("<think>\n«2+1\n</think>\n\n3<eos>»")
+        assert shown(example, tokenizer) == OPENED[name].format(
+            "<think>\n«2+1\n</think>\n\n3<eos>»"
+        )
     with pytest.raises(ValueError, match=r"row 1 of file: .*turn 2"):
         load("sft", [row], make_tokenizer(chat_template=TEMPLATES["deepseek"]), **WITH_CHAT)
 
@@ -274,14 +330,21 @@ def test_turns_after_a_continued_one_are_targets_too(make_tokenizer):
     completion = [*turns(assistant=" three."), *turns(user="Sure?"), *turns(assistant="Yes.")]
     row = {"prompt": [*ASK, *turns(assistant="It is")], "completion": completion}
     (example,) = load("sft", [row], tokenizer, **WITH_CHAT)
-    written = "<user>1+2?<eos>\n<assistant>It is« three.<eos>»\n<user>Sure?<eos>\n<assistant>«Yes.<eos>»"
+    written = (
+        "<user>1+2?<eos>\n<assistant>It is« three.<eos>»\n<user>Sure?<eos>\n<assistant>«Yes.<eos>»"
+    )
     assert shown(example, tokenizer) == written
 
 
 def test_a_template_that_closes_the_turn_in_its_text_is_refused(make_tokenizer):
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('|')[0] }}<eos>{% endfor %}" + _OPEN
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content.split('|')[0] }}<eos>{% endfor %}"
+        + _OPEN
+    )
     tokenizer = make_tokenizer(chat_template=template)
-    with pytest.raises(ValueError, match=r"row 1 of file: the chat template cannot leave turn 2 open, 'so\|'"):
+    with pytest.raises(
+        ValueError, match=r"row 1 of file: the chat template cannot leave turn 2 open, 'so\|'"
+    ):
         load("prompts", [{"prompt": [*ASK, *turns(assistant="so|")]}], tokenizer, **WITH_CHAT)
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]}
     with pytest.raises(ValueError, match=r"turn 2 calls a tool, and no result follows"):
@@ -295,7 +358,11 @@ def test_prompts_that_are_rendered_already_are_named_once(family, tokenizer, cap
     texts = [render_prompt("1+2?", tokenizer, RowsConfig(**WITH_CHAT)).text] * 3
     with caplog.at_level(logging.WARNING):
         load("prompts", [{"prompt": text} for text in ("1+2?", *texts)], tokenizer, **WITH_CHAT)
-    (line,) = [record.getMessage() for record in caplog.records if "rendered already" in record.getMessage()]
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "rendered already" in record.getMessage()
+    ]
     assert line.startswith("--prompt_data: 3 prompts are rendered already")
     assert "leave --apply_chat_template out" in line
     caplog.clear()

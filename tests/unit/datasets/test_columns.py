@@ -29,11 +29,17 @@ PROMPTS = {
 @pytest.mark.parametrize("name", PROMPTS)
 def test_the_prompt_of_a_preference_is_in_what_is_scored(tokenizer, name):
     columns, prompt = PROMPTS[name]
-    assert texts_of({**columns, **SIDES}, tokenizer) == [f"<bos>{prompt}{side}<eos>" for side in "bc"]
+    assert texts_of({**columns, **SIDES}, tokenizer) == [
+        f"<bos>{prompt}{side}<eos>" for side in "bc"
+    ]
     asked = f"<bos><user>{prompt}<eos>\n<assistant>"
     for sides in (SIDES, {"chosen": GOOD, "rejected": BAD}):
-        assert texts_of({**columns, **sides}, tokenizer, **WITH_CHAT) == [f"{asked}{side}<eos>" for side in "bc"]
-    assert texts_of({**columns, "responses": ["b", "c"]}, tokenizer) == [f"<bos>{prompt}{side}<eos>" for side in "bc"]
+        assert texts_of({**columns, **sides}, tokenizer, **WITH_CHAT) == [
+            f"{asked}{side}<eos>" for side in "bc"
+        ]
+    assert texts_of({**columns, "responses": ["b", "c"]}, tokenizer) == [
+        f"<bos>{prompt}{side}<eos>" for side in "bc"
+    ]
     (asked,) = load("prompts", [{**columns, **SIDES}], tokenizer)
     (answer,) = load("sft", [{**columns, **SIDES}], tokenizer)
     assert (asked.text, shown(answer, tokenizer)) == (prompt, f"<bos>{prompt}«b<eos>»")
@@ -45,11 +51,22 @@ def test_the_system_text_of_a_preference_is_scored(tokenizer, name):
         row = {name: "P", **prompt, **SIDES}
         chats = [f"<bos><system>P<eos>\n<user>a<eos>\n<assistant>{side}<eos>" for side in "bc"]
         assert texts_of(row, tokenizer, **WITH_CHAT) == chats
-    assert texts_of({name: "P", "question": "a", **SIDES}, tokenizer) == ["<bos>P\nab<eos>", "<bos>P\nac<eos>"]
-    assert texts_of({name: "", "question": "a", **SIDES}, tokenizer) == ["<bos>ab<eos>", "<bos>ac<eos>"]
-    with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: not a text but dict: {'a': 1}"):
+    assert texts_of({name: "P", "question": "a", **SIDES}, tokenizer) == [
+        "<bos>P\nab<eos>",
+        "<bos>P\nac<eos>",
+    ]
+    assert texts_of({name: "", "question": "a", **SIDES}, tokenizer) == [
+        "<bos>ab<eos>",
+        "<bos>ac<eos>",
+    ]
+    with pytest.raises(
+        ValueError, match=r"^--dataset, row 1 of file: not a text but dict: {'a': 1}"
+    ):
         load("pairs", [{name: {"a": 1}, "question": "a", **SIDES}], tokenizer)
-    whole = {"chosen": turns(system="P", user="a") + GOOD, "rejected": turns(system="P", user="a") + BAD}
+    whole = {
+        "chosen": turns(system="P", user="a") + GOOD,
+        "rejected": turns(system="P", user="a") + BAD,
+    }
     assert texts_of({name: "P", **whole}, tokenizer, **WITH_CHAT) == chats  # written once
 
 
@@ -64,12 +81,16 @@ def test_system_and_history_of_alpaca_are_read(tokenizer):
     texts = texts_of({**HISTORY, **SIDES}, tokenizer, **WITH_CHAT)
     assert texts == [chat.format("a<eos>") + f"{side}<eos>" for side in "bc"]
     for nothing in (None, [], ""):
-        (example,) = load("sft", [{**HISTORY, "system": nothing, "history": nothing}], tokenizer, **WITH_CHAT)
+        (example,) = load(
+            "sft", [{**HISTORY, "system": nothing, "history": nothing}], tokenizer, **WITH_CHAT
+        )
         assert shown(example, tokenizer) == "<bos><user>r<eos>\n<assistant>«s<eos>»"
     (example,) = load("sft", [{**HISTORY, "history": '[["q", "a"]]'}], tokenizer)  # of a CSV file
     assert shown(example, tokenizer) == "<bos>P\nq\na\nr«s<eos>»"
     for history in ("q", [["q"]], [["q", 3]]):
-        with pytest.raises(ValueError, match="row 1 of file: column 'history' is not a list of pairs"):
+        with pytest.raises(
+            ValueError, match="row 1 of file: column 'history' is not a list of pairs"
+        ):
             load("sft", [{**HISTORY, "history": history}], tokenizer)
 
 
@@ -88,17 +109,33 @@ def test_the_system_column_of_other_formats_is_read(tokenizer):
         assert prompt.text == expected.partition("«")[0]
     row = {"system": "P", "conversations": [asked], "chosen": {"from": "gpt", "value": "b"}}
     row["rejected"] = {"from": "gpt", "value": "c"}
-    assert texts_of(row, tokenizer, **WITH_CHAT)[1] == "<bos><system>P<eos>\n<user>a<eos>\n<assistant>c<eos>"
-    (example,) = load("steps", [{"system": "P", "prompt": "a", "steps": ["b"], "labels": [True]}], tokenizer, STEPS)
+    assert (
+        texts_of(row, tokenizer, **WITH_CHAT)[1]
+        == "<bos><system>P<eos>\n<user>a<eos>\n<assistant>c<eos>"
+    )
+    (example,) = load(
+        "steps",
+        [{"system": "P", "prompt": "a", "steps": ["b"], "labels": [True]}],
+        tokenizer,
+        STEPS,
+    )
     assert tokenizer.decode(example.token_ids) == "<bos>P\na\n\nb!"
 
 
 STEPS = {"placeholder_token": "!"}
 UNREAD = {
     "sft": ({"input": "a", "prompt": "x", "output": "b", "id": 3}, {}, "prompt, id"),
-    "sft, named": ({"q": "a", "n": {"r": "b"}, "id": 3}, {"input_key": "q", "output_key": "n.r"}, "id"),
+    "sft, named": (
+        {"q": "a", "n": {"r": "b"}, "id": 3},
+        {"input_key": "q", "output_key": "n.r"},
+        "id",
+    ),
     "pairs": ({"prompt": "a", "hint": "x", **SIDES, "m": 1}, {"margin_key": "m"}, "hint"),
-    "pairs of chats": ({"q": "x", "chosen": turns(user="a") + GOOD, "rejected": turns(user="a") + BAD}, {}, "q"),
+    "pairs of chats": (
+        {"q": "x", "chosen": turns(user="a") + GOOD, "rejected": turns(user="a") + BAD},
+        {},
+        "q",
+    ),
     "steps": ({"prompt": "a", "steps": ["b"], "labels": [True], "level": "x"}, STEPS, "level"),
     "prompts": ({"question": "a", "answer": "b", "level": 2}, {"label_key": "answer"}, "level"),
     "documents": ({"text": "a", "title": "x"}, {}, "title"),
@@ -129,7 +166,13 @@ def test_preferences_without_prompt_beside_an_unread_text_are_refused(tokenizer,
     with pytest.raises(ValueError, match=message):
         load("pairs", [{"ask": "a", **sides}], tokenizer, **options)
     with pytest.raises(ValueError, match=message):
-        load("pairs", [{"ask": "a", **sides, "c": sides["chosen"]}], tokenizer, {"chosen_key": "c"}, **options)
+        load(
+            "pairs",
+            [{"ask": "a", **sides, "c": sides["chosen"]}],
+            tokenizer,
+            {"chosen_key": "c"},
+            **options,
+        )
     with pytest.raises(ValueError, match=message):
         load("pairs", [{"n": "1.5", "ask": turns(user="a"), **sides}], tokenizer, **options)
 
@@ -144,7 +187,9 @@ def test_whole_texts_beside_other_texts_are_read_where_the_format_is_named(token
 
 
 def test_a_whole_text_beside_a_prompt_is_refused_in_sft(tokenizer):
-    with pytest.raises(ValueError, match="^--dataset, row 1 of file: no prompt, and column 'query' .*--input_key"):
+    with pytest.raises(
+        ValueError, match="^--dataset, row 1 of file: no prompt, and column 'query' .*--input_key"
+    ):
         load("sft", [{"text": "a", "query": "b"}], tokenizer)
     named = {"input_key": "text", "output_key": None}
     for columns, row in ((named, {"text": "a", "query": "b"}), ({}, {"text": "a", "title": "b"})):
@@ -166,7 +211,9 @@ def test_answers_labelled_false_are_not_trained(tokenizer, name, column, caplog)
     options = {} if name == "texts" else WITH_CHAT
     assert len(load("sft", rows, tokenizer, **options)) == 2
     assert f"--dataset file: 2 of 4 rows are not trained: their {column!r} is false" in caplog.text
-    with pytest.raises(ValueError, match=f"--dataset: no row is left: {column!r} is false in all of them"):
+    with pytest.raises(
+        ValueError, match=f"--dataset: no row is left: {column!r} is false in all of them"
+    ):
         load("sft", rows[1:2], tokenizer, **options)
 
 
@@ -174,8 +221,21 @@ def test_kto_rows_of_csv_are_left_out_and_answers_false_are_kept(tokenizer):
     rows = [{"prompt": "a", "completion": "b", "label": label} for label in ("True", "False")]
     assert len(load("sft", rows, tokenizer)) == 1
     columns = {"input_key": "prompt", "output_key": "completion"}
-    assert len(load("sft", [{**row, "label": row["label"] == "True"} for row in rows], tokenizer, columns)) == 1
-    for row in ({"prompt": "a", "response": "b", "label": "False"}, {"input": "a", "output": "b", "label": 0}):
+    assert (
+        len(
+            load(
+                "sft",
+                [{**row, "label": row["label"] == "True"} for row in rows],
+                tokenizer,
+                columns,
+            )
+        )
+        == 1
+    )
+    for row in (
+        {"prompt": "a", "response": "b", "label": "False"},
+        {"input": "a", "output": "b", "label": 0},
+    ):
         assert len(load("sft", [row], tokenizer)) == 1
     for label in (True, False):
         (prompt,) = load("prompts", [{**KTO["texts"], "label": label}], tokenizer)

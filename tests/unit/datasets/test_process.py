@@ -14,7 +14,10 @@ def judged(row, tokenizer, columns=None, **options):
     (example,) = load("steps", [row], tokenizer, {**K, **(columns or {})}, **options)
     tokens = tokenizer.convert_ids_to_tokens(example.token_ids)
     labels = [
-        (tokens[t - 1] + tokens[t], tokenizer.convert_ids_to_tokens(label) if isinstance(label, int) else label)
+        (
+            tokens[t - 1] + tokens[t],
+            tokenizer.convert_ids_to_tokens(label) if isinstance(label, int) else label,
+        )
         for t, label in enumerate(example.labels)
         if label != -100
     ]
@@ -45,17 +48,24 @@ def test_rows_of_other_trainers_are_read_as_they_are(tokenizer):
 def test_a_list_of_steps_follows_its_question(tokenizer, make_tokenizer):
     assert judged(LISTS, tokenizer) == ("<bos>q\n\nsK\n\ntK", STEPS)
     assert judged(LISTS, tokenizer, input_template="Q{}A") == ("<bos>QqAsK\n\ntK", STEPS)
-    assert judged(LISTS, tokenizer, **WITH_CHAT) == ("<bos><user>q<eos>\n<assistant>sK\n\ntK", STEPS)
+    assert judged(LISTS, tokenizer, **WITH_CHAT) == (
+        "<bos><user>q<eos>\n<assistant>sK\n\ntK",
+        STEPS,
+    )
     refusing = "{% for m in messages %}{{ m.content or raise_exception('empty') }}{% endfor %}"
     without_first = {**LISTS, "steps": ["", "t"]}
-    assert judged(without_first, make_tokenizer(chat_template=refusing), **WITH_CHAT)[0] == "qK\n\ntK"
+    assert (
+        judged(without_first, make_tokenizer(chat_template=refusing), **WITH_CHAT)[0] == "qK\n\ntK"
+    )
 
 
 def test_named_columns_may_hold_texts_or_lists(tokenizer):
     columns = {"input_key": "text", "label_key": "marks"}
     assert judged({"text": "s Kt K", "marks": ["+", "-"]}, tokenizer, columns)[1] == STEPS
     assert judged({"text": ["s", "t"], "marks": [True, False]}, tokenizer, columns)[1] == STEPS
-    with pytest.raises(ValueError, match=r"row 1 of file: no column 'marks'. Its columns are text: .*--label_key"):
+    with pytest.raises(
+        ValueError, match=r"row 1 of file: no column 'marks'. Its columns are text: .*--label_key"
+    ):
         judged({"text": "s K"}, tokenizer, columns)
 
 
@@ -76,7 +86,10 @@ def test_named_columns_may_hold_texts_or_lists(tokenizer):
     ],
 )
 def test_a_bad_row_is_an_error_that_names_it(tokenizer, solution, label, options, message):
-    good, bad = LISTS if options else {"input": "s K", "label": ["+"]}, {"input": solution, "label": label}
+    good, bad = (
+        LISTS if options else {"input": "s K", "label": ["+"]},
+        {"input": solution, "label": label},
+    )
     rows = [*number_rows([good], "good"), *number_rows([bad], "bad")]
     with pytest.raises(ValueError, match=f"--dataset, row 1 of bad: .*{message}"):
         load("steps", rows, tokenizer, K, **options)
@@ -86,8 +99,14 @@ def test_a_bad_row_is_an_error_that_names_it(tokenizer, solution, label, options
     ("columns", "message"),
     [
         ({"placeholder_token": "ж"}, "--placeholder_token 'ж' is not in the vocabulary"),
-        ({"placeholder_token": "ab"}, "--placeholder_token 'ab' is 2 tokens of the tokenizer of --pretrain"),
-        ({"reward_tokens": ("+", "no")}, "--reward_tokens 'no' is 2 tokens .*Choose another with --reward_tokens"),
+        (
+            {"placeholder_token": "ab"},
+            "--placeholder_token 'ab' is 2 tokens of the tokenizer of --pretrain",
+        ),
+        (
+            {"reward_tokens": ("+", "no")},
+            "--reward_tokens 'no' is 2 tokens .*Choose another with --reward_tokens",
+        ),
     ],
 )
 def test_tokens_must_be_single_tokens_of_the_tokenizer(tokenizer, columns, message):

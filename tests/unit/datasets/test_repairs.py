@@ -18,13 +18,18 @@ def test_the_last_of_equal_keys_is_read_and_rows_are_counted(tmp_path, name, cap
     path.write_text("".join(lines) if name == "rows.jsonl" else f"[{','.join(lines)}]")
 
     def read(**options):
-        rows = load_mixed_rows(RowsConfig(**options), str(path), flag="--dataset", split="train", seed=0)
+        rows = load_mixed_rows(
+            RowsConfig(**options), str(path), flag="--dataset", split="train", seed=0
+        )
         return [row.row for row in rows]
 
     row = {"prompt": "b", "n": {"x": 3}}
     assert read() == [{"prompt": "c"}, row, row]
     (line,) = caplog.messages
-    assert line == f"--dataset {path}: 4 objects have a key twice, the first 'x'; the last value is read"
+    assert (
+        line
+        == f"--dataset {path}: 4 objects have a key twice, the first 'x'; the last value is read"
+    )
     if name == "rows.jsonl":
         caplog.clear()
         assert read(max_samples=2) == [{"prompt": "c"}, row]
@@ -37,7 +42,9 @@ def test_the_last_of_equal_keys_is_read_and_rows_are_counted(tmp_path, name, cap
 VERL = {"prompt": turns(user="q"), "reward_model": {"style": "rule", "ground_truth": "1"}}
 
 
-@pytest.mark.parametrize("columns", [["reward_model"], ["prompt", "reward_model"], ["prompt", "reward_model", "n"]])
+@pytest.mark.parametrize(
+    "columns", [["reward_model"], ["prompt", "reward_model"], ["prompt", "reward_model", "n"]]
+)
 def test_rows_of_verl_with_json_texts_are_read_as_objects(tokenizer, columns):
     row = {**VERL, "n": {"a": 1}}
     texts = {**row, **{column: json.dumps(row[column]) for column in columns}}

@@ -42,7 +42,10 @@ def test_cyclic_batches_are_full_run_through_passes_without_gaps_and_resume(batc
     assert all(sorted(one) == list(range(5)) for one in passes)
     assert len({tuple(one) for one in passes}) > 1
     for start in (0, 3, 12):
-        assert list(islice(cyclic_batches(5, batch_size, seed=9, start=start), 20 - start)) == batches[start:]
+        assert (
+            list(islice(cyclic_batches(5, batch_size, seed=9, start=start), 20 - start))
+            == batches[start:]
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

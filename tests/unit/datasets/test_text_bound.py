@@ -9,13 +9,33 @@ from transformers import PreTrainedTokenizerFast
 from openppo.datasets.templates import encode_bare
 from openppo.datasets.text_bound import BLANKS, TextBound, text_bound
 
-TEXTS = ["the the  the\n\n   theatre", " " * 40 + "aaaaaaaa" * 9, "\u1112\u1161\u11ab" * 30, "中文 text"]
+TEXTS = [
+    "the the  the\n\n   theatre",
+    " " * 40 + "aaaaaaaa" * 9,
+    "\u1112\u1161\u11ab" * 30,
+    "中文 text",
+]
 COMPOSED = "\u03b1\u0313\u0300\u0345"  # alpha and three marks, of which NFC makes one character
-ALPHABET = ["the", " ", "\n", "\xa0", "aaaaaaaa", "\u0301", COMPOSED, "é", "\U0001f600", "<end>", "<mark>", "q"]
+ALPHABET = [
+    "the",
+    " ",
+    "\n",
+    "\xa0",
+    "aaaaaaaa",
+    "\u0301",
+    COMPOSED,
+    "é",
+    "\U0001f600",
+    "<end>",
+    "<mark>",
+    "q",
+]
 
 
 def wrapped(core: Tokenizer, **flags: bool) -> PreTrainedTokenizerFast:
-    core.add_special_tokens(["<end>", AddedToken("<mark>", normalized=False, special=True, **flags)])
+    core.add_special_tokens(
+        ["<end>", AddedToken("<mark>", normalized=False, special=True, **flags)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
 
 
@@ -36,8 +56,14 @@ def falling_back(byte_fallback=True):
     letters = ["<unk>", *"▁theaq", *(f"<0x{byte:02X}>" for byte in range(256)), "th", "the", "▁▁"]
     merges = [("t", "h"), ("th", "e"), ("▁", "▁")]
     vocabulary = {letter: number for number, letter in enumerate(letters)}
-    core = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=byte_fallback, fuse_unk=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core = Tokenizer(
+        models.BPE(
+            vocabulary, merges, unk_token="<unk>", byte_fallback=byte_fallback, fuse_unk=True
+        )
+    )
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     return wrapped(core)
 
 
@@ -78,7 +104,14 @@ def test_tokenizers_that_drop_or_fuse_text_have_no_bound():
     removes.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("q", "removed"), pre_tokenizers.ByteLevel()]
     )
-    unbounded = [lowers, wrapped(words), wrapped(pieces), removes, of_bytes(unit_count=200), falling_back(False)]
+    unbounded = [
+        lowers,
+        wrapped(words),
+        wrapped(pieces),
+        removes,
+        of_bytes(unit_count=200),
+        falling_back(False),
+    ]
     assert [text_bound(tokenizer) for tokenizer in unbounded] == [None] * 6
 
 

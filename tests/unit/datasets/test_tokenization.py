@@ -14,14 +14,31 @@ from tests.unit.datasets.loaders import ENDS_IN_EOS, WITH_CHAT, load, turns
 
 CHAT = turns(user="ab", assistant="c")
 ADD = {"type": "function", "function": {"name": "add"}}
-TOOLS = [{"messages": turns(user="x" * n, assistant="c"), "tools": [ADD] if n % 2 else None} for n in range(1, 6)]
+TOOLS = [
+    {"messages": turns(user="x" * n, assistant="c"), "tools": [ADD] if n % 2 else None}
+    for n in range(1, 6)
+]
 PAIRS = [{"prompt": "a", "chosen": "b" * n, "rejected": "c", "m": n} for n in range(1, 8)]
-STEPS = [{"input": "s K t K", "label": [0.25, 1]}, {"input": "s K", "label": [0.5]}, {"input": "u K", "label": [1]}]
+STEPS = [
+    {"input": "s K t K", "label": [0.25, 1]},
+    {"input": "s K", "label": [0.5]},
+    {"input": "u K", "label": [1]},
+]
 CASES = {
-    "prompts": ("prompts", [{"question": "q" * n, "answer": n} for n in range(1, 9)], {}, {"prompt_max_len": 7}),
+    "prompts": (
+        "prompts",
+        [{"question": "q" * n, "answer": n} for n in range(1, 9)],
+        {},
+        {"prompt_max_len": 7},
+    ),
     "chats": ("prompts", [{"messages": CHAT, "label": "d"}] * 3, {}, WITH_CHAT),
     "tools": ("sft", TOOLS, {}, {"tools_key": "tools", **WITH_CHAT}),
-    "sft": ("sft", [{"input": "a" * n, "output": "é\u2028"} for n in range(1, 6)], {}, {"max_len": 8}),
+    "sft": (
+        "sft",
+        [{"input": "a" * n, "output": "é\u2028"} for n in range(1, 6)],
+        {},
+        {"max_len": 8},
+    ),
     "pairs": ("pairs", PAIRS, {"margin_key": "m"}, {}),
     "rankings": (
         "pairs",
@@ -64,12 +81,16 @@ def examples(name, tokenizer, processes):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_any_number_of_processes_and_the_cache_give_the_same_examples(name, writes_tools, renderings):
+def test_any_number_of_processes_and_the_cache_give_the_same_examples(
+    name, writes_tools, renderings
+):
     expected = examples(name, writes_tools, 0)
     assert (len(expected) > 1, renderings()) == (True, [])
     for processes in (2, 1):
         assert repr(examples(name, writes_tools, processes)) == repr(expected)
-        assert len(renderings()) == len(CASES[name][1]), "each row once, whatever the number of processes"
+        assert len(renderings()) == len(CASES[name][1]), (
+            "each row once, whatever the number of processes"
+        )
     assert len(set(renderings())) > 1 and str(os.getpid()) not in renderings()
 
 
@@ -84,7 +105,9 @@ def test_whatever_changes_the_tokens_misses_the_cache(tokenizer, make_tokenizer,
         ({"input": "a", "output": "b"}, tokenizer, {"input_template": "Q{}"}),
         ({"input": "a", "output": "b"}, make_tokenizer(bos=False), {"input_template": "Q{}"}),
     ):
-        assert load("sft", [row], used, **options, dataset_num_proc=1) == load("sft", [row], used, **options)
+        assert load("sft", [row], used, **options, dataset_num_proc=1) == load(
+            "sft", [row], used, **options
+        )
         counts.append(len(renderings()))
     assert counts == [1, 1, 2, 3, 4, 5, 6]
 
@@ -95,14 +118,23 @@ def test_errors_name_the_first_bad_row_as_one_process_does(tokenizer, renderings
         with pytest.raises(ValueError, match="^--prompt_data, row 3 of file: the text is empty"):
             load("prompts", rows, tokenizer, dataset_num_proc=2)
     with pytest.raises(
-        ValueError, match="row 1 of file: holds values that are not JSON's .*leave --dataset_num_proc out"
+        ValueError,
+        match="row 1 of file: holds values that are not JSON's .*leave --dataset_num_proc out",
     ):
-        load("prompts", [{"question": "a", "answer": datetime.date(2020, 1, 1)}], tokenizer, dataset_num_proc=2)
+        load(
+            "prompts",
+            [{"question": "a", "answer": datetime.date(2020, 1, 1)}],
+            tokenizer,
+            dataset_num_proc=2,
+        )
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_with_remedy(tokenizer, renderings, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(ValueError, match="^--dataset_num_proc: the cache .* cannot be used .*with HF_DATASETS_CACHE"):
+    with pytest.raises(
+        ValueError,
+        match="^--dataset_num_proc: the cache .* cannot be used .*with HF_DATASETS_CACHE",
+    ):
         load("prompts", [{"input": "a"}], tokenizer, dataset_num_proc=2)
 
 
@@ -133,7 +165,9 @@ class InTurn(SingleProcess):
     ("local_rank", "processes", "expected"),
     [("0", 2, ["load", "met", "met"]), ("1", 2, ["met", "load", "met"]), ("1", 0, ["load", "met"])],
 )
-def test_the_first_rank_of_a_host_loads_before_the_others(monkeypatch, local_rank, processes, expected):
+def test_the_first_rank_of_a_host_loads_before_the_others(
+    monkeypatch, local_rank, processes, expected
+):
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     done, options = [], SupervisedConfig("m", "d", dataset_num_proc=processes)
     assert once_per_host(InTurn(done), options, lambda: done.append("load") or [1]) == [1]

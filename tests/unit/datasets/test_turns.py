@@ -47,8 +47,16 @@ CASES = {  # targets in «»
     "another beginning when asked": (OTHER_WHEN_ASKED, CHAT, S_TO_D.format("")),
     "system in the last one": (SYSTEM_IN_LAST, CHAT, "<user>a!« b<eos>»<user>s|c!« d<eos>»"),
     "a token beside EOS": (ENDS_IN_A_TOKEN_BESIDE_EOS, CHAT, WITH_PADS),
-    "last thinks": (THOUGHT_IN_LAST_TURN_ONLY, LAST_THINKS, S_TO_D.format("").replace("d<", "<think>u</think>d<")),
-    "other blanks": (STRIPS, turns(user="a", assistant=" d\n\nc "), "<user>a<eos>\n<assistant>«d\nc<eos>»"),
+    "last thinks": (
+        THOUGHT_IN_LAST_TURN_ONLY,
+        LAST_THINKS,
+        S_TO_D.format("").replace("d<", "<think>u</think>d<"),
+    ),
+    "other blanks": (
+        STRIPS,
+        turns(user="a", assistant=" d\n\nc "),
+        "<user>a<eos>\n<assistant>«d\nc<eos>»",
+    ),
     "no end of turn": (WITHOUT_END, CHAT, NO_END),
 }
 
@@ -62,7 +70,9 @@ def prompt_of(chat, tokenizer):
 
 
 @pytest.mark.parametrize(("template", "chat", "expected"), CASES.values(), ids=CASES.keys())
-def test_targets_are_the_assistants_turns_with_what_ends_them(make_tokenizer, template, chat, expected):
+def test_targets_are_the_assistants_turns_with_what_ends_them(
+    make_tokenizer, template, chat, expected
+):
     tokenizer = make_tokenizer(bos=True, chat_template=template)
     assert shown(rendered(chat, tokenizer), tokenizer) == expected
     last = render_response(chat[:-1], chat[-1]["content"], tokenizer, RowsConfig(**WITH_CHAT))
@@ -75,10 +85,14 @@ def test_targets_begin_where_generation_does(make_tokenizer):
     example = rendered(CHAT, tokenizer)
     for n_before, place in ((2, example.loss_mask.index(True)), (4, len(example.token_ids) - 2)):
         assert example.token_ids[:place] == prompt_of(CHAT[:n_before], tokenizer).token_ids
-    assert shown(rendered(CHAT[1:4], tokenizer), tokenizer) == "<user>a<eos>\n<assistant>«b<eos>»", "nothing after it"
+    assert (
+        shown(rendered(CHAT[1:4], tokenizer), tokenizer) == "<user>a<eos>\n<assistant>«b<eos>»"
+    ), "nothing after it"
     chat = [CHAT[2], *CHAT[1:3]]  # the assistant may begin, whose first token is not a target
     assert targets(rendered(chat, tokenizer), tokenizer) == "b<eos>b<eos>"
-    tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}<eos>{% endfor %}")
+    tokenizer = make_tokenizer(
+        chat_template="{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    )
     assert targets(rendered(chat, tokenizer), tokenizer) == "<eos>b<eos>"
 
 
@@ -97,10 +111,15 @@ DROPPED = (
         (LENGTHS, CHAT, "around turn 3 depends on its.*Leave --apply_chat_template out"),
         (LAST_ONLY, CHAT, "leaves out turn 1, of the role 'system': 's'.*--chat_template"),
         (ENDS_IN_EOS, CHAT[:2], "no turn of the assistant to train on"),
-        *((ENDS_IN_EOS, [*turns(user="Is it two plus two?"), turn], "leaves out .*turn 2") for turn in DROPPED),
+        *(
+            (ENDS_IN_EOS, [*turns(user="Is it two plus two?"), turn], "leaves out .*turn 2")
+            for turn in DROPPED
+        ),
     ],
 )
-def test_a_turn_that_a_template_drops_or_that_cannot_be_found_is_an_error(make_tokenizer, template, chat, message):
+def test_a_turn_that_a_template_drops_or_that_cannot_be_found_is_an_error(
+    make_tokenizer, template, chat, message
+):
     with pytest.raises(ValueError, match=message):
         rendered(chat, make_tokenizer(chat_template=template))
 
@@ -112,7 +131,11 @@ DEEPSEEK_R1_DISTILL = (
     "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 )
 """As its authors wrote it, with the special tokens of these tests."""
-QUESTION, THOUGHT, PLAIN = turns(user="a"), turns(assistant="<think>\nt\n</think>\n\nb"), turns(assistant="b")
+QUESTION, THOUGHT, PLAIN = (
+    turns(user="a"),
+    turns(assistant="<think>\nt\n</think>\n\nb"),
+    turns(assistant="b"),
+)
 THINKS = THOUGHT[0]["content"]
 
 
@@ -124,21 +147,36 @@ THINKS = THOUGHT[0]["content"]
         ("pairs", {}, {"prompt": "a", "chosen": THINKS, "rejected": "b"}),
     ],
 )
-def test_a_template_that_drops_the_reasoning_is_an_error_with_file_and_row(make_tokenizer, task, data, row):
+def test_a_template_that_drops_the_reasoning_is_an_error_with_file_and_row(
+    make_tokenizer, task, data, row
+):
     for template in (DEEPSEEK_R1_DISTILL, DEEPSEEK_R1_DISTILL.replace("<think>\\n", "")):
-        with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: .*the chat template leaves out part of turn"):
+        with pytest.raises(
+            ValueError,
+            match=r"^--dataset, row 1 of file: .*the chat template leaves out part of turn",
+        ):
             load(task, [row], make_tokenizer(chat_template=template), data, **WITH_CHAT)
     whole = make_tokenizer(chat_template=DEEPSEEK_R1_DISTILL.replace(".split('</think>')[-1]", ""))
     assert len(load(task, [row], whole, data, **WITH_CHAT)) == 1
 
 
 def test_a_token_never_spans_the_border_between_prompt_and_response():
-    vocab = {token: number for number, token in enumerate(["<eos>", " ", "a", "q", ":", " a", "a a"])}
+    vocab = {
+        token: number for number, token in enumerate(["<eos>", " ", "a", "q", ":", " a", "a a"])
+    }
     core = Tokenizer(BPE(vocab, [(" ", "a"), ("a", " a")]))
     core.add_special_tokens(["<eos>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
-    assert tokenizer.convert_ids_to_tokens(tokenizer("q: a a")["input_ids"]) == ["q", ":", " a", " a"]
-    for prompt, response, tokens, n_asked in (("q: ", "a a", [" ", "a a"], 3), ("q:", " a a", [" a", " a"], 2)):
+    assert tokenizer.convert_ids_to_tokens(tokenizer("q: a a")["input_ids"]) == [
+        "q",
+        ":",
+        " a",
+        " a",
+    ]
+    for prompt, response, tokens, n_asked in (
+        ("q: ", "a a", [" ", "a a"], 3),
+        ("q:", " a a", [" a", " a"], 2),
+    ):
         example = render_response(prompt, response, tokenizer, RowsConfig())
         assert tokenizer.convert_ids_to_tokens(example.token_ids) == ["q", ":", *tokens, "<eos>"]
         assert example.loss_mask == [t >= n_asked for t in range(5)]
@@ -146,7 +184,11 @@ def test_a_token_never_spans_the_border_between_prompt_and_response():
 
 # Calls of tools, and turns without a text
 
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
+}
 SUM = turns(user="One plus two?")
 THREE = {"role": "tool", "content": "3", "tool_call_id": "abcdefghi", "name": "add"}
 ASKED = [*SUM, {"role": "assistant", "content": None, "tool_calls": [CALL]}, THREE]
@@ -156,7 +198,8 @@ CALLS = {
 }
 WITH_TOOLS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-    "[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}<eos>{% endfor %}" + OPEN_WHEN_ASKED
+    "[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}<eos>{% endfor %}"
+    + OPEN_WHEN_ASKED
 )
 WITHOUT_TOOLS = ENDS_IN_EOS.replace("\n", "")
 
@@ -174,26 +217,42 @@ def test_calls_of_tools_are_targets_and_their_answers_are_not(assets, name, cont
     assert targets(example, tokenizer) == CALLS[name]
 
     arguments = CALL["function"]["arguments"]
-    if name == "mistral-v3":  # its template writes &#34; for quotes of a call whose arguments are no text
+    if (
+        name == "mistral-v3"
+    ):  # its template writes &#34; for quotes of a call whose arguments are no text
         arguments = json.dumps(arguments)
     written = {**CALL, "function": {"name": "add", "arguments": arguments}}
     chat = [*SUM, calling | {"tool_calls": [written]}, ASKED[2], *turns(assistant="Three.")]
-    assert tokenizer.decode(example.token_ids) == tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
+    assert tokenizer.decode(example.token_ids) == tokenizer.apply_chat_template(
+        chat, tokenize=False
+    ).rstrip("\n")
 
 
 def test_a_call_of_a_tool_may_end_a_conversation_and_its_answer_a_prompt(make_tokenizer):
     for opening in ("<assistant>", "<assistant><system>"):
-        tokenizer = make_tokenizer(chat_template=WITH_TOOLS.replace("%}<assistant>{%", "%}" + opening + "{%"))
+        tokenizer = make_tokenizer(
+            chat_template=WITH_TOOLS.replace("%}<assistant>{%", "%}" + opening + "{%")
+        )
         assert targets(sft(ASKED[:2], tokenizer), tokenizer) == '[add{"a": 1, "b": 2}]<eos>'
     tokenizer = make_tokenizer(chat_template=WITH_TOOLS)
     (prompt,) = load("prompts", [{"messages": ASKED}], tokenizer, **WITH_CHAT)
-    assert prompt.text == '<user>One plus two?<eos><assistant>[add{"a": 1, "b": 2}]<eos><tool>3<eos><assistant>'
+    assert (
+        prompt.text
+        == '<user>One plus two?<eos><assistant>[add{"a": 1, "b": 2}]<eos><tool>3<eos><assistant>'
+    )
     assert prompt.messages == ASKED
-    other = {**ASKED[1], "tool_calls": [{"function": {"name": "sub", "arguments": {}}}]}  # all that the sides differ in
-    (pair,) = load("pairs", [{"chosen": ASKED[:2], "rejected": [*SUM, other]}], tokenizer, **WITH_CHAT)
+    other = {
+        **ASKED[1],
+        "tool_calls": [{"function": {"name": "sub", "arguments": {}}}],
+    }  # all that the sides differ in
+    (pair,) = load(
+        "pairs", [{"chosen": ASKED[:2], "rejected": [*SUM, other]}], tokenizer, **WITH_CHAT
+    )
     assert tokenizer.decode(pair.chosen_ids).endswith('[add{"a": 1, "b": 2}]<eos>')
     assert tokenizer.decode(pair.rejected_ids).endswith("[sub{}]<eos>")
-    with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: .*leaves out what turn 2, .*calls: 'add'"):
+    with pytest.raises(
+        ValueError, match=r"^--dataset, row 1 of file: .*leaves out what turn 2, .*calls: 'add'"
+    ):
         sft([*ASKED, *turns(assistant="Three.")], make_tokenizer(chat_template=WITHOUT_TOOLS))
 
 
@@ -202,9 +261,13 @@ def test_a_turn_without_text_and_call_is_refused(make_tokenizer, content):
     tokenizer = make_tokenizer(chat_template=WITHOUT_TOOLS)
     empty = {"role": "assistant", "content": content}
     for chat in ([*SUM, empty], [*SUM, empty, *SUM, *turns(assistant="b")]):
-        with pytest.raises(ValueError, match=r"row 1 of file: turn 2, .* has neither a text nor a call. Remove"):
+        with pytest.raises(
+            ValueError, match=r"row 1 of file: turn 2, .* has neither a text nor a call. Remove"
+        ):
             sft(chat, tokenizer)
-    with pytest.raises(ValueError, match=r"row 1 of file: turn 2, .* has neither a text nor a call. Remove"):
+    with pytest.raises(
+        ValueError, match=r"row 1 of file: turn 2, .* has neither a text nor a call. Remove"
+    ):
         load("prompts", [{"prompt": [*SUM, empty]}], tokenizer, **WITH_CHAT)
 
 
@@ -213,21 +276,33 @@ def test_a_response_without_text_teaches_to_end(make_tokenizer):
     (example,) = load("sft", [{"prompt": SUM, "response": ""}], tokenizer, **WITH_CHAT)
     assert shown(example, tokenizer) == "<user>One plus two?<eos><assistant>«<eos>»"
     empty = [{"role": "assistant", "content": ""}]
-    (pair,) = load("pairs", [{"prompt": SUM, "chosen": "a", "rejected": empty}], tokenizer, **WITH_CHAT)
+    (pair,) = load(
+        "pairs", [{"prompt": SUM, "chosen": "a", "rejected": empty}], tokenizer, **WITH_CHAT
+    )
     assert tokenizer.decode(pair.rejected_ids) == "<user>One plus two?<eos><assistant><eos>"
 
 
 def test_whatever_a_template_raises_is_one_line(make_tokenizer):
-    raises = {"{% for i in range(10 ** 9) %}a{% endfor %}": "Range too big", "{{ messages[0].no.more }}": "has no at"}
+    raises = {
+        "{% for i in range(10 ** 9) %}a{% endfor %}": "Range too big",
+        "{{ messages[0].no.more }}": "has no at",
+    }
     raises |= {"{{ 1 / 0 }}": "division by zero", "{{ raise_exception('alternate') }}": "alternate"}
     for template, error in raises.items():
-        with pytest.raises(ValueError, match=f"^the chat template refuses .* the roles user, user: .*{error}"):
+        with pytest.raises(
+            ValueError, match=f"^the chat template refuses .* the roles user, user: .*{error}"
+        ):
             prompt_of(SUM * 2, make_tokenizer(chat_template=template))
 
 
-@pytest.mark.parametrize("content", ["Three.", ["Three."], [{"type": "text", "text": "Thr"}, {"text": "ee."}]], ids=str)
+@pytest.mark.parametrize(
+    "content", ["Three.", ["Three."], [{"type": "text", "text": "Thr"}, {"text": "ee."}]], ids=str
+)
 def test_content_may_be_a_text_or_a_list_of_parts(make_tokenizer, content):
     tokenizer = make_tokenizer(chat_template=WITH_TOOLS)
-    chat, written = turns(user=[{"text": "1+2?"}], assistant=content), turns(user="1+2?", assistant="Three.")
+    chat, written = (
+        turns(user=[{"text": "1+2?"}], assistant=content),
+        turns(user="1+2?", assistant="Three."),
+    )
     assert sft(chat, tokenizer) == sft(written, tokenizer)
     assert prompt_of(chat[:1], tokenizer) == prompt_of(written[:1], tokenizer)

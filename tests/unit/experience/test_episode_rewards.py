@@ -20,7 +20,9 @@ RUNNING = {"normalize_reward": True, "reward_normalizer": "running"}
 BY_GROUP = {"normalize_reward": True, "reward_normalizer": "group"}
 
 
-def episode(turn_rewards: Sequence[float | None], scores: dict[str, float] | None = None, **more: Any) -> Trajectory:
+def episode(
+    turn_rewards: Sequence[float | None], scores: dict[str, float] | None = None, **more: Any
+) -> Trajectory:
     """One token is read and two are sampled in each turn; None: the turn has no reward."""
     ids: list[int] = []
     actions: list[bool] = []
@@ -49,11 +51,15 @@ def episode(turn_rewards: Sequence[float | None], scores: dict[str, float] | Non
     )
 
 
-def experience_of(name: str, rows: list[Trajectory], **options: Any) -> tuple[list[Any], dict[str, float]]:
+def experience_of(
+    name: str, rows: list[Trajectory], **options: Any
+) -> tuple[list[Any], dict[str, float]]:
     """Experience of each row, without any model, and its metrics."""
     required = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "n_samples_per_prompt": 4}
     no_models = {"init_kl_coef": 0, "old_log_probs": "rollout"}
-    config = from_options(TrainPPOConfig, **required, **no_models, advantage_estimator=name, **options)
+    config = from_options(
+        TrainPPOConfig, **required, **no_models, advantage_estimator=name, **options
+    )
     maker = ExperienceMaker(
         actor=lambda *_: None,
         critic=None,
@@ -70,7 +76,10 @@ def experience_of(name: str, rows: list[Trajectory], **options: Any) -> tuple[li
 def at_actions(field: str, rows: list[Trajectory], name: str, **options: Any) -> list[list[float]]:
     """A field of the experience at the last action of each turn."""
     made, _ = experience_of(name, rows, **options)
-    of_rows = [(one.tensors()[field][0], torch.tensor(row.action_mask)) for one, row in zip(made, rows, strict=True)]
+    of_rows = [
+        (one.tensors()[field][0], torch.tensor(row.action_mask))
+        for one, row in zip(made, rows, strict=True)
+    ]
     return [values[actions][1::2].tolist() for values, actions in of_rows]
 
 
@@ -94,17 +103,27 @@ def test_a_format_penalty_lowers_the_advantage_of_every_turn():
 
 
 def test_scores_and_rewards_of_turns_are_one_reward():
-    rows = [episode([0.5, 0.5], {"won": 1.0}), episode([0.0], {"won": 1.0}), episode([None], {"won": 3.0})]
+    rows = [
+        episode([0.5, 0.5], {"won": 1.0}),
+        episode([0.0], {"won": 1.0}),
+        episode([None], {"won": 3.0}),
+    ]
     whole = [2.0, 1.0, 3.0]
     found = at_actions("advantages", rows, "group_norm")
     for row, reward in zip(found, whole, strict=True):
         assert row == pytest.approx([reward - 2.0] * len(row), abs=1e-6)
 
 
-@pytest.mark.parametrize(("options", "std"), [(BY_GROUP, 0.5), (RUNNING, math.sqrt(1 / 6))], ids=["group", "running"])
+@pytest.mark.parametrize(
+    ("options", "std"), [(BY_GROUP, 0.5), (RUNNING, math.sqrt(1 / 6))], ids=["group", "running"]
+)
 def test_normalizers_divide_turns_and_centre_the_score(options, std):
     found = at_actions("rewards", [episode(rewards) for rewards in UNEQUAL], "reinforce", **options)
-    expected = [[1.0, -0.5], [0.0, 0.0, -0.5], [0.5 - 0.5]]  # times 1 / std; the mean 0.5 is taken at the end
+    expected = [
+        [1.0, -0.5],
+        [0.0, 0.0, -0.5],
+        [0.5 - 0.5],
+    ]  # times 1 / std; the mean 0.5 is taken at the end
     assert found == [pytest.approx([reward / std for reward in row], abs=1e-6) for row in expected]
 
 
@@ -133,8 +152,14 @@ def test_remax_subtracts_the_greedy_episode_in_all_its_parts():
     first.scores = {"won": 1.0}
     first.episode = second.episode = played
     greedy = (first, second)  # 1.75 in all
-    rows = [episode([1.0, 0.0], {"won": 1.0}, greedy=greedy), episode([None], {"won": 0.0}, greedy=greedy)]
-    assert at_actions("advantages", rows, "remax") == [pytest.approx([0.25] * 2), pytest.approx([-1.75])]
+    rows = [
+        episode([1.0, 0.0], {"won": 1.0}, greedy=greedy),
+        episode([None], {"won": 0.0}, greedy=greedy),
+    ]
+    assert at_actions("advantages", rows, "remax") == [
+        pytest.approx([0.25] * 2),
+        pytest.approx([-1.75]),
+    ]
 
     std = math.sqrt(1.0 + 1e-8)  # of 2 and 0
     running = at_actions("advantages", rows, "remax", **RUNNING)

@@ -18,7 +18,9 @@ GREEDY = torch.tensor([0.5, 2.0, 0.5, 2.0, 0.5])
 def after_baseline(name, scores=SCORES, groups=GROUPS, greedy=GREEDY):
     """Of responses without rewards of steps."""
     no_steps = StepRewards(torch.zeros(len(scores), 1), torch.zeros(len(scores), 1).bool())
-    earned, steps = ESTIMATORS[name].rewards(scores, no_steps, groups, greedy if name == "remax" else None)
+    earned, steps = ESTIMATORS[name].rewards(
+        scores, no_steps, groups, greedy if name == "remax" else None
+    )
     assert earned.dtype == scores.dtype
     assert steps is None or not steps.any()
     return earned.tolist()
@@ -32,7 +34,10 @@ def after_baseline(name, scores=SCORES, groups=GROUPS, greedy=GREEDY):
         ("reinforce_baseline", [1 - 8 / 3, 3, 7 - 8 / 3, -3, -8 / 3]),
         ("dr_grpo", [1 - 8 / 3, 3, 7 - 8 / 3, -3, -8 / 3]),
         ("rloo", [1 - 3.5, 6, 7 - 0.5, -6, -4]),
-        ("group_norm", [-0.4402255, 0.7071068, 1.1445863, -0.7071068, -0.7043608]),  # std 3.7859389 and 4.2426407
+        (
+            "group_norm",
+            [-0.4402255, 0.7071068, 1.1445863, -0.7071068, -0.7043608],
+        ),  # std 3.7859389 and 4.2426407
         ("remax", [0.5, 2, 6.5, -4, -0.5]),
     ],
 )
@@ -45,7 +50,10 @@ def test_scores_after_the_baseline_by_hand(name, expected):
 @pytest.mark.parametrize("score", [0.1, 1 / 3, 1e6 + 0.1])
 def test_a_group_of_equal_rewards_has_no_advantage_at_all(name, score):
     for size in (2, 3, 7, 1000):  # any rounding error would be divided by 1e-9
-        assert after_baseline(name, torch.full((size,), score), torch.zeros(size).long()) == [0.0] * size
+        assert (
+            after_baseline(name, torch.full((size,), score), torch.zeros(size).long())
+            == [0.0] * size
+        )
 
 
 def test_a_single_response_is_its_own_mean_and_cannot_be_compared_with_others():
@@ -53,13 +61,18 @@ def test_a_single_response_is_its_own_mean_and_cannot_be_compared_with_others():
     for name in ("reinforce_baseline", "dr_grpo"):
         assert after_baseline(name, *alone) == [-1.5, 0.0, 1.5]
     for name in ("rloo", "group_norm"):
-        with pytest.raises(ValueError, match=f"--advantage_estimator {name}.*single response.*--n_samples_per_prompt"):
+        with pytest.raises(
+            ValueError,
+            match=f"--advantage_estimator {name}.*single response.*--n_samples_per_prompt",
+        ):
             after_baseline(name, *alone)
 
 
 def test_names_of_the_option_are_those_of_estimators():
     assert set(ESTIMATORS) == set(get_args(AdvantageEstimator)) >= set(GROUP_ESTIMATORS)
-    assert {estimator.loss_agg for estimator in ESTIMATORS.values()} <= set(get_args(LossAggregation))
+    assert {estimator.loss_agg for estimator in ESTIMATORS.values()} <= set(
+        get_args(LossAggregation)
+    )
 
 
 MASK = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]]).bool()
@@ -93,4 +106,7 @@ def test_without_a_critic_the_advantage_is_the_discounted_reward_to_go(name):
     ],
 )
 def test_with_a_critic_options_choose_the_lambdas(options, advantages, returns):
-    assert computed("gae", lambd=0.8, **options) == [pytest.approx(advantages), pytest.approx(returns)]
+    assert computed("gae", lambd=0.8, **options) == [
+        pytest.approx(advantages),
+        pytest.approx(returns),
+    ]

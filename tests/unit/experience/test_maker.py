@@ -19,15 +19,31 @@ from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.types import Ending, Episode, Experience, FinishReason, Prompt, SingleProcess
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 MODEL = LlamaConfig(vocab_size=20, num_labels=1, pad_token_id=None, initializer_range=0.3, **SIZES)
 END = 2
 TIGHT = 1e-6
 KL_COEF, GAMMA, LAMBD = 0.2, 0.9, 0.8
 CONFIG = from_options(
     TrainPPOConfig,
-    **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "init_kl_coef": KL_COEF, "gamma": GAMMA},
-    **{"lambd": LAMBD, "reward_clip_range": (-1.0, 1.5), "micro_rollout_batch_size": 2, "generate_max_len": 8},
+    **{
+        "pretrain": "m",
+        "prompt_data": "d",
+        "reward_fn": "f.py",
+        "init_kl_coef": KL_COEF,
+        "gamma": GAMMA,
+    },
+    **{
+        "lambd": LAMBD,
+        "reward_clip_range": (-1.0, 1.5),
+        "micro_rollout_batch_size": 2,
+        "generate_max_len": 8,
+    },
     old_log_probs="recompute",
 )
 
@@ -39,7 +55,11 @@ def made_with_seed(kind, seed):
 
 POLICY, CRITIC, REFERENCE = (
     made_with_seed(kind, seed)
-    for seed, kind in ((1, LlamaForCausalLM), (2, LlamaForSequenceClassification), (3, LlamaForCausalLM))
+    for seed, kind in (
+        (1, LlamaForCausalLM),
+        (2, LlamaForSequenceClassification),
+        (3, LlamaForCausalLM),
+    )
 )
 MODELS: dict[str, Any] = {
     "actor": Actor(POLICY, temperature=0.7),
@@ -53,7 +73,13 @@ def trajectories(trajectory):
     """Of different lengths, not in order of length; with holes, cut by length, ended at once."""
     return [
         trajectory([5, END], [6, 7, END], score=0.75),
-        trajectory([8, 9, 10], [11, 12, 13, 14, 15, END], [1, 0, 0, 1, 1, 0], FinishReason.LENGTH, score=3.0),
+        trajectory(
+            [8, 9, 10],
+            [11, 12, 13, 14, 15, END],
+            [1, 0, 0, 1, 1, 0],
+            FinishReason.LENGTH,
+            score=3.0,
+        ),
         trajectory([4], [END], score=-2.0),
         trajectory([4, 5, 6, 7], [8, 9], reason=FinishReason.LENGTH, score=0.5),
         trajectory([END, 3], [END], score=1.0),
@@ -97,14 +123,24 @@ def expected_fields(row, estimator="k1"):
         for name, distribution in distributions.items():
             named[name][t] = distribution[t - 1, row.token_ids[t]].item()
         named["values"][t] = outputs[t - 1].item()
-        named["entropy"][t] = torch.distributions.Categorical(logits=distributions["log_probs"][t - 1]).entropy().item()
+        named["entropy"][t] = (
+            torch.distributions.Categorical(logits=distributions["log_probs"][t - 1])
+            .entropy()
+            .item()
+        )
         kl = named["log_probs"][t] - named["ref_log_probs"][t]
         named["rewards"][t] = -KL_COEF * kl + score * (t == actions[-1])
     next_value = next_advantage = 0.0
     for t in reversed(actions):
         value = named["values"][t]
-        next_advantage = named["rewards"][t] + GAMMA * next_value - value + GAMMA * LAMBD * next_advantage
-        named["advantages"][t], named["returns"][t], next_value = next_advantage, next_advantage + value, value
+        next_advantage = (
+            named["rewards"][t] + GAMMA * next_value - value + GAMMA * LAMBD * next_advantage
+        )
+        named["advantages"][t], named["returns"][t], next_value = (
+            next_advantage,
+            next_advantage + value,
+            value,
+        )
     return named
 
 
@@ -115,7 +151,10 @@ def test_every_field_equals_a_loop_over_tokens(trajectories):
         assert not any(tensor.requires_grad for tensor in tensors.values())
         for name, expected in expected_fields(row).items():
             assert tensors[name][0].tolist() == pytest.approx(expected, abs=2 * TIGHT), name
-        assert (tensors["sequences"].tolist(), tensors["action_mask"].tolist()) == ([row.token_ids], [row.action_mask])
+        assert (tensors["sequences"].tolist(), tensors["action_mask"].tolist()) == (
+            [row.token_ids],
+            [row.action_mask],
+        )
         assert tensors["rollout_log_probs"][0].tolist() == row.log_probs
         assert tensors["scores"].tolist() == [row.scores["score"]]
         assert tensors["truncated"].tolist() == [row.finish_reason is FinishReason.LENGTH]
@@ -125,16 +164,23 @@ def test_metrics_are_means_over_tokens_or_over_responses(trajectories):
     whole, found = make(trajectories)
     for size in (1, 3, 100):
         made, metrics = make(trajectories, micro_rollout_batch_size=size)
-        assert metrics == pytest.approx(found, abs=TIGHT), "the size of a forward pass does not matter"
+        assert metrics == pytest.approx(found, abs=TIGHT), (
+            "the size of a forward pass does not matter"
+        )
         for mine, other in zip(made, whole, strict=True):
             torch.testing.assert_close(mine.tensors(), other.tensors(), rtol=0, atol=TIGHT)
     tokens = [(row, expected_fields(row), t) for row in trajectories for t in actions_of(row)]
     kls = [fields["log_probs"][t] - fields["ref_log_probs"][t] for _, fields, t in tokens]
     gaps = [abs(fields["log_probs"][t] - row.log_probs[t]) for row, fields, t in tokens]
     n_tokens = len(tokens)
-    chances = [abs(math.exp(fields["log_probs"][t]) - math.exp(row.log_probs[t])) for row, fields, t in tokens]
+    chances = [
+        abs(math.exp(fields["log_probs"][t]) - math.exp(row.log_probs[t]))
+        for row, fields, t in tokens
+    ]
     extremes = {
-        **{name: [fields[name][t] for _, fields, t in tokens] for name in ("advantages", "returns")},
+        **{
+            name: [fields[name][t] for _, fields, t in tokens] for name in ("advantages", "returns")
+        },
         "reward": [0.75, 3.0, -2.0, 0.5, 1.0],
         "prompt_length": [2, 3, 1, 4, 2],
     }
@@ -156,7 +202,9 @@ def test_metrics_are_means_over_tokens_or_over_responses(trajectories):
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=TIGHT)
 
 
-@pytest.mark.parametrize("options", [{"models": {"reference": None}}, {"use_kl_loss": True, "kl_estimator": "k3"}])
+@pytest.mark.parametrize(
+    "options", [{"models": {"reference": None}}, {"use_kl_loss": True, "kl_estimator": "k3"}]
+)
 def test_without_a_reference_or_with_a_kl_loss_rewards_hold_no_kl(trajectories, options):
     made, metrics = make(trajectories, **options)
     for row, experience in zip(trajectories, made, strict=True):
@@ -168,25 +216,51 @@ def test_without_a_reference_or_with_a_kl_loss_rewards_hold_no_kl(trajectories, 
 
 
 def test_named_scores_are_weighted_and_logged_one_by_one(trajectory):
-    rows = [trajectory([5], [6, END], right=1.0, brief=4.0), trajectory([5], [7, END], right=0.0, brief=2.0)]
+    rows = [
+        trajectory([5], [6, END], right=1.0, brief=4.0),
+        trajectory([5], [7, END], right=0.0, brief=2.0),
+    ]
     made, found = make(rows, {"reference": None}, reward_weights=("brief=-0.25",))
     assert [e.rewards[0, -1].item() for e in made] == pytest.approx([0.0, -0.5], abs=1e-6)
-    assert (found["reward"], found["reward/right"], found["reward/brief"]) == (pytest.approx(-0.25), 0.5, 3.0)
+    assert (found["reward"], found["reward/right"], found["reward/brief"]) == (
+        pytest.approx(-0.25),
+        0.5,
+        3.0,
+    )
 
 
 def test_extras_and_sources_are_metrics_of_their_own(trajectory):
     rows, of = [], {"d/a.jsonl": "a.jsonl", "d/b.jsonl": "b.jsonl"}
-    for score, source, extras in ((1.0, "d/a.jsonl", {"n": 8.0}), (0.0, "d/b.jsonl", {}), (0.5, "d/b.jsonl", {"n": 2})):
-        row = trajectory([5], [6] * int(2 * score) + [END], reason=FinishReason.LENGTH if score else FinishReason.STOP)
+    for score, source, extras in (
+        (1.0, "d/a.jsonl", {"n": 8.0}),
+        (0.0, "d/b.jsonl", {}),
+        (0.5, "d/b.jsonl", {"n": 2}),
+    ):
+        row = trajectory(
+            [5],
+            [6] * int(2 * score) + [END],
+            reason=FinishReason.LENGTH if score else FinishReason.STOP,
+        )
         rows.append(
-            dataclasses.replace(row, prompt=Prompt("", [5], source=source), scores={"won": score}, extras=extras)
+            dataclasses.replace(
+                row, prompt=Prompt("", [5], source=source), scores={"won": score}, extras=extras
+            )
         )
     one, metrics = maker({"reference": None}), Metrics()
     one.hooks = Hooks(sources=of)
     one.make(rows, metrics)
     found = metrics.reduced(SingleProcess())
-    expected = {"reward": 0.5, "extra/n": 5.0, "source/a.jsonl/reward": 1.0, "source/a.jsonl/reward_std": 0.0}
-    expected |= {"source/a.jsonl/extra/n": 8.0, "source/b.jsonl/reward": 0.25, "source/b.jsonl/reward_std": 0.25}
+    expected = {
+        "reward": 0.5,
+        "extra/n": 5.0,
+        "source/a.jsonl/reward": 1.0,
+        "source/a.jsonl/reward_std": 0.0,
+    }
+    expected |= {
+        "source/a.jsonl/extra/n": 8.0,
+        "source/b.jsonl/reward": 0.25,
+        "source/b.jsonl/reward_std": 0.25,
+    }
     expected |= {"source/b.jsonl/reward/won": 0.25, "source/b.jsonl/extra/n": 2.0}
     expected |= {"source/a.jsonl/response_length": 3.0, "source/b.jsonl/response_length": 1.5}
     expected |= {"source/a.jsonl/truncated_fraction": 1.0, "source/b.jsonl/truncated_fraction": 0.5}
@@ -194,15 +268,23 @@ def test_extras_and_sources_are_metrics_of_their_own(trajectory):
     for sources in ({}, {"d/b.jsonl": "b.jsonl"}):
         one.hooks, metrics = Hooks(sources=sources), Metrics()
         one.make(rows, metrics)
-        assert not any(name.startswith("source/") for name in metrics.reduced(SingleProcess())), "nor is a single one"
+        assert not any(name.startswith("source/") for name in metrics.reduced(SingleProcess())), (
+            "nor is a single one"
+        )
 
 
 def test_responses_that_were_cut_off_are_penalized_and_left_out_of_the_losses(trajectories):
-    options = {"overlong_filter": True, "missing_eos_penalty": 0.25, "reward_clip_range": (-10.0, 10.0)}
+    options = {
+        "overlong_filter": True,
+        "missing_eos_penalty": 0.25,
+        "reward_clip_range": (-10.0, 10.0),
+    }
     made, found = make(trajectories, {"reference": None}, **options)
     for row, experience in zip(trajectories, made, strict=True):
         truncated = row.finish_reason is FinishReason.LENGTH
-        assert experience.action_mask.tolist() == [[False] * len(row.token_ids) if truncated else row.action_mask]
+        assert experience.action_mask.tolist() == [
+            [False] * len(row.token_ids) if truncated else row.action_mask
+        ]
         assert experience.rewards.sum().item() == row.scores["score"] - 0.25 * truncated
     assert found["shaped_reward"] == pytest.approx((0.75 + 3.0 - 2.0 + 0.5 + 1.0 - 0.5) / 5)
     assert found["response_length"] == sum(sum(t.action_mask) for t in trajectories) / 5
@@ -211,7 +293,9 @@ def test_responses_that_were_cut_off_are_penalized_and_left_out_of_the_losses(tr
 def test_a_batch_moves_whole_not_row_by_row(trajectories, monkeypatch):
     moved: list[int] = []
     to = Experience.to
-    monkeypatch.setattr(Experience, "to", lambda self, device: moved.append(len(self)) or to(self, device))
+    monkeypatch.setattr(
+        Experience, "to", lambda self, device: moved.append(len(self)) or to(self, device)
+    )
     made, _ = make(trajectories)
     assert moved == [5, 5], "to the models, then to the host"
     make(trajectories, buffer_cpu_offload=False)
@@ -224,13 +308,17 @@ def test_monte_carlo_returns_while_only_the_critic_learns(trajectories):
     ours = maker(gamma=1.0, value_pretrain_steps=1)
     before, after = (ours.make(trajectories, Metrics(), n_done=n) for n in (0, 1))
     for experience in before:
-        to_go = torch.where(experience.action_mask, experience.rewards.flip(-1).cumsum(-1).flip(-1), 0.0)
+        to_go = torch.where(
+            experience.action_mask, experience.rewards.flip(-1).cumsum(-1).flip(-1), 0.0
+        )
         torch.testing.assert_close(experience.returns, to_go, rtol=0, atol=1e-5)
     assert not torch.equal(after[0].returns, before[0].returns)
 
 
 @pytest.mark.parametrize(("share", "prompts"), [("auto", [(0, 3), (7, 2)]), ("off", [])])
-def test_forwards_are_dealt_by_groups_where_prompts_are_shared(trajectory, monkeypatch, share, prompts):
+def test_forwards_are_dealt_by_groups_where_prompts_are_shared(
+    trajectory, monkeypatch, share, prompts
+):
     class Dealt(batching.Deal):
         def __init__(self, lengths, comm, given=()):
             seen.append(list(given))
@@ -245,18 +333,24 @@ def test_forwards_are_dealt_by_groups_where_prompts_are_shared(trajectory, monke
 
 def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories):
     """No forward of the actor: KL, advantages and an estimate of the entropy follow from the engine's log-probs."""
-    made, found = make(trajectories, {"actor": lambda *_, **__: pytest.fail("it runs")}, old_log_probs="rollout")
+    made, found = make(
+        trajectories, {"actor": lambda *_, **__: pytest.fail("it runs")}, old_log_probs="rollout"
+    )
     sampled = [row.log_probs[t] for row in trajectories for t in actions_of(row)]
     assert torch.cat([e.log_probs[e.action_mask] for e in made]).tolist() == pytest.approx(sampled)
     assert all(e.entropy is None and not e.log_probs[~e.action_mask].any() for e in made)
-    assert all(torch.equal(a.values, b.values) for a, b in zip(made, make(trajectories)[0], strict=True))
+    assert all(
+        torch.equal(a.values, b.values) for a, b in zip(made, make(trajectories)[0], strict=True)
+    )
     assert found["entropy"] == pytest.approx(-sum(sampled) / len(sampled))
     assert not [name for name in found if name.startswith("rollout_")], "no mismatch is claimed"
 
 
 def fake_models(calls):
     return {
-        "actor": lambda ids, mask, actions, **_: calls.append("actor") or (actions * -2.0, actions * 1.0),
+        "actor": lambda ids, mask, actions, **_: (
+            calls.append("actor") or (actions * -2.0, actions * 1.0)
+        ),
         "reference": None,
         "critic": lambda ids, mask: mask * 1.0,
     }
@@ -279,23 +373,36 @@ def test_where_old_log_probs_come_from(n_samples, options, source, trajectory):
     one = maker(models=fake_models(calls), **sizes | options)
     made = one.make(Rollout(rows, Metrics()), Metrics())
     assert bool(calls) == (source == "recompute")
-    log_probs = {"rollout": [0.0, -0.625, -0.75], "recompute": [0.0, -2.0, -2.0], "training": None}[source]
-    assert [e.log_probs if e.log_probs is None else e.log_probs[0].tolist() for e in made] == [log_probs] * n_samples
+    log_probs = {"rollout": [0.0, -0.625, -0.75], "recompute": [0.0, -2.0, -2.0], "training": None}[
+        source
+    ]
+    assert [e.log_probs if e.log_probs is None else e.log_probs[0].tolist() for e in made] == [
+        log_probs
+    ] * n_samples
     episode = Episode([], Ending.COMPLETED, 1)
-    of_agent = [dataclasses.replace(row, episode=episode) for row in rows]  # what the engine batches depends on timing
+    of_agent = [
+        dataclasses.replace(row, episode=episode) for row in rows
+    ]  # what the engine batches depends on timing
     others = [one.make(rows, Metrics()), one.make(Rollout(of_agent, Metrics()), Metrics())]
     if source == "training":
         others.append(one.make(Rollout(rows, Metrics()), Metrics(), n_done=1))  # stale
     for made in others:
-        assert [e.log_probs[0].tolist() for e in made] == [[0.0, -2.0, -2.0]] * n_samples, "recomputed"
+        assert [e.log_probs[0].tolist() for e in made] == [[0.0, -2.0, -2.0]] * n_samples, (
+            "recomputed"
+        )
 
 
 @pytest.mark.parametrize("n_done", [0, 2])
 @pytest.mark.parametrize(("loss", "forwards"), [("double_sided", 0), ("decoupled", 2)])
-def test_double_sided_makes_no_forward_and_decoupled_one_for_each_batch(loss, forwards, n_done, trajectory):
+def test_double_sided_makes_no_forward_and_decoupled_one_for_each_batch(
+    loss, forwards, n_done, trajectory
+):
     calls: list[str] = []
     rows = [trajectory([5], [6, END], score=1.0) for _ in range(4)]  # two batches
-    one, metrics = maker(models=fake_models(calls), old_log_probs="auto", policy_loss_type=loss), Metrics()
+    one, metrics = (
+        maker(models=fake_models(calls), old_log_probs="auto", policy_loss_type=loss),
+        Metrics(),
+    )
     made = one.make(rows, metrics, n_done)
     assert calls == ["actor"] * forwards
     old = [0.0, -2.0, -2.0] if forwards else [0.0, -0.625, -0.75]
@@ -319,15 +426,22 @@ def test_scores_under_way_are_awaited_after_the_models_have_run(trajectory):
     made = maker(models=fake_models(events)).make(Rollout([row], measured, write), metrics)
     assert events == ["actor", "scores"]
     assert made[0].scores.tolist() == [1.0]
-    assert metrics.reduced(SingleProcess())["reward_errors"] == 3, "what the source has measured is in the metrics"
+    assert metrics.reduced(SingleProcess())["reward_errors"] == 3, (
+        "what the source has measured is in the metrics"
+    )
 
 
-@pytest.mark.parametrize(("token_id", "why"), [(17, "the tokenizer does not know it"), (6, "it stands for images")])
+@pytest.mark.parametrize(
+    ("token_id", "why"), [(17, "the tokenizer does not know it"), (6, "it stands for images")]
+)
 def test_actions_that_are_never_sampled_are_refused(token_id, why, trajectory):
     ids = SampledIds((range(6, 7), range(15, 20)), {6: "image"})
     made = maker()
     made.hooks = dataclasses.replace(made.hooks, sampled_ids=ids)
-    rows = [trajectory([5, END], [7, END], score=1.0), trajectory([token_id, 4], [8, token_id, END], score=1.0)]
+    rows = [
+        trajectory([5, END], [7, END], score=1.0),
+        trajectory([token_id, 4], [8, token_id, END], score=1.0),
+    ]
     with pytest.raises(ValueError) as error:
         made.make(rows, Metrics())
     assert str(error.value) == (

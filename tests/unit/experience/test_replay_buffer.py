@@ -44,7 +44,9 @@ def filled(samples, *comm, **options):
 def rows_of(batch):
     """The samples of one rank's share of a step. An idle row has two tokens, a sample at least three."""
     rows = [(micro, i) for micro in batch.micro_batches for i in range(len(micro))]
-    return [(int(micro.scores[i]), micro, i) for micro, i in rows if micro.attention_mask[i].sum() > 2]
+    return [
+        (int(micro.scores[i]), micro, i) for micro, i in rows if micro.attention_mask[i].sum() > 2
+    ]
 
 
 def names(batch):
@@ -57,7 +59,9 @@ def steps(buffer, batch_size=4, micro=2, epochs=1, seed=3, **options):
 
 def share(comm):
     """Consecutive samples for each rank, of unequal number."""
-    bounds = {1: [0, N], 2: [0, 4, N], 3: [0, 5, 5, N]}[comm.world_size]  # of three ranks the second has nothing
+    bounds = {1: [0, N], 2: [0, 4, N], 3: [0, 5, 5, N]}[
+        comm.world_size
+    ]  # of three ranks the second has nothing
     return SAMPLES[bounds[comm.rank] : bounds[comm.rank + 1]]
 
 
@@ -66,15 +70,22 @@ def share(comm):
 def test_normalization_is_over_the_action_tokens_of_all_ranks(world_size, outside):
     def work(comm):
         buffer = ReplayBuffer(comm, normalizes=True)
-        buffer.fill(s.with_fields(advantages=torch.where(s.action_mask, s.advantages, outside)) for s in share(comm))
+        buffer.fill(
+            s.with_fields(advantages=torch.where(s.action_mask, s.advantages, outside))
+            for s in share(comm)
+        )
         return buffer.items
 
     items = [item for of_rank in on_ranks(world_size, work) for item in of_rank]
     tokens = np.concatenate([s.advantages[s.action_mask].double().numpy() for s in SAMPLES])
     for item, original in zip(items, SAMPLES, strict=True):
-        expected = (original.advantages.double().numpy() - tokens.mean()) / np.sqrt(tokens.var() + 1e-8)
+        expected = (original.advantages.double().numpy() - tokens.mean()) / np.sqrt(
+            tokens.var() + 1e-8
+        )
         found = item.with_fields(advantages=original.advantages).tensors()
-        np.testing.assert_allclose(item.advantages.numpy(), np.where(item.action_mask, expected, 0), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            item.advantages.numpy(), np.where(item.action_mask, expected, 0), rtol=0, atol=1e-6
+        )
         assert item.advantages.dtype == torch.float32
         assert all(torch.equal(found[name], tensor) for name, tensor in original.tensors().items())
 
@@ -83,13 +94,19 @@ def test_normalization_is_over_the_action_tokens_of_all_ranks(world_size, outsid
     ("numbers", "expected"),
     [
         ([7.0] * 4, [0.0] * 4),
-        ([1e6 + k for k in range(4)], [-1.3416407865, -0.4472135955, 0.4472135955, 1.3416407865]),  # keeps its digits
+        (
+            [1e6 + k for k in range(4)],
+            [-1.3416407865, -0.4472135955, 0.4472135955, 1.3416407865],
+        ),  # keeps its digits
         ([], []),
     ],
 )
 def test_normalization_by_hand_and_without_any_action(numbers, expected):
     mask = torch.ones(1, len(numbers), dtype=torch.bool)
-    buffers = filled([sample(1).with_fields(action_mask=mask, advantages=torch.tensor([numbers]))]), ReplayBuffer()
+    buffers = (
+        filled([sample(1).with_fields(action_mask=mask, advantages=torch.tensor([numbers]))]),
+        ReplayBuffer(),
+    )
     for buffer in buffers:
         buffer.normalize("advantages")
     assert buffers[0].items[0].advantages[0].tolist() == pytest.approx(expected, abs=1e-6)
@@ -101,8 +118,13 @@ def test_a_batch_enters_as_single_samples_and_the_oldest_leave_beyond_the_limit(
     assert len(filled(SAMPLES, limit=0)) == N
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     scores, ids = torch.tensor([1.0, 2.0]), torch.tensor([[4, 5, 0], [6, 7, 8]])
-    buffer.append(Experience(ids, mask, mask, torch.zeros(2, 3), torch.tensor([True, False]), scores=scores))
-    assert [item.sequences.tolist() for item in buffer.items[1:]] == [[[4, 5]], [[6, 7, 8]]]  # without padding
+    buffer.append(
+        Experience(ids, mask, mask, torch.zeros(2, 3), torch.tensor([True, False]), scores=scores)
+    )
+    assert [item.sequences.tolist() for item in buffer.items[1:]] == [
+        [[4, 5]],
+        [[6, 7, 8]],
+    ]  # without padding
     assert [item.scores.tolist() for item in buffer.items] == [[10.0], [1.0], [2.0]]
     buffer.clear()
     assert (len(buffer), steps(buffer)) == (0, [])
@@ -121,13 +143,16 @@ def assert_unchanged(number, micro, i):
     original = SAMPLES[number]
     for name, tensor in original.tensors().items():
         found, length = micro.tensors()[name][i], original.sequences.shape[1]
-        assert torch.equal(found[:length] if found.dim() else found[None], tensor.squeeze(0).view(-1)), name
+        assert torch.equal(
+            found[:length] if found.dim() else found[None], tensor.squeeze(0).view(-1)
+        ), name
         assert not found.dim() or not found[length:].any()
 
 
 @WORLDS
 @pytest.mark.parametrize(
-    ("batch_size", "micro", "budget"), [(4, 2, None), (3, 1, None), (100, 100, None), (1, 1, None), (N, 1, 14)]
+    ("batch_size", "micro", "budget"),
+    [(4, 2, None), (3, 1, None), (100, 100, None), (1, 1, None), (N, 1, 14)],
 )
 def test_every_sample_is_used_once_per_epoch_in_the_same_steps_for_any_number_of_ranks(
     world_size, batch_size, micro, budget
@@ -144,23 +169,33 @@ def test_every_sample_is_used_once_per_epoch_in_the_same_steps_for_any_number_of
     for of_step, numbers in zip(of_steps, used, strict=True):
         assert len({len(batch.micro_batches) for batch in of_step}) == 1, "equally many forwards"
         parts = [part for batch in of_step for part in batch.micro_batches]
-        assert all(len(part) <= micro if budget is None else part.sequences.numel() <= budget for part in parts)
+        assert all(
+            len(part) <= micro if budget is None else part.sequences.numel() <= budget
+            for part in parts
+        )
         assert budget is None or sum(len(part) > 1 for part in parts) > 1
         shares = [names(batch) for batch in of_step]
-        lengths = [sum(SAMPLES[number].sequences.shape[1] for number in of_rank) for of_rank in shares]
+        lengths = [
+            sum(SAMPLES[number].sequences.shape[1] for number in of_rank) for of_rank in shares
+        ]
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
         assert max(lengths) - min(lengths) <= 7, "tokens, up to the longest sample"
         n_tokens = sum(int(SAMPLES[number].action_mask.sum()) for number in numbers)
         assert [batch.n_tokens for batch in of_step] == [n_tokens] * world_size, "of the whole step"
         for batch in of_step:
-            assert names(batch) or not any(part.action_mask.any() for part in batch.micro_batches), "idle"
+            assert names(batch) or not any(
+                part.action_mask.any() for part in batch.micro_batches
+            ), "idle"
             for row in rows_of(batch):
                 assert_unchanged(*row)
 
 
 def test_each_epoch_has_its_own_order_and_a_seed_repeats_them_all():
     def orders(seed):
-        flat = [names(batch)[0] for batch in steps(filled(SAMPLES), batch_size=1, micro=1, epochs=3, seed=seed)]
+        flat = [
+            names(batch)[0]
+            for batch in steps(filled(SAMPLES), batch_size=1, micro=1, epochs=3, seed=seed)
+        ]
         return [flat[start : start + N] for start in range(0, 3 * N, N)]
 
     first, second, third = orders(3)
@@ -172,7 +207,9 @@ def test_each_epoch_has_its_own_order_and_a_seed_repeats_them_all():
 
 def test_idle_micro_batches_share_no_memory_as_safetensors_demands():
     step = {i: sample(i, length) for i, length in enumerate((10, 12, 3, 9, 16))}
-    shares = [ReplayBuffer(SimpleNamespace(rank=r, world_size=2))._share(step, 8, 32) for r in range(2)]
+    shares = [
+        ReplayBuffer(SimpleNamespace(rank=r, world_size=2))._share(step, 8, 32) for r in range(2)
+    ]
     rows = [[micro.sequences for micro in batch.micro_batches] for batch in shares]
     assert sorted(sum(row.shape[1] == 2 for row in of_rank) for of_rank in rows) == [0, 2]
     assert all(len({row.data_ptr() for row in of_rank}) == len(of_rank) for of_rank in rows)
@@ -198,14 +235,22 @@ def test_fields_by_hand_though_pad_and_end_of_sequence_are_the_same_id(batch):
         "sequences": [[5, 2, 6, 7, 2, 2, 2], [2, 2, 2, 2, 2, 2, 2], [2, 8, 9, 3, 3, 2, 4]],
         "attention_mask": [[1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1] * 7],
         "action_mask": [[0, 0, 0, 1, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 1]],
-        "rollout_log_probs": [[0, 0, 0, -0.875, -1, 0, 0], [0, -0.625, *[0] * 5], [0, 0, -0.75, 0, 0, -1.125, -1.25]],
+        "rollout_log_probs": [
+            [0, 0, 0, -0.875, -1, 0, 0],
+            [0, -0.625, *[0] * 5],
+            [0, 0, -0.75, 0, 0, -1.125, -1.25],
+        ],
         "truncated": [False, False, True],
         "weight": [1.0] * 3,
         "share": [1.0] * 3,
         "scores": [1.25, 2.0, 0.0],
     }
-    dtypes = {"sequences": torch.int64} | dict.fromkeys(("attention_mask", "action_mask", "truncated"), torch.bool)
-    assert all(tensor.dtype == dtypes.get(name, torch.float32) for name, tensor in batch.tensors().items())
+    dtypes = {"sequences": torch.int64} | dict.fromkeys(
+        ("attention_mask", "action_mask", "truncated"), torch.bool
+    )
+    assert all(
+        tensor.dtype == dtypes.get(name, torch.float32) for name, tensor in batch.tensors().items()
+    )
 
 
 def test_rows_apart_have_no_padding_and_together_are_the_same_batch(batch):
@@ -225,5 +270,9 @@ def test_rows_apart_have_no_padding_and_together_are_the_same_batch(batch):
 def test_an_idle_row_has_every_field_and_no_action():
     idle = idle_experience()
     assert {*idle.tensors(), "media"} == set(Experience.__dataclass_fields__)
-    assert (len(idle), idle.action_mask.any().item(), idle.attention_mask.all().item()) == (1, False, True)
+    assert (len(idle), idle.action_mask.any().item(), idle.attention_mask.all().item()) == (
+        1,
+        False,
+        True,
+    )
     assert join_rows([idle, idle]).sequences.shape == (2, 2)

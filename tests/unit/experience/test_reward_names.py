@@ -18,7 +18,9 @@ def played(trajectory):
 
     def make(ending, task="", **scores):
         row = trajectory([5], [6, END], **scores)
-        return replace(row, episode=Episode([], ending, 1, "", ""), prompt=replace(row.prompt, task=task))
+        return replace(
+            row, episode=Episode([], ending, 1, "", ""), prompt=replace(row.prompt, task=task)
+        )
 
     return make
 
@@ -35,13 +37,17 @@ def test_a_weight_of_a_reward_that_no_sample_has_is_refused(trajectory, played):
 
 
 def test_with_rewards_of_tokens_any_weight_may_be_meant(trajectory):
-    names("short").check([replace(trajectory([5], [6, END], right=1.0), token_rewards=[0.0, 0.25, 0.0])])
+    names("short").check(
+        [replace(trajectory([5], [6, END], right=1.0), token_rewards=[0.0, 0.25, 0.0])]
+    )
 
 
 def test_the_name_of_pass_on_is_compared_too(trajectory):
     row = replace(trajectory([5], [6, END], right=1.0), token_rewards=[0.0, 0.25, 0.0])
     RewardNames({}, SingleProcess(), "right").check([row])
-    with pytest.raises(ValueError, match="--pass_on names prm, but the rewards are right. Use their names."):
+    with pytest.raises(
+        ValueError, match="--pass_on names prm, but the rewards are right. Use their names."
+    ):
         RewardNames({}, SingleProcess(), "prm").check([row])
 
 
@@ -58,7 +64,11 @@ def test_a_name_on_one_rank_is_known_to_all(trajectory):
 
 def test_batches_without_a_complete_episode_refuse_nothing(played):
     compared = names("right", "short")
-    for rows in ([], [played(Ending.MAX_TURNS, reward=0.0)], [played(Ending.AGENT_ERROR, reward=0.0)]):
+    for rows in (
+        [],
+        [played(Ending.MAX_TURNS, reward=0.0)],
+        [played(Ending.AGENT_ERROR, reward=0.0)],
+    ):
         compared.check(rows)
     compared.check([played(Ending.COMPLETED, right=1.0, short=0.0)])
     compared.check([played(Ending.COMPLETED, right=1.0)])  # once in a run

@@ -66,9 +66,15 @@ BY_HAND = {
         [response([(1, 1.0), (1, 0.0)], 3.0, after=1), response([(1, 1.0), (1, 1.0)], 1.0)],
         [[(1 - 0.5) / TWO, (1 - 0.75) / TWO, 1 / TWO], [(-1 + 0.5) / TWO, (-1 + 0.25) / TWO]],
     ),
-    "a single step in a group": ([response([(2, 0.9)]), response([], after=1)], [[0.0, 0.0], [0.0]]),
+    "a single step in a group": (
+        [response([(2, 0.9)]), response([], after=1)],
+        [[0.0, 0.0], [0.0]],
+    ),
     "each token is a step": (
-        [dataclasses.replace(response([(1, 1.0), (1, last)]), step_ends=None) for last in (0.0, 1.0)],
+        [
+            dataclasses.replace(response([(1, 1.0), (1, last)]), step_ends=None)
+            for last in (0.0, 1.0)
+        ],
         [[-1, -1.5], [1, 0.5]],
     ),
 }
@@ -82,23 +88,34 @@ def test_group_norm_by_hand(rows, expected):
 def test_rewards_normalized_by_group_are_penalized_and_clipped_before_gae():
     options = {"missing_eos_penalty": 0.25, "reward_clip_range": (-0.9, 2.0), "lambd": 1.0}
     one = maker("gae", critic=lambda ids, mask: torch.full(ids.shape, 0.5), **BY_GROUP, **options)
-    rows = [response([], score, group, after=2) for score, group in ((3.0, 7), (5.0, 8), (1.0, 7), (5.0, 8))]
+    rows = [
+        response([], score, group, after=2)
+        for score, group in ((3.0, 7), (5.0, 8), (1.0, 7), (5.0, 8))
+    ]
     rows[2].finish_reason = rows[3].finish_reason = FinishReason.LENGTH
     metrics = Metrics()
     found = [row.advantages[0, 1:].tolist() for row in one.make(Rollout(rows, metrics), metrics)]
     shaped = [HALF, 0.0, -0.9, -0.25]  # 3 and 1: mean 2, std sqrt 2, and -HALF - 0.25 is clipped
     assert found == [pytest.approx([reward - 0.5] * 2) for reward in shaped]
     reduced = metrics.reduced(SingleProcess())
-    assert (reduced["reward"], reduced["shaped_reward"]) == (3.5, pytest.approx(statistics.fmean(shaped)))
+    assert (reduced["reward"], reduced["shaped_reward"]) == (
+        3.5,
+        pytest.approx(statistics.fmean(shaped)),
+    )
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_others_give_each_action_the_whole_advantage(name):
     greedy = response([(1, 0.75)], 0.5)
-    rows = [response([(2, 0.5), (1, 0.25)], 1.0, after=1, greedy=greedy), response([(1, 0.5)], greedy=greedy)]
+    rows = [
+        response([(2, 0.5), (1, 0.25)], 1.0, after=1, greedy=greedy),
+        response([(1, 0.5)], greedy=greedy),
+    ]
     rows.append(response([(1, 1.0), (1, 0.0)], 2.0, greedy=greedy))
     baselines = {"rloo": [1.75, 2.375, 1.125], "remax": [1.25] * 3}.get(name, [1.75] * 3)
-    for row, total, baseline, found in zip(rows, [1.75, 0.5, 3.0], baselines, advantages(name, rows), strict=True):
+    for row, total, baseline, found in zip(
+        rows, [1.75, 0.5, 3.0], baselines, advantages(name, rows), strict=True
+    ):
         assert found == pytest.approx([total - baseline] * (len(row.token_ids) - 1), abs=1e-6)
 
 
@@ -106,7 +123,10 @@ def test_the_others_give_each_action_the_whole_advantage(name):
 def test_equal_responses_have_no_advantage_anywhere(name):
     steps = [(2, 0.1), (1, 0.7), (3, 1 / 3)]
     greedy = response(steps, 0.3, after=2)
-    assert advantages(name, [response(steps, 0.3, after=2, greedy=greedy) for _ in range(4)]) == [[0.0] * 8] * 4
+    assert (
+        advantages(name, [response(steps, 0.3, after=2, greedy=greedy) for _ in range(4)])
+        == [[0.0] * 8] * 4
+    )
 
 
 def naive(rows, gamma):
@@ -114,9 +134,15 @@ def naive(rows, gamma):
     result = []
     for row in rows:
         group = [t for t in rows if t.group == row.group]
-        scores, steps = [t.scores["score"] for t in group], [r for t in group for r in t.step_rewards]
+        scores, steps = (
+            [t.scores["score"] for t in group],
+            [r for t in group for r in t.step_rewards],
+        )
         std = math.sqrt(statistics.variance(scores) + statistics.variance(steps))
-        to_go, found = (row.scores["score"] - statistics.fmean(scores)) / std, [0.0] * len(row.token_ids)
+        to_go, found = (
+            (row.scores["score"] - statistics.fmean(scores)) / std,
+            [0.0] * len(row.token_ids),
+        )
         actions = [t for t, is_action in enumerate(row.action_mask) if is_action]
         for t in reversed(actions):
             to_go *= 1 if t == actions[-1] else gamma
@@ -144,15 +170,21 @@ def many():
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_process_supervision_equals_a_naive_loop(gamma):
     rows = many()
-    for found, expected in zip(advantages("group_norm", rows, gamma=gamma), naive(rows, gamma), strict=True):
+    for found, expected in zip(
+        advantages("group_norm", rows, gamma=gamma), naive(rows, gamma), strict=True
+    ):
         assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_kl_penalty_stays_at_its_token():
     rows = [response([(2, 1.0), (1, 0.0)]), response([(1, 1.0), (2, 1.0)])]
-    options: dict = {"reference": lambda ids, mask, actions: -1.5 * actions}  # the engine's log-probs are -1
+    options: dict = {
+        "reference": lambda ids, mask, actions: -1.5 * actions
+    }  # the engine's log-probs are -1
     found = advantages("group_norm", rows, init_kl_coef=0.25, **options)[0]
-    assert found == pytest.approx([a - 0.25 * 0.5 * n for a, n in zip([-1.0, -1.0, -1.5], (3, 2, 1), strict=True)])
+    assert found == pytest.approx(
+        [a - 0.25 * 0.5 * n for a, n in zip([-1.0, -1.0, -1.5], (3, 2, 1), strict=True)]
+    )
 
 
 STEPS = [(1, 1.0), (1, 0.0)], [(1, 1.0), (1, 1.0)]
@@ -166,14 +198,19 @@ def test_normalizers_divide_steps_and_centre_the_whole_reward(scores, options):
     whole = [1.0 + scores[0], 2.0 + scores[1]]
     deviation = statistics.pstdev if options is RUNNING else statistics.stdev
     mean, std = statistics.fmean(whole), deviation(whole)
-    for row, steps, score in zip(experience_of(maker("reinforce", **options), rows), STEPS, scores, strict=True):
+    for row, steps, score in zip(
+        experience_of(maker("reinforce", **options), rows), STEPS, scores, strict=True
+    ):
         expected = [reward / std for _, reward in steps] + [(score - mean) / std]
         assert row.rewards[0, 1:].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_remax_compares_with_a_greedy_response_normalized_alike():
     greedy = response([(1, 0.5)], 2.0)
-    rows = [response(steps, score, greedy=greedy) for steps, score in zip(STEPS, (3.0, 1.0), strict=True)]
+    rows = [
+        response(steps, score, greedy=greedy)
+        for steps, score in zip(STEPS, (3.0, 1.0), strict=True)
+    ]
     std = math.sqrt(statistics.pvariance([4.0, 3.0]) + 1e-8)
     found = [row[0] * std for row in advantages("remax", rows, **RUNNING)]
     assert found == pytest.approx([4.0 - 2.5, 3.0 - 2.5], abs=1e-6)

@@ -27,14 +27,29 @@ EXTRA = torch.tensor([[9.0, 9.0, 0.5, 0.0, -7.0, 9.0]])
     ("actions", "score", "options", "expected"),
     [  # prompt of two tokens, response of three that ends with the end of sequence, one place of padding
         ([0, 0, 1, 1, 1, 0], 3.0, {}, [0, 0, 0.1, -0.2, 3.0 - 0.4, 0]),
-        ([0, 1, 0, 1, 0, 0], 3.0, {}, [0, -0.025, 0, 3.0 - 0.2, 0, 0]),  # the environment wrote more
+        (
+            [0, 1, 0, 1, 0, 0],
+            3.0,
+            {},
+            [0, -0.025, 0, 3.0 - 0.2, 0, 0],
+        ),  # the environment wrote more
         ([0, 0, 0, 1, 1, 1], -2.0, {}, [0, 0, 0, -0.2, -0.4, -2.0 - 0.8]),  # cut by length
         ([1, 0, 0, 0, 0, 0], 3.0, {}, [3.0 - 0.05, 0, 0, 0, 0, 0]),  # ended at once
         ([0] * 6, 3.0, {}, [0] * 6),
         ([0, 0, 1, 1, 1, 0], 3.0, {"kl": None}, [0, 0, 0, 0, 3.0, 0]),
         # the score is clipped, KL and rewards of single tokens are not
-        ([0, 0, 0, 0, 1, 1], -3.0, {"kl": 100 * KL, "reward_clip_range": (-2.0, 1.5)}, [0, 0, 0, 0, -40, -2.0 - 80]),
-        ([0, 0, 1, 1, 1, 0], 3.0, {"token_rewards": EXTRA}, [0, 0, 0.5 + 0.1, -0.2, 3.0 - 7.0 - 0.4, 0]),
+        (
+            [0, 0, 0, 0, 1, 1],
+            -3.0,
+            {"kl": 100 * KL, "reward_clip_range": (-2.0, 1.5)},
+            [0, 0, 0, 0, -40, -2.0 - 80],
+        ),
+        (
+            [0, 0, 1, 1, 1, 0],
+            3.0,
+            {"token_rewards": EXTRA},
+            [0, 0, 0.5 + 0.1, -0.2, 3.0 - 7.0 - 0.4, 0],
+        ),
     ],
 )
 def test_token_rewards_by_hand(actions, score, options, expected):
@@ -44,8 +59,14 @@ def test_token_rewards_by_hand(actions, score, options, expected):
     assert found.dtype == torch.float32
     assert found[0].tolist() == pytest.approx(expected, abs=1e-5)
     for strange in (math.nan, math.inf):
-        per_token = {n: torch.where(mask, x, strange) for n, x in options.items() if isinstance(x, torch.Tensor)}
-        again = compute_reward(torch.tensor([score]), action_mask=mask, kl_coef=0.1, **options | per_token)
+        per_token = {
+            n: torch.where(mask, x, strange)
+            for n, x in options.items()
+            if isinstance(x, torch.Tensor)
+        }
+        again = compute_reward(
+            torch.tensor([score]), action_mask=mask, kl_coef=0.1, **options | per_token
+        )
         assert torch.equal(again, found), "nothing outside the mask is read"
 
 
@@ -67,7 +88,9 @@ def test_only_k1_as_a_reward_leads_to_the_reference(policy):
         return torch.autograd.grad(objective, logits, retain_graph=True)[0]
 
     def ascent(estimator):
-        kl = compute_approx_kl(log_probs.detach()[:, None], reference[:, None], kl_estimator=estimator)
+        kl = compute_approx_kl(
+            log_probs.detach()[:, None], reference[:, None], kl_estimator=estimator
+        )
         rewards = compute_reward(torch.zeros(4), kl, torch.ones(4, 1).bool(), kl_coef=1.0)[:, 0]
         return gradient((probs.detach() * rewards * log_probs).sum())  # E[reward grad log p]
 
@@ -88,23 +111,50 @@ RAMP = {"overlong_buffer_len": 4}
         ({}, [1, 1, -3, 10]),  # clipped at 10 by default
         ({"missing_eos_penalty": 0.5}, [1, 0.5, -3.5, 10]),
         (RAMP, [1, 0, -4, 10]),
-        ({**RAMP, "overlong_penalty_factor": 3.0, "reward_clip_range": (-5.0, 50.0)}, [1, -2, -5, 18.5]),
+        (
+            {**RAMP, "overlong_penalty_factor": 3.0, "reward_clip_range": (-5.0, 50.0)},
+            [1, -2, -5, 18.5],
+        ),
         ({**RAMP, "missing_eos_penalty": 0.5}, [1, -0.5, -4.5, 10]),
     ],
 )
 def test_scores_are_penalized_and_then_clipped(options, expected):
-    scores, truncated = torch.tensor([1.0, 1.0, -3.0, 20.0]), torch.tensor([False, True, True, False])
-    shaped = shape_scores(scores, truncated, torch.tensor([10, 20, 20, 18]), RewardShapingConfig(**options), 20)
+    scores, truncated = (
+        torch.tensor([1.0, 1.0, -3.0, 20.0]),
+        torch.tensor([False, True, True, False]),
+    )
+    shaped = shape_scores(
+        scores, truncated, torch.tensor([10, 20, 20, 18]), RewardShapingConfig(**options), 20
+    )
     assert shaped.tolist() == pytest.approx(expected)
     lengths = torch.tensor([0, 15, 16, 17, 18, 20, 25])  # a ramp
-    assert soft_overlong_penalty(lengths, max_len=20, buffer_len=4).tolist() == [0, 0, 0, -0.25, -0.5, -1, -1]
+    assert soft_overlong_penalty(lengths, max_len=20, buffer_len=4).tolist() == [
+        0,
+        0,
+        0,
+        -0.25,
+        -0.5,
+        -1,
+        -1,
+    ]
 
 
 def test_filters_by_hand():
     mask = overlong_mask(torch.tensor([[0, 1, 1], [0, 1, 0]]), torch.tensor([False, True]))
     assert mask.tolist() == [[False, True, True], [False, False, False]]
-    rewards, groups = torch.tensor([1.0, 0.0, 1.0, -2.0, -0.1, 1.0, -0.1]), torch.tensor([70, 3, 70, 3, -5, 3, -5])
-    assert one_reward_groups(rewards, groups).tolist() == [True, False, True, False, True, False, True]
+    rewards, groups = (
+        torch.tensor([1.0, 0.0, 1.0, -2.0, -0.1, 1.0, -0.1]),
+        torch.tensor([70, 3, 70, 3, -5, 3, -5]),
+    )
+    assert one_reward_groups(rewards, groups).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert one_reward_groups(torch.zeros(0), torch.zeros(0).long()).tolist() == []
 
 
@@ -120,16 +170,25 @@ def moments_of(batches, comm, start=None):
 
 
 def test_running_moments_are_those_of_all_scores_of_all_ranks_at_once():
-    alone, everything = moments_of(BATCHES, SingleProcess()), [score for batch in BATCHES for score in batch]
+    alone, everything = (
+        moments_of(BATCHES, SingleProcess()),
+        [score for batch in BATCHES for score in batch],
+    )
     mean, deviation = statistics.fmean(everything), statistics.pstdev(everything)
     assert (alone["count"], alone["mean"]) == (len(everything), pytest.approx(mean, rel=1e-12))
     moments = RunningMoments(**alone)
-    normalized = moments.normalize(torch.tensor([mean, mean + deviation, mean - 2 * deviation], dtype=torch.float64))
+    normalized = moments.normalize(
+        torch.tensor([mean, mean + deviation, mean - 2 * deviation], dtype=torch.float64)
+    )
     assert normalized.tolist() == pytest.approx([0, 1, -2], abs=1e-9)
     for together in on_ranks(3, lambda comm: moments_of(BATCHES, comm)):
         assert together == pytest.approx(alone, rel=1e-12)
-    assert moments_of(BATCHES[2:], SingleProcess(), moments_of(BATCHES[:2], SingleProcess())) == alone, "resumed"
-    assert RunningMoments(**moments_of([[3.0]], SingleProcess())).normalize(torch.tensor([3.0])).tolist() == [0.0]
+    assert (
+        moments_of(BATCHES[2:], SingleProcess(), moments_of(BATCHES[:2], SingleProcess())) == alone
+    ), "resumed"
+    assert RunningMoments(**moments_of([[3.0]], SingleProcess())).normalize(
+        torch.tensor([3.0])
+    ).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -138,11 +197,16 @@ def test_running_moments_are_those_of_all_scores_of_all_ranks_at_once():
         (6.6, 0.5 * (1 + 0.1 * 0.25)),  # 10 % above the target, a quarter of the horizon
         (600.0, 0.5 * (1 + 0.2 * 0.25)),  # the error is clipped to 20 %
         (-3.0, 0.5 * (1 - 0.2 * 0.25)),  # k1 may be negative
-        *((strange, 0.5) for strange in (6.0, math.nan, math.inf, -math.inf)),  # one spoiled sample spoils nothing
+        *(
+            (strange, 0.5) for strange in (6.0, math.nan, math.inf, -math.inf)
+        ),  # one spoiled sample spoils nothing
     ],
 )
 def test_the_adaptive_coefficient_follows_the_error_and_a_fixed_one_stays(measured, expected):
-    adaptive, fixed = AdaptiveKLController(init_kl_coef=0.5, target=6.0, horizon=1000), FixedKLController(0.5)
+    adaptive, fixed = (
+        AdaptiveKLController(init_kl_coef=0.5, target=6.0, horizon=1000),
+        FixedKLController(0.5),
+    )
     for controller in (adaptive, fixed):
         controller.update(measured, n_steps=250)
     assert (adaptive.value, fixed.value) == (pytest.approx(expected, rel=1e-12), 0.5)

@@ -13,14 +13,32 @@ VOCAB = 40
 
 def make_llama(**changes):
     torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    options = {"vocab_size": VOCAB, "initializer_range": 0.2, "pad_token_id": None, **sizes, **changes}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    options = {
+        "vocab_size": VOCAB,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+        **sizes,
+        **changes,
+    }
     return LlamaForCausalLM(LlamaConfig(**options))
 
 
 def make_gpt2(**changes):
     torch.manual_seed(1)
-    options = {"vocab_size": VOCAB, "initializer_range": 0.2, "n_embd": 32, "n_layer": 2, "n_head": 4, **changes}
+    options = {
+        "vocab_size": VOCAB,
+        "initializer_range": 0.2,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        **changes,
+    }
     return GPT2LMHeadModel(GPT2Config(**{"bos_token_id": 2, "eos_token_id": 2, **options}))
 
 

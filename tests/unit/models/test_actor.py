@@ -11,7 +11,11 @@ from openppo.models.actor import ends_in_head, float32_head, next_logits
 from openppo.models.log_probs import linear_logits
 from tests.architectures import tiny_config
 
-ROWS = [[5, 9, 2, 17, 30, 8, 2], [11, 2, 3], [7, 21, 38, 4, 2]]  # 2 is the end of a sequence, also in the middle
+ROWS = [
+    [5, 9, 2, 17, 30, 8, 2],
+    [11, 2, 3],
+    [7, 21, 38, 4, 2],
+]  # 2 is the end of a sequence, also in the middle
 ACTIONS = [[0, 0, 1, 1, 0, 0, 1], [0, 1, 0], [0, 0, 0, 0, 0]]  # holes, one action, no action at all
 
 
@@ -30,7 +34,9 @@ def plain(model, width=7, temperature=1.0):
     """Log-probs and entropies of each token but the first, (B, L) float64; differentiable."""
     log_probs, entropies = (torch.zeros(len(ROWS), width, dtype=torch.float64) for _ in range(2))
     for b, row in enumerate(ROWS):
-        distributions = (model(input_ids=torch.tensor([row])).logits[0].double() / temperature).log_softmax(-1)
+        distributions = (
+            model(input_ids=torch.tensor([row])).logits[0].double() / temperature
+        ).log_softmax(-1)
         log_probs[b, 1 : len(row)] = distributions[range(len(row) - 1), row[1:]]
         entropies[b, 1 : len(row)] = -(distributions.exp() * distributions).sum(-1)[:-1]
     return log_probs, entropies
@@ -42,15 +48,20 @@ def same(found, expected):
 
 @pytest.mark.parametrize("mask", [None, ACTION_MASK], ids=["all", "holes"])
 @pytest.mark.parametrize(("temperature", "at_once"), [(1.0, 1 << 29), (0.7, 1 << 29), (0.7, 100)])
-def test_log_probs_and_entropy_are_those_of_the_plain_model(any_causal, temperature, at_once, mask, monkeypatch):
+def test_log_probs_and_entropy_are_those_of_the_plain_model(
+    any_causal, temperature, at_once, mask, monkeypatch
+):
     monkeypatch.setattr(module, "LOGITS_AT_ONCE_ON_CPU", at_once)
     model, inputs = any_causal().double().eval(), (padded(ROWS), attention(), mask)
     log_probs, entropy = Actor(model, temperature=temperature)(*inputs, return_entropy=True)
-    for found, expected in zip((log_probs, entropy), plain(model, temperature=temperature), strict=True):
+    for found, expected in zip(
+        (log_probs, entropy), plain(model, temperature=temperature), strict=True
+    ):
         expected = expected if mask is None else torch.where(mask, expected, 0.0)
         same(found, expected)
         gradients = (
-            torch.autograd.grad(x.sum(), list(model.parameters()), retain_graph=True) for x in (found, expected)
+            torch.autograd.grad(x.sum(), list(model.parameters()), retain_graph=True)
+            for x in (found, expected)
         )
         for pair in zip(*gradients, strict=True):
             same(*pair)
@@ -63,7 +74,9 @@ def test_log_probs_and_entropy_are_those_of_the_plain_model(any_causal, temperat
 
 @pytest.mark.parametrize("make_mask", [torch.ones, torch.zeros])
 @pytest.mark.parametrize("length", [1, 4])
-def test_the_first_token_has_no_log_prob_and_rows_without_action_take_part(any_causal, length, make_mask):
+def test_the_first_token_has_no_log_prob_and_rows_without_action_take_part(
+    any_causal, length, make_mask
+):
     """Other ranks may be at work in the backward pass: this one must take part."""
     actor, mask = Actor(any_causal()), make_mask(2, length, dtype=torch.bool)
     ids = torch.tensor([[5, 9, 2, 17]] * 2)[:, :length]
@@ -77,12 +90,17 @@ def test_the_first_token_has_no_log_prob_and_rows_without_action_take_part(any_c
 
 def test_logits_are_computed_only_where_some_row_asks(llama):
     actor, seen = Actor(llama()), []
-    actor.model.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
+    actor.model.lm_head.register_forward_pre_hook(
+        lambda module, inputs: seen.append(tuple(inputs[0].shape))
+    )
     actor(padded(ROWS), attention(), ACTION_MASK)
     assert [shape[:2] for shape in seen] == [(3, 4)]  # tokens 1, 2, 3 and 6
 
 
-DROPOUT = {"gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}, "llama": {"attention_dropout": 0.5}}
+DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
+    "llama": {"attention_dropout": 0.5},
+}
 
 
 @pytest.mark.parametrize(
@@ -107,24 +125,37 @@ def test_sampling_takes_logits_of_a_bfloat16_head_in_float32(llama):
     ids = padded(ROWS)
     assert torch.equal(next_logits(llama, head, input_ids=ids), llama(ids).logits[:, -1])
     with FakeTensorMode():
-        hidden, weight, bias = (torch.empty(*n, dtype=torch.bfloat16, device="cuda") for n in ((3, 8), (40, 8), (40,)))
+        hidden, weight, bias = (
+            torch.empty(*n, dtype=torch.bfloat16, device="cuda") for n in ((3, 8), (40, 8), (40,))
+        )
         for logits in (linear_logits(hidden, weight, None), linear_logits(hidden, weight, bias)):
-            assert (logits.shape, logits.dtype, logits.device.type) == ((3, 40), torch.float32, "cuda")
+            assert (logits.shape, logits.dtype, logits.device.type) == (
+                (3, 40),
+                torch.float32,
+                "cuda",
+            )
 
 
 @pytest.mark.parametrize("kind", DROPOUT)
 def test_dropout_is_off_even_in_training_mode(kind, request):
     make, ids = request.getfixturevalue(kind), padded(ROWS)
     with_dropout = make(**DROPOUT[kind]).train()
-    assert not torch.equal(*(with_dropout(input_ids=ids).logits for _ in range(2)))  # else this test claims nothing
+    assert not torch.equal(
+        *(with_dropout(input_ids=ids).logits for _ in range(2))
+    )  # else this test claims nothing
     actor = Actor(make(**DROPOUT[kind])).train()
     assert torch.equal(*(actor(ids, attention()) for _ in range(2)))
-    torch.testing.assert_close(actor(ids, attention()), Actor(make())(ids, attention()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        actor(ids, attention()), Actor(make())(ids, attention()), rtol=0, atol=1e-5
+    )
 
 
 def test_a_folder_gives_the_policy_saved_there_in_the_precision_asked_for(any_causal, tmp_path):
     any_causal().save_pretrained(tmp_path)  # GPT-2 without its head, which is tied to the embedding
-    same(Actor(str(tmp_path))(padded(ROWS), attention()), Actor(any_causal())(padded(ROWS), attention()))
+    same(
+        Actor(str(tmp_path))(padded(ROWS), attention()),
+        Actor(any_causal())(padded(ROWS), attention()),
+    )
     for bf16, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         actor = Actor(str(tmp_path), bf16=bf16)
         assert {p.dtype for p in actor.parameters()} == {dtype}

@@ -15,7 +15,14 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 from openppo.models import attention
 from openppo.models.actor import Actor
-from openppo.models.attention import BY_LENGTHS, ON_CPU, ON_GPU, ON_OLDER_GPU, causal_attention, n_weights
+from openppo.models.attention import (
+    BY_LENGTHS,
+    ON_CPU,
+    ON_GPU,
+    ON_OLDER_GPU,
+    causal_attention,
+    n_weights,
+)
 from openppo.models.loading import load_causal_lm, load_options
 from openppo.models.padding import pack_where_exact
 from openppo.rollout.hf_engine import HFEngine
@@ -31,7 +38,10 @@ BF16 = pytest.mark.parametrize("bf16", [False, True])
 def heads(rows, queries, keys, length, width, dtype):
     """Queries, keys and values as models hand them over: views of (B, L, H, D)."""
     generator, sizes = torch.Generator().manual_seed(length), (queries, keys, keys)
-    drawn = [torch.randn(rows, length, n, width, generator=generator).to(dtype).transpose(1, 2) for n in sizes]
+    drawn = [
+        torch.randn(rows, length, n, width, generator=generator).to(dtype).transpose(1, 2)
+        for n in sizes
+    ]
     return [tensor.requires_grad_() for tensor in drawn]
 
 
@@ -47,10 +57,16 @@ def test_outputs_and_gradients_are_those_of_torch(length, queries, keys, scores,
     monkeypatch.setattr(attention, "_SCORES", scores * length)
     inputs = heads(3, queries, keys, length, 8, torch.float32)
     output, kept = causal_attention(*inputs, SCALE, n_weights(inputs[0]))
-    plain = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=SCALE, enable_gqa=queries != keys)
+    plain = F.scaled_dot_product_attention(
+        *inputs, is_causal=True, scale=SCALE, enable_gqa=queries != keys
+    )
     expected = outputs_and_gradients(plain.transpose(1, 2), inputs)
-    torch.testing.assert_close(outputs_and_gradients(output, inputs), expected, rtol=1e-4, atol=2e-5)
-    assert len(kept) > len(causal_attention(*inputs, SCALE, 0)[1]) == 0, "weights for the backward pass only"
+    torch.testing.assert_close(
+        outputs_and_gradients(output, inputs), expected, rtol=1e-4, atol=2e-5
+    )
+    assert len(kept) > len(causal_attention(*inputs, SCALE, 0)[1]) == 0, (
+        "weights for the backward pass only"
+    )
 
 
 @pytest.fixture
@@ -105,7 +121,9 @@ def test_models_in_bfloat16_are_about_as_exact_with_it(saved, calls):
         assert (mine - truth).norm() <= 1.2 * (other - truth).norm()
 
 
-@pytest.mark.parametrize("asked", [{"is_causal": False}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 1, 20)}])
+@pytest.mark.parametrize(
+    "asked", [{"is_causal": False}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 1, 20)}]
+)
 @BF16
 def test_what_more_is_asked_for_goes_to_torch(saved, calls, asked, bf16):
     query, key, value = heads(2, 4, 2, 20, 16, torch.bfloat16 if bf16 else torch.float32)
@@ -119,15 +137,24 @@ def test_what_more_is_asked_for_goes_to_torch(saved, calls, asked, bf16):
 def test_decode_steps_copy_no_keys_and_change_nothing(saved, calls, queries, keys, masked, bf16):
     """Over keys and values that are a part of larger buffers, as in the engine's cache."""
     torch.manual_seed(0)
-    inputs = [torch.randn(4, 1, queries, 8).transpose(1, 2), *torch.randn(2, 5, keys, 30, 8)[:, :4, :, 3:20]]
+    inputs = [
+        torch.randn(4, 1, queries, 8).transpose(1, 2),
+        *torch.randn(2, 5, keys, 30, 8)[:, :4, :, 3:20],
+    ]
     inputs = [x.bfloat16() if bf16 else x for x in inputs]
-    mask = torch.arange(17)[None, None, None] >= torch.tensor([0, 3, 16, 5])[:, None, None, None]  # (B, 1, 1, L)
+    mask = (
+        torch.arange(17)[None, None, None] >= torch.tensor([0, 3, 16, 5])[:, None, None, None]
+    )  # (B, 1, 1, L)
     given = mask if masked else None
     ours = attend(load(saved, bf16), inputs, given)
     folded = not bf16 or queries >= 3 * keys
-    assert calls == [(inputs[0].dtype, keys if folded else queries, keys, not folded and queries > keys)]
+    assert calls == [
+        (inputs[0].dtype, keys if folded else queries, keys, not folded and queries > keys)
+    ]
     copies = [x.double().repeat_interleave(queries // keys, 1) for x in inputs[1:]]
-    theirs = F.scaled_dot_product_attention(inputs[0].double(), *copies, attn_mask=given, scale=SCALE)
+    theirs = F.scaled_dot_product_attention(
+        inputs[0].double(), *copies, attn_mask=given, scale=SCALE
+    )
     close = {"rtol": 2e-2, "atol": 1e-2} if bf16 else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(ours.double(), theirs.transpose(1, 2), **close)
 
@@ -138,7 +165,9 @@ def test_a_model_in_float32_reads_bit_for_bit_as_with_torch(saved):
     outputs = []
     for model in (load(saved), LlamaForCausalLM.from_pretrained(saved)):
         read = model(input_ids=IDS[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
-        decoded = model(input_ids=IDS[:, -1:], attention_mask=mask, past_key_values=read.past_key_values)
+        decoded = model(
+            input_ids=IDS[:, -1:], attention_mask=mask, past_key_values=read.past_key_values
+        )
         outputs.append((read.logits[1:], decoded.logits))
     assert torch.equal(outputs[0][0], outputs[1][0])
     torch.testing.assert_close(outputs[0][1], outputs[1][1], rtol=1e-5, atol=1e-5)
@@ -164,8 +193,13 @@ def run_actor(model):
 
 def run_engine(model):
     """Prompts alike, which need no mask, and prompts of different lengths."""
-    drawn = [HFEngine(model, [], 0, 4).generate(p, SamplingParams(3), [1, 2]) for p in ([[5, 9]] * 2, [[5, 9], [7]])]
-    return torch.tensor([completion.log_probs for completions in drawn for completion in completions])
+    drawn = [
+        HFEngine(model, [], 0, 4).generate(p, SamplingParams(3), [1, 2])
+        for p in ([[5, 9]] * 2, [[5, 9], [7]])
+    ]
+    return torch.tensor(
+        [completion.log_probs for completions in drawn for completion in completions]
+    )
 
 
 @pytest.mark.parametrize("run", [run_actor, run_engine])
@@ -215,7 +249,11 @@ def test_lengths_need_bfloat16_a_newer_gpu_and_model_and_an_exact_operator(
         with caplog.at_level("INFO", logger="openppo"):
             pack_where_exact(actor, actor, torch.device("cuda"), "critic")
         [said] = caplog.messages
-        assert "samples of the critic are padded" in said and f"is {expected}." in said and not actor.packs_rows
+        assert (
+            "samples of the critic are padded" in said
+            and f"is {expected}." in said
+            and not actor.packs_rows
+        )
 
 
 class VarlenCalls(TorchDispatchMode):
@@ -228,7 +266,9 @@ class VarlenCalls(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name
         if function.namespace == "torch_attn" or name == "aten::_flash_attention_forward":
-            names = [argument.name.replace("cum_", "cu_") for argument in function._schema.arguments]
+            names = [
+                argument.name.replace("cum_", "cu_") for argument in function._schema.arguments
+            ]
             self.seen[name] = dict(zip(names, args, strict=False)) | (kwargs or {})
         return function(*args, **(kwargs or {}))
 
@@ -241,20 +281,45 @@ def test_the_operator_takes_what_a_packed_row_gives(window, given, device):
         like = {"device": device, "dtype": torch.bfloat16, "requires_grad": learns}
         query, key, value = (torch.empty(1, 300, n, 64, **like).transpose(1, 2) for n in (14, 2, 2))
         starts = torch.empty(6, dtype=torch.int32, device=device)
-        options = {"scaling": SCALE, "sliding_window": window, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        options = {
+            "scaling": SCALE,
+            "sliding_window": window,
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+        }
         options |= {"max_length_q": 120, "max_length_k": 120}
-        output, _ = attention._attend_by_lengths(None, query, key, value, None, **options, is_causal=True)
+        output, _ = attention._attend_by_lengths(
+            None, query, key, value, None, **options, is_causal=True
+        )
         if learns:
             gradients = torch.autograd.grad(output.float().sum(), (query, key, value))
-            assert [tuple(g.shape) for g in gradients] == [(1, 14, 300, 64), (1, 2, 300, 64), (1, 2, 300, 64)]
-    assert output.shape == (1, 300, 14, 64) and output.dtype is torch.bfloat16 and output.device.type == device
+            assert [tuple(g.shape) for g in gradients] == [
+                (1, 14, 300, 64),
+                (1, 2, 300, 64),
+                (1, 2, 300, 64),
+            ]
+    assert (
+        output.shape == (1, 300, 14, 64)
+        and output.dtype is torch.bfloat16
+        and output.device.type == device
+    )
     forward = calls.seen["torch_attn::_varlen_attn"]
-    assert [tuple(forward[name].shape) for name in ("query", "key", "value")] == [(300, 14, 64), *[(300, 2, 64)] * 2]
+    assert [tuple(forward[name].shape) for name in ("query", "key", "value")] == [
+        (300, 14, 64),
+        *[(300, 2, 64)] * 2,
+    ]
     assert forward["cu_seq_q"] is starts and forward["cu_seq_k"] is starts
     backward = calls.seen["torch_attn::_varlen_attn_backward"] if learns else forward
     for call in (forward, backward):
-        assert (call["max_q"], call["max_k"], call["scale"], call["window_size"]) == (120, 120, SCALE, [given, 0])
-        assert call["is_causal"] == (window is None), "a window that ends at the query is causal by itself"
+        assert (call["max_q"], call["max_k"], call["scale"], call["window_size"]) == (
+            120,
+            120,
+            SCALE,
+            [given, 0],
+        )
+        assert call["is_causal"] == (window is None), (
+            "a window that ends at the query is causal by itself"
+        )
     assert forward.get("enable_gqa", True), "torch 2.11 does not ask"
     assert forward["query"].stride() == (14 * 64, 64, 1), "no copy"
 
@@ -267,26 +332,42 @@ def test_the_operator_takes_what_decoded_rows_give(window, given):
         query = torch.empty(6, 1, 14, 64, **like).transpose(1, 2)
         key, value = (torch.empty(8, 500, 2, 64, **like).transpose(1, 2)[:6] for _ in range(2))
         starts, n_keys = (torch.empty(n, dtype=torch.int32) for n in (7, 6))
-        options = {"scaling": SCALE, "sliding_window": window, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        options = {
+            "scaling": SCALE,
+            "sliding_window": window,
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+        }
         options |= {"max_length_q": 1, "max_length_k": 400, "seqused_k": n_keys}
         output, _ = attention._attend_by_lengths(None, query, key, value, None, **options)
     assert output.shape == (6, 1, 14, 64) and output.dtype is torch.bfloat16
     [call] = calls.seen.values()
-    assert [tuple(call[name].shape) for name in ("query", "key", "value")] == [(6, 14, 64), *[(3000, 2, 64)] * 2]
+    assert [tuple(call[name].shape) for name in ("query", "key", "value")] == [
+        (6, 14, 64),
+        *[(3000, 2, 64)] * 2,
+    ]
     called_window = call.get("window_size") or [call["window_size_left"], call["window_size_right"]]
-    assert (call["max_q"], call["max_k"], called_window, call["is_causal"]) == (1, 400, given, False)
+    assert (call["max_q"], call["max_k"], called_window, call["is_causal"]) == (
+        1,
+        400,
+        given,
+        False,
+    )
     assert call["seqused_k"] is n_keys and call.get("enable_gqa", True)
     assert call["key"].is_contiguous(), "no copy"
 
 
 @pytest.mark.parametrize(
-    ("asked", "width"), [({"softcap": 9.0}, 64), ({"is_causal": False}, 64), ({"s_aux": 0}, 64), ({}, 60), ({}, 256)]
+    ("asked", "width"),
+    [({"softcap": 9.0}, 64), ({"is_causal": False}, 64), ({"s_aux": 0}, 64), ({}, 60), ({}, 256)],
 )
 def test_lengths_with_what_the_operator_lacks_are_refused(asked, width):
     inputs = [torch.empty(1, 2, 5, width)] * 3
     lengths = {"cu_seq_lens_q": torch.tensor([0, 5])}
     with pytest.raises(ValueError, match=f"and here for .*heads of {width}"):
-        attention._attend_by_lengths(None, *inputs, None, **({"is_causal": True} | asked), **lengths)
+        attention._attend_by_lengths(
+            None, *inputs, None, **({"is_causal": True} | asked), **lengths
+        )
 
 
 def test_flash_attention_gets_lengths_once_and_no_mask(saved, monkeypatch):
@@ -295,7 +376,13 @@ def test_flash_attention_gets_lengths_once_and_no_mask(saved, monkeypatch):
 
     def flash(query, key, value, mask, **options):
         seen.append(
-            (mask, *(options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")))
+            (
+                mask,
+                *(
+                    options.get(name)
+                    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+                ),
+            )
         )
         return query
 

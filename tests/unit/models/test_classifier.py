@@ -48,7 +48,9 @@ MASK = torch.arange(9) < torch.tensor([[9], [4]])
 def read_by_output_layer(model, row):
     """The hidden state of each token, (L, hidden)."""
     seen: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0][0])
+    )
     with torch.no_grad():
         model(input_ids=torch.tensor([row]), use_cache=False)
     hook.remove()
@@ -81,14 +83,18 @@ def test_a_critic_reads_what_the_language_model_reads(name, tmp_path):
     causal = AutoModelForCausalLM.from_pretrained(tmp_path / "causal").eval()
     critic: Any = get_llm_for_sequence_regression(str(tmp_path / "causal"), "critic")
     check_critic(critic, causal, tmp_path / "out", [] if name in ELSEWHERE else ROWS)
-    assert model_size(causal.config, scalar=True).n_parameters == sum(p.numel() for p in critic.parameters())
+    assert model_size(causal.config, scalar=True).n_parameters == sum(
+        p.numel() for p in critic.parameters()
+    )
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma4_text", "llama4_text"])
 def test_transformers_reads_a_saved_critic_and_adapters_are_merged(name, tmp_path):
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(tiny_config(name)).save_pretrained(tmp_path / "causal")
-    targets = ("q_proj", "v_proj") if name == "llama4_text" else ("all-linear",)  # its router is of another kind
+    targets = (
+        ("q_proj", "v_proj") if name == "llama4_text" else ("all-linear",)
+    )  # its router is of another kind
     options = {"init_value_head": True, "lora_rank": 2, "target_modules": targets}
     adapted: Any = get_llm_for_sequence_regression(str(tmp_path / "causal"), "reward", **options)
     for parameter in (p for p in adapted.parameters() if p.requires_grad):
@@ -108,7 +114,12 @@ def test_transformers_reads_a_saved_critic_and_adapters_are_merged(name, tmp_pat
     assert scores[0].item() == pytest.approx((last @ head).item(), abs=1e-4)
 
 
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "llama4"])
@@ -120,15 +131,30 @@ def test_a_checkpoint_of_images_and_text_gives_a_critic_too(kind, tmp_path):
         config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
         model: Any = Gemma4ForConditionalGeneration(config)
     else:
-        vision = {**VISION, "image_size": 8, "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16}
-        config = Llama4Config(text_config=text, vision_config={**vision, "projector_output_dim": 16})
+        vision = {
+            **VISION,
+            "image_size": 8,
+            "patch_size": 4,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+        }
+        config = Llama4Config(
+            text_config=text, vision_config={**vision, "projector_output_dim": 16}
+        )
         model = Llama4ForConditionalGeneration(config)
     model.save_pretrained(tmp_path / "hub")
     critic = get_llm_for_sequence_regression(str(tmp_path / "hub"), "critic")
-    check_critic(critic, AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval(), tmp_path / "out")
+    check_critic(
+        critic, AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval(), tmp_path / "out"
+    )
 
 
-WIDTHS = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDTHS = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 CONFIGS = [
     LlamaConfig(vocab_size=96, num_key_value_heads=2, **WIDTHS),
     LlamaConfig(vocab_size=96, tie_word_embeddings=True, **WIDTHS),
@@ -153,12 +179,19 @@ def test_parameters_and_cache_are_those_of_the_model(config: PreTrainedConfig) -
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
 @pytest.mark.parametrize("scalar", [False, True])
-def test_a_critic_has_a_scalar_head_and_adapters_are_those_of_peft(targets: tuple[str, ...], scalar: bool) -> None:
+def test_a_critic_has_a_scalar_head_and_adapters_are_those_of_peft(
+    targets: tuple[str, ...], scalar: bool
+) -> None:
     config = Qwen2Config(vocab_size=96, num_key_value_heads=2, pad_token_id=0, **WIDTHS)
     size = model_size(config, scalar, targets)
     config.num_labels = 1
-    real = (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(config)
-    assert (size.n_parameters, size.vocabulary) == (sum(p.numel() for p in real.parameters()), 0 if scalar else 96)
+    real = (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(
+        config
+    )
+    assert (size.n_parameters, size.vocabulary) == (
+        sum(p.numel() for p in real.parameters()),
+        0 if scalar else 96,
+    )
     lora = LoRAConfig(lora_rank=4, target_modules=targets)
     adapted = add_adapters(real, lora, "SEQ_CLS" if scalar else "CAUSAL_LM")
     assert size.n_trained(4) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
@@ -169,4 +202,6 @@ def test_a_model_of_70_billion_takes_no_memory() -> None:
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     size = model_size(LlamaConfig(vocab_size=128256, **heads, **sizes))
     assert size.n_parameters == 70_553_706_496  # as Meta counts Llama-3.1-70B
-    assert size.n_quantized == 70_553_706_496 - 2 * 128256 * 8192 - 161 * 8192  # all but embeddings, head and norms
+    assert (
+        size.n_quantized == 70_553_706_496 - 2 * 128256 * 8192 - 161 * 8192
+    )  # all but embeddings, head and norms

@@ -81,7 +81,9 @@ def test_mixtures_are_read_without_router_logits(name: str, tmp_path: Path) -> N
         same_after_saving(model, tmp_path / "out", output_router_logits=True)
 
 
-def test_a_model_of_the_caller_is_read_without_router_logits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_the_caller_is_read_without_router_logits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "openppo"):
         Actor(AutoModelForCausalLM.from_config(tiny_config("mixtral")))
         assert caplog.text == ""
@@ -100,35 +102,66 @@ def test_a_model_of_the_caller_is_read_without_router_logits(tmp_path: Path, cap
 
 
 def test_adapters_keep_the_config_of_their_model(tmp_path: Path) -> None:
-    actor = Actor(saved(tmp_path / "base", "mixtral", output_router_logits=True), lora_rank=2, target_modules="q_proj")
+    actor = Actor(
+        saved(tmp_path / "base", "mixtral", output_router_logits=True),
+        lora_rank=2,
+        target_modules="q_proj",
+    )
     assert shares_prompts(actor)
-    same_after_saving(actor.model, tmp_path / "adapters", "model_config.json", output_router_logits=True)
+    same_after_saving(
+        actor.model, tmp_path / "adapters", "model_config.json", output_router_logits=True
+    )
     assert Actor(str(tmp_path / "adapters")).model.config.output_router_logits is False
 
 
 def test_adapters_on_a_base_with_output_attentions_are_merged(tmp_path: Path) -> None:
-    actor = Actor(saved(tmp_path / "base", "llama", output_attentions=True), lora_rank=2, target_modules="q_proj")
-    same_after_saving(actor.model, tmp_path / "adapters", "model_config.json", output_attentions=True)
-    LoRAMerge(MergeLoRAConfig(lora_path=str(tmp_path / "adapters"), save_path=str(tmp_path / "merged"))).fit()
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["output_attentions"] is True
+    actor = Actor(
+        saved(tmp_path / "base", "llama", output_attentions=True),
+        lora_rank=2,
+        target_modules="q_proj",
+    )
+    same_after_saving(
+        actor.model, tmp_path / "adapters", "model_config.json", output_attentions=True
+    )
+    LoRAMerge(
+        MergeLoRAConfig(lora_path=str(tmp_path / "adapters"), save_path=str(tmp_path / "merged"))
+    ).fit()
+    assert (
+        json.loads((tmp_path / "merged" / "config.json").read_text())["output_attentions"] is True
+    )
 
 
 def test_a_mixture_inside_a_model_of_images_is_read_without_router_logits(tmp_path: Path) -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
     text = tiny_config("qwen3_vl_moe_text", rope_parameters=rope, output_router_logits=True)
     assert isinstance(text, Qwen3VLMoeTextConfig)
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
     vision |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     config = Qwen3VLMoeConfig(text_config=text.to_dict(), vision_config=vision)
     actor = Actor(Qwen3VLMoeForConditionalGeneration(config))
     assert actor.model(input_ids=ROWS, attention_mask=MASK.long()).router_logits is None
 
     save_model(actor.model, tmp_path, is_main=True)
-    assert json.loads((tmp_path / "config.json").read_text())["text_config"]["output_router_logits"] is True
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["text_config"]["output_router_logits"]
+        is True
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("return_dict", False), ("output_attentions", True), ("output_hidden_states", True)]
+    ("name", "value"),
+    [("return_dict", False), ("output_attentions", True), ("output_hidden_states", True)],
 )
 def test_other_options_of_outputs_are_off_and_kept(name: str, value: bool, tmp_path: Path) -> None:
     """With ``output_attentions`` transformers refuses to write the config of a model without eager attention."""
@@ -150,11 +183,19 @@ def test_sizes_are_those_of_a_model_that_returns_logits_alone() -> None:
 def rates_of(name: str) -> dict[str, float]:
     """Rates in the config of a family that make its forward random, set to a half."""
     values = tiny_config(name).to_dict()
-    rates = [key for key, value in values.items() if any(word in key for word in RATES) and type(value) in (int, float)]
+    rates = [
+        key
+        for key, value in values.items()
+        if any(word in key for word in RATES) and type(value) in (int, float)
+    ]
     return dict.fromkeys(rates, 0.5)
 
 
-RANDOM = [name for name in NAMES if rates_of(name) and name not in ("diffllama", "phimoe", "trocr", "whisper")]
+RANDOM = [
+    name
+    for name in NAMES
+    if rates_of(name) and name not in ("diffllama", "phimoe", "trocr", "whisper")
+]
 """Without DiffLlama, which refuses dropout, Phi-MoE, whose noise is a margin (see ``test_loading.py``), and two whose
 forward fails with or without dropout (see ``test_engine_check.py``)."""
 

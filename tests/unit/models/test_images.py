@@ -40,7 +40,9 @@ def model(family):
 
 def prompts_of(family, *counts):
     """Token ids of prompts with so many images each, and the images."""
-    media = [tuple(random_image(family, 10 * i + k) for k in range(n)) for i, n in enumerate(counts)]
+    media = [
+        tuple(random_image(family, 10 * i + k) for k in range(n)) for i, n in enumerate(counts)
+    ]
     return [with_images(SHAPES[n], items) for n, items in zip(counts, media, strict=True)], media
 
 
@@ -56,7 +58,11 @@ def by_transformers(model, ids, items):
         if name in inspect.signature(type(plain).forward).parameters and items:
             inputs[name] = (row == IMAGE).long()
     with torch.no_grad():
-        return plain(input_ids=row, attention_mask=torch.ones_like(row), **inputs).logits[0, :-1].float()
+        return (
+            plain(input_ids=row, attention_mask=torch.ones_like(row), **inputs)
+            .logits[0, :-1]
+            .float()
+        )
 
 
 def test_engine_actor_and_transformers_agree(family, model):
@@ -65,7 +71,9 @@ def test_engine_actor_and_transformers_agree(family, model):
     engine.sampled_ids = SAMPLED
     with engine.with_weights(WholeWeights(model)):
         sampled = engine.generate(prompts, SamplingParams(7), [1, 2, 3, 4], media)
-    rows = [prompt + completion.token_ids for prompt, completion in zip(prompts, sampled, strict=True)]
+    rows = [
+        prompt + completion.token_ids for prompt, completion in zip(prompts, sampled, strict=True)
+    ]
     sequences, mask = pad_right(rows, 0)
     actor = Actor(model)
     actor.sampled_ids = SAMPLED
@@ -99,9 +107,15 @@ def test_turns_that_continue_a_conversation_with_images_read_only_what_is_new(fa
         engine = HFEngine(model, [], 0, 4)
         engine.sampled_ids = SAMPLED
         with engine.with_weights(WholeWeights(model)):
-            (one, text) = finish(engine, [first, [7, 8, 9]], [tuple(items[:1]), ()], [None, None], [1, 2])
+            (one, text) = finish(
+                engine, [first, [7, 8, 9]], [tuple(items[:1]), ()], [None, None], [1, 2]
+            )
             longer = [*first, *one.token_ids, *with_images([OPEN, 4, 9, OPEN, 3, 3, 3], items[1:])]
-            turns = [longer, [*first, *one.token_ids, 8], [7, 8, 9, *text.token_ids, *with_images([OPEN], items[:1])]]
+            turns = [
+                longer,
+                [*first, *one.token_ids, 8],
+                [7, 8, 9, *text.token_ids, *with_images([OPEN], items[:1])],
+            ]
             media = [tuple(items), tuple(items[:1]), tuple(items[:1])]
             handles = [one.parked, one.parked, text.parked] if keeps else [None] * 3
             before = engine.reused_tokens
@@ -157,12 +171,16 @@ def test_a_prompt_with_images_is_computed_once_for_a_group(family, model, name, 
     model.set_attn_implementation({"": name, "text_config": name})
     share_where_exact(actor, actor, CPU, "actor")
     tokens = []
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: tokens.append(ids[0].numel()))
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, ids: tokens.append(ids[0].numel())
+    )
     shared = actor(sequences, mask, media=media)
     hook.remove()
     torch.testing.assert_close(shared, separate, atol=1e-4, rtol=1e-4)
     assert actor.shares_prompts
-    assert tokens[0] == len(prompt) + 2 + 4 + len(rows[4]) - 21, "7 and 8 are shared too, and what comes before images"
+    assert tokens[0] == len(prompt) + 2 + 4 + len(rows[4]) - 21, (
+        "7 and 8 are shared too, and what comes before images"
+    )
 
 
 def test_rows_with_equal_ids_and_other_images_begin_differently():
@@ -188,7 +206,9 @@ def test_a_batch_without_images_runs_the_tower_for_a_stand_in(family, model):
     assert all(p.grad is not None for name, p in actor.named_parameters() if "patch_embed" in name)
     actor.stand_in = None
     expected.sum().backward()  # adds the same again: the stand-in's own gradient is zero
-    assert all(p.grad.abs().max() == 0 for name, p in actor.named_parameters() if "patch_embed" in name)
+    assert all(
+        p.grad.abs().max() == 0 for name, p in actor.named_parameters() if "patch_embed" in name
+    )
 
 
 def test_a_batch_that_lacks_a_kind_gets_the_row_that_has_all():
@@ -217,8 +237,14 @@ def test_what_reads_images_is_frozen_as_asked(family, model, tower, connector):
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     parts = {name.split(".")[1] for name in trained}
     assert any("layers" in name and "mlp" in name and "vis" not in name for name in trained)
-    assert (parts & {"vision_tower", "vision_model"} == set()) == (tower or family.startswith("qwen"))
-    maps = [n for n, _ in model.named_parameters() if "merger" in n or "projector" in n or "connector" in n]
+    assert (parts & {"vision_tower", "vision_model"} == set()) == (
+        tower or family.startswith("qwen")
+    )
+    maps = [
+        n
+        for n, _ in model.named_parameters()
+        if "merger" in n or "projector" in n or "connector" in n
+    ]
     assert maps and all((name in trained) == (not connector) for name in maps)
 
 
@@ -233,4 +259,6 @@ def test_adapters_are_on_the_language_model_alone(family, model):
 def test_images_of_other_sizes_are_padded_to_the_largest():
     items = [MediaItem({"pixel_values": torch.ones(1, 3, n, 4)}, IMAGE, 1, n) for n in (2, 3)]
     made = joined(items)["pixel_values"]
-    assert made.shape == (2, 3, 3, 4) and made[0, :, 2].abs().max() == 0 and made[0, :, :2].min() == 1
+    assert (
+        made.shape == (2, 3, 3, 4) and made[0, :, 2].abs().max() == 0 and made[0, :, :2].min() == 1
+    )

@@ -50,10 +50,20 @@ class WrongGradient(torch.autograd.Function):
     [
         (lambda output, options: output.roll(1, 1), (), "rows with window None: wrong by"),
         (lambda output, options: output * torch.nan, (), "rows with window None: wrong by inf"),
-        (lambda output, options: WrongGradient.apply(output), (), "rows with window None: wrong by 0.1"),
-        (lambda output, options: output, [("window_size", (-1, 0))], "rows with window 16: wrong by"),
         (
-            lambda output, options: output if options.get("seqused_k") is None else output.roll(1, 0),
+            lambda output, options: WrongGradient.apply(output),
+            (),
+            "rows with window None: wrong by 0.1",
+        ),
+        (
+            lambda output, options: output,
+            [("window_size", (-1, 0))],
+            "rows with window 16: wrong by",
+        ),
+        (
+            lambda output, options: (
+                output if options.get("seqused_k") is None else output.roll(1, 0)
+            ),
             (),
             "decoding with window None: wrong by",
         ),

@@ -51,7 +51,9 @@ def actor_folder(llama_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def reward_folder(llama_folder, tmp_path_factory):
     """Adapters of a reward model and its head."""
-    reward = get_llm_for_sequence_regression(str(llama_folder), "reward", init_value_head=True, lora_rank=4)
+    reward = get_llm_for_sequence_regression(
+        str(llama_folder), "reward", init_value_head=True, lora_rank=4
+    )
     return saved(reward, tmp_path_factory.mktemp("reward"))
 
 
@@ -63,22 +65,31 @@ def trainable(model):
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-def test_all_linear_adapts_every_linear_layer_but_the_head_which_is_trained_whole(any_causal, tmp_path):
+def test_all_linear_adapts_every_linear_layer_but_the_head_which_is_trained_whole(
+    any_causal, tmp_path
+):
     any_causal().save_pretrained(tmp_path)
     critic = get_llm_for_sequence_regression(str(tmp_path), "critic", lora_rank=2)
     names = trainable(critic)
     whole = [name for name in names if "lora_" not in name]
     assert whole == ["model.base_model.model.score.modules_to_save.default.weight"]
     adapted = {name.split(".lora_")[0] for name in names if "lora_" in name}
-    assert len(adapted) in (2 * 7, 2 * 4)  # q, k, v, o, gate, up, down of Llama; attn, proj, fc, proj of GPT-2
+    assert len(adapted) in (
+        2 * 7,
+        2 * 4,
+    )  # q, k, v, o, gate, up, down of Llama; attn, proj, fc, proj of GPT-2
     assert not any("score" in name or "lm_head" in name for name in adapted)
     critic.train()(SEQUENCES, MASK).sum().backward()
     assert [name for name, p in critic.named_parameters() if p.grad is not None] == names
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_reference_is_the_model_before_training_and_leaves_the_actor_alone(any_causal, training):
-    actor = Actor(any_causal(), temperature=0.7, lora_rank=4, lora_dropout=0.5 * training).train(training)
+def test_the_reference_is_the_model_before_training_and_leaves_the_actor_alone(
+    any_causal, training
+):
+    actor = Actor(any_causal(), temperature=0.7, lora_rank=4, lora_dropout=0.5 * training).train(
+        training
+    )
     disturb(actor)
     before, trained = actor(SEQUENCES, MASK), trainable(actor)
     reference = AdapterOffReference(Mock(side_effect=actor, module=actor))
@@ -98,25 +109,34 @@ def test_the_reference_is_the_model_before_training_and_leaves_the_actor_alone(a
     ("options", "says"),
     [
         ({"lora_rank": 2, "target_modules": ("q_prog",)}, "--target_modules q_prog: .*not found"),
-        ({"lora_rank": 2, "target_modules": ("lm_head",)}, "--target_modules lm_head: .*it would change both"),
+        (
+            {"lora_rank": 2, "target_modules": ("lm_head",)},
+            "--target_modules lm_head: .*it would change both",
+        ),
         ({"lora_rank": -1}, "--lora_rank must not be negative"),
         ({"load_in_4bit": True}, "--load_in_4bit .*give --lora_rank"),
         ({"lora_rank": 2, "load_in_4bit": True}, "--load_in_4bit needs.*pip install bitsandbytes"),
     ],
 )
-def test_options_that_cannot_work_are_an_error_that_names_the_flag(llama, tmp_path, options, says, monkeypatch):
+def test_options_that_cannot_work_are_an_error_that_names_the_flag(
+    llama, tmp_path, options, says, monkeypatch
+):
     llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=says):
         Actor(str(tmp_path), **options)
 
 
-def test_adapters_go_on_the_named_layers_and_their_folder_is_found_from_everywhere(llama_folder, tmp_path, monkeypatch):
+def test_adapters_go_on_the_named_layers_and_their_folder_is_found_from_everywhere(
+    llama_folder, tmp_path, monkeypatch
+):
     monkeypatch.chdir(llama_folder.parent)
     actor = Actor(llama_folder.name, lora_rank=2, target_modules=("q_proj",))
     assert {name.split(".lora_")[0].split(".")[-1] for name in trainable(actor)} == {"q_proj"}
     actor.model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(llama_folder)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(llama_folder)
 
 
 def test_an_actor_reads_a_peft_folder_as_peft_does(any_causal, tmp_path, caplog):
@@ -129,19 +149,31 @@ def test_an_actor_reads_a_peft_folder_as_peft_does(any_causal, tmp_path, caplog)
     same(actor(SEQUENCES, MASK).detach(), Actor(theirs)(SEQUENCES, MASK).detach())
     assert trainable(actor.model) == [name for name, _ in any_causal().named_parameters()]
     assert "adapters merged into" in caplog.text
-    for model in (Actor(str(folder), bf16=True), Actor(str(tmp_path / "base"), bf16=True, lora_rank=4)):
+    for model in (
+        Actor(str(folder), bf16=True),
+        Actor(str(tmp_path / "base"), bf16=True, lora_rank=4),
+    ):
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_reward_models_read_their_peft_folders_and_critics_those_of_language_models(actor_folder, reward_folder):
+def test_reward_models_read_their_peft_folders_and_critics_those_of_language_models(
+    actor_folder, reward_folder
+):
     reward = get_llm_for_sequence_regression(str(reward_folder), "reward")
-    theirs = AutoPeftModelForSequenceClassification.from_pretrained(reward_folder, num_labels=1).eval()
+    theirs = AutoPeftModelForSequenceClassification.from_pretrained(
+        reward_folder, num_labels=1
+    ).eval()
     with torch.no_grad():
-        scores = torch.stack([theirs(input_ids=torch.tensor([row])).logits[0, 0] for row in ROWS])  # of the last token
+        scores = torch.stack(
+            [theirs(input_ids=torch.tensor([row])).logits[0, 0] for row in ROWS]
+        )  # of the last token
     same(reward(SEQUENCES, MASK).detach(), scores)
     assert trainable(reward) == [name for name, _ in reward.named_parameters()]
     critic = get_llm_for_sequence_regression(str(actor_folder), "critic")
-    same(critic.model.model(SEQUENCES)[0].detach(), Actor(str(actor_folder)).model.model(SEQUENCES)[0].detach())
+    same(
+        critic.model.model(SEQUENCES)[0].detach(),
+        Actor(str(actor_folder)).model.model(SEQUENCES)[0].detach(),
+    )
     with pytest.raises(ValueError, match="no scalar head"):
         get_llm_for_sequence_regression(str(actor_folder), "reward")
     with pytest.raises(ValueError, match="reward model or critic"):
@@ -150,7 +182,9 @@ def test_reward_models_read_their_peft_folders_and_critics_those_of_language_mod
         (Actor, actor_folder),
         (partial(get_llm_for_sequence_regression, role="critic"), reward_folder),
     ):
-        with pytest.raises(ValueError, match=f"is a PEFT folder.*merge_lora --lora_path {folder} --save_path"):
+        with pytest.raises(
+            ValueError, match=f"is a PEFT folder.*merge_lora --lora_path {folder} --save_path"
+        ):
             load(str(folder), lora_rank=2)
 
 
@@ -162,15 +196,25 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     [
         ("missing", lambda weights: {name: w for name, w in weights.items() if name != LAYER}),
         ("NaN", lambda weights: {**weights, LAYER: weights[LAYER] * torch.nan}),
-        ("no place", lambda weights: {**weights, "base_model.model.other.lora_A.weight": torch.ones(1)}),
+        (
+            "no place",
+            lambda weights: {**weights, "base_model.model.other.lora_A.weight": torch.ones(1)},
+        ),
         ("size mismatch", lambda weights: {**weights, LAYER: weights[LAYER][:, :8]}),
     ],
 )
-def test_adapters_that_cannot_be_merged_are_an_error(actor_folder, reward_folder, edited, llama_folder, says, change):
-    headless = edited(reward_folder, lambda weights: {name: w for name, w in weights.items() if ".score." not in name})
+def test_adapters_that_cannot_be_merged_are_an_error(
+    actor_folder, reward_folder, edited, llama_folder, says, change
+):
+    headless = edited(
+        reward_folder,
+        lambda weights: {name: w for name, w in weights.items() if ".score." not in name},
+    )
     with pytest.raises(ValueError, match="cannot be merged .*score"):
         get_llm_for_sequence_regression(headless, "critic")
-    with pytest.raises(ValueError, match=rf"edited: its adapters cannot be merged into {llama_folder}: .*{says}"):
+    with pytest.raises(
+        ValueError, match=rf"edited: its adapters cannot be merged into {llama_folder}: .*{says}"
+    ):
         Actor(edited(actor_folder, change))
 
 
@@ -179,11 +223,16 @@ def test_adapters_of_a_resized_model_name_a_remedy_that_works(options, llama, tm
     llama().save_pretrained(tmp_path / "base")
     resized = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     resized.resize_token_embeddings(42)
-    adapted = get_peft_model(resized, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
+    adapted = get_peft_model(
+        resized, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    )
     folder = tmp_path / "adapters"
     adapted.save_pretrained(folder)
     says = "they are for 42 embeddings, and it has 40. Resize it with .*, save it, and name that folder"
-    with pytest.raises(ValueError, match=f"adapters: its adapters cannot be merged into .*base: {says}: .*--pretrain"):
+    with pytest.raises(
+        ValueError,
+        match=f"adapters: its adapters cannot be merged into .*base: {says}: .*--pretrain",
+    ):
         Actor(str(folder))
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     other.resize_token_embeddings(42)
@@ -194,7 +243,9 @@ def test_adapters_of_a_resized_model_name_a_remedy_that_works(options, llama, tm
 
 def test_adapters_of_another_kind_are_an_error(tmp_path, llama_folder):
     prompt_tuning = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(llama_folder), prompt_tuning).save_pretrained(tmp_path / "p")
+    get_peft_model(
+        AutoModelForCausalLM.from_pretrained(llama_folder), prompt_tuning
+    ).save_pretrained(tmp_path / "p")
     with pytest.raises(ValueError, match="only LoRA adapters"):
         Actor(str(tmp_path / "p"))
 
@@ -210,7 +261,9 @@ def test_a_peft_folder_is_checked_together_with_its_base_model(actor_folder, edi
         with pytest.raises(ValueError, match=f"^--pretrain {folder}.*{says}"):
             check_model(folder, "--pretrain")
     Path(folder, "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"^--pretrain {folder}: its adapter_config.json cannot be read"):
+    with pytest.raises(
+        ValueError, match=f"^--pretrain {folder}: its adapter_config.json cannot be read"
+    ):
         check_model(folder, "--pretrain")
 
 

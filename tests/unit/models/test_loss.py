@@ -65,7 +65,10 @@ def squared(row):
 
 def clipped_squared(row):
     moved = [(max(old - 0.2, min(old + 0.2, value)), value, target) for value, old, target in row]
-    return [0.5 * max((clipped - target) ** 2, (value - target) ** 2) for clipped, value, target in moved]
+    return [
+        0.5 * max((clipped - target) ** 2, (value - target) ** 2)
+        for clipped, value, target in moved
+    ]
 
 
 LOSSES = {
@@ -84,25 +87,34 @@ EVERY = pytest.mark.parametrize(("kind", "options", "naive"), LOSSES.values(), i
 @EVERY
 def test_a_loss_equals_a_loop_over_action_tokens(kind, options, naive):
     tensors = inputs()
-    rows = [naive(list(zip(*(t[b, MASK[b]].tolist() for t in tensors), strict=True))) for b in range(len(MASK))]
+    rows = [
+        naive(list(zip(*(t[b, MASK[b]].tolist() for t in tensors), strict=True)))
+        for b in range(len(MASK))
+    ]
     tokens = torch.zeros(MASK.shape, dtype=torch.float64)
     tokens[MASK] = torch.tensor([loss for row in rows for loss in row], dtype=torch.float64)
     expected = {
         "none": tokens,  # 0 outside the mask
         "token_mean": tokens.sum() / 7,
-        "sequence_mean": torch.tensor(sum(sum(row) / max(len(row), 1) for row in rows) / 3, dtype=torch.float64),
+        "sequence_mean": torch.tensor(
+            sum(sum(row) / max(len(row), 1) for row in rows) / 3, dtype=torch.float64
+        ),
     }
     for reduction, loss in expected.items():
         found = kind(*options, reduction=reduction)(*tensors, MASK)
         torch.testing.assert_close(found, loss, rtol=0, atol=1e-9)
-    assert torch.equal(kind(*options)(*tensors, MASK), kind(*options, reduction="sequence_mean")(*tensors, MASK))
+    assert torch.equal(
+        kind(*options)(*tensors, MASK), kind(*options, reduction="sequence_mean")(*tensors, MASK)
+    )
     everywhere = torch.ones_like(MASK)
     assert torch.equal(kind(*options)(*tensors), kind(*options)(*tensors, everywhere))
 
 
 @EVERY
 @pytest.mark.parametrize("reduction", ["sequence_mean", "token_mean", "none"])
-def test_what_lies_outside_the_mask_changes_neither_loss_nor_gradient(kind, options, naive, reduction):
+def test_what_lies_outside_the_mask_changes_neither_loss_nor_gradient(
+    kind, options, naive, reduction
+):
     def loss_and_gradient(outside, place):
         tensors = list(inputs(2))
         tensors[place] = torch.where(MASK, tensors[place], outside)
@@ -119,8 +131,12 @@ def test_what_lies_outside_the_mask_changes_neither_loss_nor_gradient(kind, opti
 
 
 def test_the_log_ratio_is_clamped_to_twenty():
-    ratio = policy_ratio(torch.tensor([[50.0, -50.0, 19.0]], dtype=torch.float64), torch.zeros(1, 3))
-    assert ratio[0].tolist() == pytest.approx([485165195.40979, 2.061153622438558e-09, 178482300.963187], rel=1e-12)
+    ratio = policy_ratio(
+        torch.tensor([[50.0, -50.0, 19.0]], dtype=torch.float64), torch.zeros(1, 3)
+    )
+    assert ratio[0].tolist() == pytest.approx(
+        [485165195.40979, 2.061153622438558e-09, 178482300.963187], rel=1e-12
+    )
     for loss in (PolicyLoss(), GSPOLoss(), CISPOLoss()):
         far = torch.full((1, 2), 1000.0, requires_grad=True)
         value = loss(far, torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]))
@@ -136,22 +152,54 @@ def one(number):
     ("kind", "options", "numbers", "loss", "slope"),
     [  # log-prob, old log-prob, advantage; inside the clip range the slope by the log-prob is -r A
         (PolicyLoss, (0.2,), (math.log(1.1), 0.0, 2.0), -2.2, -2.2),
-        (PolicyLoss, (0.2,), (math.log(1.5), 0.0, 2.0), -2.4, 0.0),  # better than allowed: clipped at 1.2
+        (
+            PolicyLoss,
+            (0.2,),
+            (math.log(1.5), 0.0, 2.0),
+            -2.4,
+            0.0,
+        ),  # better than allowed: clipped at 1.2
         (PolicyLoss, (0.2,), (math.log(0.5), 0.0, 2.0), -1.0, -1.0),  # got worse: not clipped
-        (PolicyLoss, (0.2, None, 3.0), (math.log(5.0), 0.0, -2.0), 6.0, 0.0),  # beyond the dual clip
-        (CISPOLoss, (5.0,), (math.log(9.0), 0.0, 2.0), -10 * math.log(9), -10.0),  # min(r, 5) is a constant weight
+        (
+            PolicyLoss,
+            (0.2, None, 3.0),
+            (math.log(5.0), 0.0, -2.0),
+            6.0,
+            0.0,
+        ),  # beyond the dual clip
+        (
+            CISPOLoss,
+            (5.0,),
+            (math.log(9.0), 0.0, 2.0),
+            -10 * math.log(9),
+            -10.0,
+        ),  # min(r, 5) is a constant weight
         # value, old value, return
         (ValueLoss, (0.2,), (1.0, 1.0, 3.0), 2.0, -2.0),  # unchanged value: plain squared error
-        (ValueLoss, (0.2,), (1.5, 1.0, 3.0), 1.62, 0.0),  # moved 0.5 towards the return, only 0.2 count
+        (
+            ValueLoss,
+            (0.2,),
+            (1.5, 1.0, 3.0),
+            1.62,
+            0.0,
+        ),  # moved 0.5 towards the return, only 0.2 count
         (ValueLoss, (0.2,), (0.5, 1.0, 3.0), 3.125, -2.5),  # moved away: not clipped
-        (ValueLoss, (0.2,), (2.0, 1.0, 1.0), 0.5, 1.0),  # moved past the clip range, away from the return
+        (
+            ValueLoss,
+            (0.2,),
+            (2.0, 1.0, 1.0),
+            0.5,
+            1.0,
+        ),  # moved past the clip range, away from the return
         (ValueLoss, (), (1.5, 100.0, 3.0), 1.125, -1.5),
     ],
 )
 def test_loss_and_slope_by_hand(kind, options, numbers, loss, slope):
     new, old, target = map(one, numbers)
     found = kind(*options)(new, old.detach(), target.detach())
-    assert (found.item(), torch.autograd.grad(found, new)[0].item()) == pytest.approx((loss, slope), abs=1e-9)
+    assert (found.item(), torch.autograd.grad(found, new)[0].item()) == pytest.approx(
+        (loss, slope), abs=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +214,10 @@ def test_loss_and_slope_by_hand(kind, options, numbers, loss, slope):
     ],
 )
 def test_clipped_says_which_tokens_reached_a_bound(loss, expected):
-    ratios, mask = torch.tensor([[0.7, 1.25, 1.05 * 0.75, 99.0]]), torch.tensor([[True, True, True, False]])
+    ratios, mask = (
+        torch.tensor([[0.7, 1.25, 1.05 * 0.75, 99.0]]),
+        torch.tensor([[True, True, True, False]]),
+    )
     assert loss.clipped(ratios.log(), torch.zeros(1, 4), mask)[0].tolist() == expected
 
 
@@ -203,7 +254,9 @@ def test_token_losses_add_up_by_hand_and_rows_without_actions_do_not_count(loss_
     assert weights.dtype == torch.float32
     assert (losses * weights).sum().item() == pytest.approx(expected, abs=1e-6)
     assert bool((weights[~MASK] == 0).all())
-    assert torch.equal(token_weights(MASK, loss_agg, 7.0, 2.0, 10, torch.ones(3)), weights), "bit for bit"
+    assert torch.equal(token_weights(MASK, loss_agg, 7.0, 2.0, 10, torch.ones(3)), weights), (
+        "bit for bit"
+    )
     assert bool((token_weights(torch.zeros(2, 3), loss_agg, 0, 0, 5) == 0).all())
 
 
@@ -215,7 +268,9 @@ def test_unknown_names_are_refused():
             loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), None)
 
 
-K = torch.tensor([[0.4, 0.49, 0.51, 1.9, 2.5, 6.0, 3.0]], dtype=torch.float64)  # pi_old / pi_rollout
+K = torch.tensor(
+    [[0.4, 0.49, 0.51, 1.9, 2.5, 6.0, 3.0]], dtype=torch.float64
+)  # pi_old / pi_rollout
 CORRECTED = torch.tensor([[1, 1, 1, 1, 1, 1, 0]]).bool()
 ROLLOUT = torch.full_like(K, -1.5)
 LOG_PROBS = ROLLOUT + K.log()
@@ -232,13 +287,19 @@ LOG_PROBS = ROLLOUT + K.log()
         ("mis", 0.3, 7.0, [0.4, 0.49, 0.51, 1.9, 2.5, 6, 0]),
     ],
 )
-def test_weights_by_hand_without_gradient_or_what_lies_outside_the_mask(method, low, high, expected):
+def test_weights_by_hand_without_gradient_or_what_lies_outside_the_mask(
+    method, low, high, expected
+):
     log_probs = torch.where(CORRECTED, LOG_PROBS, math.nan).requires_grad_()
-    found = rollout_correction(log_probs, torch.where(CORRECTED, ROLLOUT, math.inf), CORRECTED, method, low, high)
+    found = rollout_correction(
+        log_probs, torch.where(CORRECTED, ROLLOUT, math.inf), CORRECTED, method, low, high
+    )
     assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
     assert not found.requires_grad
     far = torch.tensor([[900.0]])
-    assert rollout_correction(far, torch.zeros(1, 1), torch.ones(1, 1).bool(), "tis").item() == 2.0, "finite"
+    assert (
+        rollout_correction(far, torch.zeros(1, 1), torch.ones(1, 1).bool(), "tis").item() == 2.0
+    ), "finite"
     with pytest.raises(ValueError, match="none, tis, mis, icepop, got 'clip'"):
         rollout_correction(LOG_PROBS, ROLLOUT, CORRECTED, "clip")  # type: ignore[arg-type]
 
@@ -252,7 +313,9 @@ def test_mismatch_metrics_by_hand():
     measure_mismatch(LOG_PROBS, ROLLOUT, CORRECTED, metrics)
     assert metrics.reduced(SingleProcess()) == pytest.approx(
         {
-            "rollout_kl": statistics.mean(k - 1 - math.log(k) for k in ks),  # k3 of samples of the engine
+            "rollout_kl": statistics.mean(
+                k - 1 - math.log(k) for k in ks
+            ),  # k3 of samples of the engine
             "rollout_kl_k1": statistics.mean(-math.log(k) for k in ks),
             "rollout_ratio_max": 6.0,
             "rollout_log_prob_gap": statistics.mean(gaps),

@@ -16,7 +16,9 @@ LEVELS = ("token", "sequence", "geometric")
 def tensors(spread=0.6):
     """Log-probs of the policy, the old one and the engine, near each other, and advantages of both signs; float64."""
     generator = torch.Generator().manual_seed(4)
-    first, *noises, advantages = torch.randn(4, *MASK.shape, generator=generator, dtype=torch.float64)
+    first, *noises, advantages = torch.randn(
+        4, *MASK.shape, generator=generator, dtype=torch.float64
+    )
     return first - 2, *(first - 2 + spread * noise for noise in noises), advantages
 
 
@@ -24,7 +26,9 @@ def over_rows(formula, *given):
     """``formula`` of each row's numbers at its actions, one tuple per token; 0 elsewhere."""
     found = torch.zeros(MASK.shape, dtype=torch.float64)
     for b in range(len(MASK)):
-        numbers = formula(list(zip(*(tensor[b, MASK[b]].tolist() for tensor in given), strict=True)))
+        numbers = formula(
+            list(zip(*(tensor[b, MASK[b]].tolist() for tensor in given), strict=True))
+        )
         found[b, MASK[b]] = torch.tensor(numbers, dtype=torch.float64)
     return found
 
@@ -36,9 +40,16 @@ def weights_by_hand(method, level, low, high, veto):
         each = [math.exp(old - rollout) for old, rollout in row]
         if veto is not None and any(k < veto for k in each):
             return [0.0] * len(row)
-        whole = {"sequence": math.prod(each), "geometric": math.prod(each) ** (1 / max(len(row), 1))}
+        whole = {
+            "sequence": math.prod(each),
+            "geometric": math.prod(each) ** (1 / max(len(row), 1)),
+        }
         ks = each if level == "token" else [whole[level]] * len(row)
-        return [min(k, high) for k in ks] if method == "tis" else [k if low <= k <= high else 0.0 for k in ks]
+        return (
+            [min(k, high) for k in ks]
+            if method == "tis"
+            else [k if low <= k <= high else 0.0 for k in ks]
+        )
 
     return of_row
 
@@ -54,10 +65,15 @@ def test_weights_of_tokens_and_sequences_are_those_of_the_formula(method, level,
     _, old, rollout, _ = tensors()
     low, high = given if given[0] else (0.99, 1.01) if level == "geometric" else DEFAULTS[method]
     expected = over_rows(weights_by_hand(method, level, low, high, veto), old, rollout)
-    strange = [torch.where(MASK, tensor, number) for tensor, number in ((old, math.nan), (rollout, math.inf))]
+    strange = [
+        torch.where(MASK, tensor, number)
+        for tensor, number in ((old, math.nan), (rollout, math.inf))
+    ]
     found = rollout_correction(*strange, MASK, method, *given, level, veto)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    assert veto is None or (bool((found[MASK] == 0).any()) and bool((found != 0).any() or given == (None, None)))
+    assert veto is None or (
+        bool((found[MASK] == 0).any()) and bool((found != 0).any() or given == (None, None))
+    )
 
 
 def test_a_veto_of_one_token_leaves_out_its_sequence_only():
@@ -65,7 +81,9 @@ def test_a_veto_of_one_token_leaves_out_its_sequence_only():
     old = torch.tensor([[0.0, 0.0, math.log(2e-4)], [0.0, math.log(0.5e-4), 0.0]])
     found = rollout_correction(old, rollout, torch.ones(2, 3), "tis", veto=1e-4)
     assert found.tolist() == [[1.0, 1.0, pytest.approx(2e-4)], [0.0, 0.0, 0.0]]
-    assert rollout_correction(old - 100, rollout, torch.ones(2, 3), "tis", veto=1e-40).sum() == 0, "below the clamp"
+    assert rollout_correction(old - 100, rollout, torch.ones(2, 3), "tis", veto=1e-40).sum() == 0, (
+        "below the clamp"
+    )
     with pytest.raises(ValueError, match="token, sequence or geometric, got 'row'"):
         rollout_correction(old, rollout, torch.ones(2, 3), "tis", level="row")  # type: ignore[arg-type]
 
@@ -84,7 +102,8 @@ def decoupled(row):
 
 
 BOTH = pytest.mark.parametrize(
-    ("kind", "formula", "spread"), [(DoubleSidedLoss, double_sided, 0.3), (DecoupledLoss, decoupled, 1.5)]
+    ("kind", "formula", "spread"),
+    [(DoubleSidedLoss, double_sided, 0.3), (DecoupledLoss, decoupled, 1.5)],
 )
 
 
@@ -107,13 +126,17 @@ def test_losses_are_those_of_the_formula_and_tokens_left_out_still_count(kind, f
 @BOTH
 def test_what_lies_outside_the_mask_changes_neither_loss_nor_gradient(kind, formula, spread):
     def loss_and_gradient(outside):
-        new, old, rollout, advantages = (torch.where(MASK, tensor, outside) for tensor in tensors(spread))
+        new, old, rollout, advantages = (
+            torch.where(MASK, tensor, outside) for tensor in tensors(spread)
+        )
         loss = kind()(new.requires_grad_(), old, advantages, MASK, rollout)
         return loss.detach(), *torch.autograd.grad(loss, new)
 
     expected = loss_and_gradient(0.25)
     assert all(
-        torch.equal(a, b) for x in (math.nan, math.inf) for a, b in zip(loss_and_gradient(x), expected, strict=True)
+        torch.equal(a, b)
+        for x in (math.nan, math.inf)
+        for a, b in zip(loss_and_gradient(x), expected, strict=True)
     )
     assert bool((expected[1][~MASK] == 0).all())
 
@@ -125,17 +148,25 @@ def gradient(loss_of, at):
 
 def test_the_gradient_of_f_of_r_is_that_of_a_weighted_log_prob():
     new, old, rollout, advantages = tensors(0.3)
-    factor = over_rows(lambda row: [-x for x in double_sided([(*each, 1.0) for each in row])], new, old, rollout)
+    factor = over_rows(
+        lambda row: [-x for x in double_sided([(*each, 1.0) for each in row])], new, old, rollout
+    )
     expected = gradient(lambda x: -factor * advantages * x, new)
-    found = gradient(lambda x: DoubleSidedLoss(reduction="none")(x, old, advantages, MASK, rollout), new)
+    found = gradient(
+        lambda x: DoubleSidedLoss(reduction="none")(x, old, advantages, MASK, rollout), new
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
-@pytest.mark.parametrize(("ratio", "inside"), [(0.79, False), (0.81, True), (1.27, True), (1.29, False), (50.0, False)])
+@pytest.mark.parametrize(
+    ("ratio", "inside"), [(0.79, False), (0.81, True), (1.27, True), (1.29, False), (50.0, False)]
+)
 def test_outside_the_interval_the_gradient_is_exactly_zero_for_both_signs(ratio, inside, advantage):
     new, rollout = torch.tensor([[math.log(ratio) - 2]]), torch.tensor([[-2.0]])
-    found = gradient(lambda x: DoubleSidedLoss()(x, rollout, torch.tensor([[advantage]]), None, rollout), new).item()
+    found = gradient(
+        lambda x: DoubleSidedLoss()(x, rollout, torch.tensor([[advantage]]), None, rollout), new
+    ).item()
     assert found == (pytest.approx(-ratio * advantage, rel=1e-5) if inside else 0.0)
 
 
@@ -143,7 +174,9 @@ def test_outside_the_interval_the_gradient_is_exactly_zero_for_both_signs(ratio,
 @pytest.mark.parametrize(("k", "inside"), [(1e-3, True), (4.99, True), (5.01, False)])
 def test_decoupled_leaves_out_tokens_above_the_cap_and_none_below(k, inside, advantage):
     old, rollout = torch.tensor([[math.log(k) - 9]]), torch.tensor([[-9.0]])
-    found = gradient(lambda x: DecoupledLoss()(x, old, torch.tensor([[advantage]]), None, rollout), old).item()
+    found = gradient(
+        lambda x: DecoupledLoss()(x, old, torch.tensor([[advantage]]), None, rollout), old
+    ).item()
     assert found == (pytest.approx(-k * advantage, rel=1e-5) if inside else 0.0)
 
 
@@ -152,7 +185,10 @@ def test_where_all_policies_agree_each_is_the_plain_policy_gradient(level):
     _, _, policy, advantages = tensors()
     expected = torch.where(MASK, -advantages, 0.0)
     given = policy, advantages, MASK, policy
-    losses = [lambda x, kind=kind: kind(reduction="none")(x, *given) for kind in (DoubleSidedLoss, DecoupledLoss)]
+    losses = [
+        lambda x, kind=kind: kind(reduction="none")(x, *given)
+        for kind in (DoubleSidedLoss, DecoupledLoss)
+    ]
     for method in ("none", *DEFAULTS):
         weights = rollout_correction(policy, policy, MASK, method, level=level, veto=0.5)
         losses.append(lambda x, weights=weights: weights * PolicyLoss(reduction="none")(x, *given))

@@ -42,7 +42,10 @@ def test_no_other_cut_costs_less_in_padding_and_batches(tokens):
     def cost(sizes, ordered, rows):
         places = itertools.accumulate(sizes[:-1], initial=0)
         areas = [n * ordered[place] for n, place in zip(sizes, places, strict=True)]
-        fit = [n <= rows if tokens is None else n == 1 or area <= tokens for n, area in zip(sizes, areas, strict=True)]
+        fit = [
+            n <= rows if tokens is None else n == 1 or area <= tokens
+            for n, area in zip(sizes, areas, strict=True)
+        ]
         full = rows * ordered[0] if tokens is None else tokens
         return sum(areas) + len(sizes) * full / 8 if all(fit) else math.inf
 
@@ -52,7 +55,9 @@ def test_no_other_cut_costs_less_in_padding_and_batches(tokens):
         ordered = sorted(lengths, reverse=True)
         found = micro_batches(lengths, MicroBatchSize(rows, tokens))
         assert [lengths[i] for batch in found for i in batch] == ordered
-        assert cost([len(b) for b in found], ordered, rows) == min(cost(cut, ordered, rows) for cut in every_cut(8))
+        assert cost([len(b) for b in found], ordered, rows) == min(
+            cost(cut, ordered, rows) for cut in every_cut(8)
+        )
         under_zero_3 = micro_batches(lengths, MicroBatchSize(rows, overhead=split_overhead(3)))
         assert len(under_zero_3) == -(-8 // rows), "as few as possible"
 
@@ -63,9 +68,16 @@ def test_shares_differ_by_at_most_one_sequence_and_its_tokens(n_shares):
     for n in range(20):
         lengths = [round(rng.expovariate(1 / 9)) + 1 for _ in range(n)]
         shares = deal(lengths, n_shares)
-        tokens, counts = [sum(lengths[i] for i in share) for share in shares], [len(share) for share in shares]
-        assert sorted(i for share in shares for i in share) == list(range(n)), "each is in one share"
-        assert max(counts) - min(counts) <= 1 and max(tokens) - min(tokens) <= max(lengths, default=0)
+        tokens, counts = (
+            [sum(lengths[i] for i in share) for share in shares],
+            [len(share) for share in shares],
+        )
+        assert sorted(i for share in shares for i in share) == list(range(n)), (
+            "each is in one share"
+        )
+        assert max(counts) - min(counts) <= 1 and max(tokens) - min(tokens) <= max(
+            lengths, default=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +92,10 @@ def test_shares_differ_by_at_most_one_sequence_and_its_tokens(n_shares):
     ],
 )
 def test_rows_move_off_full_ranks_only_and_outputs_come_back(lengths, tokens):
-    rows = [[torch.full((2, n), 10 * rank + i) for i, n in enumerate(own)] for rank, own in enumerate(lengths)]
+    rows = [
+        [torch.full((2, n), 10 * rank + i) for i, n in enumerate(own)]
+        for rank, own in enumerate(lengths)
+    ]
 
     def work(comm):
         dealt = Deal(lengths[comm.rank], comm)
@@ -96,12 +111,24 @@ def test_rows_move_off_full_ranks_only_and_outputs_come_back(lengths, tokens):
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups"),  # (length, group, prompt) of the rows of each rank; the groups of each rank then
+    (
+        "rows",
+        "groups",
+    ),  # (length, group, prompt) of the rows of each rank; the groups of each rank then
     [
-        ([[(30, g, 20) for g in (0, 0, 1, 1)], []], [{0}, {1}]),  # by rows each would compute both prompts
+        (
+            [[(30, g, 20) for g in (0, 0, 1, 1)], []],
+            [{0}, {1}],
+        ),  # by rows each would compute both prompts
         ([[(30, g, 20) for g in (0, 0, 0, 1)], [(12, 2, 8)]], [{0}, {1, 2}]),
-        ([[(30, 0, 4)] * 4, []], [{0}, {0}]),  # one group: its prompt twice is less than all on one rank
-        ([[(n, 0, n - 90) for n in (90, 990, 980, 1000, 90)], [(150, 1, 50)] * 4], [{0, 1}, {0, 1}]),  # not shared
+        (
+            [[(30, 0, 4)] * 4, []],
+            [{0}, {0}],
+        ),  # one group: its prompt twice is less than all on one rank
+        (
+            [[(n, 0, n - 90) for n in (90, 990, 980, 1000, 90)], [(150, 1, 50)] * 4],
+            [{0, 1}, {0, 1}],
+        ),  # not shared
     ],
 )
 def test_groups_move_whole_where_that_costs_no_balance(rows, groups):
@@ -116,14 +143,19 @@ def test_groups_move_whole_where_that_costs_no_balance(rows, groups):
 
 def test_few_widths_hold_all_lengths_with_little_padding():
     widths = {length: rounded_width(length) for length in range(1, 4097)}
-    assert all(width % 8 == 0 and 0 <= width - length <= max(7, length / 16) for length, width in widths.items())
+    assert all(
+        width % 8 == 0 and 0 <= width - length <= max(7, length / 16)
+        for length, width in widths.items()
+    )
     assert len({width for length, width in widths.items() if 128 <= length < 1024}) <= 49
 
 
 def widths_read(model):
     """Grows by the width of each batch of ids that the model embeds."""
     widths: list[int] = []
-    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, inputs: widths.append(inputs[0].shape[1])
+    )
     return widths
 
 
@@ -131,14 +163,19 @@ READ = {
     "log-probs": lambda model, ids, mask: Actor(model)(ids, mask),
     "values": lambda model, ids, mask: ScalarHeadModel(model, "critic")(ids, mask),
     "scores": lambda model, ids, mask: ScalarHeadModel(model, "reward")(ids, mask),
-    "steps": lambda model, ids, mask: ProcessRewardModel(model)(ids, mask & ~torch.roll(mask, -1, 1)),
+    "steps": lambda model, ids, mask: ProcessRewardModel(model)(
+        ids, mask & ~torch.roll(mask, -1, 1)
+    ),
 }
 
 
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize(("length", "width"), [(9, 16), (130, 136), (260, 272)])
 def test_results_and_gradients_do_not_depend_on_the_width(llama, read, length, width, monkeypatch):
-    ids, mask = torch.randint(1, 40, (3, length)), torch.arange(length) < torch.tensor([[length], [5], [7]])
+    ids, mask = (
+        torch.randint(1, 40, (3, length)),
+        torch.arange(length) < torch.tensor([[length], [5], [7]]),
+    )
     results = []
     for expected in (width, length):
         if expected == length:
@@ -160,8 +197,13 @@ def test_results_and_gradients_do_not_depend_on_the_width(llama, read, length, w
 
 
 def test_nothing_is_added_in_float32_and_beyond_the_models_positions(llama, gpt2):
-    for model, lengths, expected in ((llama(), [9], [9]), (gpt2(n_positions=13).bfloat16(), [7, 9, 13], [8, 9, 13])):
+    for model, lengths, expected in (
+        (llama(), [9], [9]),
+        (gpt2(n_positions=13).bfloat16(), [7, 9, 13], [8, 9, 13]),
+    ):
         widths = widths_read(model)
         for length in lengths:
-            Actor(model)(torch.ones(2, length, dtype=torch.int64), torch.ones(2, length, dtype=torch.bool))
+            Actor(model)(
+                torch.ones(2, length, dtype=torch.int64), torch.ones(2, length, dtype=torch.bool)
+            )
         assert widths == expected

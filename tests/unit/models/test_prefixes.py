@@ -27,7 +27,13 @@ from transformers import (
 from openppo.experience import ReplayBuffer
 from openppo.models import Actor, attention, batching
 from openppo.models.attention import BY_LENGTHS, use_fast_attention
-from openppo.models.batching import MicroBatchSize, equal_batches, shared_order, shared_plan, split_overhead
+from openppo.models.batching import (
+    MicroBatchSize,
+    equal_batches,
+    shared_order,
+    shared_plan,
+    split_overhead,
+)
 from openppo.models.padding import pad_right
 from openppo.models.prefixes import prefix_tree, share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel
@@ -36,7 +42,12 @@ from openppo.types import Experience, SingleProcess
 from tests.varlen import VarlenLoop
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 COMMON = {"vocab_size": 40, "pad_token_id": 0, "initializer_range": 0.2, "num_labels": 1}
 LATER = {"max_window_layers": 1}
 ONE_GROUP = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}
@@ -52,9 +63,15 @@ SHARING = {
 SEPARATE = {
     "sliding window": MistralConfig(**COMMON, **SIZES, num_key_value_heads=1, sliding_window=30),
     "alibi": BloomConfig(**COMMON, hidden_size=32, n_layer=2, n_head=4),
-    "windows of the mask": Qwen2MoeConfig(**COMMON, **SIZES, use_sliding_window=True, sliding_window=64, **LATER),
-    "chunks of the mask": Llama4TextConfig(**COMMON, **SIZES, num_key_value_heads=2, attention_chunk_size=64),
-    "latent attention": DeepseekV3Config(**COMMON, **SIZES, q_lora_rank=8, kv_lora_rank=8, **ONE_GROUP),
+    "windows of the mask": Qwen2MoeConfig(
+        **COMMON, **SIZES, use_sliding_window=True, sliding_window=64, **LATER
+    ),
+    "chunks of the mask": Llama4TextConfig(
+        **COMMON, **SIZES, num_key_value_heads=2, attention_chunk_size=64
+    ),
+    "latent attention": DeepseekV3Config(
+        **COMMON, **SIZES, q_lora_rank=8, kv_lora_rank=8, **ONE_GROUP
+    ),
 }
 rng = random.Random(7)
 
@@ -69,7 +86,10 @@ def groups_of(n_groups, size, prompt=24, longest=9):
     for number in range(n_groups):
         begin = tokens(prompt + number)
         branch = [*begin, *tokens(17)]
-        rows += [[*(branch if number == 1 and i % 2 else begin), *tokens(rng.randint(1, longest))] for i in range(size)]
+        rows += [
+            [*(branch if number == 1 and i % 2 else begin), *tokens(rng.randint(1, longest))]
+            for i in range(size)
+        ]
     rng.shuffle(rows)
     return rows
 
@@ -100,7 +120,11 @@ def test_a_tree_has_each_beginning_once_and_splits_where_rows_part(from_one_toke
     assert tree.depths.tolist() == [0, 1, 2, 3, 3, 4, 2, 0]
     #              1 2      3        4        6 8      5        7
     assert tree.nodes.tolist() == [[0, 2, 7], [2, 3, 6], [3, 4, 4], [4, 6, 6], [6, 7, 7], [7, 8, 8]]
-    assert tree.in_row.view(5, 5)[0, :4].tolist() == tree.in_row.view(5, 5)[4, :4].tolist() == [0, 1, 2, 3]
+    assert (
+        tree.in_row.view(5, 5)[0, :4].tolist()
+        == tree.in_row.view(5, 5)[4, :4].tolist()
+        == [0, 1, 2, 3]
+    )
     assert tree.in_row.view(5, 5)[1, :3].tolist() == [0, 1, 6]
 
 
@@ -129,9 +153,13 @@ def test_attention_of_a_tree_is_that_of_separate_rows_with_its_gradient(from_one
             for row, places in zip(rows, tree.in_row.view(-1, width), strict=True)
             for p in places[: len(row)]
         ] == [t for row in rows for t in row]
-        inputs = [torch.randn(1, heads, len(tree.depths), 8, requires_grad=True) for heads in (4, 2, 2)]
+        inputs = [
+            torch.randn(1, heads, len(tree.depths), 8, requires_grad=True) for heads in (4, 2, 2)
+        ]
         doubles, how = [x.double() for x in inputs], {"scale": 0.3, "enable_gqa": True}
-        expected = F.scaled_dot_product_attention(*doubles, attn_mask=seen_by(tree, rows, width), **how)
+        expected = F.scaled_dot_product_attention(
+            *doubles, attn_mask=seen_by(tree, rows, width), **how
+        )
         found = tree_attention(*inputs, tree.nodes, 0.3)[0]
         torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
         upstream = torch.randn_like(found)
@@ -157,7 +185,9 @@ class Tokens:
 
     def __init__(self, model):
         self.counts = []
-        model.get_input_embeddings().register_forward_hook(lambda _, given, __: self.counts.append(given[0].numel()))
+        model.get_input_embeddings().register_forward_hook(
+            lambda _, given, __: self.counts.append(given[0].numel())
+        )
 
 
 def actor_outputs(actor, rows, first_action=20):
@@ -198,7 +228,9 @@ def test_other_attention_reads_separate_rows_and_says_so(name, caplog):
 
 
 def test_values_are_those_of_separate_rows():
-    critic = ScalarHeadModel(model_of(SHARING["llama"], auto=AutoModelForSequenceClassification), "critic")
+    critic = ScalarHeadModel(
+        model_of(SHARING["llama"], auto=AutoModelForSequenceClassification), "critic"
+    )
     share_where_exact(critic, critic, CPU, "critic")
     assert critic.shares_prompts
     sequences, mask = pad_right(ROWS, 0)
@@ -246,7 +278,9 @@ def test_a_model_that_loses_the_tree_on_its_way_reads_separate_rows(monkeypatch,
 def test_a_model_that_counts_positions_itself_reads_separate_rows(monkeypatch):
     actor = Actor(model_of(SHARING["gpt2"]))
     forward = actor.model.forward
-    monkeypatch.setattr(actor.model, "forward", lambda *args, position_ids=None, **more: forward(*args, **more))
+    monkeypatch.setattr(
+        actor.model, "forward", lambda *args, position_ids=None, **more: forward(*args, **more)
+    )
     share_where_exact(actor, actor, CPU, "actor")
     assert not actor.shares_prompts
 
@@ -286,7 +320,10 @@ def test_a_training_step_reads_a_prompt_once_for_each_group():
 
 def computed(rows, share):
     """Tokens of a share's micro-batches."""
-    return sum(len({tuple(rows[i][: t + 1]) for i in batch for t in range(len(rows[i]))}) for batch in share)
+    return sum(
+        len({tuple(rows[i][: t + 1]) for i in batch for t in range(len(rows[i]))})
+        for batch in share
+    )
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
@@ -297,7 +334,9 @@ def test_a_plan_keeps_groups_whole_where_no_rank_gets_fuller(n_ranks):
     assert [len(batch) for share in plan for batch in share] == [4] * 6
     assert all(len({tuple(rows[i][:20]) for i in batch}) == 1 for share in plan for batch in share)
     one_group = groups_of(1, 8)
-    assert [len(share) for share in shared_plan(one_group, 2, MicroBatchSize(8))] == [1, 1], "both ranks have half"
+    assert [len(share) for share in shared_plan(one_group, 2, MicroBatchSize(8))] == [1, 1], (
+        "both ranks have half"
+    )
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
@@ -324,15 +363,23 @@ def test_a_budget_counts_all_tokens_of_its_rows_whatever_of_them_is_shared():
 def test_fewer_passes_count_under_zero_3():
     """Whole groups on one rank would be fewer tokens, but three passes on it."""
     groups = [[[1, number, *tokens(78)], range(8)] for number in (1, 2)]
-    rows = [[*begin, *tokens(4)] for begin, members in groups for _ in members] + [[39, *tokens(109)] for _ in range(4)]
-    assert [len(share) for share in shared_plan(rows, 2, MicroBatchSize(8, overhead=split_overhead(3)))] == [2, 2]
+    rows = [[*begin, *tokens(4)] for begin, members in groups for _ in members] + [
+        [39, *tokens(109)] for _ in range(4)
+    ]
+    assert [
+        len(share) for share in shared_plan(rows, 2, MicroBatchSize(8, overhead=split_overhead(3)))
+    ] == [2, 2]
 
 
 def test_plans_that_save_nothing_are_none():
     assert shared_plan([tokens(20) for _ in range(6)], 2, MicroBatchSize(2)) is None
     assert shared_plan([], 2, MicroBatchSize(2)) is None
     apart = [tokens(20) for _ in range(5)]
-    assert equal_batches([20] * 5, MicroBatchSize(2), SingleProcess(), apart) == [[0, 1], [2, 3], [4]]
+    assert equal_batches([20] * 5, MicroBatchSize(2), SingleProcess(), apart) == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
     rows = [*groups_of(2, 2), [*tokens(9)]]
     batches = equal_batches([*map(len, rows[:4]), 0], MicroBatchSize(2), SingleProcess(), rows)
     assert [len({tuple(rows[i][:24]) for i in batch}) for batch in batches] == [1, 1]

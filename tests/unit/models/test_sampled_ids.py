@@ -40,7 +40,11 @@ def random_rows(dtype=torch.float64):
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(ROWS, VOCAB, generator=generator, dtype=torch.float64) * 4).to(dtype)
     labels = torch.tensor(KEPT)[torch.randint(0, len(KEPT), (ROWS,), generator=generator)]
-    return logits.requires_grad_(), labels, torch.randn(ROWS, 2, generator=generator, dtype=torch.float64)
+    return (
+        logits.requires_grad_(),
+        labels,
+        torch.randn(ROWS, 2, generator=generator, dtype=torch.float64),
+    )
 
 
 @pytest.mark.usefixtures("chunked")
@@ -67,7 +71,10 @@ def test_log_probs_entropy_and_gradient_are_over_sampled_ids(dtype, temperature)
 def test_a_heads_log_probs_and_gradients_are_over_sampled_ids(bias):
     _, labels, weights = random_rows()
     torch.manual_seed(2)
-    head, hidden = torch.nn.Linear(4, VOCAB, bias=bias).double(), torch.randn(ROWS, 4).double().requires_grad_()
+    head, hidden = (
+        torch.nn.Linear(4, VOCAB, bias=bias).double(),
+        torch.randn(ROWS, 4).double().requires_grad_(),
+    )
     leaves = [hidden, *head.parameters()]
     found = linear_log_probs(head, labels, 0.7, True, hidden, sampled_ids=IDS)
     exact = by_definition(head(hidden), labels, 0.7)
@@ -78,7 +85,9 @@ def test_a_heads_log_probs_and_gradients_are_over_sampled_ids(bias):
     for of_head in gradients[0][1:]:
         assert of_head[[2, 4, 8, 9, 10]].count_nonzero() == 0
     options = {"sampled_ids": IDS}
-    assert torch.autograd.gradcheck(lambda x: linear_log_probs(head, labels, 0.7, True, x, **options), hidden)
+    assert torch.autograd.gradcheck(
+        lambda x: linear_log_probs(head, labels, 0.7, True, x, **options), hidden
+    )
 
 
 def test_labels_that_are_left_out_spoil_no_gradient_of_others():
@@ -97,24 +106,34 @@ def test_an_actor_leaves_ids_out_unless_it_is_to_read_given_texts(models, ends_i
     actor = Actor(models["llama"], temperature=0.7)
     actor.ends_in_head, actor.sampled_ids = ends_in_head, SampledIds((range(5, 6), range(20, 24)))
     sequences = torch.tensor([[1, 2, 3, 4, 19], [5, 3, 22, 6, 7]])
-    mask, actions = torch.ones_like(sequences).bool(), torch.tensor([[0, 0, 1, 1, 1], [0, 1, 0, 1, 1]]).bool()
+    mask, actions = (
+        torch.ones_like(sequences).bool(),
+        torch.tensor([[0, 0, 1, 1, 1], [0, 1, 0, 1, 1]]).bool(),
+    )
     logits = models["llama"](sequences).logits.detach()[:, :-1] / 0.7
     whole = actor(sequences, mask, whole_vocabulary=True).detach()[:, 1:]
-    torch.testing.assert_close(whole, logits.log_softmax(-1).gather(-1, sequences[:, 1:, None])[..., 0])
+    torch.testing.assert_close(
+        whole, logits.log_softmax(-1).gather(-1, sequences[:, 1:, None])[..., 0]
+    )
     logits[..., [5, 20, 21, 22, 23]] = -torch.inf
     distribution = torch.distributions.Categorical(logits=logits)
     log_probs, entropy = actor(sequences, mask, actions, return_entropy=True)
     expected = torch.where(actions[:, 1:], distribution.log_prob(sequences[:, 1:]), 0.0)
     torch.testing.assert_close(log_probs.detach()[:, 1:], expected)
     torch.testing.assert_close(
-        entropy.detach()[:, 1:], torch.where(actions[:, 1:], distribution.entropy(), 0.0), rtol=1e-5, atol=1e-5
+        entropy.detach()[:, 1:],
+        torch.where(actions[:, 1:], distribution.entropy(), 0.0),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
 def test_ids_are_those_that_the_tokenizer_knows(make_tokenizer):
     tokenizer = make_tokenizer()
     assert sampled_ids(tokenizer, LlamaConfig(vocab_size=LETTERS)) == ALL_IDS
-    assert sampled_ids(tokenizer, LlamaConfig(vocab_size=LETTERS - 4)) == ALL_IDS  # as Gemma 3 of 1B
+    assert (
+        sampled_ids(tokenizer, LlamaConfig(vocab_size=LETTERS - 4)) == ALL_IDS
+    )  # as Gemma 3 of 1B
     ids = sampled_ids(tokenizer, LlamaConfig(vocab_size=LETTERS + 2))
     assert ids.left_out == (range(LETTERS, LETTERS + 2),)
     assert str(ids) == "2 that the tokenizer does not know, up to 31"
@@ -159,5 +178,7 @@ def test_ends_that_are_never_sampled_are_refused():
         f"--pretrain: no response could end with EOS: {unknown} Set eos_token_id in generation_config.json to a token "
         "of the tokenizer, or add that token to the tokenizer."
     )
-    with pytest.raises(ValueError, match="--stop_token_ids: the id 2 is never sampled, as it stands for images"):
+    with pytest.raises(
+        ValueError, match="--stop_token_ids: the id 2 is never sampled, as it stands for images"
+    ):
         IDS.check_ends([], [2])

@@ -25,7 +25,13 @@ SEQUENCES = torch.tensor([row + [END] * (WIDTH - len(row)) for row in ROWS])
 MASK = torch.tensor([[t < len(row) for t in range(WIDTH)] for row in ROWS])
 ROLES = ("critic", "reward")
 EACH_ROLE = pytest.mark.parametrize("role", ROLES)
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+}
 
 
 def classifier(num_labels=1):
@@ -46,20 +52,28 @@ def reward_folder(tmp_path_factory):
 def head_outputs(model, row):
     """The head on the hidden state of each token of one row, in plain steps."""
     hidden = model.base_model(input_ids=torch.tensor([row])).last_hidden_state[0]
-    return [sum((h * w).item() for h, w in zip(state, model.score.weight[0], strict=True)) for state in hidden]
+    return [
+        sum((h * w).item() for h, w in zip(state, model.score.weight[0], strict=True))
+        for state in hidden
+    ]
 
 
 def test_values_are_the_head_at_the_token_before_and_scores_at_the_last(reward_folder):
     critic, reward = (get_llm_for_sequence_regression(reward_folder, role) for role in ROLES)
     theirs = AutoModelForSequenceClassification.from_pretrained(reward_folder).eval()
-    given = torch.cat([SEQUENCES, torch.full((3, 5), 19)], 1), F.pad(MASK, (0, 5))  # padding holds anything
+    given = (
+        torch.cat([SEQUENCES, torch.full((3, 5), 19)], 1),
+        F.pad(MASK, (0, 5)),
+    )  # padding holds anything
     values, scores, plain = critic(*given), reward(*given), classifier().eval()
     assert (values.shape, scores.shape) == (given[0].shape, (3,))
     for b, row in enumerate(ROWS):
         outputs = head_outputs(plain, row)
         assert values[b, : len(row)].tolist() == pytest.approx([0.0, *outputs[:-1]], abs=2e-6)
         assert scores[b].item() == pytest.approx(outputs[-1], abs=2e-6)  # also where it equals PAD
-        assert scores[b].item() == pytest.approx(theirs(input_ids=torch.tensor([row])).logits.item(), abs=2e-6)
+        assert scores[b].item() == pytest.approx(
+            theirs(input_ids=torch.tensor([row])).logits.item(), abs=2e-6
+        )
 
 
 @EACH_ROLE
@@ -84,20 +98,34 @@ def test_a_causal_model_gets_a_fresh_head_only_where_one_is_allowed(llama_folder
             get_llm_for_sequence_regression(str(llama_folder), role, **options)
     reward = get_llm_for_sequence_regression(str(llama_folder), "reward", init_value_head=True)
     assert reward(SEQUENCES, MASK).shape == (3,)
-    sizes = {"hidden_size": 1024, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 16}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, logger="openppo"):
-        weight = get_llm_for_sequence_regression(str(tmp_path), "critic").model.score.weight.detach().double()
+        weight = (
+            get_llm_for_sequence_regression(str(tmp_path), "critic")
+            .model.score.weight.detach()
+            .double()
+        )
     expected, n = 1 / 1025**0.5, 1024
     assert weight.shape == (1, n)
-    assert abs(weight.std().item() - expected) < 4 * expected / (2 * n) ** 0.5  # four standard errors
+    assert (
+        abs(weight.std().item() - expected) < 4 * expected / (2 * n) ** 0.5
+    )  # four standard errors
     assert abs(weight.mean().item()) < 4 * expected / n**0.5
     assert "fresh scalar head for the critic" in caplog.text
 
 
 @pytest.mark.parametrize("prefix", ["v_head.summary", "head+"])
 def test_a_head_under_another_name_is_found_by_its_prefix(reward_folder, edited, prefix):
-    folder = edited(reward_folder, lambda weights: {name.replace("score", prefix): w for name, w in weights.items()})
+    folder = edited(
+        reward_folder,
+        lambda weights: {name.replace("score", prefix): w for name, w in weights.items()},
+    )
     model = get_llm_for_sequence_regression(folder, "reward", value_head_prefix=prefix)
     assert torch.equal(model.model.score.weight, classifier().score.weight)
     with pytest.raises(ValueError, match=r"no scalar head 'score.weight'"):
@@ -110,7 +138,9 @@ def test_checkpoints_that_do_not_fit_are_refused(role, reward_folder, edited, tm
     classifier(num_labels=2).save_pretrained(tmp_path / "two")
     bert.save_pretrained(tmp_path / "bert")
     lost = "model.layers.1.mlp.up_proj.weight"
-    without = edited(reward_folder, lambda weights: {name: w for name, w in weights.items() if name != lost})
+    without = edited(
+        reward_folder, lambda weights: {name: w for name, w in weights.items() if name != lost}
+    )
     for folder, says in (
         (tmp_path / "two", r"several labels.*num_labels=1.*openppo.cli.train_rm"),
         (tmp_path / "bert", r"BertForSequenceClassification.*no linear head named 'score'.*causal"),
@@ -126,9 +156,16 @@ def test_a_process_reward_model_gives_logits_at_places_only(any_causal):
     places = torch.zeros(3, WIDTH, dtype=torch.bool)
     places[0, [2, 5]] = places[2, 1:4] = True
     model, widths = any_causal().eval(), []
-    plain = [model(input_ids=SEQUENCES[:1]).logits[0, [2, 5]], model(input_ids=SEQUENCES[2:, :4]).logits[0, 1:]]
-    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
-    torch.testing.assert_close(ProcessRewardModel(model)(SEQUENCES, places), torch.cat(plain), rtol=0, atol=1e-5)
+    plain = [
+        model(input_ids=SEQUENCES[:1]).logits[0, [2, 5]],
+        model(input_ids=SEQUENCES[2:, :4]).logits[0, 1:],
+    ]
+    model.get_output_embeddings().register_forward_hook(
+        lambda _, inputs, __: widths.append(inputs[0].shape[1])
+    )
+    torch.testing.assert_close(
+        ProcessRewardModel(model)(SEQUENCES, places), torch.cat(plain), rtol=0, atol=1e-5
+    )
     assert widths == [4]  # columns 1, 2, 3 and 5 of 7
     logits = ProcessRewardModel(model)(SEQUENCES, torch.zeros_like(places))
     assert logits.shape == (0, model.config.vocab_size)

@@ -22,7 +22,9 @@ def test_the_language_model_loss_equals_that_of_hugging_face(llama, dtype):
     labels[0, :4] = labels[2, 5:] = -100
     with torch.no_grad():
         output = model(input_ids=ids, labels=labels)
-    assert GPTLMLoss()(output.logits, labels).item() == pytest.approx(output.loss.float().item(), rel=1e-6)
+    assert GPTLMLoss()(output.logits, labels).item() == pytest.approx(
+        output.loss.float().item(), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("labels", [torch.full((2, 3), -100), torch.zeros(2, 1, dtype=torch.int64)])
@@ -40,15 +42,22 @@ def test_what_does_not_count_is_named_by_the_loss():
 
 
 def test_pairwise_losses_by_hand():
-    chosen, rejected, margin = torch.tensor([[2.0, 0.5, -1.0], [1.0, 0.5, 1.0], [0.5, 3.0, 0.0]], dtype=torch.float64)
-    plain, with_margin = (sum(math.log1p(math.exp(-d)) for d in leads) / 3 for leads in ([1, 0, -2], [0.5, -3, -2]))
+    chosen, rejected, margin = torch.tensor(
+        [[2.0, 0.5, -1.0], [1.0, 0.5, 1.0], [0.5, 3.0, 0.0]], dtype=torch.float64
+    )
+    plain, with_margin = (
+        sum(math.log1p(math.exp(-d)) for d in leads) / 3 for leads in ([1, 0, -2], [0.5, -3, -2])
+    )
     assert PairWiseLoss()(chosen, rejected).item() == pytest.approx(plain, abs=1e-9)
     assert LogExpLoss()(chosen, rejected).item() == pytest.approx(plain, abs=1e-9)
     for loss in (PairWiseLoss(), LogExpLoss()):
         assert loss(chosen, rejected, margin).item() == pytest.approx(with_margin, abs=1e-9)
 
     for loss in (PairWiseLoss(), LogExpLoss()):
-        for lead, expected, slope in ((1000.0, 0.0, 0.0), (-1000.0, 1000.0, -1.0)):  # huge differences are stable
+        for lead, expected, slope in (
+            (1000.0, 0.0, 0.0),
+            (-1000.0, 1000.0, -1.0),
+        ):  # huge differences are stable
             pair = torch.tensor([[lead], [0.0]], requires_grad=True)
             found = loss(*pair)
             assert found.item() == expected
@@ -105,16 +114,24 @@ def test_accuracy_is_the_share_of_steps_whose_likelier_reward_token_is_the_label
     logits = torch.zeros(2, 4, VOCAB)
     logits[..., 7] = 50.0  # the likeliest token of all, but no reward token
     logits[0, 1, GOOD], logits[0, 3, BAD], logits[1, 0, BAD] = 1.0, 1.0, 1.0
-    _, accuracy = PRMLoss(PLACEHOLDER, [GOOD, BAD])(INPUTS, logits, labels_at_steps(*labels), return_acc=True)
+    _, accuracy = PRMLoss(PLACEHOLDER, [GOOD, BAD])(
+        INPUTS, logits, labels_at_steps(*labels), return_acc=True
+    )
     assert accuracy.item() == pytest.approx(2 / 3)
-    loss, accuracy = PRMLoss(8, [GOOD, BAD])(INPUTS, logits.requires_grad_(), labels_at_steps(*labels), return_acc=True)
+    loss, accuracy = PRMLoss(8, [GOOD, BAD])(
+        INPUTS, logits.requires_grad_(), labels_at_steps(*labels), return_acc=True
+    )
     assert zero_with_zero_gradient(loss, logits), "without any step"
     assert accuracy.item() == 0.0
 
 
 def test_labels_that_do_not_fit_the_reward_tokens_are_refused():
-    with pytest.raises(ValueError, match=r"labels \[7\] at placeholder positions are not among .*\[4, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"labels \[7\] at placeholder positions are not among .*\[4, 2\]"
+    ):
         PRMLoss(PLACEHOLDER, [GOOD, BAD])(INPUTS, step_logits(), labels_at_steps(GOOD, 7, BAD))
     for reward_tokens in (None, [GOOD], [GOOD, BAD, 5]):
         with pytest.raises(ValueError, match="exactly two reward_token_ids"):
-            PRMLoss(PLACEHOLDER, reward_tokens)(INPUTS, step_logits(), labels_at_steps(0.5, 0.5, 0.5))
+            PRMLoss(PLACEHOLDER, reward_tokens)(
+                INPUTS, step_logits(), labels_at_steps(0.5, 0.5, 0.5)
+            )

@@ -18,7 +18,8 @@ SLOW = [
 ]
 LARGE = [
     pytest.param(
-        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", id="doubled"
+        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        id="doubled",
     ),
     pytest.param("{{ 'a' * 10 ** 12 }}", id="a constant"),
 ]
@@ -58,7 +59,9 @@ def test_a_template_that_takes_too_long_is_refused(template, save, monkeypatch):
 @pytest.mark.parametrize("template", LARGE)
 def test_a_template_that_needs_too_much_memory_is_refused(template, save):
     folder = save(template)
-    with pytest.raises(ValueError, match="its chat template needs over 1 GiB of memory for a short conversation"):
+    with pytest.raises(
+        ValueError, match="its chat template needs over 1 GiB of memory for a short conversation"
+    ):
         load_tokenizer(folder, "--reward_pretrain")
 
 
@@ -82,6 +85,8 @@ def test_a_rendering_that_waits_is_ended(save, monkeypatch):
     """As after a fork while another thread held a lock."""
     folder = save("{{ messages }}")
     monkeypatch.setattr(template_limits, "_SECONDS_OF_THE_CLOCK", 1)
-    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.apply_chat_template", lambda *a, **k: time.sleep(60))
+    monkeypatch.setattr(
+        "transformers.PreTrainedTokenizerBase.apply_chat_template", lambda *a, **k: time.sleep(60)
+    )
     with pytest.raises(ValueError, match="takes over 1 s for a short"):
         load_tokenizer(folder, "--pretrain")

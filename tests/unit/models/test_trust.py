@@ -14,7 +14,12 @@ from openppo.models.loading import model_error_context
 from openppo.models.pretrained import check_model, load_tokenizer
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 
-SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 CONFIG = LlamaConfig(vocab_size=40, max_position_embeddings=64, num_labels=1, **SIZES)
 
 
@@ -58,7 +63,10 @@ def test_a_pickle_with_code_is_refused_with_flag_and_reason(kind, mark, folder):
     file = folder / "pytorch_model.bin"
     for content in (pickle.dumps(Evil(mark)), {**kind(CONFIG).state_dict(), "extra": Evil(mark)}):
         file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
-        with pytest.raises(ValueError, match=f"^--pretrain {folder}: its weights are a pickle file .* Use weights in"):
+        with pytest.raises(
+            ValueError,
+            match=f"^--pretrain {folder}: its weights are a pickle file .* Use weights in",
+        ):
             load(kind, folder)
         assert not mark.exists()
     torch.load(file, weights_only=False)
@@ -126,8 +134,12 @@ def change(file, **changes):
 
 
 @BOTH
-def test_code_of_a_model_or_tokenizer_runs_with_the_flag_only(kind, make_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_code_of_a_model_or_tokenizer_runs_with_the_flag_only(
+    kind, make_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"it asks {prompt}"))
     folder = tmp_path / "own_model"
     kind(CONFIG).save_pretrained(folder)

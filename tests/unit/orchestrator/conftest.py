@@ -40,14 +40,25 @@ class StubSampler:
         pass
 
     async def sample_one(
-        self, prompt: Prompt, params: SamplingParams, seed: int, env_seed: int, group: int, metrics: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        env_seed: int,
+        group: int,
+        metrics: Any,
     ) -> list[Trajectory]:
         self.asked.append((group, seed, env_seed))
         await asyncio.sleep(self.wait(group))
         if self.failing(group, seed):
             raise SampleFailed(f"no answer to {prompt.text}")
         metrics.add("sampled", 1.0, reduce="sum")
-        tokens = [*prompt.token_ids, 1], [False, True], [0.0, -1.0], [-1, self.driver.engine.version]
+        tokens = (
+            [*prompt.token_ids, 1],
+            [False, True],
+            [0.0, -1.0],
+            [-1, self.driver.engine.version],
+        )
         return [Trajectory(*tokens, FinishReason.STOP, prompt, group)]
 
 

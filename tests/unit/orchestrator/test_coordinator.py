@@ -37,11 +37,16 @@ GO = StopCheck()
 def working(plan, batch=2, max_staleness=1, most=1000, n_workers=1, pauses=False):
     """A coordinator, and workers that are driven on threads of their own."""
     schedule = TaskSchedule({"": TaskShare(1.0, plan.n_samples)})
-    coordinator = Coordinator(WorkBuffer(batch, max_staleness), schedule, {"": plan}, most, n_workers, pauses)
+    coordinator = Coordinator(
+        WorkBuffer(batch, max_staleness), schedule, {"": plan}, most, n_workers, pauses
+    )
     samplers = [StubSampler() for _ in range(n_workers)]
     links = [connect(coordinator.workers.entrance.address) for _ in samplers]
     players = [GroupPlayer({"": plan}, sampler, None) for sampler in samplers]
-    workers = [Worker(p, link, 5 + i, "continue") for i, (p, link) in enumerate(zip(players, links, strict=True))]
+    workers = [
+        Worker(p, link, 5 + i, "continue")
+        for i, (p, link) in enumerate(zip(players, links, strict=True))
+    ]
     threads = []
     for worker in [] if pauses else workers:
         threads.append(threading.Thread(target=drive_to_the_end, args=(worker,), daemon=True))
@@ -123,7 +128,9 @@ def test_groups_that_grew_old_before_a_batch_was_wanted_are_replaced(plan):
         sampler.driver.engine.version = 2
         coordinator.advance(2, synced=True)
         coordinator.want_batch()  # finds that 2 and 3 are too old, with nothing under way
-        assert numbers(coordinator.wait_for_batch(Mock(requested=iter([False] * 50 + [True]).__next__))[0]) == [4, 5]
+        assert numbers(
+            coordinator.wait_for_batch(Mock(requested=iter([False] * 50 + [True]).__next__))[0]
+        ) == [4, 5]
 
 
 def test_a_complete_batch_pauses_workers_that_train_too(plan):
@@ -149,14 +156,20 @@ def test_the_share_of_time_without_requests_comes_with_groups(plan):
     with working(plan) as (coordinator, (sampler,), _):
         sampler.wait = lambda group: 0.2
         coordinator.want_batch()
-        assert 0.5 < coordinator.wait_for_batch(GO)[1].reduced(SingleProcess())["async/engine_idle_share"] <= 1.05
+        assert (
+            0.5
+            < coordinator.wait_for_batch(GO)[1].reduced(SingleProcess())["async/engine_idle_share"]
+            <= 1.05
+        )
 
 
 def test_failures_in_a_row_end_the_wait(plan):
     with working(plan) as (coordinator, (sampler,), _):
         sampler.failing = lambda group, seed: True
         coordinator.want_batch()
-        with pytest.raises(RuntimeError, match=f"{GROUPS_IN_A_ROW} groups in a row failed; the last: no answer"):
+        with pytest.raises(
+            RuntimeError, match=f"{GROUPS_IN_A_ROW} groups in a row failed; the last: no answer"
+        ):
             coordinator.wait_for_batch(GO)
 
 
@@ -170,9 +183,14 @@ def test_failures_in_a_row_leave_the_engine_where_workers_train_too(plan):
 
 
 def test_groups_that_teach_nothing_end_the_wait_at_last(plan):
-    with working(replace(plan, most_in_vain=6)) as (coordinator, *_):  # without rewards all are equal
+    with working(replace(plan, most_in_vain=6)) as (
+        coordinator,
+        *_,
+    ):  # without rewards all are equal
         coordinator.want_batch()
-        with pytest.raises(RuntimeError, match="--dynamic_sampling: 6 groups in a row had equal rewards"):
+        with pytest.raises(
+            RuntimeError, match="--dynamic_sampling: 6 groups in a row had equal rewards"
+        ):
             coordinator.wait_for_batch(GO)
 
 
@@ -180,7 +198,9 @@ def test_groups_that_teach_nothing_end_the_wait_at_last(plan):
 def waiting(plan):
     """A coordinator whose one worker has not connected."""
     schedule = TaskSchedule({"": TaskShare(1.0, plan.n_samples)})
-    coordinator = Coordinator(WorkBuffer(2, 0), schedule, plans={"": plan}, most=10, n_workers=1, pauses=False)
+    coordinator = Coordinator(
+        WorkBuffer(2, 0), schedule, plans={"": plan}, most=10, n_workers=1, pauses=False
+    )
     yield coordinator
     coordinator.close()
 
@@ -216,7 +236,10 @@ def test_a_long_temporary_folder_is_an_error_that_names_it(tmp_path, monkeypatch
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    with pytest.raises(ValueError, match=r"x/openppo-\w+/socket has \d+ bytes. Set TMPDIR to a folder with a shorter"):
+    with pytest.raises(
+        ValueError,
+        match=r"x/openppo-\w+/socket has \d+ bytes. Set TMPDIR to a folder with a shorter",
+    ):
         Entrance()
     assert list(folder.iterdir()) == []
 
@@ -238,7 +261,9 @@ def test_waiting_for_workers_is_no_progress(waiting, monkeypatch):
 def test_a_task_joins_once_also_where_a_state_is_taken_back(plan):
     def newcomer(fields):
         config = from_options(TrainPPOConfig, pretrain="MODEL", advantage_estimator="rloo")
-        return RunTask(fields["name"], config, None, 0.5, fields=fields), [replace(PROMPTS[0], task="new")]
+        return RunTask(fields["name"], config, None, 0.5, fields=fields), [
+            replace(PROMPTS[0], task="new")
+        ]
 
     with working(plan) as (coordinator, *_):
         arrived(coordinator)
@@ -319,7 +344,9 @@ def test_groups_with_images_of_an_agent_are_played_again(plan):
         with coordinator._changed:
             assert coordinator._changed.wait_for(lambda: len(coordinator.buffer.buffered) == 4, 10)
             shown = coordinator.buffer.buffered[3][0]
-            shown.prompt = replace(shown.prompt, media=(MediaItem({"pixel_values": torch.ones(1)}, 1, 1, 7),))
+            shown.prompt = replace(
+                shown.prompt, media=(MediaItem({"pixel_values": torch.ones(1)}, 1, 1, 7),)
+            )
             state = json.loads(json.dumps(coordinator.state_dict()))
     assert numbers(trained) == [0, 1]
     assert [group["start"]["number"] for group in state["groups"]] == [2, 4, 5]

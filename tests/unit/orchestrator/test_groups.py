@@ -41,11 +41,17 @@ def played(player, *numbers):
 
 
 def test_prompts_and_seeds_are_those_of_a_synchronous_run(plan, sampler):
-    order = [i for epoch in (0, 1) for batch in BatchSampler(8, 4, 42).batches(epoch) for i in batch]
+    order = [
+        i for epoch in (0, 1) for batch in BatchSampler(8, 4, 42).batches(epoch) for i in batch
+    ]
     assert [plan.prompt(number).index for number in range(16)] == order
     played(GroupPlayer({"": plan}, sampler, None), 5)
-    assert [(group, seed) for group, seed, _ in sampler.asked] == [(5, sample_seed(42, 15 + i)) for i in range(3)]
-    assert {env for *_, env in sampler.asked} == {sample_seed(42, 5) % 2**31}, "one environment for a group"
+    assert [(group, seed) for group, seed, _ in sampler.asked] == [
+        (5, sample_seed(42, 15 + i)) for i in range(3)
+    ]
+    assert {env for *_, env in sampler.asked} == {sample_seed(42, 5) % 2**31}, (
+        "one environment for a group"
+    )
 
 
 def test_failed_samples_are_replaced_with_other_seeds(plan, sampler):
@@ -83,7 +89,9 @@ def test_groups_that_wait_are_scored_together_on_one_thread(plan, sampler):
     outcomes = sampler.driver.drive(work())
     assert scorer.batches == [[0], [1, 2, 3]]
     for outcome in outcomes:
-        assert [t.scores for t in outcome.trajectories] == [{"reward": float(plan.prompt(outcome.number).index)}] * 3
+        assert [t.scores for t in outcome.trajectories] == [
+            {"reward": float(plan.prompt(outcome.number).index)}
+        ] * 3
 
 
 def test_what_a_source_of_rewards_raises_ends_the_play(plan, sampler):
@@ -108,7 +116,9 @@ def test_a_group_on_which_the_reward_function_fails_is_not_only_filtered(plan, s
 
     (outcome,) = played(GroupPlayer({"": plan}, sampler, Failing()), 0)
     assert len(outcome.trajectories) == 3, "the step tells whether all samples fail"
-    (outcome,) = played(GroupPlayer({"": dataclasses.replace(plan, most_in_vain=8)}, sampler, Failing()), 0)
+    (outcome,) = played(
+        GroupPlayer({"": dataclasses.replace(plan, most_in_vain=8)}, sampler, Failing()), 0
+    )
     assert (outcome.trajectories, outcome.error) == (None, "KeyError('x')")
 
 
@@ -121,9 +131,19 @@ def test_remax_gets_a_scored_greedy_response(plan, sampler):
 
 
 def test_json_of_a_group_gives_it_back():
-    prompt = dataclasses.replace(PROMPTS[3], row={"bytes": b"no JSON"}, messages=[{"role": "user", "content": "x"}])
-    episode = Episode([{"role": "user", "content": "x"}], Ending.MAX_TURNS, 2, output="end", tool_rewards={"a": [0.5]})
-    greedy = Trajectory([3, 2], [False, True], [0.0, 0.0], [-1, 4], FinishReason.STOP, prompt, 7, scores={"r": 1.0})
+    prompt = dataclasses.replace(
+        PROMPTS[3], row={"bytes": b"no JSON"}, messages=[{"role": "user", "content": "x"}]
+    )
+    episode = Episode(
+        [{"role": "user", "content": "x"}],
+        Ending.MAX_TURNS,
+        2,
+        output="end",
+        tool_rewards={"a": [0.5]},
+    )
+    greedy = Trajectory(
+        [3, 2], [False, True], [0.0, 0.0], [-1, 4], FinishReason.STOP, prompt, 7, scores={"r": 1.0}
+    )
     parts = [
         Trajectory(
             [9, 1, 5],

@@ -16,7 +16,9 @@ RATIOS = {"short": 0.5, "middle": 0.3, "long": 0.2}
 
 
 def schedule_of(group_size=1, **limits):
-    return TaskSchedule({name: TaskShare(ratio, group_size, limits.get(name)) for name, ratio in RATIOS.items()})
+    return TaskSchedule(
+        {name: TaskShare(ratio, group_size, limits.get(name)) for name, ratio in RATIOS.items()}
+    )
 
 
 class Run:
@@ -30,17 +32,29 @@ class Run:
     def go_on(self, n_episodes):
         """Until so many more are accepted; how many of each task."""
         before = {name: share.accepted for name, share in self.schedule.shares.items()}
-        while sum(share.accepted for share in self.schedule.shares.values()) < sum(before.values()) + n_episodes:
+        while (
+            sum(share.accepted for share in self.schedule.shares.values())
+            < sum(before.values()) + n_episodes
+        ):
             for _ in range(self.buffer.room()):
                 start = self.schedule.next(self.number)
                 if start is None:
                     break
                 self.number, self.starts[start.number] = start.number + 1, start
                 self.buffer.submit(start.number)
-                heapq.heappush(self.ends, (self.clock + DURATIONS[start.task], start.number, self.buffer.version))
+                heapq.heappush(
+                    self.ends,
+                    (self.clock + DURATIONS[start.task], start.number, self.buffer.version),
+                )
             self.clock, number, version = heapq.heappop(self.ends)
             row = Trajectory(
-                [1, 2], [False, True], [0.0, -1.0], [-1, version], FinishReason.STOP, Prompt("", [1]), number
+                [1, 2],
+                [False, True],
+                [0.0, -1.0],
+                [-1, version],
+                FinishReason.STOP,
+                Prompt("", [1]),
+                number,
             )
             self.schedule.accept(self.starts[number], [1.0], DURATIONS[self.starts[number].task])
             self.buffer.complete(number, [row])
@@ -151,7 +165,9 @@ def test_without_any_task_left_the_run_ends():
     schedule = TaskSchedule({"only": TaskShare(1.0, 1)})
     for number in range(GROUPS_IN_A_ROW - 1):
         schedule.fail(schedule.next(number), "no answer")
-    with pytest.raises(RuntimeError, match="10 groups of task only in a row failed; the last: no answer"):
+    with pytest.raises(
+        RuntimeError, match="10 groups of task only in a row failed; the last: no answer"
+    ):
         schedule.fail(schedule.next(99), "no answer")
 
 
@@ -159,13 +175,18 @@ def test_one_success_ends_a_row_of_failures():
     schedule = TaskSchedule({"only": TaskShare(1.0, 1)})
     for number in range(5 * GROUPS_IN_A_ROW):
         start = schedule.next(number)
-        schedule.fail(start, "no answer") if number % GROUPS_IN_A_ROW else schedule.accept(start, [1.0], 1.0)
+        schedule.fail(start, "no answer") if number % GROUPS_IN_A_ROW else schedule.accept(
+            start, [1.0], 1.0
+        )
     assert not schedule.shares["only"].is_left_out
 
 
 def test_ratios_follow_success_or_speed():
     shares = {"easy": TaskShare(0.5, 1, ended=10, rewards=8.0, seconds=10.0)}
-    shares |= {"hard": TaskShare(0.5, 1, ended=10, rewards=2.0, seconds=40.0), "new": TaskShare(0.5, 1)}
+    shares |= {
+        "hard": TaskShare(0.5, 1, ended=10, rewards=2.0, seconds=40.0),
+        "new": TaskShare(0.5, 1),
+    }
     assert by_success(shares) == pytest.approx({"easy": 0.2, "hard": 0.8, "new": 1.0})
     assert by_speed(shares) == pytest.approx({"easy": 1.0, "hard": 0.25, "new": 0.4})
     schedule = TaskSchedule(shares, by_success)
@@ -190,4 +211,6 @@ def test_a_resumed_schedule_continues_in_the_data():
     later = resumed.next(6)
     assert later.index == sum(start.task == later.task for start in starts)
     with pytest.raises(ValueError, match="the checkpoint has task long, which the file lacks"):
-        TaskSchedule({name: TaskShare(0.5, 1) for name in ("short", "middle")}).load_state_dict(state)
+        TaskSchedule({name: TaskShare(0.5, 1) for name in ("short", "middle")}).load_state_dict(
+            state
+        )

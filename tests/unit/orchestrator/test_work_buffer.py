@@ -64,8 +64,16 @@ def test_episodes_with_one_token_too_old_are_dropped_whole():
     buffer = filled([[0, 1], [1, 1], [1]], [[1], [1]], [[0], [1]], batch=2)
     buffer.advance(2)
     batch = buffer.cut()
-    assert [[t.versions for t in group] for group in batch] == [[[-1, 1, 1], [-1, 1]], [[-1, 1], [-1, 1]]]
-    assert buffer.counts == {"trained": 2, "filtered": 0, "stale": 1, "failed": 0}  # one episode is no group
+    assert [[t.versions for t in group] for group in batch] == [
+        [[-1, 1, 1], [-1, 1]],
+        [[-1, 1], [-1, 1]],
+    ]
+    assert buffer.counts == {
+        "trained": 2,
+        "filtered": 0,
+        "stale": 1,
+        "failed": 0,
+    }  # one episode is no group
 
 
 def test_masking_takes_only_old_tokens_out():
@@ -139,7 +147,10 @@ def test_a_state_restores_counters_and_complete_groups():
     assert numbers(restored.cut()) == [[2], [3]]
 
 
-SCHEDULES = [pytest.param(range(300), id="some"), pytest.param(range(300, 10_300), id="all", marks=pytest.mark.slow)]
+SCHEDULES = [
+    pytest.param(range(300), id="some"),
+    pytest.param(range(300, 10_300), id="all", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("seeds", SCHEDULES)
@@ -177,7 +188,12 @@ def run_schedule(rng, bound, every, stale, n_steps=12):
         if batch is None:
             continue
         for group in batch:
-            ages = [buffer.version - v for t in group for v, a in zip(t.versions, t.loss_mask, strict=True) if a]
+            ages = [
+                buffer.version - v
+                for t in group
+                for v, a in zip(t.versions, t.loss_mask, strict=True)
+                if a
+            ]
             assert min(ages) >= 0 and max(ages) <= bound, f"tokens {ages} steps old, of {bound}"
             assert group[0].group not in trained, "trained twice"
             trained.add(group[0].group)

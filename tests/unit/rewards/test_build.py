@@ -6,7 +6,12 @@ import string
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from openppo.config import RewardConfig
 from openppo.models.batching import MicroBatchSize
@@ -29,7 +34,12 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
 
     def config(n_letters, **options):
-        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes = {
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
         sizes |= {"vocab_size": 3 + n_letters, "max_position_embeddings": 32}
         return LlamaConfig(initializer_range=0.5, **sizes, **options)
 
@@ -44,7 +54,9 @@ def folder(tmp_path_factory):
     shutil.copytree(root / "other", root / "weightless")
     (root / "weightless" / "model.safetensors").unlink()
     (root / "other" / "chat_template.jinja").write_text("{{ raise_exception('no judge') }}")
-    (root / "f.py").write_text("def reward_fn(response, answer):\n    return float(response == answer)\n")
+    (root / "f.py").write_text(
+        "def reward_fn(response, answer):\n    return float(response == answer)\n"
+    )
     (root / "dapo.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return {'score': -1.0, 'acc': False, 'pred': solution_str}\n"
@@ -61,7 +73,10 @@ def build(folder):
     """``build(prompts=..., normalize=..., **options)``, where M/ is the folder of models."""
 
     def run(prompts=PROMPTS, normalize=False, function_flag="--reward_fn", **options):
-        placed = {k: v.replace("M/", f"{folder}/") if isinstance(v, str) else v for k, v in options.items()}
+        placed = {
+            k: v.replace("M/", f"{folder}/") if isinstance(v, str) else v
+            for k, v in options.items()
+        }
         source = RewardConfig(**placed)
         source.validate()
         actor = str(folder / "actor")
@@ -77,7 +92,9 @@ def build(folder):
 def trajectory(make_trajectory):
     """A finished response, in the actor's tokens."""
     prompt = {"text": "ab", "label": "c", "row": {"answer": "c"}}
-    return lambda text: make_trajectory([3, 4], [*(3 + LETTERS.index(c) for c in text), 1], **prompt)
+    return lambda text: make_trajectory(
+        [3, 4], [*(3 + LETTERS.index(c) for c in text), 1], **prompt
+    )
 
 
 def test_a_single_source_gives_a_reward_named_reward(build, trajectory):
@@ -97,7 +114,9 @@ def test_weights_decide_whether_keys_beside_a_score_are_rewards(build, trajector
     for weights, rewards in named.items():
         (score,) = build(reward_fn="M/dapo.py", reward_weights=weights).score([trajectory("c")])
         assert (score.rewards, score.notes) == (rewards, {"pred": "c"})
-    (score,) = build(reward_fn="M/dapo.py", verifiable_reward=("exact_match",)).score([trajectory("c")])
+    (score,) = build(reward_fn="M/dapo.py", verifiable_reward=("exact_match",)).score(
+        [trajectory("c")]
+    )
     assert score.rewards == {"reward_fn": -1, "exact_match": 1}
     scorer = build(reward_fn="M/dapo.py", function_flag="--eval_reward_fn")
     assert scorer.weighted is None, "evaluations have none"
@@ -124,30 +143,47 @@ def test_several_sources_are_named_by_their_kind(build, trajectory):
     ("model", "ids", "log"),
     [
         ("same", [3, 4, 5, 6, 1], "reads the policy's tokens"),
-        ("other", [29, 28, 27, 26, 1], "reads the text, written again with its own tokenizer and chat template"),
+        (
+            "other",
+            [29, 28, 27, 26, 1],
+            "reads the text, written again with its own tokenizer and chat template",
+        ),
     ],
 )
-def test_a_reward_model_reads_the_policys_ids_or_its_own(model, ids, log, build, folder, caplog, trajectory):
+def test_a_reward_model_reads_the_policys_ids_or_its_own(
+    model, ids, log, build, folder, caplog, trajectory
+):
     caplog.set_level(logging.INFO, "openppo")
     (score,) = build(reward_pretrain=f"M/{model}").score([trajectory("cd")])
-    raw = score_by_transformers(LlamaForSequenceClassification.from_pretrained(folder / model).eval(), ids)
+    raw = score_by_transformers(
+        LlamaForSequenceClassification.from_pretrained(folder / model).eval(), ids
+    )
     assert score.rewards["reward"] == pytest.approx(raw, abs=1e-5)
     assert log in caplog.text
     (score,) = build(reward_pretrain=f"M/{model}", normalize=True).score([trajectory("cd")])
-    assert score.rewards["reward"] == pytest.approx((raw - 2.0) / 4.0, abs=1e-5), "the model's own mean and std"
+    assert score.rewards["reward"] == pytest.approx((raw - 2.0) / 4.0, abs=1e-5), (
+        "the model's own mean and std"
+    )
 
 
-def test_a_sample_beyond_the_context_is_cut_at_the_front_and_logged(build, folder, caplog, trajectory):
+def test_a_sample_beyond_the_context_is_cut_at_the_front_and_logged(
+    build, folder, caplog, trajectory
+):
     sample = trajectory("c" * 20 + "d" * 20)
     (score,) = build(reward_pretrain="M/same").score([sample])
     model = LlamaForSequenceClassification.from_pretrained(folder / "same").eval()
-    assert score.rewards["reward"] == pytest.approx(score_by_transformers(model, sample.token_ids[-32:]), abs=1e-5)
+    assert score.rewards["reward"] == pytest.approx(
+        score_by_transformers(model, sample.token_ids[-32:]), abs=1e-5
+    )
     assert f"--reward_pretrain {folder}/same reads 32 tokens, but prompt 'ab' has 43" in caplog.text
 
 
 def test_a_sample_that_the_template_refuses_is_named(build, make_trajectory):
     sample = make_trajectory([4], [5, 1], messages=[{"role": "judge", "content": "a"}])
-    with pytest.raises(ValueError, match="^--reward_pretrain .*: prompt 'ask': the chat template refuses .*: no judge"):
+    with pytest.raises(
+        ValueError,
+        match="^--reward_pretrain .*: prompt 'ask': the chat template refuses .*: no judge",
+    ):
         build(reward_pretrain="M/other").score([sample])
 
 
@@ -172,17 +208,39 @@ CHAT = Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"remote_rm_url": "M/f.py"}, "--remote_rm_url M/f.py: M/f.py has no function 'reward_func'"),
-        ({"reward_fn": "M/openrlhf.py"}, "M/openrlhf.py has no function 'reward_fn' or 'compute_score'. It has: rewa"),
-        ({"reward_fn": "M/dapo.py:reward_fn"}, "M/dapo.py has no function 'reward_fn'. It has: compute_score"),
-        ({"reward_pretrain": "M/larger"}, "--reward_pretrain M/larger: its tokenizer cannot be loaded"),
-        ({"reward_pretrain": "M/weightless", "prompts": [CHAT]}, "the tokenizer has no chat template"),
-        ({"reward_pretrain": "M/actor", "normalize": True}, "--normalize_reward: --reward_pretrain M/actor stores no"),
+        (
+            {"remote_rm_url": "M/f.py"},
+            "--remote_rm_url M/f.py: M/f.py has no function 'reward_func'",
+        ),
+        (
+            {"reward_fn": "M/openrlhf.py"},
+            "M/openrlhf.py has no function 'reward_fn' or 'compute_score'. It has: rewa",
+        ),
+        (
+            {"reward_fn": "M/dapo.py:reward_fn"},
+            "M/dapo.py has no function 'reward_fn'. It has: compute_score",
+        ),
+        (
+            {"reward_pretrain": "M/larger"},
+            "--reward_pretrain M/larger: its tokenizer cannot be loaded",
+        ),
+        (
+            {"reward_pretrain": "M/weightless", "prompts": [CHAT]},
+            "the tokenizer has no chat template",
+        ),
+        (
+            {"reward_pretrain": "M/actor", "normalize": True},
+            "--normalize_reward: --reward_pretrain M/actor stores no",
+        ),
     ],
     ids=str,
 )
-def test_what_cannot_work_is_an_error_before_any_weights_are_read(options, message, build, folder, monkeypatch):
-    monkeypatch.setattr(module, "get_llm_for_sequence_regression", lambda *_, **__: pytest.fail("weights are read"))
+def test_what_cannot_work_is_an_error_before_any_weights_are_read(
+    options, message, build, folder, monkeypatch
+):
+    monkeypatch.setattr(
+        module, "get_llm_for_sequence_regression", lambda *_, **__: pytest.fail("weights are read")
+    )
     with pytest.raises(ValueError) as error:
         build(**{"reward_pretrain": "M/same", **options})
     assert message.replace("M/", f"{folder}/") in str(error.value)

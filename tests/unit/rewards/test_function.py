@@ -42,7 +42,10 @@ def test_the_file_is_a_module_like_any_other(tmp_path):
         "def check(x):\n    import math\n    return math.sqrt(Answer(9.0).x)\n"
         "def reward_fn(prompts):\n    return [pickle.loads(pickle.dumps(check))(p) for p in prompts]\n"
     )
-    assert load_callable(str(tmp_path / "math.py"), "--reward_fn", "reward_fn")(["a", "b"]) == [3, 3]
+    assert load_callable(str(tmp_path / "math.py"), "--reward_fn", "reward_fn")(["a", "b"]) == [
+        3,
+        3,
+    ]
 
 
 @pytest.fixture
@@ -82,29 +85,53 @@ class Judge:
 
 def test_a_function_gets_what_its_parameters_name(call):
     queries, rows, *others = list(BATCH.values())[4:]
-    assert call(lambda queries, prompts, labels: (prompts, labels, queries)) == (["ab", "a"], BATCH["labels"], queries)
-    assert call(lambda rows, *, messages, token_ids: [rows, messages, token_ids]) == [rows, *others[:2]]
-    given = call(lambda query, row, messages, token_ids, turns: [query, row, messages, token_ids, turns], 1)
+    assert call(lambda queries, prompts, labels: (prompts, labels, queries)) == (
+        ["ab", "a"],
+        BATCH["labels"],
+        queries,
+    )
+    assert call(lambda rows, *, messages, token_ids: [rows, messages, token_ids]) == [
+        rows,
+        *others[:2],
+    ]
+    given = call(
+        lambda query, row, messages, token_ids, turns: [query, row, messages, token_ids, turns], 1
+    )
     assert given == list(SINGLE.values())[4:-3]
     assert call(lambda completions, answer: (completions, answer)) == (["cd", ""], ["4", "5"])
     assert call(Judge(), 1) == ("cd", "4")
-    assert call(functools.partial(Judge(), answer="6"), 1) == ("cd", "4"), "the data wins over a default"
+    assert call(functools.partial(Judge(), answer="6"), 1) == ("cd", "4"), (
+        "the data wins over a default"
+    )
     assert call(lambda response, missing=7: (response, missing), 1) == ("cd", 7)
 
 
 def test_keyword_arguments_get_everything_as_trl_passes_it(call, make_trajectory, make_tokenizer):
-    given = call(lambda prompts, completions, **kwargs: {"prompts": prompts, "completions": completions, **kwargs})
+    given = call(
+        lambda prompts, completions, **kwargs: {
+            "prompts": prompts,
+            "completions": completions,
+            **kwargs,
+        }
+    )
     assert given == {**BATCH, "question": ["ab", "a"], "answer": ["4", "5"]}
     given = call(lambda response, **kwargs: {"response": response, **kwargs}, 1)
     assert given == {**SINGLE, "question": "ab", "answer": "4"}
     rows = [make_trajectory([4], [5, 1], row=row) for row in ({"answer": 1}, {"hint": 2})]
     function = RewardFunction(lambda responses, **kwargs: kwargs, "f", ["answer", "hint"])
     given = function(make_samples(rows, make_tokenizer()))
-    assert (given["answer"], given["hint"]) == ([1, None], [None, 2]), "a row without the column gives None"
+    assert (given["answer"], given["hint"]) == ([1, None], [None, 2]), (
+        "a row without the column gives None"
+    )
 
 
-def test_a_function_is_told_the_data_source_unless_a_column_has_its_name(make_trajectory, make_tokenizer, caplog):
-    rows = [make_trajectory([4], [5, 1], source=name, row={"source": name[0]}) for name in ("a.jsonl", "b.jsonl")]
+def test_a_function_is_told_the_data_source_unless_a_column_has_its_name(
+    make_trajectory, make_tokenizer, caplog
+):
+    rows = [
+        make_trajectory([4], [5, 1], source=name, row={"source": name[0]})
+        for name in ("a.jsonl", "b.jsonl")
+    ]
     samples = make_samples(rows, make_tokenizer())
 
     def of(function, columns=()):
@@ -117,7 +144,10 @@ def test_a_function_is_told_the_data_source_unless_a_column_has_its_name(make_tr
     assert caplog.messages == []
     assert of(lambda responses, source: source, ["source"]) == ["a", "b"]
     assert of(lambda response, source: source, ["source"]) == "a"
-    assert caplog.messages == ["--reward_fn f.py: source is a column of the data here, and gets its values"] * 2
+    assert (
+        caplog.messages
+        == ["--reward_fn f.py: source is a column of the data here, and gets its values"] * 2
+    )
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -125,20 +155,32 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
-    return [list(each) for each in zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)]
+    return [
+        list(each)
+        for each in zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    ]
 
 
 def test_rewards_of_tools_are_seen_by_tool(episode, two, make_tokenizer):
     earned = {"grade": [-0.05, 1.0], "look": [0.5]}
-    played = dataclasses.replace(episode, episode=dataclasses.replace(episode.episode, tool_rewards=earned))
+    played = dataclasses.replace(
+        episode, episode=dataclasses.replace(episode.episode, tool_rewards=earned)
+    )
     samples = make_samples([played, two[0]], make_tokenizer())
-    assert RewardFunction(lambda responses, tool_rewards: tool_rewards, "f", ())(samples) == [earned, {}]
+    assert RewardFunction(lambda responses, tool_rewards: tool_rewards, "f", ())(samples) == [
+        earned,
+        {},
+    ]
     change = RewardFunction(lambda response, tool_rewards: tool_rewards["grade"].pop(), "f", ())
     assert [change(samples[:1]), change(samples[:1])] == [1.0, 1.0], "of copies"
     column = make_samples(
-        [dataclasses.replace(two[0], prompt=Prompt("", [4], row={"tool_rewards": 7}))], make_tokenizer()
+        [dataclasses.replace(two[0], prompt=Prompt("", [4], row={"tool_rewards": 7}))],
+        make_tokenizer(),
     )
-    assert RewardFunction(lambda response, tool_rewards: tool_rewards, "f", ["tool_rewards"])(column) == 7
+    assert (
+        RewardFunction(lambda response, tool_rewards: tool_rewards, "f", ["tool_rewards"])(column)
+        == 7
+    )
 
 
 @pytest.fixture
@@ -150,9 +192,13 @@ def of_verl(make_trajectory, make_tokenizer):
     return make_samples([first, second], make_tokenizer())
 
 
-@pytest.mark.parametrize(("column", "value"), [('{"index": 3}', {"index": 3}), ("7", "7"), ("{", "{")])
+@pytest.mark.parametrize(
+    ("column", "value"), [('{"index": 3}', {"index": 3}), ("7", "7"), ("{", "{")]
+)
 def test_extra_info_is_an_object_also_as_json_text(column, value, make_trajectory, make_tokenizer):
-    (sample,) = make_samples([make_trajectory([4], [5, 1], row={"extra_info": column})], make_tokenizer())
+    (sample,) = make_samples(
+        [make_trajectory([4], [5, 1], row={"extra_info": column})], make_tokenizer()
+    )
     assert sample["extra_info"] == value
 
 
@@ -172,7 +218,9 @@ def test_functions_of_verl_get_their_parameters_by_name(columns, of_verl):
 
 def test_columns_with_names_of_verl_go_first(make_trajectory, make_tokenizer, caplog):
     caplog.set_level(logging.INFO, "openppo")
-    samples = make_samples([make_trajectory([4], [5, 1], label=1, row={"ground_truth": 2})], make_tokenizer())
+    samples = make_samples(
+        [make_trajectory([4], [5, 1], label=1, row={"ground_truth": 2})], make_tokenizer()
+    )
     assert RewardFunction(compute_score, "f", ["ground_truth"])(samples) == ["", "b", 2, {}]
     assert caplog.messages == ["f: ground_truth is a column of the data here, and gets its values"]
 
@@ -184,7 +232,10 @@ def test_columns_with_names_of_verl_go_first(make_trajectory, make_tokenizer, ca
         (lambda solution_str, ground_truths: 0, "its parameter 'solution_str' is for one sample"),
         (lambda solution_str, reward_model: 0, "its parameter 'reward_model' is unknown"),
         (lambda prompts, answers: 0, "its parameter 'answers' is unknown. Use prompts, responses"),
-        (lambda response, labels: 0, "its parameter 'response' is for one sample, and others are for a batch"),
+        (
+            lambda response, labels: 0,
+            "its parameter 'response' is for one sample, and others are for a batch",
+        ),
         (lambda response, solution: 0, "name columns of the data (answer, question)"),
         (lambda answer, question: 0, "its parameters do not say what it scores"),
         (lambda *args, **kwargs: 0, "its parameters do not say what it scores"),
@@ -227,7 +278,9 @@ def scorer_of(make_tokenizer):
     """A scorer named as on the command line."""
 
     def make(function, **options):
-        return FunctionScorer(RewardFunction(function, "--reward_fn f.py", ()), make_tokenizer(), **options)
+        return FunctionScorer(
+            RewardFunction(function, "--reward_fn f.py", ()), make_tokenizer(), **options
+        )
 
     return make
 
@@ -257,17 +310,31 @@ def test_numbers_of_python_numpy_and_torch_are_scores(scores, scorer_of, two):
     assert all(type(score) is float for score in got)
 
 
-BAD = [math.nan, None, "1", np.float32("nan"), torch.tensor(-math.inf), {"a": None}, [math.nan], 10**400, 1e39]
+BAD = [
+    math.nan,
+    None,
+    "1",
+    np.float32("nan"),
+    torch.tensor(-math.inf),
+    {"a": None},
+    [math.nan],
+    10**400,
+    1e39,
+]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=repr)
-def test_a_score_that_is_no_finite_number_is_an_error_naming_flag_value_and_prompt(bad, scorer_of, two):
+def test_a_score_that_is_no_finite_number_is_an_error_naming_flag_value_and_prompt(
+    bad, scorer_of, two
+):
     pattern = r"^--reward_fn f\.py returned .* for prompt 'a'; a finite number is needed"
     with pytest.raises(ValueError, match=pattern):
         scorer_of(lambda prompts: [1.0, bad], error_value=0.0).score(two)
 
 
-@pytest.mark.parametrize("result", [[], [1.0], [1.0, 2.0, 3.0], {"a": [1.0]}, None, 1.0, "ab", {"a": 1.0}])
+@pytest.mark.parametrize(
+    "result", [[], [1.0], [1.0, 2.0, 3.0], {"a": [1.0]}, None, 1.0, "ab", {"a": 1.0}]
+)
 def test_a_function_of_a_batch_returns_one_result_for_each_sample(result, scorer_of, two):
     message = r"returned (\d scores for 2 samples|.*; a list with one result per sample)"
     with pytest.raises(ValueError, match=rf"--reward_fn f\.py {message}"):
@@ -311,7 +378,10 @@ def test_each_form_of_a_function_gives_the_same_scores(form, scorer_of, two):
     [
         lambda response: {"length": len(response), "style": 0.5},
         lambda responses: [{"length": len(response), "style": 0.5} for response in responses],
-        lambda responses: {"length": [len(response) for response in responses], "style": np.array([0.5, 0.5])},
+        lambda responses: {
+            "length": [len(response) for response in responses],
+            "style": np.array([0.5, 0.5]),
+        },
     ],
     ids=["sample", "batch", "dict of lists"],
 )
@@ -323,33 +393,70 @@ def test_dicts_are_named_rewards(function, scorer_of, two):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda response: {"reward": len(response), "extra": {"half": len(response) / 2, "any": response != ""}},
-        lambda responses: [{"reward": len(r), "extra": {"half": len(r) / 2, "any": r != ""}} for r in responses],
-        lambda responses: {"reward": [2, 0], "extra": {"half": np.array([1, 0]), "any": [True, False]}},
-        lambda responses: {"rewards": [2, 0], "extra": {"half": [1, 0], "any": [True, False]}, "extra_logs": {}},
+        lambda response: {
+            "reward": len(response),
+            "extra": {"half": len(response) / 2, "any": response != ""},
+        },
+        lambda responses: [
+            {"reward": len(r), "extra": {"half": len(r) / 2, "any": r != ""}} for r in responses
+        ],
+        lambda responses: {
+            "reward": [2, 0],
+            "extra": {"half": np.array([1, 0]), "any": [True, False]},
+        },
+        lambda responses: {
+            "rewards": [2, 0],
+            "extra": {"half": [1, 0], "any": [True, False]},
+            "extra_logs": {},
+        },
     ],
     ids=["sample", "batch", "dict of lists", "rewards"],
 )
 def test_extras_are_kept_out_of_the_rewards(function, scorer_of, two):
-    expected = [({"reward_fn": 2.0}, {"half": 1.0, "any": 1.0}), ({"reward_fn": 0.0}, {"half": 0.0, "any": 0.0})]
-    assert [(s.rewards, s.extras) for s in scorer_of(function, name="reward_fn").score(two)] == expected
+    expected = [
+        ({"reward_fn": 2.0}, {"half": 1.0, "any": 1.0}),
+        ({"reward_fn": 0.0}, {"half": 0.0, "any": 0.0}),
+    ]
+    assert [
+        (s.rewards, s.extras) for s in scorer_of(function, name="reward_fn").score(two)
+    ] == expected
 
 
 def test_extras_stand_beside_named_rewards_and_rewards_of_steps(scorer_of, two, steps):
     extra = {"rewards": 0.5}
-    for returned in ({"a": 1.0, "b": 2.0, "extra": extra}, {"reward": {"a": 1.0, "b": 2.0}, "extra": extra}):
-        assert scorer_of(lambda response, r=returned: r).score(two) == [Score({"a": 1.0, "b": 2.0}, extras=extra)] * 2
+    for returned in (
+        {"a": 1.0, "b": 2.0, "extra": extra},
+        {"reward": {"a": 1.0, "b": 2.0}, "extra": extra},
+    ):
+        assert (
+            scorer_of(lambda response, r=returned: r).score(two)
+            == [Score({"a": 1.0, "b": 2.0}, extras=extra)] * 2
+        )
     columns = {"reward": {"a": [1.0, 3.0]}, "extra": {"rewards": [0.5, 1.5]}}
     found = scorer_of(lambda responses: columns).score(two)
     assert found == [Score({"a": 1.0}, extras=extra), Score({"a": 3.0}, extras={"rewards": 1.5})]
-    assert scorer_of(lambda response: {"a": 1.0, "extra": 2.0}).score(two[:1]) == [Score({"a": 1.0, "extra": 2.0})]
-    (score,) = scorer_of(lambda response: {"reward": [1, 0, 3], "extra": extra}, step_separator="z").score([steps])
+    assert scorer_of(lambda response: {"a": 1.0, "extra": 2.0}).score(two[:1]) == [
+        Score({"a": 1.0, "extra": 2.0})
+    ]
+    (score,) = scorer_of(
+        lambda response: {"reward": [1, 0, 3], "extra": extra}, step_separator="z"
+    ).score([steps])
     assert (score.token_rewards[-2:], score.extras) == ([3.0, 0.0], extra)
-    with pytest.raises(ValueError, match="^--reward_fn f.py, as extra 'kind', returned 'good' for prompt 'ab'; a"):
+    with pytest.raises(
+        ValueError, match="^--reward_fn f.py, as extra 'kind', returned 'good' for prompt 'ab'; a"
+    ):
         scorer_of(lambda response: {"reward": 1.0, "extra": {"kind": "good"}}).score(two)
 
 
-GRADED = {"score": 0.5, "acc": True, "n": np.int64(3), "pred": "72", "spans": [1, 2], "bad": math.nan, "none": None}
+GRADED = {
+    "score": 0.5,
+    "acc": True,
+    "n": np.int64(3),
+    "pred": "72",
+    "spans": [1, 2],
+    "bad": math.nan,
+    "none": None,
+}
 GRADES = {"acc": 1.0, "n": 3.0}, {"pred": "72", "spans": "[1, 2]", "bad": "nan", "none": "None"}
 
 
@@ -378,13 +485,17 @@ def test_weights_of_other_keys_make_all_numbers_rewards(scorer_of, two):
     assert score.rewards == {"score": -1.0}, "under the name that the weight is for"
     (score,) = scorer_of(lambda response: graded, weighted=["reward_model"]).score(two[:1])
     assert score.rewards == {"reward": -1.0}
-    with pytest.raises(ValueError, match="a list as 'score', .* no such name: use --reward_weights reward=NUMBER"):
+    with pytest.raises(
+        ValueError, match="a list as 'score', .* no such name: use --reward_weights reward=NUMBER"
+    ):
         scorer_of(lambda response: {"score": [1, 0, 3]}, weighted=["score"]).score(two[:1])
 
 
 @pytest.mark.parametrize(("bad", "weighted"), [("1", ()), (math.nan, ()), ("1", ["acc"])])
 def test_a_score_of_a_dict_must_be_a_number(bad, weighted, scorer_of, two):
-    with pytest.raises(ValueError, match="^--reward_fn f.py returned .* for prompt 'ab'; a finite number is needed"):
+    with pytest.raises(
+        ValueError, match="^--reward_fn f.py returned .* for prompt 'ab'; a finite number is needed"
+    ):
         scorer_of(lambda response: {"score": bad, "acc": 1}, weighted=weighted).score(two[:1])
 
 
@@ -401,7 +512,10 @@ def test_the_log_names_once_the_keys_that_are_only_logged(scorer_of, two, caplog
     caplog.set_level(logging.INFO, "openppo")
     graded = {"score": 1.0, "acc": 1, "pred": "72"}
     begin = "--reward_fn f.py returns a dict with 'score', which alone is the reward: acc, pred are only logged."
-    for weighted, end in (((), "name them: --reward_weights score=1 acc=1."), (None, "return no key 'score'.")):
+    for weighted, end in (
+        ((), "name them: --reward_weights score=1 acc=1."),
+        (None, "return no key 'score'."),
+    ):
         caplog.clear()
         scorer = scorer_of(lambda response: graded, weighted=weighted)
         assert len(scorer.score(two) + scorer.score(two)) == 4
@@ -425,19 +539,25 @@ def test_async_calls_of_samples_run_at_the_same_time_in_one_loop_for_the_whole_r
     scorer = scorer_of(judge)
     assert sorted(numbers(scorer.score(two))) == [1.0, 2.0]
     assert sorted(numbers(start_scoring(scorer, two)())) == [3.0, 4.0]
-    assert len(set(map(id, loops))) == 1, "a client that was made in the first call still works in the second"
+    assert len(set(map(id, loops))) == 1, (
+        "a client that was made in the first call still works in the second"
+    )
 
 
 def test_a_function_always_runs_on_one_thread_with_the_gpu_of_the_rank(scorer_of, two, monkeypatch):
     chosen: dict[threading.Thread, int] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.update({threading.current_thread(): gpu}))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: chosen.update({threading.current_thread(): gpu})
+    )
 
     async def gpu_of_this_thread():
         return chosen[threading.current_thread()]
 
-    scorer = scorer_of(lambda response: asyncio.run(gpu_of_this_thread()))  # it may run a loop of its own
+    scorer = scorer_of(
+        lambda response: asyncio.run(gpu_of_this_thread())
+    )  # it may run a loop of its own
     assert numbers(scorer.score(two)) == numbers(start_scoring(scorer, two)()) == [3, 3]
     assert len(chosen) == 1
     assert threading.main_thread() not in chosen
@@ -453,13 +573,27 @@ def steps(make_trajectory):
 def test_a_list_as_long_as_the_response_rewards_its_tokens(kind, scorer_of, steps):
     rewards = [0.5, 0, 0, -1, 0, 0, 0, 2]
     (score,) = scorer_of(lambda response: kind(rewards)).score([steps])
-    assert score == Score(token_rewards=[0.0, 0.5, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 2.0]), "the first is the prompt"
+    assert score == Score(token_rewards=[0.0, 0.5, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 2.0]), (
+        "the first is the prompt"
+    )
 
 
-def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(scorer_of, steps, make_trajectory):
+def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(
+    scorer_of, steps, make_trajectory
+):
     for weight in (1.0, 0.5):
         scorer = scorer_of(lambda response: [1, 0, 3], step_separator="z", token_weight=weight)
-        ends = [False, False, True, False, False, True, False, True, False]  # a reward of 0 is a reward
+        ends = [
+            False,
+            False,
+            True,
+            False,
+            False,
+            True,
+            False,
+            True,
+            False,
+        ]  # a reward of 0 is a reward
         expected = [0.0, 0.0, weight, 0.0, 0.0, 0.0, 0.0, 3.0 * weight, 0.0]
         assert scorer.score([steps]) == [Score(token_rewards=expected, step_ends=ends)]
     scorer = scorer_of(lambda response: [1, 2], step_separator="x")
@@ -467,12 +601,16 @@ def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(scorer_o
     token = scorer.tokenizer.convert_tokens_to_ids("axb")
     scores = scorer.score([make_trajectory([4], [token, after, 1]) for after in (29, 27)])
     assert scores[0].token_rewards == [0.0, 1.0, 2.0, 0.0], "b goes on into the next token"
-    assert scores[1].token_rewards == [0.0, 3.0, 0.0, 0.0], "the rewards of two steps in one token add up"
+    assert scores[1].token_rewards == [0.0, 3.0, 0.0, 0.0], (
+        "the rewards of two steps in one token add up"
+    )
 
 
 @pytest.mark.parametrize("n", [0, 1, 4, 9])
 def test_a_list_of_another_length_is_an_error_with_all_counts(n, scorer_of, steps):
-    counts = rf"returned {n} numbers for prompt 'ask', .* 8 tokens and 3 steps .*--step_separator 'z'"
+    counts = (
+        rf"returned {n} numbers for prompt 'ask', .* 8 tokens and 3 steps .*--step_separator 'z'"
+    )
     with pytest.raises(ValueError, match=counts):
         scorer_of(lambda response: [0.0] * n, step_separator="z").score([steps])
 
@@ -495,7 +633,9 @@ RAISING = {
 
 
 @pytest.mark.parametrize("form", RAISING)
-def test_an_exception_ends_the_run_naming_the_sample_or_costs_a_chosen_value(form, scorer_of, two, caplog):
+def test_an_exception_ends_the_run_naming_the_sample_or_costs_a_chosen_value(
+    form, scorer_of, two, caplog
+):
     pattern = r"^--reward_fn f.py raised KeyError\('a'\) for prompt 'a'\. .*--reward_error_value"
     with pytest.raises(RuntimeError, match=pattern) as error:
         scorer_of(RAISING[form]).score(two)
@@ -521,7 +661,9 @@ def test_a_batch_that_raises_is_tried_sample_by_sample(scorer_of, two):
             raise OverflowError("too many")
         return [1.0]
 
-    with pytest.raises(RuntimeError, match="OverflowError.* a batch of 2 samples, but for none of them alone"):
+    with pytest.raises(
+        RuntimeError, match="OverflowError.* a batch of 2 samples, but for none of them alone"
+    ):
         scorer_of(reward_fn).score(two)
     assert calls == [["ab", "a"], ["ab"], ["a"]]
     assert numbers(scorer_of(reward_fn, error_value=0.0).score(two)) == [1.0, 1.0]
@@ -556,10 +698,18 @@ def test_a_function_reads_and_rewards_the_actions(scorer_of, game):
 
 def test_a_function_gets_an_episode_whole_or_its_last_answer(episode, make_tokenizer):
     [sample] = make_samples([episode], make_tokenizer())
-    expected = {"prompt": "ab", "response": "czd", "completion": "czd", "turns": ["cd", "czd"], "tool_results": ["ef"]}
+    expected = {
+        "prompt": "ab",
+        "response": "czd",
+        "completion": "czd",
+        "turns": ["cd", "czd"],
+        "tool_results": ["ef"],
+    }
     assert {name: sample[name] for name in expected} == expected
     assert (sample["messages"], sample["query"]) == (episode.episode.messages, "abcdefczd<eos>")
     old = RewardFunction(lambda queries, prompts, labels: [queries, prompts, labels], "f", ())
     assert old([sample]) == [["abcdefczd<eos>"], ["ab"], ["czd"]]
-    new = RewardFunction(lambda turns, tool_results, response: (len(turns), tool_results, response), "f", ())
+    new = RewardFunction(
+        lambda turns, tool_results, response: (len(turns), tool_results, response), "f", ()
+    )
     assert new([sample]) == (2, ["ef"], "czd")

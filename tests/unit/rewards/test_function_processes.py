@@ -105,13 +105,18 @@ def test_a_process_loads_the_file_once_and_its_prints_are_no_answers(file, score
 def test_a_process_imports_modules_beside_the_file(file, scorer_of, labelled, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     file.with_name("doubles_in_a_process.py").write_text("def double(x):\n    return 2 * x\n")
-    file.write_text("from doubles_in_a_process import double\ndef late(label):\n    return double(label)\n")
+    file.write_text(
+        "from doubles_in_a_process import double\ndef late(label):\n    return double(label)\n"
+    )
     scores = scorer_of("late", n=2).score(labelled)
     assert [score.rewards["reward"] for score in scores] == [0, 2, 4, 6]
 
 
 def test_as_many_samples_as_processes_are_scored_at_a_time(file, scorer_of, labelled):
-    assert scorer_of("together", n=2).score(labelled[:2]) == [Score({"reward": 0.0}), Score({"reward": 1.0})]
+    assert scorer_of("together", n=2).score(labelled[:2]) == [
+        Score({"reward": 0.0}),
+        Score({"reward": 1.0}),
+    ]
     assert len(file.with_name("loaded").read_text().split()) == 1 + 2
 
 
@@ -124,7 +129,9 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_sample_without_result_ends_the_run_or_costs_a_chosen_value(name, file, scorer_of, labelled, caplog):
+def test_a_sample_without_result_ends_the_run_or_costs_a_chosen_value(
+    name, file, scorer_of, labelled, caplog
+):
     pattern = rf"^--reward_fn f.py raised {ENDS[name]} for prompt 'ask 1'\. With --reward_error_value such samples"
     with pytest.raises(RuntimeError, match=pattern):
         scorer_of(name, seconds=2.0).score(labelled)
@@ -150,7 +157,9 @@ def test_an_exception_shows_where_the_file_raised_it(scorer_of, labelled):
     assert 'f.py", line' in cause.__notes__[0] and "in raises" in cause.__notes__[0]
 
 
-def test_a_batch_is_one_call_with_the_time_of_all_its_samples(scorer_of, labelled, caplog, monkeypatch):
+def test_a_batch_is_one_call_with_the_time_of_all_its_samples(
+    scorer_of, labelled, caplog, monkeypatch
+):
     asked, ask = [], AnswerProcess.ask
 
     def record(self, question, seconds):
@@ -174,11 +183,17 @@ def test_a_process_sees_the_gpu_of_its_rank_alone(monkeypatch):
         assert _with_own_gpu()["CUDA_VISIBLE_DEVICES"] == expected
 
 
-@pytest.mark.parametrize(("name", "kind"), [("later", "async"), ("judge", "an object"), ("part", "an object")])
-def test_async_functions_and_objects_stay_in_the_process(name, kind, file, scorer_of, labelled, caplog):
+@pytest.mark.parametrize(
+    ("name", "kind"), [("later", "async"), ("judge", "an object"), ("part", "an object")]
+)
+def test_async_functions_and_objects_stay_in_the_process(
+    name, kind, file, scorer_of, labelled, caplog
+):
     scorer = scorer_of(name, n=2)
     assert scorer.function.processes is None
-    assert f"--reward_fn f.py is {kind}" in caplog.text and "it stays in this process" in caplog.text
+    assert (
+        f"--reward_fn f.py is {kind}" in caplog.text and "it stays in this process" in caplog.text
+    )
     assert scorer.score(labelled[2:3]) == [Score({"reward": 2.0})]
     assert file.with_name("loaded").read_text().split() == [str(os.getpid())]
 
@@ -208,7 +223,9 @@ print(process.process.pid, flush=True)
 process.ask("a" * 64 + "b", None)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None
     pid = run.stdout.readline().strip()
     time.sleep(1)

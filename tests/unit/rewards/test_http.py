@@ -149,7 +149,9 @@ class CutOff(web.StreamResponse):
         (1, lambda: web.Response(body=b"no gzip at all", headers={"Content-Encoding": "gzip"})),
     ],
 )
-def test_a_failure_that_may_pass_is_tried_again(n_failures, response, start_server, scorer_of, two, caplog):
+def test_a_failure_that_may_pass_is_tried_again(
+    n_failures, response, start_server, scorer_of, two, caplog
+):
     caplog.set_level(logging.WARNING, "openppo")
 
     async def answer(request, number):
@@ -183,15 +185,26 @@ def test_the_work_of_a_dead_server_is_done_by_the_other(start_server, scorer_of,
     assert len(caplog.messages) <= 2, "not one for each of the requests"
 
 
-def test_a_server_that_never_answers_is_named_with_attempts_cause_and_flags(start_server, scorer_of, two):
+def test_a_server_that_never_answers_is_named_with_attempts_cause_and_flags(
+    start_server, scorer_of, two
+):
     async def answer(request, number):
         return web.Response(status=502, text="later")
 
     dead, broken = free_url(), start_server(answer)
-    for url, retries, cause in ((dead, 0, "ClientConnectorError"), (broken.url, 2, "HTTP status 502, 'later'")):
+    for url, retries, cause in (
+        (dead, 0, "ClientConnectorError"),
+        (broken.url, 2, "HTTP status 502, 'later'"),
+    ):
         with pytest.raises(ConnectionError, match="^--remote_rm_url ") as error:
             scorer_of(url, retries=retries).score(two)
-        for part in (url, f"after {retries + 1} attempts", cause, "--remote_rm_retries", "--remote_rm_timeout"):
+        for part in (
+            url,
+            f"after {retries + 1} attempts",
+            cause,
+            "--remote_rm_retries",
+            "--remote_rm_timeout",
+        ):
             assert part in str(error.value)
     assert len(broken.requests) == 3
 
@@ -227,7 +240,9 @@ def test_a_wrong_answer_ends_the_run_at_once_naming_server_and_answer(
     status, body, message, start_server, scorer_of, two
 ):
     async def answer(request, number):
-        return web.Response(status=status, text=body, headers={"Location": "/elsewhere"} if status == 302 else None)
+        return web.Response(
+            status=status, text=body, headers={"Location": "/elsewhere"} if status == 302 else None
+        )
 
     server = start_server(answer)
     with pytest.raises(ValueError, match="^--remote_rm_url ") as error:
@@ -238,19 +253,31 @@ def test_a_wrong_answer_ends_the_run_at_once_naming_server_and_answer(
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("path", ["user:password@HOST/get_reward", "HOST/get_reward?api_key=password"])
+@pytest.mark.parametrize(
+    "path", ["user:password@HOST/get_reward", "HOST/get_reward?api_key=password"]
+)
 def test_secrets_in_an_address_are_used_but_never_shown(path, start_server, scorer_of, two, caplog):
     async def answer(request, number):
         return web.Response(status=500) if number == 1 else web.Response(text="{}")
 
     server, dead, shown = start_server(answer), free_url(), []
-    for url, use in ((server.url, "score"), (dead, "score"), (dead, "check")):  # the first logs a line, then fails
+    for url, use in (
+        (server.url, "score"),
+        (dead, "score"),
+        (dead, "check"),
+    ):  # the first logs a line, then fails
         scorer = scorer_of("http://" + path.replace("HOST", urlsplit(url).netloc), retries=1)
         with pytest.raises((ValueError, ConnectionError)) as error:
             scorer.check() if use == "check" else scorer.score(two)
         shown.append(str(error.value))
-    timeout = TimeoutError(f"Connection timeout to host http://{path}")  # aiohttp's own has the address in it
-    shown += [caplog.text, http._cause(timeout, 1.0), http._cause(OSError(f"no route to http://{path}"), 1.0)]
+    timeout = TimeoutError(
+        f"Connection timeout to host http://{path}"
+    )  # aiohttp's own has the address in it
+    shown += [
+        caplog.text,
+        http._cause(timeout, 1.0),
+        http._cause(OSError(f"no route to http://{path}"), 1.0),
+    ]
     assert all("***" in text and "password" not in text for text in shown)
     if "user" in path:
         assert server.tokens == [f"Basic {base64.b64encode(b'user:password').decode()}"] * 2
@@ -263,7 +290,11 @@ def test_servers_and_token_are_checked_before_the_run(start_server, scorer_of, t
     for urls, options, message in (
         ([start_server(), dead], {}, f"{dead}: no reward server answers there .* Start it"),
         ([server], {}, "HTTP status 401.*--remote_rm_token_file"),
-        (["http://me:pass@a/b"], {"token_file": token}, r"http://\*\*\*@a/b: .* Cannot combine AUTHORIZATION header"),
+        (
+            ["http://me:pass@a/b"],
+            {"token_file": token},
+            r"http://\*\*\*@a/b: .* Cannot combine AUTHORIZATION header",
+        ),
         (["http://[::1"], {}, "no reward server answers there"),
     ):
         with pytest.raises(ValueError, match=f"^--remote_rm_url .*{message}"):
@@ -274,8 +305,12 @@ def test_servers_and_token_are_checked_before_the_run(start_server, scorer_of, t
     assert server.tokens == [None, *["Bearer open sesame"] * 2]
 
 
-@pytest.mark.parametrize("urls", ["localhost:5000", "ftp://u:password@a/b", "http://", "http://a/b,", "", "reward.txt"])
+@pytest.mark.parametrize(
+    "urls", ["localhost:5000", "ftp://u:password@a/b", "http://", "http://a/b,", "", "reward.txt"]
+)
 def test_what_is_no_url_is_an_error_with_an_example(urls, scorer_of):
-    with pytest.raises(ValueError, match="^--remote_rm_url .*: give http://HOST:PORT/PATH") as error:
+    with pytest.raises(
+        ValueError, match="^--remote_rm_url .*: give http://HOST:PORT/PATH"
+    ) as error:
         scorer_of(urls)
     assert "password" not in str(error.value)

@@ -47,12 +47,20 @@ def scorer_of(tmp_path, make_tokenizer):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_needs_the_main_thread_names_the_remedy(name, scorer_of, make_trajectory, caplog):
+def test_a_function_that_needs_the_main_thread_names_the_remedy(
+    name, scorer_of, make_trajectory, caplog
+):
     sample = make_trajectory([4], [5, 1], label=3)
-    with pytest.raises(RuntimeError, match=r"for prompt 'ask'\. It needs the main thread: use --reward_workers 1"):
+    with pytest.raises(
+        RuntimeError, match=r"for prompt 'ask'\. It needs the main thread: use --reward_workers 1"
+    ):
         scorer_of(name).score([sample])
     (score,) = scorer_of(name, error_value=0.0).score([sample])
-    assert score.failed and "use --reward_workers 1" in score.error and "use --reward_workers 1" in caplog.text
+    assert (
+        score.failed
+        and "use --reward_workers 1" in score.error
+        and "use --reward_workers 1" in caplog.text
+    )
     assert scorer_of(name, n=1).score([sample]) == [Score({"reward": 3.0})]
 
 

@@ -9,7 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from openppo.config import RowsConfig
 from openppo.datasets.prompts import render_prompt
@@ -30,8 +35,15 @@ from tests.unit.rewards.conftest import score_by_transformers
 def classifier():
     """Random and far from uniform."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=40, initializer_range=0.5, num_labels=1, pad_token_id=None, **sizes)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=40, initializer_range=0.5, num_labels=1, pad_token_id=None, **sizes
+    )
     return LlamaForSequenceClassification(config).eval()
 
 
@@ -49,7 +61,9 @@ class CountingModel:
 
 def model_scorer(model, size=2, pad=0, **options):
     """A scorer on the CPU."""
-    return ModelScorer(model, MicroBatchSize(size), pad, SingleProcess(), torch.device("cpu"), **options)
+    return ModelScorer(
+        model, MicroBatchSize(size), pad, SingleProcess(), torch.device("cpu"), **options
+    )
 
 
 def scores_of(scorer, samples):
@@ -69,16 +83,28 @@ def samples(make_trajectory):
 @pytest.mark.parametrize(("size", "shapes"), [(2, [(2, 7), (2, 4), (1, 2)]), (8, [(2, 7), (3, 4)])])
 def test_neighbours_in_length_share_a_forward_and_scores_keep_their_order(size, shapes, samples):
     model = CountingModel()
-    assert scores_of(model_scorer(model, size, name="reward_model"), samples) == [407.0, 205.0, 710.0, 306.0, 710.0]
+    assert scores_of(model_scorer(model, size, name="reward_model"), samples) == [
+        407.0,
+        205.0,
+        710.0,
+        306.0,
+        710.0,
+    ]
     assert model.shapes == shapes
     with pytest.raises(ValueError, match="the reward model returned nan for prompt 'ask'"):
-        model_scorer(lambda sequences, _: torch.full((len(sequences),), math.nan), size).score(samples)
+        model_scorer(lambda sequences, _: torch.full((len(sequences),), math.nan), size).score(
+            samples
+        )
 
 
 @pytest.mark.parametrize("pad", [0, 1, 9])
-def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_padding(pad, samples, classifier):
+def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_padding(
+    pad, samples, classifier
+):
     scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), 3, pad=pad), samples)
-    np.testing.assert_allclose(scores, [score_by_transformers(classifier, t.token_ids) for t in samples], atol=1e-5)
+    np.testing.assert_allclose(
+        scores, [score_by_transformers(classifier, t.token_ids) for t in samples], atol=1e-5
+    )
 
 
 def test_a_reward_model_sees_each_samples_own_images_or_refuses_them(samples):
@@ -93,13 +119,20 @@ def test_a_reward_model_sees_each_samples_own_images_or_refuses_them(samples):
         for t, of in zip(samples, media, strict=True)
     ]
     assert scores_of(model_scorer(keys, sees=True), seen) == [1.0, 0.0, 5.0, 4.0, 5.0]
-    with pytest.raises(ValueError, match="the reward model reads no images, and .* has some: use a --reward_fn"):
+    with pytest.raises(
+        ValueError, match="the reward model reads no images, and .* has some: use a --reward_fn"
+    ):
         model_scorer(keys).score(seen)
 
 
 # A tokenizer and a chat template of its own
 
-OWN_IDS = {token: i for i, token in enumerate(["<s>", "</s>", "<u>", "<bot>", " ", *reversed(string.ascii_lowercase)])}
+OWN_IDS = {
+    token: i
+    for i, token in enumerate(
+        ["<s>", "</s>", "<u>", "<bot>", " ", *reversed(string.ascii_lowercase)]
+    )
+}
 TEMPLATE = (
     "{{ '<s>' }}{% for m in messages %}"
     "{% if m['role'] == 'user' %}{{ '<u>' + m['content'] }}"
@@ -116,7 +149,9 @@ def own():
     core.add_special_tokens(["<s>", "</s>", "<u>", "<bot>"])
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
-    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -148,21 +183,35 @@ def test_text_is_written_again_for_a_reward_model_with_its_own_tokenizer_and_rea
     messages, response_ids, tokens, own, make_tokenizer, make_trajectory, classifier
 ):
     truncated = response_ids[-1] != 1
-    sample = make_trajectory([4, 5], response_ids, text="ab", messages=messages, truncated=truncated)
+    sample = make_trajectory(
+        [4, 5], response_ids, text="ab", messages=messages, truncated=truncated
+    )
     encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     assert encode(sample) == ids_of(*tokens)
     longer = make_trajectory([4, 5], [6] * 9 + [1], text="ab")  # so that the other is padded
-    scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), encode=encode), [sample, longer])
+    scores = scores_of(
+        model_scorer(ScalarHeadModel(classifier, "reward"), encode=encode), [sample, longer]
+    )
     assert scores[0] == pytest.approx(score_by_transformers(classifier, ids_of(*tokens)), abs=1e-5)
 
 
-def test_templates_may_rewrite_what_was_cut_off_and_need_not_write_eos(own, make_tokenizer, make_trajectory):
+def test_templates_may_rewrite_what_was_cut_off_and_need_not_write_eos(
+    own, make_tokenizer, make_trajectory
+):
     encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
-    own.chat_template = TEMPLATE.replace("'<bot>' + m['content']", "'<bot>' + m['content'].replace('c', 'x')")
-    assert encode(make_trajectory([4, 5], [7, 6, 7], messages=CHAT, truncated=True)) == ids_of(*START, "d", "x", "d")
+    own.chat_template = TEMPLATE.replace(
+        "'<bot>' + m['content']", "'<bot>' + m['content'].replace('c', 'x')"
+    )
+    assert encode(make_trajectory([4, 5], [7, 6, 7], messages=CHAT, truncated=True)) == ids_of(
+        *START, "d", "x", "d"
+    )
     own.chat_template = TEMPLATE.replace("</s>", "<u>")
-    assert encode(make_trajectory([4, 5], [6, 1], messages=CHAT)) == ids_of(*START, "c", "<u>", " ", "</s>")
-    assert encode(make_trajectory([4, 5], [6, 7], messages=CHAT, truncated=True)) == ids_of(*START, "c", "d")
+    assert encode(make_trajectory([4, 5], [6, 1], messages=CHAT)) == ids_of(
+        *START, "c", "<u>", " ", "</s>"
+    )
+    assert encode(make_trajectory([4, 5], [6, 7], messages=CHAT, truncated=True)) == ids_of(
+        *START, "c", "d"
+    )
 
 
 def chat_prompt(*roles):
@@ -174,12 +223,18 @@ def chat_prompt(*roles):
     ("roles", "template", "message"),
     [
         (["user"], None, "the tokenizer has no chat template"),
-        (["user"], "{% for i in range(10 ** 9) %}a{% endfor %}", "user, assistant, user, assistant: Range too big"),
+        (
+            ["user"],
+            "{% for i in range(10 ** 9) %}a{% endfor %}",
+            "user, assistant, user, assistant: Range too big",
+        ),
         (["system", "user"], TEMPLATE, "with the roles system, user, assistant: .*no system"),
         (["user"], "{{ messages[0]['content'] }}", "it leaves the assistant's turn out"),
     ],
 )
-def test_chats_that_cannot_be_rendered_are_an_error_before_the_run(roles, template, message, own, make_tokenizer):
+def test_chats_that_cannot_be_rendered_are_an_error_before_the_run(
+    roles, template, message, own, make_tokenizer
+):
     text = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     text.check([chat_prompt("user"), Prompt("a", [4])])
     own.chat_template = template
@@ -195,7 +250,10 @@ def test_a_reward_model_that_skips_a_message_is_an_error_before_the_run(own, mak
     own.chat_template = SKIPS
     text = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     text.check([chat_prompt("user")])
-    with pytest.raises(ValueError, match=r"^--reward_pretrain m: the chat template leaves out turn 1, .*'system': 'a'"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--reward_pretrain m: the chat template leaves out turn 1, .*'system': 'a'",
+    ):
         text.check([chat_prompt("system", "user")])
 
 
@@ -210,7 +268,9 @@ def test_a_reward_model_that_skips_tools_says_so(own, make_tokenizer, caplog):
     ]
 
 
-def test_a_response_continues_the_turn_that_its_prompt_ends_in(own, make_tokenizer, make_trajectory):
+def test_a_response_continues_the_turn_that_its_prompt_ends_in(
+    own, make_tokenizer, make_trajectory
+):
     messages = [*CHAT, {"role": "assistant", "content": "c"}]
     finished = make_trajectory([4, 5], [7, 1], text="ab", messages=messages)
     cut_off = make_trajectory([4, 5], [7], text="ab", messages=messages, truncated=True)
@@ -228,8 +288,12 @@ def test_a_tokenizer_without_eos_is_an_error(own, make_tokenizer):
         RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
 
 
-@pytest.mark.parametrize("messages", [None, CHAT], ids=["plain", "chat whose template has no <u> behind the turn"])
-def test_a_text_that_ended_with_another_token_than_eos_is_read_at_eos(messages, own, make_trajectory):
+@pytest.mark.parametrize(
+    "messages", [None, CHAT], ids=["plain", "chat whose template has no <u> behind the turn"]
+)
+def test_a_text_that_ended_with_another_token_than_eos_is_read_at_eos(
+    messages, own, make_trajectory
+):
     sample = make_trajectory(ids_of("a"), ids_of("c", "<u>"), messages=messages)
     assert policy_tokens(own, sample) == ids_of("a", "c", "<u>", "</s>")
 
@@ -241,7 +305,9 @@ def test_a_text_gets_one_bos_if_its_tokenizer_wants_one(own, make_tokenizer):
 
 
 @pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize(("name", "end"), [("qwen2.5", "<|im_end|>"), ("mistral-v3", "</s>"), ("phi3-mini", "<|end|>")])
+@pytest.mark.parametrize(
+    ("name", "end"), [("qwen2.5", "<|im_end|>"), ("mistral-v3", "</s>"), ("phi3-mini", "<|end|>")]
+)
 def test_real_tokenizers_end_a_finished_response_as_training_does_and_a_cut_one_with_its_last_word(
     name, end, chat, assets, make_tokenizer, make_trajectory
 ):
@@ -271,7 +337,9 @@ def test_reward_models_read_the_whole_episode(game, make_tokenizer):
     assert RewardModelText(make_tokenizer(), make_tokenizer(), "m")(game) == game.token_ids
 
 
-def test_an_episode_is_rendered_with_the_templates_of_the_reward_model(episode, own, make_tokenizer):
+def test_an_episode_is_rendered_with_the_templates_of_the_reward_model(
+    episode, own, make_tokenizer
+):
     own.chat_template = (
         "{% for m in messages %}{{ '<' ~ m.role[0] ~ '>' ~ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments.at }}{% endfor %}"
@@ -285,7 +353,9 @@ def test_an_episode_is_rendered_with_the_templates_of_the_reward_model(episode, 
     assert policy_tokens(make_tokenizer(), episode) == episode.token_ids
     own.chat_template = None
     text.check([])
-    with pytest.raises(ValueError, match="no chat template, which episodes are rendered with. Use a reward model"):
+    with pytest.raises(
+        ValueError, match="no chat template, which episodes are rendered with. Use a reward model"
+    ):
         text.check([], episodes=True)
 
 

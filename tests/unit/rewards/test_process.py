@@ -26,7 +26,9 @@ ENDS = [[1, 3, 7, 9], [0], [], [], [1, 3], [2, 6]]
 def trajectory(make_trajectory, make_tokenizer):
     """A response to "hi", ended by EOS."""
     encode = make_tokenizer()
-    return lambda text: make_trajectory(encode("hi")["input_ids"], [*encode(text)["input_ids"], 1], text="hi")
+    return lambda text: make_trajectory(
+        encode("hi")["input_ids"], [*encode(text)["input_ids"], 1], text="hi"
+    )
 
 
 def scorer_of(model, tokenizer, micro=2, context=None, **options):
@@ -39,13 +41,23 @@ def scorer_of(model, tokenizer, micro=2, context=None, **options):
             places.append(len(ids) - 1)
         return ids, places
 
-    read = render, tokenizer, (GOOD, BAD), RewardConfig(prm_pretrain="judge", step_separator="l", **options)
-    where, run = ("--prm_pretrain judge", context, 0), (MicroBatchSize(micro), SingleProcess(), torch.device("cpu"))
+    read = (
+        render,
+        tokenizer,
+        (GOOD, BAD),
+        RewardConfig(prm_pretrain="judge", step_separator="l", **options),
+    )
+    where, run = (
+        ("--prm_pretrain judge", context, 0),
+        (MicroBatchSize(micro), SingleProcess(), torch.device("cpu")),
+    )
     return ProcessScorer(model, *read, *where, *run)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 9])
-def test_a_step_is_worth_the_probability_of_good_at_its_placeholder(models, make_tokenizer, micro, trajectory):
+def test_a_step_is_worth_the_probability_of_good_at_its_placeholder(
+    models, make_tokenizer, micro, trajectory
+):
     tokenizer, model = make_tokenizer(), models["llama"]
     samples = [trajectory(response) for response in RESPONSES]
     scorer = scorer_of(ProcessRewardModel(model), tokenizer, micro, reward_weights=("prm=2",))
@@ -55,7 +67,9 @@ def test_a_step_is_worth_the_probability_of_good_at_its_placeholder(models, make
         for step, end in zip(steps, ends, strict=True):
             read += step + "q"
             logits = model(torch.tensor([tokenizer(read)["input_ids"]])).logits[0, -1]
-            expected[len("hi") + end] = 2 * (logits[GOOD].exp() / (logits[GOOD].exp() + logits[BAD].exp())).item()
+            expected[len("hi") + end] = (
+                2 * (logits[GOOD].exp() / (logits[GOOD].exp() + logits[BAD].exp())).item()
+            )
         assert score.rewards == {}
         assert score.token_rewards == pytest.approx(expected, abs=1e-5)
 
@@ -71,8 +85,12 @@ def says(probabilities):
     return model
 
 
-@pytest.mark.parametrize(("aggregate", "reward"), [("min", 0.2), ("mean", 0.5), ("last", 0.4), ("product", 0.072)])
-def test_steps_become_one_reward_and_no_number_is_an_error(make_tokenizer, aggregate, reward, trajectory):
+@pytest.mark.parametrize(
+    ("aggregate", "reward"), [("min", 0.2), ("mean", 0.5), ("last", 0.4), ("product", 0.072)]
+)
+def test_steps_become_one_reward_and_no_number_is_an_error(
+    make_tokenizer, aggregate, reward, trajectory
+):
     tokenizer = make_tokenizer()
     scorer = scorer_of(says([0.9, 0.2, 0.4]), tokenizer, prm_aggregate=aggregate)
     [score] = scorer.score([trajectory("ablcld")])
@@ -108,7 +126,10 @@ def test_batches_hold_no_more_tokens_than_the_budget_and_are_as_many_on_every_ra
 
     assert equal_batches([3, 0, 7, 7, 0], MicroBatchSize(2), Other()) == [[2, 3], [0], [], []]
     assert equal_batches([], MicroBatchSize(2), SingleProcess()) == []
-    assert equal_batches([30, 9, 10, 0, 8], MicroBatchSize(8, 30), SingleProcess()) == [[0], [2, 1, 4]]
+    assert equal_batches([30, 9, 10, 0, 8], MicroBatchSize(8, 30), SingleProcess()) == [
+        [0],
+        [2, 1, 4],
+    ]
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz#+-\n "
@@ -122,7 +143,12 @@ QUESTION, STEPS_OF_TEXT = "what", ["one", "and two", "three"]
 @pytest.fixture
 def judge(tmp_path):
     save_tokenizer(tmp_path, LETTERS, chat_template=CHAT)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=3 + len(LETTERS), **sizes)).save_pretrained(tmp_path)
     return tmp_path
 
@@ -135,21 +161,34 @@ def built_scorer(judge, policy, prompts=(), template=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("template", "policy_chats", "judge_chats"), list(product([None, "q {} a "], *[[False, True]] * 2))
+    ("template", "policy_chats", "judge_chats"),
+    list(product([None, "q {} a "], *[[False, True]] * 2)),
 )
-def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_chats, judge_chats, make_trajectory):
+def test_scoring_reads_what_training_reads(
+    judge, tmp_path, template, policy_chats, judge_chats, make_trajectory
+):
     own = PreTrainedTokenizerFast.from_pretrained(judge)
-    policy = save_tokenizer(tmp_path / "policy", LETTERS[::-1], chat_template=CHAT.replace("[0]", "[:2]"))
-    prompt = render_prompt(QUESTION, policy, RowsConfig(input_template=template, apply_chat_template=policy_chats))
+    policy = save_tokenizer(
+        tmp_path / "policy", LETTERS[::-1], chat_template=CHAT.replace("[0]", "[:2]")
+    )
+    prompt = render_prompt(
+        QUESTION, policy, RowsConfig(input_template=template, apply_chat_template=policy_chats)
+    )
     content = template.replace("{}", QUESTION) if template else QUESTION
     messages = [{"role": "user", "content": content}] if policy_chats else None
     written = [*policy("\n\n".join(STEPS_OF_TEXT))["input_ids"], policy.eos_token_id]
     response = make_trajectory(prompt.token_ids, written, text=prompt.text, messages=messages)
-    scorer = built_scorer(judge, policy, [response.prompt], template, prm_apply_chat_template=judge_chats)
+    scorer = built_scorer(
+        judge, policy, [response.prompt], template, prm_apply_chat_template=judge_chats
+    )
     assert isinstance(scorer, ProcessScorer)
     read = scorer.read(response)
-    supervised = SupervisedConfig("model", "data", input_template=template, apply_chat_template=judge_chats)
-    rows = number_rows([{"question": QUESTION, "steps": STEPS_OF_TEXT, "labels": [True, False, True]}])
+    supervised = SupervisedConfig(
+        "model", "data", input_template=template, apply_chat_template=judge_chats
+    )
+    rows = number_rows(
+        [{"question": QUESTION, "steps": STEPS_OF_TEXT, "labels": [True, False, True]}]
+    )
     [example] = load_process_examples(rows, own, supervised, ProcessConfig(placeholder_token="#"))
     assert read.token_ids == example.token_ids
     assert read.places == [t for t, label in enumerate(example.labels) if label != -100]
@@ -158,12 +197,19 @@ def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_cha
 
 
 def test_a_chat_template_that_the_judge_lacks_or_that_refuses_chats_is_named_before_the_run(judge):
-    (judge / "chat_template.jinja").write_text("{{ raise_exception('no system') if messages[0]['role'] == 'system' }}")
+    (judge / "chat_template.jinja").write_text(
+        "{{ raise_exception('no system') if messages[0]['role'] == 'system' }}"
+    )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(judge)
     asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "ask"}]
     message = f"--prm_pretrain {judge}: the chat template refuses messages with the roles system, user: no system"
     with pytest.raises(ValueError, match=message):
-        built_scorer(judge, tokenizer, [Prompt("ask", [2], messages=asked)], prm_apply_chat_template=True)
+        built_scorer(
+            judge, tokenizer, [Prompt("ask", [2], messages=asked)], prm_apply_chat_template=True
+        )
     (judge / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="--prm_apply_chat_template: the tokenizer of --prm_pretrain .* no chat templ"):
+    with pytest.raises(
+        ValueError,
+        match="--prm_apply_chat_template: the tokenizer of --prm_pretrain .* no chat templ",
+    ):
         built_scorer(judge, tokenizer, prm_apply_chat_template=True)

@@ -59,7 +59,9 @@ def test_a_response_cut_off_keeps_its_last_tag(tokenizer, response):
 
 def test_a_stop_text_stays_though_its_token_is_special(tokenizer, response):
     assert answer_text(response("a </answer>", stop=("</answer>",)), tokenizer) == "a</answer>"
-    assert answer_text(response("a </answer>", stop=("b</answer>",)), tokenizer) == "a", "another one ended it"
+    assert answer_text(response("a </answer>", stop=("b</answer>",)), tokenizer) == "a", (
+        "another one ended it"
+    )
     assert answer_text(response("a <eos>", stop=("</answer>",)), tokenizer) == "a"
 
 
@@ -77,7 +79,9 @@ def test_steps_are_those_of_the_text_that_rewards_see(tokenizer, response):
 
 def test_another_reward_model_reads_special_tokens_of_the_policy(tokenizer, response, tmp_path):
     own = save_tokenizer(tmp_path, [*string.ascii_lowercase, *"<>/"])
-    ids = RewardModelText(tokenizer, own, "--reward_pretrain other")(response("<reason> a </reason> <eos>"))
+    ids = RewardModelText(tokenizer, own, "--reward_pretrain other")(
+        response("<reason> a </reason> <eos>")
+    )
     assert own.decode(ids) == "ask<reason>a</reason><eos>"
 
 
@@ -99,12 +103,16 @@ def test_a_tokenizer_in_python_puts_no_blanks_around_tags(make_trajectory):
 
 
 def test_an_engine_tells_what_stop_texts_a_response_had(tokenizer):
-    completion = Completion(tokenizer.convert_tokens_to_ids(["a", "</answer>"]), [0.0] * 2, [0] * 2, FinishReason.STOP)
+    completion = Completion(
+        tokenizer.convert_tokens_to_ids(["a", "</answer>"]), [0.0] * 2, [0] * 2, FinishReason.STOP
+    )
     made = make_one(Prompt("q", [4]), completion, 0, ("</answer>",))
     assert response_text.response_text(made, tokenizer) == "a</answer>"
 
 
-def test_the_log_tells_once_that_responses_have_special_tokens(tokenizer, response, caplog, monkeypatch):
+def test_the_log_tells_once_that_responses_have_special_tokens(
+    tokenizer, response, caplog, monkeypatch
+):
     monkeypatch.setattr(response_text, "_MENTIONED", set())
     caplog.set_level(logging.INFO, "openppo")
     answer_text(response("a <eos>"), tokenizer)

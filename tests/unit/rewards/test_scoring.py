@@ -75,7 +75,9 @@ def test_token_rewards_of_several_sources_are_summed(two):
     sources = [
         Source(Score(token_rewards=[0.5, -1.0, 0.0], step_ends=[True, True, False])),
         Source(Score({"a": 1.0}, failed=True, extras={"n": 2.0}, notes={"t": "x"})),
-        Source(Score(token_rewards=[1.0, 0.0, 0.0], step_ends=[True, False, False]), collective=True),
+        Source(
+            Score(token_rewards=[1.0, 0.0, 0.0], step_ends=[True, False, False]), collective=True
+        ),
     ]
     logged = {"extras": {"n": 2.0}, "notes": {"t": "x"}}
     expected = Score({"a": 1.0}, [1.5, -1.0, 0.0], [True, True, False], failed=True, **logged)
@@ -86,10 +88,14 @@ def test_token_rewards_of_several_sources_are_summed(two):
 
 
 def test_two_sources_of_one_name_are_an_error_naming_them(two):
-    combined = CombinedScorer([Source(GOOD, name="--reward_fn f.py"), Source(GOOD, name="--remote_rm_url")])
+    combined = CombinedScorer(
+        [Source(GOOD, name="--reward_fn f.py"), Source(GOOD, name="--remote_rm_url")]
+    )
     says = "^--reward_fn f.py and --remote_rm_url: two of them give a reward named 'good'"
     extras = CombinedScorer([Source(Score({name: 1.0}, extras={"n": 1.0})) for name in "ab"])
-    with pytest.raises(ValueError, match="two of them give an extra named 'n'; give one another name"):
+    with pytest.raises(
+        ValueError, match="two of them give an extra named 'n'; give one another name"
+    ):
         extras.score(two)
     with pytest.raises(ValueError, match=says):
         combined.score(two)
@@ -106,13 +112,24 @@ def test_a_bad_score_is_named_with_source_shortened_prompt_and_row(make_trajecto
 TEXT = "Add two.\n\nThen ✓🙂 halve.\n\nDone."
 
 
-ENDS = {"ab": [1], "abXcdXe": [1, 4, 6], "XabXXcd": [2, 6], "abX": [1], "X": [], "": [], "XXX": [], "ab cd ": [4]}
+ENDS = {
+    "ab": [1],
+    "abXcdXe": [1, 4, 6],
+    "XabXXcd": [2, 6],
+    "abX": [1],
+    "X": [],
+    "": [],
+    "XXX": [],
+    "ab cd ": [4],
+}
 
 
 @pytest.mark.parametrize(("text", "ends"), ENDS.items())
 def test_blank_steps_and_blanks_at_the_end_do_not_count(text, ends, tmp_path):
     tokenizer = save_tokenizer(tmp_path, "abcdeX ")
-    assert step_ends([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], tokenizer, "X") == ends
+    assert (
+        step_ends([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], tokenizer, "X") == ends
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
@@ -133,6 +150,8 @@ def test_places_are_those_of_a_search_from_the_left_for_any_tokens(name, assets)
                 until_here = whole[: start + len(step.rstrip())]
                 if step.strip():
                     prefixes = (tokenizer.decode(ids[:n]) for n in range(len(ids) + 1))
-                    expected.append(next(n for n, p in enumerate(prefixes) if p.startswith(until_here)) - 1)
+                    expected.append(
+                        next(n for n, p in enumerate(prefixes) if p.startswith(until_here)) - 1
+                    )
                 start += len(step) + len(separator)
             assert step_ends(ids, tokenizer, separator) == expected

@@ -40,7 +40,9 @@ def serve(use, score, token=None, **options):
     async def client():
         base = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with aiohttp.ClientSession(base) as session:
-            async with session.get("/health") as answer:  # it answers, so it also listens to signals
+            async with session.get(
+                "/health"
+            ) as answer:  # it answers, so it also listens to signals
                 known = {"model": "my/model"} if token is None else {}
                 assert await answer.json() == {"status": "ok", **known}
             try:
@@ -90,7 +92,9 @@ def test_texts_of_all_clients_share_forwards_and_are_answered_before_the_end():
         assert [len(answer[1]["rewards"]) for answer in await asyncio.gather(*others)] == [2, 1, 4]
 
     serve(use, score, max_batch_size=3)
-    assert [len(batch) for batch in score.batches] == [1, 3, 3, 1], "not that of the client that has gone"
+    assert [len(batch) for batch in score.batches] == [1, 3, 3, 1], (
+        "not that of the client that has gone"
+    )
 
 
 def test_a_forward_that_fails_fails_its_requests_only(caplog):
@@ -98,7 +102,10 @@ def test_a_forward_that_fails_fails_its_requests_only(caplog):
 
     async def use(session, server):
         status, answer = await post(session, {"query": ["\r"]})
-        assert (status, answer["error"]) == (500, "the reward model failed: MemoryError('CUDA out of memory')")
+        assert (status, answer["error"]) == (
+            500,
+            "the reward model failed: MemoryError('CUDA out of memory')",
+        )
         assert await post(session, {"query": ["abc", ""]}) == (200, {"rewards": [3.0, 0.0]})
         async with session.get("/nowhere") as missing:
             assert (missing.status, await missing.json()) == (404, {"error": "404: Not Found"})
@@ -108,12 +115,24 @@ def test_a_forward_that_fails_fails_its_requests_only(caplog):
 
 
 def test_a_bad_request_is_told_why():
-    bad = [b"{", b"\xff", b"[" * 100_000, [], "a", {"prompts": ["a"]}, {"query": "a"}, {"query": ["a", 1]}]
+    bad = [
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        [],
+        "a",
+        {"prompts": ["a"]},
+        {"query": "a"},
+        {"query": ["a", 1]},
+    ]
 
     async def use(session, server):
         for body in [*bad, {"query": ["a", "\ud83d"]}]:
             status, answer = await post(session, body)
-            assert (status, answer["error"][:48]) == (400, 'the request must be JSON, {"query": [texts]}; "p')
+            assert (status, answer["error"][:48]) == (
+                400,
+                'the request must be JSON, {"query": [texts]}; "p',
+            )
         status, answer = await post(session, {"query": ["a" * 200_000]})
         remedy = "send fewer texts, or raise --max_request_mb of the server"
         assert (status, answer["error"]) == (413, f"the request has over 0.1 MiB: {remedy}")
@@ -149,8 +168,13 @@ def test_a_token_is_asked_for():
             status, answer = await post(session, {"query": ["a"]}, **headers)
             assert status == 401
             assert "Authorization: Bearer TOKEN" in answer["error"]
-        assert (await post(session, {"query": ["a" * 200_000]}))[0] == 401, "before it is read: not 413"
-        assert await post(session, {"query": ["a"]}, Authorization="Bearer sesame") == (200, {"rewards": [1.0]})
+        assert (await post(session, {"query": ["a" * 200_000]}))[0] == 401, (
+            "before it is read: not 413"
+        )
+        assert await post(session, {"query": ["a"]}, Authorization="Bearer sesame") == (
+            200,
+            {"rewards": [1.0]},
+        )
 
     serve(use, Lengths(), token="sesame", max_request_mb=0.1)
 
@@ -158,7 +182,9 @@ def test_a_token_is_asked_for():
 def test_a_text_with_the_token_of_an_image_is_refused(tmp_path):
     """Or the model would score it without the image."""
     tokenizer, model = save_tokenizer(tmp_path, "ab", ["<image>"]), llava()
-    model.config.image_token_id = model.config.image_token_index = tokenizer.convert_tokens_to_ids("<image>")
+    model.config.image_token_id = model.config.image_token_index = tokenizer.convert_tokens_to_ids(
+        "<image>"
+    )
     model.save_pretrained(tmp_path)
     get_llm_for_sequence_regression(str(tmp_path), "critic").model.save_pretrained(tmp_path)
     server = build_server(ServeRMConfig(str(tmp_path), port=0))
@@ -187,7 +213,8 @@ def test_a_conversation_ends_with_one_eos_and_has_no_padding(text, ids, pad, mak
 
 
 @pytest.mark.parametrize(
-    ("text", "token"), [("ab{}", "<pad>"), ("{}ab", "<pad>"), ("ab{}", "<eos>"), ("ab{} ", "<eos>\n")]
+    ("text", "token"),
+    [("ab{}", "<pad>"), ("{}ab", "<pad>"), ("ab{}", "<eos>"), ("ab{} ", "<eos>\n")],
 )
 def test_the_time_for_padding_is_linear(text, token, make_tokenizer):
     tokenizer, seconds = make_tokenizer(), []

@@ -45,9 +45,13 @@ def verify_of(verifier, **options):
         ("ab", [], ["#### a,b"]),
     ],
 )
-def test_exact_match_compares_final_answers_and_numbers_however_they_are_written(label, right, wrong, judge):
+def test_exact_match_compares_final_answers_and_numbers_however_they_are_written(
+    label, right, wrong, judge
+):
     for reward, responses in ((1.0, right), (0.0, wrong)):
-        assert [judge(verify_of("exact_match"), response, label) for response in responses] == [reward] * len(responses)
+        assert [judge(verify_of("exact_match"), response, label) for response in responses] == [
+            reward
+        ] * len(responses)
 
 
 @pytest.mark.parametrize(
@@ -55,23 +59,36 @@ def test_exact_match_compares_final_answers_and_numbers_however_they_are_written
     [
         (r"<think>.*</think>", None, ["<think>a</think>b"], ["<think>a\n</think>b"]),
         (r"(?s)<think>.*</think>", None, ["<think>a\n</think>b"], ["none"]),
-        (r"<answer>(.*?)</answer>", "7", ["<answer> 7 </answer>"], ["<answer>7</answer><answer>8</answer>", "7"]),
+        (
+            r"<answer>(.*?)</answer>",
+            "7",
+            ["<answer> 7 </answer>"],
+            ["<answer>7</answer><answer>8</answer>", "7"],
+        ),
         (r"<answer>(.*?)</answer>", "7+1\n#### 8", ["<answer>7</answer><answer>8</answer>"], []),
         (r"a(b)?", "b", ["ab"], ["a"]),
         (r"([\d.]+)$", 145.0, ["145.0"], ["14.5"]),
     ],
 )
-def test_a_response_must_match_and_the_last_group_must_be_the_label(pattern, label, right, wrong, judge):
+def test_a_response_must_match_and_the_last_group_must_be_the_label(
+    pattern, label, right, wrong, judge
+):
     verify = verify_of("regex", verify_regex=pattern)
     for reward, responses in ((1.0, right), (0.0, wrong)):
-        assert [judge(verify, response, label) for response in responses] == [reward] * len(responses)
+        assert [judge(verify, response, label) for response in responses] == [reward] * len(
+            responses
+        )
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "^(?:a|aa)+$"])
 def test_an_expression_that_backtracks_for_ever_counts_as_wrong(pattern, judge, caplog):
     caplog.set_level(logging.WARNING, "openppo")
     verify = verify_of("regex", verify_regex=pattern)
-    for response, seconds in (("aaa", 60.0), ("a" * 100 + "!", 0.2), ("aaa", 60.0)):  # 2**100 ways in the middle
+    for response, seconds in (
+        ("aaa", 60.0),
+        ("a" * 100 + "!", 0.2),
+        ("aaa", 60.0),
+    ):  # 2**100 ways in the middle
         verify.seconds = seconds
         assert judge(verify, response, "aaa") == float(response == "aaa")
     assert "--verify_regex took too long" in caplog.text
@@ -122,7 +139,9 @@ def math_reward():
 )
 def test_math_compares_values(label, right, wrong, math_reward, judge):
     for reward, responses in ((1.0, right), (0.0, wrong)):
-        assert [judge(math_reward, response, label) for response in responses] == [reward] * len(responses)
+        assert [judge(math_reward, response, label) for response in responses] == [reward] * len(
+            responses
+        )
 
 
 def test_math_works_in_the_background(math_reward, make_trajectory, make_tokenizer):
@@ -147,11 +166,15 @@ def test_math_that_never_ends_counts_as_wrong_and_the_next_answer_is_judged_agai
 
 def test_math_without_its_package_is_an_error_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ValueError, match="^--verifiable_reward math needs .* pip install math-verify"):
+    with pytest.raises(
+        ValueError, match="^--verifiable_reward math needs .* pip install math-verify"
+    ):
         verify_of("math")
 
 
-def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(assets, math_reward, judge):
+def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(
+    assets, math_reward, judge
+):
     lines = (assets / "data" / "gsm8k" / "test.jsonl").read_text().splitlines()[:512]
     answers = [json.loads(line)["answer"] for line in lines]
     finals = [final_answer(answer) for answer in answers]
@@ -166,10 +189,16 @@ def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(a
 def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier, label):
     prompts = [Prompt("good", [1], "72"), Prompt("bad", [1], label)]
     source = RewardConfig(verifiable_reward=(verifier,), verify_regex="(a)")
-    with pytest.raises(ValueError, match=f"^--verifiable_reward {verifier} .* prompt 'bad' is .*--label_key"):
+    with pytest.raises(
+        ValueError, match=f"^--verifiable_reward {verifier} .* prompt 'bad' is .*--label_key"
+    ):
         make_verify(verifier, source, prompts)
     for other in ("length", "regex"):  # without a group
-        make_verify(other, RewardConfig(verifiable_reward=(other,), verify_length=3, verify_regex="a"), prompts)
+        make_verify(
+            other,
+            RewardConfig(verifiable_reward=(other,), verify_length=3, verify_regex="a"),
+            prompts,
+        )
 
 
 def test_verifiers_count_and_read_the_actions(game, make_tokenizer):
@@ -185,4 +214,6 @@ def test_verifiers_read_the_last_answer_of_an_episode(episode, game, make_tokeni
         (verify_of("length", verify_length=4), 1.0),  # of "czd<eos>"
     ):
         assert VerifiableScorer(verify, tokenizer).score([episode]) == [Score({"reward": reward})]
-    assert VerifiableScorer(verify_of("length", verify_length=4), tokenizer).score([game]) == [Score({"reward": 0.5})]
+    assert VerifiableScorer(verify_of("length", verify_length=4), tokenizer).score([game]) == [
+        Score({"reward": 0.5})
+    ]

@@ -36,11 +36,15 @@ class RunsAgain:
 
 
 def engine(model, recorder, rows=8, eos=EOS_IDS):
-    return HFEngine(model, eos, 0, rows, new_recorder=None if recorder is None else lambda: recorder)
+    return HFEngine(
+        model, eos, 0, rows, new_recorder=None if recorder is None else lambda: recorder
+    )
 
 
 def generate(model, prompts, recorder, rows=8):
-    return engine(model, recorder, rows).generate(prompts, PARAMS, [100 + i for i in range(len(prompts))])
+    return engine(model, recorder, rows).generate(
+        prompts, PARAMS, [100 + i for i in range(len(prompts))]
+    )
 
 
 @pytest.mark.usefixtures("late")
@@ -51,7 +55,9 @@ def test_replayed_steps_give_the_same_responses(models, prompts, name, rows, mon
     monkeypatch.setattr(decode_graphs, "COLUMNS_TOGETHER", 8)
     monkeypatch.setattr(row_cache, "SLACK_COLUMNS", 2)
     expected = generate(models[name], prompts * 3, None, rows)
-    assert len({len(completion.token_ids) for completion in expected}) > 3, "rows leave at different times"
+    assert len({len(completion.token_ids) for completion in expected}) > 3, (
+        "rows leave at different times"
+    )
     recorder = RunsAgain()
     assert_same(generate(models[name], prompts * 3, recorder, rows), expected)
     assert recorder.n_replayed > 2 * recorder.n_recorded > 2
@@ -85,7 +91,10 @@ def test_turns_that_resume_are_decoded_with_the_graphs_of_before(models, monkeyp
         while mine.busy:
             mine.step()
             done |= mine.collect()
-        assert_same([done[number]], engine(models["llama"], None, eos=[]).generate([ids], SamplingParams(6), [turn]))
+        assert_same(
+            [done[number]],
+            engine(models["llama"], None, eos=[]).generate([ids], SamplingParams(6), [turn]),
+        )
         ids, handle = [*ids, *done[number].token_ids, 7], done[number].parked
     assert recorder.n_recorded == 1 and recorder.n_replayed >= 14
 
@@ -133,7 +142,9 @@ def test_recorded_steps_are_dropped_where_they_cannot_stay(models, prompts, why,
             mine.step()
             done |= mine.collect()
     assert recorder.n_recorded == 2
-    assert_same([done[number]], engine(model, None, eos=[]).generate([[3, 4]], SamplingParams(9), [1]))
+    assert_same(
+        [done[number]], engine(model, None, eos=[]).generate([[3, 4]], SamplingParams(9), [1])
+    )
 
 
 def test_steps_that_cannot_be_recorded_are_launched(models, prompts, caplog, monkeypatch):
@@ -144,7 +155,8 @@ def test_steps_that_cannot_be_recorded_are_launched(models, prompts, caplog, mon
 
     mine = HFEngine(models["llama"], EOS_IDS, 0, 8, new_recorder=lambda: refuse)
     assert_same(
-        mine.generate(prompts, PARAMS, range(5)), engine(models["llama"], None).generate(prompts, PARAMS, range(5))
+        mine.generate(prompts, PARAMS, range(5)),
+        engine(models["llama"], None).generate(prompts, PARAMS, range(5)),
     )
     assert caplog.text.count("launched one by one") == 1
 
@@ -153,16 +165,27 @@ def test_graphs_are_chosen_on_gpus_where_nothing_refuses_them():
     llama, mistral = tiny_config("llama"), tiny_config("mistral", sliding_window=8)
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert choose_recorder("auto", llama, gpu) and choose_recorder("on", llama, gpu)
-    refused = [("off", llama, gpu), ("auto", llama, cpu), ("auto", mistral, gpu), ("auto", llama, gpu, True)]
+    refused = [
+        ("off", llama, gpu),
+        ("auto", llama, cpu),
+        ("auto", mistral, gpu),
+        ("auto", llama, gpu, True),
+    ]
     assert [choose_recorder(*given) for given in refused] == [None] * 4
     with pytest.raises(ValueError, match="sliding_attention"):
         choose_recorder("on", mistral, gpu)
 
 
 def test_only_layers_that_see_the_whole_row_are_recorded(models):
-    with pytest.raises(ValueError, match="--cuda_graphs: mistral has layers with sliding_attention"):
+    with pytest.raises(
+        ValueError, match="--cuda_graphs: mistral has layers with sliding_attention"
+    ):
         engine(models["mistral"], RunsAgain())
-    for name, kind in (("gpt_neo", "local"), ("doge", "dynamic_mask"), ("llama4_text", "chunked_attention")):
+    for name, kind in (
+        ("gpt_neo", "local"),
+        ("doge", "dynamic_mask"),
+        ("llama4_text", "chunked_attention"),
+    ):
         with pytest.raises(ValueError, match=f"--cuda_graphs: {name} has layers with {kind}"):
             check_layers(tiny_config(name))
     for other in ("llama", "gpt2", "qwen2", "mixtral"):

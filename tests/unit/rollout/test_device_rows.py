@@ -39,8 +39,18 @@ class Crossings(TorchDispatchMode):
         self.n_inside += change
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name, found = function.overloadpacket.__name__, self.of_forwards if self.n_inside else self.found
-        if name in ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "is_nonzero", "equal"):
+        name, found = (
+            function.overloadpacket.__name__,
+            self.of_forwards if self.n_inside else self.found,
+        )
+        if name in (
+            "_local_scalar_dense",
+            "lift_fresh",
+            "nonzero",
+            "masked_select",
+            "is_nonzero",
+            "equal",
+        ):
             found[name] += 1
         if name == "_to_copy" and (kwargs or {}).get("device") is not None:
             found[name] += 1
@@ -52,7 +62,11 @@ def read(monkeypatch):
     """What the host has read: of each step the number of values."""
     sizes: list[int] = []
     original = Sampled.record
-    monkeypatch.setattr(Sampled, "record", lambda self, *to: sizes.append(self.packed.numel()) or original(self, *to))
+    monkeypatch.setattr(
+        Sampled,
+        "record",
+        lambda self, *to: sizes.append(self.packed.numel()) or original(self, *to),
+    )
     return sizes
 
 
@@ -71,7 +85,9 @@ def test_a_decode_step_copies_one_packed_tensor(models, kinds, recorder, read):
         for _ in range(10):
             engine.step()
     assert crossings.found == {}
-    assert crossings.of_forwards == {"_local_scalar_dense": 10}, "transformers looks whether anything is padded"
+    assert crossings.of_forwards == {"_local_scalar_dense": 10}, (
+        "transformers looks whether anything is padded"
+    )
     assert read == [3 * 6] * 10, "id, log-prob and end of each row"
 
 
@@ -85,7 +101,9 @@ def test_crossings_counts_what_it_names():
 def test_the_next_forward_is_launched_before_the_last_is_read(models, late, monkeypatch):
     events: list[str] = []
     original = Sampled.record
-    monkeypatch.setattr(Sampled, "record", lambda self, *to: events.append("read") or original(self, *to))
+    monkeypatch.setattr(
+        Sampled, "record", lambda self, *to: events.append("read") or original(self, *to)
+    )
     hook = models["llama"].register_forward_pre_hook(lambda *_: events.append("forward"))
     HFEngine(models["llama"], [], 0, 8).generate([[3, 4]], SamplingParams(4), [0])
     hook.remove()
@@ -99,7 +117,10 @@ def test_a_row_that_has_ended_is_free_within_two_steps(models, prompts):
     model = models["llama"]
     params = [SamplingParams(3 + i, 1.3) for i in range(len(prompts))]
     engine = HFEngine(model, [], 0, 8)
-    numbers = [engine.submit(prompt, its, i) for i, (prompt, its) in enumerate(zip(prompts, params, strict=True))]
+    numbers = [
+        engine.submit(prompt, its, i)
+        for i, (prompt, its) in enumerate(zip(prompts, params, strict=True))
+    ]
     done = {}
     with shapes_of_forwards(model) as shapes:
         while engine.busy:

@@ -100,10 +100,14 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
     trajectories = sample_trajectories(engine, prompts, SamplingParams(4), 1, seed=0, first_group=0)
     ends = [n + len(returns) for n, returns in zip(n_prompts, expected_returns, strict=True)]
     token_ids = [script[:end] for script, end in zip(scripts, ends, strict=True)]
-    assert [(t.token_ids, t.finish_reason) for t in trajectories] == list(zip(token_ids, reasons, strict=True))
+    assert [(t.token_ids, t.finish_reason) for t in trajectories] == list(
+        zip(token_ids, reasons, strict=True)
+    )
 
     seen: list[str] = []
-    function = RewardFunction(lambda responses: seen.extend(responses) or [0.0, 0.0], "f.py", columns=())
+    function = RewardFunction(
+        lambda responses: seen.extend(responses) or [0.0, 0.0], "f.py", columns=()
+    )
     FunctionScorer(function, tokenizer).score(trajectories)
     assert seen == texts, "without what ends or pads them"
 
@@ -111,18 +115,28 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
         last = attention_mask.sum(-1) - 1
         return last * 100.0 + sequences.gather(1, last[:, None])[:, 0]
 
-    scorer = ModelScorer(place_and_token, MicroBatchSize(2), pad, SingleProcess(), torch.device("cpu"))
+    scorer = ModelScorer(
+        place_and_token, MicroBatchSize(2), pad, SingleProcess(), torch.device("cpu")
+    )
     read = [score.rewards["reward"] for score in scorer.score(trajectories)]
     assert read == [100.0 * (len(ids) - 1) + ids[-1] for ids in token_ids], "the last sampled token"
 
     batch = collate(trajectories, pad).with_fields(scores=torch.tensor([3.0, -2.0]))
     assert batch.truncated.tolist() == [reason is LENGTH for reason in reasons]
-    kl = torch.full(batch.sequences.shape, 10.0)  # on padding and prompts too: it must not count there
+    kl = torch.full(
+        batch.sequences.shape, 10.0
+    )  # on padding and prompts too: it must not count there
     rewards = compute_reward(batch.scores, kl, batch.action_mask, kl_coef=0.1)
     values = torch.ones(batch.sequences.shape)
-    _, returns = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=1.0)
-    one_step, _ = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=0.0)
-    for row, (ids, n_prompt, score) in enumerate(zip(token_ids, n_prompts, (3.0, -2.0), strict=True)):
+    _, returns = get_advantages_and_returns(
+        values, rewards, batch.action_mask, gamma=1.0, lambd=1.0
+    )
+    one_step, _ = get_advantages_and_returns(
+        values, rewards, batch.action_mask, gamma=1.0, lambd=0.0
+    )
+    for row, (ids, n_prompt, score) in enumerate(
+        zip(token_ids, n_prompts, (3.0, -2.0), strict=True)
+    ):
         n, places = len(ids) - n_prompt, range(batch.sequences.shape[1])
         assert batch.sequences[row, : len(ids)].tolist() == ids
         assert batch.attention_mask[row].tolist() == [t < len(ids) for t in places]
@@ -148,15 +162,20 @@ def test_all_eos_ids_of_generation_config_model_config_and_tokenizer_end_a_respo
     in_generation, in_config, eos, expected, make_tokenizer
 ):
     config = SimpleNamespace(eos_token_id=in_config, vocab_size=40, get_text_config=lambda: config)
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=in_generation), config=config)
+    model = SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=in_generation), config=config
+    )
     assert eos_token_ids(model, make_tokenizer(eos=eos)) == expected
     config = Gemma3Config(text_config={"eos_token_id": [1, 7]})
     of_images = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=106), config=config)
-    assert eos_token_ids(of_images) == [1, 7, 106], "its text part may be the only one that has them"
+    assert eos_token_ids(of_images) == [1, 7, 106], (
+        "its text part may be the only one that has them"
+    )
 
 
 @pytest.mark.parametrize(
-    ("pad", "eos", "expected"), [("<pad>", "<eos>", 0), (None, "<end>", 2), (None, None, 0), ("<sep>", None, 3)]
+    ("pad", "eos", "expected"),
+    [("<pad>", "<eos>", 0), (None, "<end>", 2), (None, None, 0), ("<sep>", None, 3)],
 )
 def test_padding_is_filled_with_pad_else_eos_else_zero(pad, eos, expected, make_tokenizer):
     assert pad_token_id(make_tokenizer(pad=pad, eos=eos)) == expected

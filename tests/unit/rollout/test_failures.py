@@ -22,7 +22,10 @@ def test_ten_failed_groups_in_a_row_are_reported_across_steps() -> None:
     assert counted("xxxx", "xxoxx", "xxxx", "xxx").groups_message() is None
     message = "10 groups of task sums in a row failed; the last: error 1"
     assert counted("oxxxx", "xxxx", "xx").groups_message("sums") == message
-    assert counted("x" * GROUPS_IN_A_ROW).groups_message() == "10 groups in a row failed; the last: error 9"
+    assert (
+        counted("x" * GROUPS_IN_A_ROW).groups_message()
+        == "10 groups in a row failed; the last: error 9"
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,9 @@ def test_ten_failed_groups_in_a_row_are_reported_across_steps() -> None:
         (["xx", "xx"], 0, True),
     ],
 )
-def test_two_steps_without_a_trained_episode_are_reported(steps: list[str], n_steps: int, ends: bool) -> None:
+def test_two_steps_without_a_trained_episode_are_reported(
+    steps: list[str], n_steps: int, ends: bool
+) -> None:
     message = counted(*steps).steps_message(n_steps)
     assert (message is not None) == ends
     assert message is None or message.endswith("could be trained on; the last error: error 1")
@@ -51,7 +56,10 @@ def test_steps_whose_groups_are_all_dropped_are_reported_with_the_reason() -> No
         count.add_group(None)
         count.drop_groups("equal rewards")
         count.end_step()
-    assert count.steps_message(8) == "no episode of the last 2 steps could be trained on; the last error: equal rewards"
+    assert (
+        count.steps_message(8)
+        == "no episode of the last 2 steps could be trained on; the last error: equal rewards"
+    )
     count = counted("xx")
     count.add_group("why")
     count.drop_groups("equal rewards")

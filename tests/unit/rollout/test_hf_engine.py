@@ -23,7 +23,9 @@ EOS_IDS = [0, 12, 17, 19]
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.3)
 WARPED = SamplingParams(max_new_tokens=12, temperature=1.6, top_k=15, top_p=0.95)
 VOCAB = 24
-WHOLE: Any = SimpleNamespace(gathered=lambda in_lockstep: nullcontext())  # weights of the module itself
+WHOLE: Any = SimpleNamespace(
+    gathered=lambda in_lockstep: nullcontext()
+)  # weights of the module itself
 
 
 def engine_of(model, eos=EOS_IDS, pad=0, batch=8):
@@ -41,7 +43,8 @@ def shapes_of_forwards(model):
     """The shapes of input ids of the model's forwards inside."""
     shapes: list[tuple[int, ...]] = []
     hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
     )
     yield shapes
     hook.remove()
@@ -65,16 +68,22 @@ def test_greedy_responses_are_those_of_transformers_generate(model, prompts):
     expected = [by_transformers(prompt, eos) for prompt in prompts]
     assert len({len(tokens) for tokens in expected}) > 1, "else the claim below would be weak"
 
-    completions = sampled(engine_of(model, eos), prompts, SamplingParams(max_new_tokens=12, temperature=0))
+    completions = sampled(
+        engine_of(model, eos), prompts, SamplingParams(max_new_tokens=12, temperature=0)
+    )
     for completion, ids in zip(completions, expected, strict=True):
         reason = FinishReason.STOP if ids[-1] in eos else FinishReason.LENGTH
         assert completion == Completion(ids, [0.0] * len(ids), [0] * len(ids), reason)
 
 
 @pytest.mark.parametrize("params", [SAMPLED, WARPED], ids=["temperature", "top-k-and-top-p"])
-def test_sampled_responses_are_those_of_a_loop_without_batch_padding_and_cache(model, prompts, params, naive_sample):
+def test_sampled_responses_are_those_of_a_loop_without_batch_padding_and_cache(
+    model, prompts, params, naive_sample
+):
     completions = sampled(engine_of(model), prompts, params)
-    assert len({len(completion.token_ids) for completion in completions}) > 1, "rows leave at different times"
+    assert len({len(completion.token_ids) for completion in completions}) > 1, (
+        "rows leave at different times"
+    )
     for seed, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), 100):
         uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
         tokens, log_probs = naive_sample(model, prompt, params, uniforms, EOS_IDS)
@@ -85,7 +94,10 @@ def test_sampled_responses_are_those_of_a_loop_without_batch_padding_and_cache(m
 @pytest.mark.parametrize(("batch", "pad"), [(1, 0), (2, 12), (3, 5), (64, 23)])
 def test_a_response_does_not_depend_on_batch_size_or_padding_id(model, prompts, batch, pad):
     """Even if the id is EOS or in a prompt."""
-    assert_same(sampled(engine_of(model, pad=pad, batch=batch), prompts), sampled(engine_of(model, pad=1), prompts))
+    assert_same(
+        sampled(engine_of(model, pad=pad, batch=batch), prompts),
+        sampled(engine_of(model, pad=1), prompts),
+    )
 
 
 def test_an_empty_prompt_and_logits_that_are_not_finite_are_errors(models):
@@ -144,25 +156,41 @@ def test_a_step_is_one_forward_pass_without_equal_prompts_and_finished_rows(mode
     still_running = [sum(length > step for length in lengths) for step in range(max(lengths))]
     n_different = len(set(map(tuple, prompts)))
     assert n_different < len(prompts)
-    assert shapes == [(n_different, max(map(len, prompts))), *((rows, 1) for rows in still_running[1:])]
+    assert shapes == [
+        (n_different, max(map(len, prompts))),
+        *((rows, 1) for rows in still_running[1:]),
+    ]
 
 
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("slack", [1, 64])
-def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(model, prompts, slack, monkeypatch):
+def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(
+    model, prompts, slack, monkeypatch
+):
     """Also where columns are moved often, for little slack."""
     monkeypatch.setattr(row_cache, "SLACK_COLUMNS", slack)
-    greedy, short = SamplingParams(max_new_tokens=9, temperature=0), SamplingParams(max_new_tokens=4)
-    stops = [dataclasses.replace(SAMPLED, stop=tuple(letters)) for letters in ("abcdefghijkl", "mnopqrstuvwx")]
+    greedy, short = (
+        SamplingParams(max_new_tokens=9, temperature=0),
+        SamplingParams(max_new_tokens=4),
+    )
+    stops = [
+        dataclasses.replace(SAMPLED, stop=tuple(letters))
+        for letters in ("abcdefghijkl", "mnopqrstuvwx")
+    ]
     kinds = [SAMPLED, short, greedy, WARPED, SAMPLED, *stops, *stops] * 3
     requests = list(zip([*prompts, *prompts[1:]] * 3, kinds, range(100, 127), strict=True))
     alone = []
     for batch, at_once in ((8, 1), (8, 27), (2, 1), (5, 3)):
         engine, numbers, done = engine_of(model, batch=batch), [], {}
         engine.decode = lambda ids: "".join(chr(ord("a") + i) for i in ids)
-        alone = alone or [engine.generate([prompt], params, [seed])[0] for prompt, params, seed in requests]
+        alone = alone or [
+            engine.generate([prompt], params, [seed])[0] for prompt, params, seed in requests
+        ]
         while engine.busy or len(numbers) < len(requests):
-            numbers += [engine.submit(*request) for request in requests[len(numbers) : len(numbers) + at_once]]
+            numbers += [
+                engine.submit(*request)
+                for request in requests[len(numbers) : len(numbers) + at_once]
+            ]
             assert engine.busy
             engine.step()
             collected = engine.collect()
@@ -170,7 +198,9 @@ def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(mo
             done |= collected
         assert engine.collect() == {}
         assert_same([done[number] for number in numbers], alone)
-    assert all(completion.finish_reason is FinishReason.STOP for completion in alone[5:9]), "by their stop strings"
+    assert all(completion.finish_reason is FinishReason.STOP for completion in alone[5:9]), (
+        "by their stop strings"
+    )
 
 
 def test_weights_are_read_in_place(models):
@@ -178,13 +208,18 @@ def test_weights_are_read_in_place(models):
     engine, greedy = engine_of(model, eos=[]), SamplingParams(max_new_tokens=3, temperature=0)
     wanted = next(iter({*range(VOCAB)} - {*sampled(engine, [[3, 4]], greedy)[0].token_ids}))
     with torch.no_grad():
-        model.lm_head.weight[wanted] = 100 * model.model(torch.tensor([[3, 4]])).last_hidden_state[0, -1]
+        model.lm_head.weight[wanted] = (
+            100 * model.model(torch.tensor([[3, 4]])).last_hidden_state[0, -1]
+        )
     assert sampled(engine, [[3, 4]], greedy)[0].token_ids[0] == wanted
 
 
 def test_short_and_long_prompts_are_not_read_in_one_padded_forward(models):
     """Of 2000 places less than a quarter would be tokens."""
-    prompts = [[1 + i % 20 for i in range(start, start + length)] for start, length in enumerate([60] * 20 + [5] * 20)]
+    prompts = [
+        [1 + i % 20 for i in range(start, start + length)]
+        for start, length in enumerate([60] * 20 + [5] * 20)
+    ]
     with shapes_of_forwards(models["llama"]) as shapes:
         sampled(engine_of(models["llama"], eos=[], batch=64), prompts, SamplingParams(1))
     assert shapes == [(20, 60), (20, 5)]
@@ -192,13 +227,25 @@ def test_short_and_long_prompts_are_not_read_in_one_padded_forward(models):
 
 @pytest.mark.parametrize(
     ("free", "given", "rows"),
-    [(0.0, 3, 3), (0.0, 70, 70), (None, None, 64), (0.3, None, 1), (5.5, None, 5), (17.2, None, 16), (1000, None, 64)],
+    [
+        (0.0, 3, 3),
+        (0.0, 70, 70),
+        (None, None, 64),
+        (0.3, None, 1),
+        (5.5, None, 5),
+        (17.2, None, 16),
+        (1000, None, 64),
+    ],
 )
-def test_max_num_seqs_else_half_of_free_memory_else_64_rows_are_decoded(free, given, rows, models, monkeypatch):
+def test_max_num_seqs_else_half_of_free_memory_else_64_rows_are_decoded(
+    free, given, rows, models, monkeypatch
+):
     """``free`` rows fit in half of it."""
     model, n_new = models["llama"], 7
     row = 4 * (len([3, 4, 5, 6]) + n_new + row_cache.SLACK_COLUMNS) * cache_elements(model.config)
-    monkeypatch.setattr(hf_engine, "free_memory", lambda device: None if free is None else int(2 * free * row))
+    monkeypatch.setattr(
+        hf_engine, "free_memory", lambda device: None if free is None else int(2 * free * row)
+    )
     engine = HFEngine(model, [], 0, given)
     with shapes_of_forwards(model) as shapes, engine.with_weights(WHOLE):
         sampled(engine, [[3, 4, 5, i % 20] for i in range(300)], SamplingParams(n_new))

@@ -33,29 +33,38 @@ def calls(monkeypatch):
 def said(caplog, monkeypatch):
     """Warnings of the library."""
     monkeypatch.setattr(logging.getLogger("openppo"), "propagate", True)
-    return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return lambda: [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
 
 
 def pair(name, **changed):
     """A model with masks, and the same by lengths."""
     torch.manual_seed(1)
-    masked = AutoModelForCausalLM.from_config(tiny_config(name, **changed), attn_implementation="sdpa").eval()
+    masked = AutoModelForCausalLM.from_config(
+        tiny_config(name, **changed), attn_implementation="sdpa"
+    ).eval()
     by_lengths = copy.deepcopy(masked)
     by_lengths.set_attn_implementation(BY_LENGTHS)
     return masked, by_lengths
 
 
 def generate(model, prompts, rows=8, recorder=None):
-    engine = HFEngine(model, EOS_IDS, 0, rows, new_recorder=None if recorder is None else lambda: recorder)
+    engine = HFEngine(
+        model, EOS_IDS, 0, rows, new_recorder=None if recorder is None else lambda: recorder
+    )
     return engine.generate(prompts, PARAMS, range(len(prompts)))
 
 
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize(
-    ("name", "records"), [("llama", False), ("llama", True), ("gpt2", True), ("qwen2", False), ("mistral", False)]
+    ("name", "records"),
+    [("llama", False), ("llama", True), ("gpt2", True), ("qwen2", False), ("mistral", False)],
 )
-def test_decode_steps_by_lengths_give_the_same_responses(name, records, rows, prompts, calls, said, monkeypatch):
+def test_decode_steps_by_lengths_give_the_same_responses(
+    name, records, rows, prompts, calls, said, monkeypatch
+):
     """With rows that enter and leave, rows moved back to the first column, shared keys, and a window."""
     monkeypatch.setattr(row_cache, "SLACK_COLUMNS", 2)
     masked, by_lengths = pair(name)
@@ -90,7 +99,11 @@ def test_models_that_cannot_go_by_lengths_get_a_mask(why, records, prompts, call
     masked, by_lengths = pair("llama", **({"head_dim": 4} if why == "heads of 4" else {}))
 
     def drop(module, args, kwargs):
-        return args, {name: value for name, value in kwargs.items() if name not in ("cu_seq_lens_q", "seqused_k")}
+        return args, {
+            name: value
+            for name, value in kwargs.items()
+            if name not in ("cu_seq_lens_q", "seqused_k")
+        }
 
     if why == "no lengths":
         for layer in by_lengths.model.layers:

@@ -35,7 +35,9 @@ def model(request: Any, models: Any) -> Any:
     if request.param in models:
         return models[request.param]
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny_config(request.param, **OTHERS[request.param])).eval()
+    return AutoModelForCausalLM.from_config(
+        tiny_config(request.param, **OTHERS[request.param])
+    ).eval()
 
 
 def finish(engine: Any, numbers: list[int]) -> list[Completion]:
@@ -53,7 +55,9 @@ def whole(model: Any, prompt: list[int], seed: int, params: SamplingParams = PAR
 
 def park(engine: Any, prompts: list[list[int]], first_seed: int = 0) -> list[tuple[list[int], int]]:
     """The tokens of each prompt and its response, and the handle of both."""
-    numbers = [engine.submit(prompt, PARAMS, first_seed + i, park=True) for i, prompt in enumerate(prompts)]
+    numbers = [
+        engine.submit(prompt, PARAMS, first_seed + i, park=True) for i, prompt in enumerate(prompts)
+    ]
     made = []
     for prompt, completion in zip(prompts, finish(engine, numbers), strict=True):
         assert completion.parked is not None
@@ -69,13 +73,22 @@ def test_turns_that_resume_equal_those_that_read_all(model, prompts, slack, monk
         engine = HFEngine(model, EOS_IDS, 0, batch)
         parked = park(engine, prompts)
         for turn in range(1, 4):
-            asked = [(ids + list(range(3, 4 + (turn + i) % 4)), handle) for i, (ids, handle) in enumerate(parked)]
+            asked = [
+                (ids + list(range(3, 4 + (turn + i) % 4)), handle)
+                for i, (ids, handle) in enumerate(parked)
+            ]
             fresh = [[8, 3 + turn] * turn, [9] * 13]
             seeds = [100 * turn + i for i in range(len(asked) + len(fresh))]
             read, reused = engine.read_tokens, engine.reused_tokens
-            numbers = [engine.submit(ids, PARAMS, seeds[i], True, handle) for i, (ids, handle) in enumerate(asked)]
+            numbers = [
+                engine.submit(ids, PARAMS, seeds[i], True, handle)
+                for i, (ids, handle) in enumerate(asked)
+            ]
             engine.step()
-            numbers += [engine.submit(ids, PARAMS, seeds[len(asked) + i], True) for i, ids in enumerate(fresh)]
+            numbers += [
+                engine.submit(ids, PARAMS, seeds[len(asked) + i], True)
+                for i, ids in enumerate(fresh)
+            ]
             completions = finish(engine, numbers)
             together = [ids for ids, _ in asked] + fresh
             expected = [whole(model, ids, seed) for ids, seed in zip(together, seeds, strict=True)]
@@ -93,7 +106,10 @@ def test_a_forward_reads_only_new_tokens(models):
     engine = HFEngine(model, [], 0, 8)
     (first, a), (second, b) = park(engine, [[3, 4, 5, 6, 7, 8], [9, 10]])
     with shapes_of_forwards(model) as shapes:
-        numbers = [engine.submit([*first, 3, 4], PARAMS, 5, resume=a), engine.submit([*second, 7], PARAMS, 6, resume=b)]
+        numbers = [
+            engine.submit([*first, 3, 4], PARAMS, 5, resume=a),
+            engine.submit([*second, 7], PARAMS, 6, resume=b),
+        ]
         finish(engine, numbers)
     assert shapes == [(2, 3), *[(2, 1)] * 4], "the last sampled token has no keys yet"
 
@@ -103,15 +119,23 @@ def test_branches_of_one_handle_are_independent(models):
     model, engine = models["llama"], HFEngine(models["llama"], EOS_IDS, 0, 8)
     [(ids, handle)] = park(engine, [[3, 4, 5, 6]])
     branches = [[*ids, 7], [*ids, 8, 9, 10], [*ids, 7, 11]]
-    at_once = finish(engine, [engine.submit(branch, PARAMS, i, True, handle) for i, branch in enumerate(branches)])
-    later = [finish(engine, [engine.submit(branch, PARAMS, i, True, handle)]) for i, branch in enumerate(branches)]
+    at_once = finish(
+        engine,
+        [engine.submit(branch, PARAMS, i, True, handle) for i, branch in enumerate(branches)],
+    )
+    later = [
+        finish(engine, [engine.submit(branch, PARAMS, i, True, handle)])
+        for i, branch in enumerate(branches)
+    ]
     expected = [whole(model, branch, i) for i, branch in enumerate(branches)]
     assert_same(at_once, expected)
     assert_same([each for [each] in later], expected)
     assert engine.reused_tokens == 6 * (len(ids) - 1)
 
 
-@pytest.mark.parametrize("prompt", [[3, 4, 5, 6], [3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 14]], ids=["shorter", "different"])
+@pytest.mark.parametrize(
+    "prompt", [[3, 4, 5, 6], [3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 14]], ids=["shorter", "different"]
+)
 @pytest.mark.parametrize("known", [True, False])
 def test_a_handle_that_does_not_match_is_a_miss(models, prompt, known):
     engine = HFEngine(models["llama"], EOS_IDS, 0, 8)
@@ -126,7 +150,9 @@ def test_a_prompt_of_the_kept_tokens_alone_reads_its_last(models):
     engine = HFEngine(models["llama"], [], 0, 8)
     [(ids, handle)] = park(engine, [[3, 4, 5, 6]])
     completion = finish(engine, [engine.submit(ids[:-1], PARAMS, 3, resume=handle)])
-    assert_same(completion, [HFEngine(models["llama"], [], 0, 8).generate([ids[:-1]], PARAMS, [3])[0]])
+    assert_same(
+        completion, [HFEngine(models["llama"], [], 0, 8).generate([ids[:-1]], PARAMS, [3])[0]]
+    )
     assert engine.reused_tokens == len(ids) - 2
 
 
@@ -139,7 +165,9 @@ def test_the_least_recently_used_are_evicted_where_memory_is_full(models, monkey
     def reused(ids: list[int], handle: int) -> bool:
         before = engine.reused_tokens
         completion = finish(engine, [engine.submit([*ids, 5], PARAMS, 9, resume=handle)])
-        assert_same(completion, [HFEngine(models["llama"], [], 0, 8).generate([[*ids, 5]], PARAMS, [9])[0]])
+        assert_same(
+            completion, [HFEngine(models["llama"], [], 0, 8).generate([[*ids, 5]], PARAMS, [9])[0]]
+        )
         return engine.reused_tokens > before
 
     assert reused(first, a) and reused(second, b) and reused(first, a)
@@ -194,7 +222,9 @@ def test_keys_of_old_weights_are_never_resumed(models, how):
             after = ask(ids, handle)
     expected = HFEngine(model, [], 0, 8).generate([[*ids, 9]], PARAMS, [7])
     assert_same([after], expected)
-    assert after.log_probs != pytest.approx(before.log_probs, abs=1e-3), "else stale keys would pass"
+    assert after.log_probs != pytest.approx(before.log_probs, abs=1e-3), (
+        "else stale keys would pass"
+    )
 
 
 def test_a_cancelled_request_frees_its_row_and_changes_no_other(models, prompts):
@@ -225,5 +255,6 @@ def test_a_row_is_free_within_a_step_when_all_are_cancelled(models):
         engine.cancel(number)
     assert not engine.busy
     assert_same(
-        engine.generate([[7, 8]], PARAMS, [1]), [HFEngine(models["llama"], [], 0, 2).generate([[7, 8]], PARAMS, [1])[0]]
+        engine.generate([[7, 8]], PARAMS, [1]),
+        [HFEngine(models["llama"], [], 0, 2).generate([[7, 8]], PARAMS, [1])[0]],
     )

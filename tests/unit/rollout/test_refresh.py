@@ -34,16 +34,22 @@ def train(model: Any, version: int) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
-def assert_versions_explain_log_probs(model: Any, asked: list[tuple[list[int], Completion]], params: Any) -> None:
+def assert_versions_explain_log_probs(
+    model: Any, asked: list[tuple[list[int], Completion]], params: Any
+) -> None:
     """By a plain forward over prompt and response with the weights of each token's version."""
     for version in sorted({v for _, completion in asked for v in completion.versions}):
         train(model, version)
         for prompt, completion in asked:
             ids = torch.tensor([[*prompt, *completion.token_ids]])
             with torch.no_grad():
-                logits = model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1] / params.temperature
+                logits = (
+                    model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1] / params.temperature
+                )
             expected = log_probs_from_logits(logits, ids[:, len(prompt) :])[0].tolist()
-            for ours, theirs, of_token in zip(completion.log_probs, expected, completion.versions, strict=True):
+            for ours, theirs, of_token in zip(
+                completion.log_probs, expected, completion.versions, strict=True
+            ):
                 assert of_token != version or abs(ours - theirs) < 1e-4
 
 
@@ -78,11 +84,15 @@ def test_requests_under_way_continue_with_the_new_weights(model, prompts, way):
 
 def test_nothing_kept_survives_new_weights(model, prompts):
     engine = HFEngine(model, EOS_IDS, 0, 8)
-    first = finish(engine, [engine.submit(prompt, PARAMS, i, park=True) for i, prompt in enumerate(prompts)])
+    first = finish(
+        engine, [engine.submit(prompt, PARAMS, i, park=True) for i, prompt in enumerate(prompts)]
+    )
     longer = [[*prompt, *each.token_ids, 3] for prompt, each in zip(prompts, first, strict=True)]
     train(model, 1)
     engine.version = 1
-    again = [engine.submit(p, PARAMS, 9, resume=e.parked) for p, e in zip(longer, first, strict=True)]
+    again = [
+        engine.submit(p, PARAMS, 9, resume=e.parked) for p, e in zip(longer, first, strict=True)
+    ]
     assert_same(finish(engine, again), [whole(model, prompt, 9) for prompt in longer])
     assert engine.reused_tokens == 0
 
@@ -136,11 +146,16 @@ def test_requests_of_one_hold_are_sampled_as_one_batch(model, driver, prompts):
 
     async def work() -> list[Completion]:
         with driver.hold():
-            asked = [asyncio.ensure_future(driver.generate(p, LONG, i, park=False)) for i, p in enumerate(prompts)]
+            asked = [
+                asyncio.ensure_future(driver.generate(p, LONG, i, park=False))
+                for i, p in enumerate(prompts)
+            ]
             await asyncio.sleep(0)
         return await asyncio.gather(*asked)
 
-    assert driver.drive(work()) == HFEngine(model, EOS_IDS, 0, 8).generate(prompts, LONG, range(len(prompts)))
+    assert driver.drive(work()) == HFEngine(model, EOS_IDS, 0, 8).generate(
+        prompts, LONG, range(len(prompts))
+    )
 
 
 SIZES = [pytest.param(24, 5, id="24"), pytest.param(256, 20, id="256", marks=pytest.mark.slow)]
@@ -164,7 +179,9 @@ def test_sessions_keep_their_history_over_syncs(model, driver, leave, n_sessions
                 asked.append((ids, completion))
                 ids, parked = [*ids, *completion.token_ids, 3 + turn], completion.parked
 
-    sessions = [asyncio.run_coroutine_threadsafe(session(i), driver.loop) for i in range(n_sessions)]
+    sessions = [
+        asyncio.run_coroutine_threadsafe(session(i), driver.loop) for i in range(n_sessions)
+    ]
     for version in range(n_syncs):
         train(model, version)
         driver.engine.version = version

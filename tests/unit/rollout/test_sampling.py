@@ -8,7 +8,14 @@ from transformers import AutoTokenizer
 
 from openppo.rollout import sampling
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.sampling import completed_stop, decoder, request_uniforms, sample, text_before_stop, warp_logits
+from openppo.rollout.sampling import (
+    completed_stop,
+    decoder,
+    request_uniforms,
+    sample,
+    text_before_stop,
+    warp_logits,
+)
 from openppo.types import FinishReason, SamplingParams
 
 LARGEST_UNIFORM = 1 - 2.0**-53
@@ -41,12 +48,19 @@ def by_formula(logits, params):
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize(("n_draws", "n_ids", "spread"), [(25_000, 101, 2), (300, 9_001, 4), (8, 152_000, 4)])
-@pytest.mark.parametrize("warp", [{}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 40, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize(
+    ("n_draws", "n_ids", "spread"), [(25_000, 101, 2), (300, 9_001, 4), (8, 152_000, 4)]
+)
+@pytest.mark.parametrize(
+    "warp", [{}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 40, "top_p": 0.8}], ids=str
+)
 def test_draws_are_those_of_one_cumulative_sum(n_draws, n_ids, spread, warp):
     """But where a uniform number, or top-p, lies within rounding of a token's border."""
     torch.manual_seed(2)
-    logits, params = spread * torch.randn(n_draws, n_ids), SamplingParams(1, temperature=0.8, **warp)
+    logits, params = (
+        spread * torch.randn(n_draws, n_ids),
+        SamplingParams(1, temperature=0.8, **warp),
+    )
     uniforms = torch.rand(n_draws, dtype=torch.float64)
     expected, before = by_formula(logits, params)
     differs = warp_logits(logits, params).isinf() != (expected == 0)
@@ -55,12 +69,17 @@ def test_draws_are_those_of_one_cumulative_sum(n_draws, n_ids, spread, warp):
     cumulative = expected.cumsum(-1)
     naive = torch.searchsorted(cumulative, uniforms[:, None], right=True)[:, 0]
     first = torch.minimum(tokens, naive)[:, None]
-    at_border = (cumulative.gather(-1, first)[:, 0] - uniforms).abs() < (1e-4 if n_ids > 1000 else 1e-6)
+    at_border = (cumulative.gather(-1, first)[:, 0] - uniforms).abs() < (
+        1e-4 if n_ids > 1000 else 1e-6
+    )
     assert (at_border | (tokens == naive)).all()
     assert (tokens != naive).sum() <= 1, "of so many draws"
     same = tokens == naive
     torch.testing.assert_close(
-        log_probs[same].exp().double(), expected.gather(-1, naive[:, None])[same, 0], rtol=1e-3, atol=0
+        log_probs[same].exp().double(),
+        expected.gather(-1, naive[:, None])[same, 0],
+        rtol=1e-3,
+        atol=0,
     )
 
 
@@ -68,12 +87,19 @@ def test_draws_are_those_of_one_cumulative_sum(n_draws, n_ids, spread, warp):
 @pytest.mark.parametrize("params", PARAMS, ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}")
 def test_warped_distribution_is_that_of_transformers(params, warp_by_transformers):
     torch.manual_seed(1)
-    logits = torch.cat([torch.randn(4, 31), 20 * torch.randn(4, 31), torch.randn(1, 31).expand(1, -1) * 0.01])
+    logits = torch.cat(
+        [torch.randn(4, 31), 20 * torch.randn(4, 31), torch.randn(1, 31).expand(1, -1) * 0.01]
+    )
     ours, theirs = warp_logits(logits, params), warp_by_transformers(logits, params)
     assert torch.equal(ours.isinf(), theirs.isinf())
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), atol=1e-6, rtol=0)
-    ties = torch.randint(-2, 3, (16, 31)).float()  # which of equally likely tokens top-p keeps is up to the sort
-    ours, theirs = (warp(ties, params).softmax(-1).sort(-1).values for warp in (warp_logits, warp_by_transformers))
+    ties = torch.randint(
+        -2, 3, (16, 31)
+    ).float()  # which of equally likely tokens top-p keeps is up to the sort
+    ours, theirs = (
+        warp(ties, params).softmax(-1).sort(-1).values
+        for warp in (warp_logits, warp_by_transformers)
+    )
     torch.testing.assert_close(ours, theirs)
 
 
@@ -88,7 +114,9 @@ def test_log_probs_of_bfloat16_logits_are_taken_in_float32():
 
 def test_a_uniform_number_selects_the_token_whose_share_of_the_unit_interval_it_falls_into():
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(9, 4)
-    uniforms = torch.tensor([0.0, 0.05, 0.0999, 0.1001, 0.2999, 0.3001, 0.5999, 0.6001, LARGEST_UNIFORM])
+    uniforms = torch.tensor(
+        [0.0, 0.05, 0.0999, 0.1001, 0.2999, 0.3001, 0.5999, 0.6001, LARGEST_UNIFORM]
+    )
     tokens, _ = sample(logits, uniforms.double(), SamplingParams(1))
     assert tokens.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -103,11 +131,17 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform):
     excluded[:, 500] = False
     excluded[:20] = torch.arange(1000) != 500  # one token left
     logits[excluded] = -torch.inf
-    tokens, log_probs = sample(logits, torch.full((200,), uniform, dtype=torch.float64), SamplingParams(1))
+    tokens, log_probs = sample(
+        logits, torch.full((200,), uniform, dtype=torch.float64), SamplingParams(1)
+    )
     assert not excluded.gather(-1, tokens[:, None]).any()
     assert log_probs.isfinite().all()
     border = torch.tensor([0.5 + k * 2.0**-53 for k in range(-64, 64)], dtype=torch.float64)
-    tokens, _ = sample(torch.tensor([[0.0, -torch.inf, -torch.inf, 0.0]]).expand(128, -1), border, SamplingParams(1))
+    tokens, _ = sample(
+        torch.tensor([[0.0, -torch.inf, -torch.inf, 0.0]]).expand(128, -1),
+        border,
+        SamplingParams(1),
+    )
     assert set(tokens.tolist()) <= {0, 3}, "on the border between two tokens"
 
 
@@ -145,7 +179,10 @@ def sampled(model, prompts, params, eos=()):
 
 def cut_by_hand(ids, stop):
     """Tokens up to the first whose text completes a stop string."""
-    n = next((n for n in range(1, len(ids) + 1) if any(text in text_of(ids[:n]) for text in stop)), len(ids))
+    n = next(
+        (n for n in range(1, len(ids) + 1) if any(text in text_of(ids[:n]) for text in stop)),
+        len(ids),
+    )
     return ids[:n]
 
 
@@ -166,7 +203,9 @@ def test_a_stop_string_ends_a_response_where_it_is_complete(stop, models, prompt
 @pytest.mark.usefixtures("late")
 def test_a_stop_token_ends_a_response_as_eos_does(models, prompts):
     by_eos = sampled(models["llama"], prompts, FREE, eos=[5, 9])
-    by_stop = sampled(models["llama"], prompts, dataclasses.replace(FREE, stop_token_ids=(9,)), eos=[5])
+    by_stop = sampled(
+        models["llama"], prompts, dataclasses.replace(FREE, stop_token_ids=(9,)), eos=[5]
+    )
     assert by_stop == by_eos
     assert FinishReason.STOP in {ours.finish_reason for ours in by_stop}
 
@@ -175,7 +214,9 @@ def test_a_stop_token_ends_a_response_as_eos_does(models, prompts):
 def test_nothing_ends_a_response_before_the_least_length(models):
     model, least = models["llama"], 4
     ends = [i for i, piece in enumerate(PIECES) if piece in ("", "b", "ab")]
-    params = SamplingParams(8, 1.0, stop=("c",), stop_token_ids=tuple(ends[3:]), min_new_tokens=least)
+    params = SamplingParams(
+        8, 1.0, stop=("c",), stop_token_ids=tuple(ends[3:]), min_new_tokens=least
+    )
     lengths = set()
     for seed in range(12):
         engine = HFEngine(model, ends[:3], 0, 1)
@@ -209,8 +250,16 @@ def test_real_tokenizers_complete_a_stop_where_their_whole_text_has_it(stop, nam
     params = SamplingParams(100, stop=(stop,))
     counts = [decode(ids[:n]).count(stop) for n in range(len(ids) + 1)]
     more = [n for n in range(1, len(ids) + 1) if counts[n] > max(counts[:n])]
-    assert [n for n in range(1, len(ids) + 1) if completed_stop(ids[:n], params, decode)][:1] == more[:1] != []
+    assert (
+        [n for n in range(1, len(ids) + 1) if completed_stop(ids[:n], params, decode)][:1]
+        == more[:1]
+        != []
+    )
     first = ids[: more[0]]
-    assert text_before_stop(decode(first), first, params, decode) == decode(first).partition(stop)[0]
+    assert (
+        text_before_stop(decode(first), first, params, decode) == decode(first).partition(stop)[0]
+    )
     assert text_before_stop("", [], params, decode) == ""
-    assert text_before_stop("abc", [1, 7], SamplingParams(9, stop=("ba",)), text_of) == "abc", "no stop, no cut"
+    assert text_before_stop("abc", [1, 7], SamplingParams(9, stop=("ba",)), text_of) == "abc", (
+        "no stop, no cut"
+    )

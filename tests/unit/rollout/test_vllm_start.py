@@ -30,7 +30,10 @@ def test_vllm_does_not_meet_the_store_of_torchrun(launched, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     for name, value in (("RANK", "1"), (STORE, "True")):
         monkeypatch.setenv(name, value) if launched else monkeypatch.delenv(name, raising=False)
-    before, n_threads = {name: os.environ.get(name) for name in ("RANK", STORE)}, torch.get_num_threads()
+    before, n_threads = (
+        {name: os.environ.get(name) for name in ("RANK", STORE)},
+        torch.get_num_threads(),
+    )
     config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py")
     vllm_engine._start("m", config, 16, sleeps=False, reads_images=False)
     assert met == {"RANK": "1", STORE: None}
@@ -106,7 +109,9 @@ class SleepingLLM:
         while len(ids) < len(prompt) + n_new:
             ids.append(self.model.next_token(ids[-1]))
         new = ids[len(prompt) :]
-        answer = SimpleNamespace(token_ids=new, finish_reason="length", logprobs=[{token: None} for token in new])
+        answer = SimpleNamespace(
+            token_ids=new, finish_reason="length", logprobs=[{token: None} for token in new]
+        )
         given = {"request_id": number, "prompt_token_ids": prompt, "num_cached_tokens": 0}
         return [SimpleNamespace(outputs=[answer], finished=True, **given)]
 
@@ -150,7 +155,9 @@ for _ in range(7):
     EXPECTED.append((5 * 2 * EXPECTED[-1] + 3 + 5) % 97)
 
 
-@pytest.mark.parametrize(("loses", "level"), [((), 2), (("buffer",), 1), (("scale",), 1), (("buffer", "scale"), 1)])
+@pytest.mark.parametrize(
+    ("loses", "level"), [((), 2), (("buffer",), 1), (("scale",), 1), (("buffer", "scale"), 1)]
+)
 def test_a_sleep_that_loses_tensors_is_replaced_by_level_1(loses, level, sleeping, caplog):
     engine, sample = sleeping(*loses)
     assert [sample() for _ in range(3)] == [EXPECTED] * 3

@@ -32,7 +32,9 @@ def test_an_error_of_one_rank_is_translated_and_raised_on_all(ranks, failing, me
                 raise PermissionError("no such file.")
             return f"rows of {comm.rank}"
 
-        return collective(comm, read, (OSError, EOFError), lambda text: RuntimeError(f"saving: {text}"))
+        return collective(
+            comm, read, (OSError, EOFError), lambda text: RuntimeError(f"saving: {text}")
+        )
 
     assert [str(error) for error in on_ranks(ranks, work, (RuntimeError,))] == [message] * ranks
     failing.clear()
@@ -57,8 +59,12 @@ before = dict(os.environ)
 init_process_group(timedelta(seconds=60))
 print(TorchComm().all_gather_object("here"), sorted(os.environ.keys() - before.keys()))
 """
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
-    done = subprocess.run([sys.executable, "-c", program], env=alone, capture_output=True, text=True, timeout=300)
+    alone = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=alone, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout == "['here'] ['LOCAL_RANK']\n", done.stderr
 
 
@@ -67,12 +73,24 @@ def test_missing_ranks_and_a_missing_first_host_are_named():
         """A process that joins a group of three on this machine, for up to three seconds."""
         program = "from openppo.strategy.comm import *; init_process_group(timedelta(seconds=3))"
         group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
-        torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0", "MASTER_PORT": str(port)}
+        torchrun = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "MASTER_PORT": str(port),
+        }
         words = [sys.executable, "-c", program]
-        return subprocess.Popen(words, env=os.environ | group | torchrun, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            words, env=os.environ | group | torchrun, stderr=subprocess.PIPE, text=True
+        )
 
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has one
-    joining = [start_joining("0", store.port), start_joining("2", store.port), start_joining("1", 1)]
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # torchrun has one
+    joining = [
+        start_joining("0", store.port),
+        start_joining("2", store.port),
+        start_joining("1", 1),
+    ]
     *others, lone = (process.communicate(timeout=100)[1] for process in joining)
     assert all("ValueError: rank 1 of 3 did not start within 3 s" in message for message in others)
     assert "ValueError: rank 0 was not reached at 127.0.0.1:1 within 3 s" in lone

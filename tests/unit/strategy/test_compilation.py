@@ -93,7 +93,10 @@ def test_the_compiler_of_the_environment_counts_alone(monkeypatch):
 def test_missing_triton_and_header_files_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     for device in (CPU, CUDA):
-        assert missing_tool(device) == f"the header files of Python, and there are none ({tmp_path / 'Python.h'})"
+        assert (
+            missing_tool(device)
+            == f"the header files of Python, and there are none ({tmp_path / 'Python.h'})"
+        )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert missing_tool(CUDA) == "the package triton, and there is none"
 
@@ -103,8 +106,12 @@ def test_auto_without_a_compiler_trains_uncompiled_with_a_line(by_default, monke
     with caplog.at_level(logging.INFO, "openppo"):
         strategy, module = prepared(Named())
     assert not strategy.compiles
-    assert ", layers compiled" not in model_role("model", "m", module, strategy, is_trained=True)[1][1]
-    assert "--compile auto: layers of trained models are not compiled, which is slower" in caplog.text
+    assert (
+        ", layers compiled" not in model_role("model", "m", module, strategy, is_trained=True)[1][1]
+    )
+    assert (
+        "--compile auto: layers of trained models are not compiled, which is slower" in caplog.text
+    )
     assert "that needs a C++ compiler, and there is none (g++)" in caplog.text
 
 
@@ -123,22 +130,29 @@ def test_off_compiles_nothing_in_silence(by_default, caplog):
 def test_the_table_at_the_start_names_compiled_layers(by_default):
     strategy, module = prepared(Named())
     assert strategy.compiles
-    assert model_role("model", "m", module, strategy, is_trained=True)[1][1].endswith(", layers compiled")
+    assert model_role("model", "m", module, strategy, is_trained=True)[1][1].endswith(
+        ", layers compiled"
+    )
 
 
 def test_on_is_an_error_where_it_cannot_be(monkeypatch):
-    with pytest.raises(ValueError, match="--compile: Linear does not name its layers; omit the flag"):
+    with pytest.raises(
+        ValueError, match="--compile: Linear does not name its layers; omit the flag"
+    ):
         prepared(nn.Linear(1, 1), compile="on")
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(
-        ValueError, match=r"--compile needs a C\+\+ compiler, and there is none \(g\+\+\).*omit the flag"
+        ValueError,
+        match=r"--compile needs a C\+\+ compiler, and there is none \(g\+\+\).*omit the flag",
     ):
         prepared(Named(), compile="on")
 
 
 def identity(folder: Path, option: str) -> dict[str, Any]:
     """What a checkpoint in ``folder`` of a run with this ``--compile`` is compared by."""
-    config = from_options(TrainSFTConfig, pretrain="p", dataset="d", save_path=str(folder), compile=option)
+    config = from_options(
+        TrainSFTConfig, pretrain="p", dataset="d", save_path=str(folder), compile=option
+    )
     return Checkpointer(config, DeepspeedStrategy(config.deepspeed), "sft", {}).identity
 
 
@@ -147,7 +161,10 @@ def test_a_run_that_resumes_uncompiled_says_so(tmp_path, caplog):
         check_compatible(tmp_path, identity(tmp_path, "off"), identity(tmp_path, "auto"))
         assert "differ" not in caplog.text
         check_compatible(tmp_path, identity(tmp_path, "on"), identity(tmp_path, "auto"))
-    assert "options that differ from the checkpoint's, in force from now on: --compile on -> off" in caplog.text
+    assert (
+        "options that differ from the checkpoint's, in force from now on: --compile on -> off"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("cache_home", [True, False])

@@ -12,7 +12,10 @@ from openppo.strategy.determinism import fixed_order
 
 
 def settings():
-    on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    on, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     return on, warns, deterministic.fill_uninitialized_memory
 
 

@@ -22,9 +22,19 @@ WHERE = Heartbeat(rank=0, phase="training", step=3, idle=0)
         (RuntimeError(CPU), True, False),
         (MemoryError(), True, False),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True, False),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, False),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+            False,
+        ),
         (torch.distributed.DistBackendError(NCCL), True, False),
-        (torch.distributed.DistBackendError("ncclRemoteError: connection closed by peer"), False, True),
+        (
+            torch.distributed.DistBackendError("ncclRemoteError: connection closed by peer"),
+            False,
+            True,
+        ),
         (RuntimeError("shape mismatch"), False, False),
         (OSError(errno.ENOSPC, "No space left"), False, False),
     ],
@@ -41,19 +51,26 @@ def test_only_a_report_of_memory_has_sizes_models_and_remedies():
     given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "r.py", "micro_train_batch_size": 3}
     options = flat_dict(from_options(TrainPPOConfig, **given))
     lacking, other = (
-        fault_report.raised(error, WHERE, options, lambda phase: MemoryView([f"actor 3 GiB in {phase}"])).render([], "")
+        fault_report.raised(
+            error, WHERE, options, lambda phase: MemoryView([f"actor 3 GiB in {phase}"])
+        ).render([], "")
         for error in (MemoryError(), KeyError())
     )
     assert "GiB available of" in lacking
     assert "--micro_train_batch_size 3" in lacking
     assert "memory:  actor 3 GiB in training\n" in lacking
-    assert "try:     reduce memory in training with --micro_train_batch_size, --gradient_checkpointing" in lacking
+    assert (
+        "try:     reduce memory in training with --micro_train_batch_size, --gradient_checkpointing"
+        in lacking
+    )
     assert "memory" not in other
     assert "try:" not in other
 
 
 def test_memory_that_others_hold_is_not_saved_by_options():
-    options = flat_dict(from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="r.py"))
+    options = flat_dict(
+        from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="r.py")
+    )
     view = MemoryView(["128.0 GiB are held by something else in this process"], is_foreign=True)
     report = fault_report.raised(MemoryError(), WHERE, options, lambda phase: view).render([], "")
     assert "memory:  128.0 GiB are held by something else in this process\n" in report
@@ -62,7 +79,9 @@ def test_memory_that_others_hold_is_not_saved_by_options():
 
 
 def test_credentials_are_masked():
-    report = fault_report.raised(RuntimeError("POST https://me:secret@host/?key=k1"), WHERE, {}, None).render([], "")
+    report = fault_report.raised(
+        RuntimeError("POST https://me:secret@host/?key=k1"), WHERE, {}, None
+    ).render([], "")
     assert "secret" not in report
     assert "k1" not in report
 
@@ -73,7 +92,9 @@ def test_a_rank_waits_for_those_that_started_fewer_collectives():
     assert not ahead.waits_for(ahead)
     assert not behind.waits_for(ahead)
     assert not ahead.waits_for(replace(behind, done=True)), "it has left its groups"
-    assert not ahead.waits_for(replace(behind, samples=True)), "the sides have collectives of their own"
+    assert not ahead.waits_for(replace(behind, samples=True)), (
+        "the sides have collectives of their own"
+    )
     assert replace(ahead, samples=True).waits_for(replace(behind, samples=True))
 
 

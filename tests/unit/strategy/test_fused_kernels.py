@@ -110,7 +110,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def outputs(model: nn.Module, ids: torch.Tensor = IDS) -> list[torch.Tensor]:
     """Logits, those of a decode step, and all gradients."""
     logits = model(ids).logits
-    gradients = torch.autograd.grad(logits.square().sum(), [p for p in model.parameters() if p.requires_grad])
+    gradients = torch.autograd.grad(
+        logits.square().sum(), [p for p in model.parameters() if p.requires_grad]
+    )
     cache = model(ids[:, :-1], use_cache=True).past_key_values
     return [logits.detach(), model(ids[:, -1:], past_key_values=cache).logits.detach(), *gradients]
 
@@ -135,7 +137,9 @@ def test_an_architecture_with_kernels_computes_as_without(name: str) -> None:
     plain = copy.deepcopy(model)
     fuse_kernels(model, CPU, SingleProcess())
     options = {"use_cache": False}  # as in training
-    torch.testing.assert_close(model(IDS, **options).logits, plain(IDS, **options).logits, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        model(IDS, **options).logits, plain(IDS, **options).logits, rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -170,7 +174,9 @@ def test_tensors_on_another_device_go_to_the_plain_module() -> None:
     for module in model.modules():
         if "fused_settings" in vars(module) and module.fused_settings is not None:
             module.fused_settings = (None, (), "cuda")
-    assert torch.equal(model(IDS).logits, expected) or torch.allclose(model(IDS).logits, expected, atol=1e-6)
+    assert torch.equal(model(IDS).logits, expected) or torch.allclose(
+        model(IDS).logits, expected, atol=1e-6
+    )
 
 
 class WrongDecoding(Rotary):
@@ -197,7 +203,11 @@ class WrongGradient(SiLU):
     ],
 )
 def test_a_kernel_that_does_not_agree_is_left_out(
-    part: str, wrong: Any, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    part: str,
+    wrong: Any,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="openppo")
     parts = vars(fused_forwards.load_kernels()) | {part: wrong}
@@ -220,7 +230,10 @@ def test_ranks_that_choose_differently_stay_plain(caplog: pytest.LogCaptureFixtu
     model = model_of("llama")
     assert not fuse_kernels(model, CPU, Two())
     assert fused_in(model) == []
-    assert "LlamaForCausalLM stays as it is" in caplog.text and "(differs on another rank)" in caplog.text
+    assert (
+        "LlamaForCausalLM stays as it is" in caplog.text
+        and "(differs on another rank)" in caplog.text
+    )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -291,12 +304,15 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("liger_kernel", "triton"))), reason="liger-kernel or triton is not installed"
+    not all(map(importlib.util.find_spec, ("liger_kernel", "triton"))),
+    reason="liger-kernel or triton is not installed",
 )
 def test_the_kernels_agree_with_plain_modules_in_tritons_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", INTERPRETED]
-    ended = subprocess.run(words, env=environment, cwd=REPO, capture_output=True, text=True, timeout=500)
+    ended = subprocess.run(
+        words, env=environment, cwd=REPO, capture_output=True, text=True, timeout=500
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
     assert "modified inplace" in found.pop("twice"), "a second backward would be wrong"

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy import DeepspeedStrategy
-from openppo.strategy.gradient_norm import REPLACED, _norm_over_ranks, join_gradient_norms, missing_names, norms
+from openppo.strategy.gradient_norm import (
+    REPLACED,
+    _norm_over_ranks,
+    join_gradient_norms,
+    missing_names,
+    norms,
+)
 
 SETUPS: dict[type, dict[str, Any]] = {
     DeepSpeedZeroOptimizer: {"zero_stage": 2},
@@ -50,7 +56,12 @@ def test_this_deepspeed_has_every_name_that_is_used(kind):
 
 def test_the_norm_is_that_of_a_plain_loop_in_float64():
     prepared(zero_stage=2)  # for the process group
-    gradients = [torch.randn(7, 3), torch.randn(1, 1).bfloat16().float(), torch.full((2,), 1e-30), torch.empty(0)]
+    gradients = [
+        torch.randn(7, 3),
+        torch.randn(1, 1).bfloat16().float(),
+        torch.full((2,), 1e-30),
+        torch.empty(0),
+    ]
     total = 0.0
     for gradient in gradients:
         for number in gradient.flatten().tolist():
@@ -71,7 +82,10 @@ def test_squares_beyond_float32_have_a_norm_in_float64():
 def test_a_norm_that_is_not_finite_is_the_minus_1_of_deepspeed(number):
     prepared(zero_stage=2)
     optimizer = SimpleNamespace(device="cpu", dp_process_group=None)
-    assert _norm_over_ranks(optimizer, [torch.ones(3), torch.tensor([1.0, number])], params=()).item() == -1.0
+    assert (
+        _norm_over_ranks(optimizer, [torch.ones(3), torch.tensor([1.0, number])], params=()).item()
+        == -1.0
+    )
 
 
 @pytest.mark.parametrize("kind", list(REPLACED), ids=lambda kind: kind.__name__)
@@ -99,7 +113,10 @@ def test_elsewhere_deepspeeds_norm_stays_in_silence(options, caplog):
 def test_an_unknown_optimizer_keeps_its_norm_with_a_line(caplog):
     with caplog.at_level(logging.INFO, "openppo"):
         assert not join_gradient_norms(SimpleNamespace(), on_gpu=True)
-    assert "made a SimpleNamespace, which is not known, so each optimizer step takes DeepSpeed's slower" in caplog.text
+    assert (
+        "made a SimpleNamespace, which is not known, so each optimizer step takes DeepSpeed's slower"
+        in caplog.text
+    )
 
 
 def test_a_name_that_deepspeed_lacks_keeps_its_norm_with_a_line(caplog):
@@ -109,7 +126,10 @@ def test_a_name_that_deepspeed_lacks_keeps_its_norm_with_a_line(caplog):
         assert not join_gradient_norms(optimizer, on_gpu=True)
     assert replaced(optimizer) == set()
     assert "gradient norms: DeepSpeedZeroOptimizer of DeepSpeed" in caplog.text
-    assert "has no compute_grad_norm, so each optimizer step takes DeepSpeed's slower way" in caplog.text
+    assert (
+        "has no compute_grad_norm, so each optimizer step takes DeepSpeed's slower way"
+        in caplog.text
+    )
 
 
 def test_a_step_takes_one_norm_and_reads_gradients_for_nothing_else():
@@ -122,7 +142,9 @@ def test_a_step_takes_one_norm_and_reads_gradients_for_nothing_else():
     assert operators["aten::amax"] + operators["aten::amin"] == 0
 
 
-@pytest.mark.parametrize("options", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "bf16": True}])
+@pytest.mark.parametrize(
+    "options", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "bf16": True}]
+)
 def test_a_skipped_step_reports_infinity_and_the_next_is_taken(options):
     model = prepared(**options)
     before = [parameter.clone() for parameter in model.module.parameters()]

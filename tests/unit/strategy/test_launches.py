@@ -48,14 +48,18 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: caplog.messages
 
 
-def test_launches_that_take_longer_than_kernels_are_said_once(lines: Callable[[], list[str]]) -> None:
+def test_launches_that_take_longer_than_kernels_are_said_once(
+    lines: Callable[[], list[str]],
+) -> None:
     device = Device(launches_ms=150, kernels_ms=110)
     train(device)
     assert lines() == [SAYS.format(150, 150)]
     assert device.n_waits == 2, "one micro-batch is timed"
 
 
-def test_kernels_that_take_longer_than_launches_are_not_said(lines: Callable[[], list[str]]) -> None:
+def test_kernels_that_take_longer_than_launches_are_not_said(
+    lines: Callable[[], list[str]],
+) -> None:
     device = Device(launches_ms=150, kernels_ms=170)
     train(device)
     assert lines() == []

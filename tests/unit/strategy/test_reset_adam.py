@@ -21,7 +21,13 @@ from openppo.strategy.checkpoint.model_state import (
 )
 from openppo.strategy.trainable_model import TrainableModel
 
-SIZES = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 ADAM = AdamConfig(l2=0.1, adam_betas=(0.9, 0.95))
 WHERE = ["device", "host while idle", "--adam_offload"]
 
@@ -36,7 +42,9 @@ def module_of(lora: bool) -> nn.Module:
 
 def prepared(stage: int, lora: bool, where: str) -> TrainableModel:
     config = DeepSpeedConfig(zero_stage=stage, max_norm=0.0, adam_offload=where == "--adam_offload")
-    return DeepspeedStrategy(config).prepare(module_of(lora), ADAM, learning_rate=1e-2, total_steps=10)
+    return DeepspeedStrategy(config).prepare(
+        module_of(lora), ADAM, learning_rate=1e-2, total_steps=10
+    )
 
 
 def loss_of(model: Any, number: int) -> Tensor:
@@ -83,7 +91,8 @@ def differences(model: TrainableModel, plain: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(
-    ("stage", "where"), [(s, where) for where in WHERE for s in (0, 1, 2, 3) if s > 0 or where != "--adam_offload"]
+    ("stage", "where"),
+    [(s, where) for where in WHERE for s in (0, 1, 2, 3) if s > 0 or where != "--adam_offload"],
 )
 def test_updates_after_a_reset_are_those_of_a_fresh_adam(stage, where, lora, tmp_path):
     plain, model = copy.deepcopy(module_of(lora)), prepared(stage, lora, where)

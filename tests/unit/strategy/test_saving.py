@@ -33,17 +33,26 @@ from tests.unit.models.conftest import make_gpt2, make_llama
 
 @pytest.mark.parametrize("config_type", [LlamaConfig, GPT2Config])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2, "target_modules": ["q_proj", "c_attn"]}], ids=["full", "merged"])
+@pytest.mark.parametrize(
+    "lora", [{}, {"lora_rank": 2, "target_modules": ["q_proj", "c_attn"]}], ids=["full", "merged"]
+)
 def test_a_file_has_the_tensors_that_transformers_would_write(config_type, tied, lora, tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = AutoModelForCausalLM.from_config(config_type(vocab_size=12, tie_word_embeddings=tied, **sizes))
+    model = AutoModelForCausalLM.from_config(
+        config_type(vocab_size=12, tie_word_embeddings=tied, **sizes)
+    )
     model.save_pretrained(tmp_path / "theirs")
     actor: Any = Actor(str(tmp_path / "theirs"), **lora).model
     save_model(actor, tmp_path / "ours", is_main=True)
     if lora:
-        config = MergeLoRAConfig(lora_path=str(tmp_path / "ours"), save_path=str(tmp_path / "merged"))
+        config = MergeLoRAConfig(
+            lora_path=str(tmp_path / "ours"), save_path=str(tmp_path / "merged")
+        )
         LoRAMerge(config).fit()
-    theirs, ours = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "merged" if lora else "ours"))
+    theirs, ours = (
+        load_file(tmp_path / f / "model.safetensors")
+        for f in ("theirs", "merged" if lora else "ours")
+    )
     assert ours.keys() == theirs.keys()
     assert ("lm_head.weight" in ours) is not tied
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -89,7 +98,10 @@ def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(tmp_path, lora):
 
 
 def test_adapters_are_saved_with_the_processor_of_their_base(tmp_path):
-    for name, file, text in (("base", "processor_config.json", "{}"), ("adapters", "adapter_config.json", "")):
+    for name, file, text in (
+        ("base", "processor_config.json", "{}"),
+        ("adapters", "adapter_config.json", ""),
+    ):
         (tmp_path / name).mkdir()
         text = text or json.dumps({"base_model_name_or_path": str(tmp_path / "base")})
         (tmp_path / name / file).write_text(text)
@@ -98,7 +110,12 @@ def test_adapters_are_saved_with_the_processor_of_their_base(tmp_path):
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["processor_config.json"]
 
 
-MODELS = [make_llama(), make_llama(tie_word_embeddings=True), make_llama(attention_bias=True), make_gpt2()]
+MODELS = [
+    make_llama(),
+    make_llama(tie_word_embeddings=True),
+    make_llama(attention_bias=True),
+    make_gpt2(),
+]
 """GPT-2's layers keep their weights transposed, and its head is tied."""
 
 
@@ -117,7 +134,9 @@ def test_weights_are_the_models_with_adapters_added_as_peft_merges_them(model):
     names = [name for name, _ in model.named_parameters()]
     plain = dict(merged_weights(model))
     assert list(plain) == names
-    assert all(plain[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters()), "nothing is copied"
+    assert all(plain[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters()), (
+        "nothing is copied"
+    )
     policy = adapted(model)
     before = {name: p.clone() for name, p in policy.named_parameters()}
     found = dict(merged_weights(policy))
@@ -142,11 +161,17 @@ def test_partitioned_weights_are_gathered_in_groups_not_one_by_one(lora, monkeyp
     strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3), overrides=partitioned)
     strategy.prepare(model, AdamConfig(), 1e-3, total_steps=1)
     largest = max(weight.nbytes for weight in plain.values())
-    for limit, n_gathers in ((2**30, {1}), (2 * largest, range(2, len(plain) // 2)), (1, {len(plain)})):
+    for limit, n_gathers in (
+        (2**30, {1}),
+        (2 * largest, range(2, len(plain) // 2)),
+        (1, {len(plain)}),
+    ):
         gathered.clear()
         monkeypatch.setattr(trainable_model, "GATHERED_BYTES", limit)
         found = dict(merged_weights(model))
-        assert list(found) == list(plain) and all(torch.equal(found[name], plain[name]) for name in plain)
+        assert list(found) == list(plain) and all(
+            torch.equal(found[name], plain[name]) for name in plain
+        )
         assert len(gathered) in n_gathers
         sizes = [sum(p.ds_numel * p.element_size() for p in group) for group in gathered]
         assert lora or max(sizes) <= limit + largest
@@ -158,5 +183,7 @@ def test_in_bfloat16_the_sum_is_rounded_once():
     exact = dict(copy.deepcopy(policy).float().merge_and_unload().named_parameters())
     for name, weight in merged_weights(policy):
         assert weight.dtype is torch.bfloat16
-        if "q_proj" in name:  # half a unit in the last of 8 bits, and as much for the product of two factors
+        if (
+            "q_proj" in name
+        ):  # half a unit in the last of 8 bits, and as much for the product of two factors
             assert ((weight.float() - exact[name]).abs() <= exact[name].abs() * 2**-8 + 1e-3).all()

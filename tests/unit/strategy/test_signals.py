@@ -19,7 +19,9 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and then it is not taken
+    hangup = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # nohup ignores it, and then it is not taken
     before = [signal.getsignal(number) for number in HANDLED]
     signals.install()
     yield
@@ -30,10 +32,14 @@ def installed() -> Iterator[None]:
 
 def test_a_signal_arrives_while_the_main_thread_is_inside_c(installed):
     arrived: list[tuple[list[str], float]] = []
-    thread = threading.Thread(target=lambda: arrived.append((signals.receive(60), time.monotonic())))
+    thread = threading.Thread(
+        target=lambda: arrived.append((signals.receive(60), time.monotonic()))
+    )
     thread.start()
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000)  # seconds in which no handler of Python can run
+    hashlib.pbkdf2_hmac(
+        "sha256", b"", b"", 5_000_000
+    )  # seconds in which no handler of Python can run
     back = time.monotonic()
     thread.join()
     ((names, when),) = arrived

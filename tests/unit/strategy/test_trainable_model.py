@@ -38,7 +38,10 @@ def trained_for(steps: int, stage: int, bf16: bool, offloads: bool) -> list[torc
         trained.backward(trained(batch).float().square().mean(), last=True)
         trained.step()
         if offloads:
-            held = [StorageWeakRef(state[name].untyped_storage()) for _, state, name in trained._adam_moments()]
+            held = [
+                StorageWeakRef(state[name].untyped_storage())
+                for _, state, name in trained._adam_moments()
+            ]
             assert held
             trained.offload_adam_moments()
             gc.collect()
@@ -58,7 +61,9 @@ def test_offloaded_moments_free_memory_and_change_no_bit(stage, bf16):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_gradients_of_a_single_rank_are_added_in_float32(stage, offloaded):
     """1 and eight times 1/1024: in bfloat16 the sum would stay 1. On two ranks: tests/distributed/test_engine.py."""
-    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage, bf16=True, adam_offload=offloaded and stage > 0))
+    strategy = DeepspeedStrategy(
+        DeepSpeedConfig(zero_stage=stage, bf16=True, adam_offload=offloaded and stage > 0)
+    )
     module = nn.Linear(1, 2, bias=False).bfloat16()
     trained = strategy.prepare(module, AdamConfig(), learning_rate=1e-3, total_steps=10)
     gradients = [1.0] + [2.0**-10] * 8
@@ -79,16 +84,24 @@ def test_frozen_models_need_no_gradient_and_no_forward_waits_for_deepspeeds_time
     strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3))
     trained = strategy.prepare(nn.Linear(2, 2), AdamConfig(), learning_rate=1e-3, total_steps=10)
     frozen: Any = strategy.prepare_frozen(nn.Linear(2, 2))
-    assert [engine.tput_timer.config.enabled for engine in (trained.deepspeed, frozen)] == [False, False]
+    assert [engine.tput_timer.config.enabled for engine in (trained.deepspeed, frozen)] == [
+        False,
+        False,
+    ]
     assert not any(parameter.requires_grad for parameter in frozen.module.parameters())
 
 
 def test_flags_and_overrides_reach_deepspeed_which_scales_nothing():
     options: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     merged = merge(options, {"zero_optimization": {"cpu_offload": 0}})
-    assert merged == {"zero_optimization": {"stage": 3, "cpu_offload": 0}, "bf16": {"enabled": True}}
+    assert merged == {
+        "zero_optimization": {"stage": 3, "cpu_offload": 0},
+        "bf16": {"enabled": True},
+    }
     assert options["zero_optimization"] == {"stage": 3}
-    zero = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm="on"), 3, 7, n_ranks=8)["zero_optimization"]
+    zero = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm="on"), 3, 7, n_ranks=8)[
+        "zero_optimization"
+    ]
     assert (zero["zero_hpz_partition_size"], zero["overlap_comm"]) == (4, True)
     with pytest.raises(ValueError, match="--zpg 2 does not divide the 1 ranks"):
         DeepspeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
@@ -126,7 +139,9 @@ FALLS: dict[str, Callable[[float], float]] = {  # of the share of steps after th
 def rates(name: Any, ratio: float, total: int = TOTAL) -> list[float]:
     """The rates of all steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
-    made: Any = learning_rate_schedule(optimizer, AdamConfig(lr_scheduler=name, lr_warmup_ratio=ratio), total)
+    made: Any = learning_rate_schedule(
+        optimizer, AdamConfig(lr_scheduler=name, lr_warmup_ratio=ratio), total
+    )
     found = []
     for _ in range(total):
         assert made.get_last_lr()[0] == optimizer.param_groups[0]["lr"]
@@ -139,7 +154,9 @@ def rates(name: Any, ratio: float, total: int = TOTAL) -> list[float]:
 @pytest.mark.parametrize("name", list(FALLS))
 def test_rates_rise_in_equal_steps_above_zero_and_then_fall(name):
     up = [PEAK * (step + 1) / WARM_UP for step in range(WARM_UP)]
-    down = [PEAK * FALLS[name]((step - WARM_UP) / (TOTAL - WARM_UP)) for step in range(WARM_UP, TOTAL)]
+    down = [
+        PEAK * FALLS[name]((step - WARM_UP) / (TOTAL - WARM_UP)) for step in range(WARM_UP, TOTAL)
+    ]
     assert rates(name, 0.2) == pytest.approx(up + down)
 
 
@@ -156,7 +173,9 @@ def test_the_first_step_changes_weights_whatever_the_options():
 
 def test_only_trained_parameters_are_averaged_and_come_back_after_an_error():
     module: Any = nn.Sequential(nn.Linear(1, 1), nn.Linear(3, 1).requires_grad_(False))
-    engine = DeepspeedStrategy(DeepSpeedConfig(zero_stage=0)).prepare(module, AdamConfig(), 1e-3, total_steps=1)
+    engine = DeepspeedStrategy(DeepSpeedConfig(zero_stage=0)).prepare(
+        module, AdamConfig(), 1e-3, total_steps=1
+    )
     ema, weight = ParameterAverage(engine, beta=0.75), module[0].weight
     assert ema.fragments().keys() == {"0.weight", "0.bias"}
     nn.init.constant_(weight, 8.0)
@@ -171,7 +190,9 @@ def test_only_trained_parameters_are_averaged_and_come_back_after_an_error():
 def adapted(dtype: torch.dtype = torch.float32) -> Any:
     """A model of two layers with adapters that change its outputs."""
     layers = nn.Sequential(nn.Linear(6, 5, dtype=dtype), nn.Linear(5, 4, dtype=dtype))
-    model: Any = get_peft_model(layers, LoraConfig(target_modules=["0", "1"], r=2), autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    model: Any = get_peft_model(
+        layers, LoraConfig(target_modules=["0", "1"], r=2), autocast_adapter_dtype=False
+    )  # type: ignore[arg-type]
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
@@ -194,7 +215,8 @@ def test_merged_weights_return_after_an_error(dtype):
             torch.testing.assert_close(weight.double(), merged, rtol=0, atol=atol)
         raise OSError("the rollout failed")
     assert all(
-        torch.equal(weight, was) and weight.data_ptr() == place for weight, (was, place) in zip(base, kept, strict=True)
+        torch.equal(weight, was) and weight.data_ptr() == place
+        for weight, (was, place) in zip(base, kept, strict=True)
     )
     assert torch.equal(model(inputs), before), "adapters take part again"
 
@@ -202,7 +224,9 @@ def test_merged_weights_return_after_an_error(dtype):
 def test_merging_that_runs_out_of_memory_changes_nothing(monkeypatch):
     model, inputs = adapted(), torch.randn(3, 6)
     before, second = model(inputs), model.base_model.model[1]
-    monkeypatch.setattr(second, "get_delta_weight", Mock(side_effect=torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(
+        second, "get_delta_weight", Mock(side_effect=torch.OutOfMemoryError("full"))
+    )
     with pytest.raises(torch.OutOfMemoryError), adapters_merged(model):
         raise AssertionError("it was not merged")
     assert torch.equal(model(inputs), before)
@@ -223,7 +247,9 @@ def test_adapters_are_merged_where_two_copies_fit(free, merges, monkeypatch, cap
 
 def test_adapters_are_not_merged_into_4_bits(caplog):
     strategy, model = DeepspeedStrategy(DeepSpeedConfig(zero_stage=2)), adapted()
-    packed = nn.Parameter(torch.zeros(15, 1, dtype=torch.uint8), requires_grad=False)  # as bitsandbytes has them
+    packed = nn.Parameter(
+        torch.zeros(15, 1, dtype=torch.uint8), requires_grad=False
+    )  # as bitsandbytes has them
     model.base_model.model[0].base_layer.weight = packed
     with caplog.at_level(logging.INFO, "openppo"):
         assert not strategy.fits_merged(strategy.prepare(model, AdamConfig(), 1e-3, total_steps=1))
@@ -234,13 +260,18 @@ def test_the_average_lies_on_a_device_that_has_room(caplog):
     with caplog.at_level(logging.INFO, "openppo"):
         places = [average_device(2**30, room, "cuda:1").type for room in (2**30, 2**30 - 1, -1)]
     assert places == ["cuda", "cpu", "cpu"]
-    assert [f"the average lies on the {place}" in caplog.text for place in ("device", "host")] == [True, True]
+    assert [f"the average lies on the {place}" in caplog.text for place in ("device", "host")] == [
+        True,
+        True,
+    ]
     assert average_device(1, 0, "cpu") == average_device(1, 1, "cpu") == torch.device("cpu")
 
 
 def test_averages_are_equal_wherever_they_lie():
     module: Any = nn.Linear(3, 2)
-    engine = DeepspeedStrategy(DeepSpeedConfig(zero_stage=0)).prepare(module, AdamConfig(), 1e-3, total_steps=1)
+    engine = DeepspeedStrategy(DeepSpeedConfig(zero_stage=0)).prepare(
+        module, AdamConfig(), 1e-3, total_steps=1
+    )
     on_host = ParameterAverage(engine, 0.7)
     on_device = ParameterAverage(engine, 0.7, room=32)
     for seed in range(3):

@@ -44,7 +44,11 @@ with Watchdog(RunConfig(), current, {}) as watchdog:
     raise MemoryError("of the user")
 """
 CASES = {
-    "stalls after progress": (STALLS, 1, r"went on\n[^T]*=+ OpenPPO: [\s\S]*rank 0 made no progress for [1-9]\S* s"),
+    "stalls after progress": (
+        STALLS,
+        1,
+        r"went on\n[^T]*=+ OpenPPO: [\s\S]*rank 0 made no progress for [1-9]\S* s",
+    ),
     "look fails for a moment": (FAILS_FOR_A_MOMENT, 0, r"OSError: .* Too many open files\n$"),
     "cannot report": (CANNOT_REPORT, 1, r"MemoryError: of the user[\s\S]*Too many open files"),
 }
@@ -67,7 +71,9 @@ with Watchdog(RunConfig(), current, {{}}):
 
 def test_a_log_that_nobody_reads_keeps_no_process_alive():
     words = ["timeout", "60", sys.executable, "-c", WAITS]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "waits\n"
         process.stdout.close()
@@ -104,8 +110,12 @@ def test_a_failure_is_reported_whatever_stdout_is(stdout):
         ("loading", 1e4, "loading", 1e4, True),
     ],
 )
-def test_a_rank_that_waits_for_a_large_model_has_not_stalled(phase, idle, other_phase, other_idle, stalled):
+def test_a_rank_that_waits_for_a_large_model_has_not_stalled(
+    phase, idle, other_phase, other_idle, stalled
+):
     mine = Heartbeat(rank=0, phase=phase, step=1, idle=idle)
     watchdog = Watchdog(RunConfig(stall_timeout=5), CurrentPhase(), {})
-    watchdog._store.beats[1] = replace(mine, rank=1, samples=True, phase=other_phase, idle=other_idle)
+    watchdog._store.beats[1] = replace(
+        mine, rank=1, samples=True, phase=other_phase, idle=other_idle
+    )
     assert watchdog._is_stalled(mine) == stalled

@@ -22,7 +22,9 @@ GROUPS, SAMPLES = 8, 4
 
 def documented():
     """The function of the page."""
-    blocks = [block.split("```")[0] for block in PAGE.read_text(encoding="utf-8").split("```python\n")]
+    blocks = [
+        block.split("```")[0] for block in PAGE.read_text(encoding="utf-8").split("```python\n")
+    ]
     [block] = [block for block in blocks if "def train_overlapping" in block]
     names = {}
     exec(block, names)
@@ -31,14 +33,18 @@ def documented():
 
 def begin(dataset, *groups, n_samples=2):
     """Futures of groups whose episodes are called by number of group and sample."""
-    return [dataset.begin_group(group, [f"{group}/{i}" for i in range(n_samples)]) for group in groups]
+    return [
+        dataset.begin_group(group, [f"{group}/{i}" for i in range(n_samples)]) for group in groups
+    ]
 
 
 def play(dataset, group, *scores, versions=(0, 0)):
     """End the episodes of a group, each after one turn with tokens of ``versions``."""
     for i, score in enumerate(scores):
         request = PromptRequest(f"{group}/{i}", Prompt("", [5, 6]), SamplingParams(8), 0, group)
-        dataset.put_batch([request], [Completion([7, 8], [-0.5] * 2, list(versions), FinishReason.STOP)])
+        dataset.put_batch(
+            [request], [Completion([7, 8], [-0.5] * 2, list(versions), FinishReason.STOP)]
+        )
         request.taken = True
         dataset.notify_score(request.request_id, score, 1)
 
@@ -59,14 +65,30 @@ def test_the_documented_loop_trains_on_whole_fresh_groups(tmp_path, monkeypatch)
 
     tokenizer, batches = make_chat_tokenizer(), []
     trainer = SimpleNamespace(train_on=batches.append)
-    documented()(AgentSource(solve), tokenizer, ScriptedEngine(tokenizer, lambda prompt: "yes"), trainer, steps=4)
+    documented()(
+        AgentSource(solve),
+        tokenizer,
+        ScriptedEngine(tokenizer, lambda prompt: "yes"),
+        trainer,
+        steps=4,
+    )
     assert len(batches) == 4
     for step, batch in enumerate(batches):
         episodes = {id(turn.episode): turn.group for turn in batch}
-        assert set(Counter(episodes.values()).values()) == {SAMPLES} and len(set(episodes.values())) == GROUPS
-        assert step - 1 <= min(map(oldest_version, batch)) and max(max(turn.versions) for turn in batch) <= step
-        assert all(turn.scores == {"score": 1.0} and turn.prompt.row["n"] % 7 != 3 for turn in batch)
-    assert len({turn.group for batch in batches for turn in batch}) == 4 * GROUPS, "no group is trained on twice"
+        assert (
+            set(Counter(episodes.values()).values()) == {SAMPLES}
+            and len(set(episodes.values())) == GROUPS
+        )
+        assert (
+            step - 1 <= min(map(oldest_version, batch))
+            and max(max(turn.versions) for turn in batch) <= step
+        )
+        assert all(
+            turn.scores == {"score": 1.0} and turn.prompt.row["n"] % 7 != 3 for turn in batch
+        )
+    assert len({turn.group for batch in batches for turn in batch}) == 4 * GROUPS, (
+        "no group is trained on twice"
+    )
 
 
 def test_no_more_groups_begin_than_the_bound_allows():
@@ -87,7 +109,10 @@ def test_ten_failed_groups_in_a_row_end_the_waiting():
     play(dataset, 0, 1.0, 1.0)
     for group in range(1, 11):
         play(dataset, group, 1.0, None)
-    with pytest.raises(NothingTrainedError, match="10 groups in a row failed; the last: too few episodes of group 10"):
+    with pytest.raises(
+        NothingTrainedError,
+        match="10 groups in a row failed; the last: too few episodes of group 10",
+    ):
         dataset.take_groups()
 
 

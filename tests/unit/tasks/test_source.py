@@ -35,24 +35,60 @@ def config(tmp_path, monkeypatch):
     Path("agent.py").write_text("async def solve(task, session): return 1.0")
     Path("tools.py").write_text(TOOLS)
     Path("ratios.py").write_text("def mine(shares): return {name: 1.0 for name in shares}")
-    return from_options(TrainPPOConfig, pretrain="MODEL", max_steps=3, generate_max_len=64, agent_timeout=9.0)
+    return from_options(
+        TrainPPOConfig, pretrain="MODEL", max_steps=3, generate_max_len=64, agent_timeout=9.0
+    )
 
 
 def source(config, *rows, **options):
     Path("tasks.yaml").write_text(yaml.safe_dump({"tasks": list(rows)}))
-    given = {"pretrain": "MODEL", "max_steps": 3, "generate_max_len": 64, "agent_timeout": 9.0, "tasks": "tasks.yaml"}
+    given = {
+        "pretrain": "MODEL",
+        "max_steps": 3,
+        "generate_max_len": 64,
+        "agent_timeout": 9.0,
+        "tasks": "tasks.yaml",
+    }
     return task_source(from_options(TrainPPOConfig, **given, **options))
 
 
 def test_a_task_has_the_options_of_the_run_and_its_own(config):
-    talk = {"name": "talk", "agent": "agent.py:solve", "data": "t.jsonl", "group_size": 3, "max_concurrent": 5}
-    talk |= {"timeout": 4, "retries": 0, "options": {"max_turns": 2, "label_key": "x"}, "eval_data": "e.jsonl"}
-    one, two = source(config, MINIMAL | {"sampling": {"generate_max_len": 8, "stop": ["\n"]}}, talk).tasks
-    assert (one.config.data.prompt_data, one.config.rewards.verifiable_reward) == ("rows.jsonl", ("exact_match",))
+    talk = {
+        "name": "talk",
+        "agent": "agent.py:solve",
+        "data": "t.jsonl",
+        "group_size": 3,
+        "max_concurrent": 5,
+    }
+    talk |= {
+        "timeout": 4,
+        "retries": 0,
+        "options": {"max_turns": 2, "label_key": "x"},
+        "eval_data": "e.jsonl",
+    }
+    one, two = source(
+        config, MINIMAL | {"sampling": {"generate_max_len": 8, "stop": ["\n"]}}, talk
+    ).tasks
+    assert (one.config.data.prompt_data, one.config.rewards.verifiable_reward) == (
+        "rows.jsonl",
+        ("exact_match",),
+    )
     assert (one.config.generation.generate_max_len, one.config.generation.stop) == (8, ("\n",))
-    assert (one.config.agents.agent_timeout, one.maker, one.ratio, one.retries) == (9.0, None, 0.5, 2)
-    assert (two.config.agents.agent_timeout, two.config.agents.max_turns, two.config.data.label_key) == (4, 2, "x")
-    assert (two.config.evaluation.eval_data, two.config.generation.generate_max_len) == ("e.jsonl", 64)
+    assert (one.config.agents.agent_timeout, one.maker, one.ratio, one.retries) == (
+        9.0,
+        None,
+        0.5,
+        2,
+    )
+    assert (
+        two.config.agents.agent_timeout,
+        two.config.agents.max_turns,
+        two.config.data.label_key,
+    ) == (4, 2, "x")
+    assert (two.config.evaluation.eval_data, two.config.generation.generate_max_len) == (
+        "e.jsonl",
+        64,
+    )
     assert (two.share.group_size, two.share.max_concurrent, two.retries) == (3, 5, 0)
     assert two.maker.options.agent_timeout == 4
     assert not two.has_rewards
@@ -69,7 +105,10 @@ def test_objects_of_ones_own_are_tasks_too(config):
     async def solve(task: Task, session):
         return 1.0
 
-    services = [TaskService("a", solve, "a.jsonl", ratio=0.25), TaskService("b", data="b", reward="length", ratio=0.75)]
+    services = [
+        TaskService("a", solve, "a.jsonl", ratio=0.25),
+        TaskService("b", data="b", reward="length", ratio=0.75),
+    ]
     services[1] = TaskService(**{**vars(services[1]), "options": {"verify_length": 3}})
     made = task_source(config, services, by_speed)
     assert [(task.name, task.ratio) for task in made.tasks] == [("a", 0.25), ("b", 0.75)]
@@ -77,17 +116,35 @@ def test_objects_of_ones_own_are_tasks_too(config):
 
 
 WRONG = [
-    ([{**MINIMAL, "color": "red"}], "task one has no field 'color'; fields are name, agent, data, reward, ratio"),
+    (
+        [{**MINIMAL, "color": "red"}],
+        "task one has no field 'color'; fields are name, agent, data, reward, ratio",
+    ),
     ([{"data": "x"}], "task number 1 needs a name"),
     ([{**MINIMAL, "name": "a/b"}], "'a/b' is no name of a task"),
     ([MINIMAL, MINIMAL], "two tasks have the name 'one'"),
-    ([{**MINIMAL, "ratio": 0.5}, {**MINIMAL, "name": "two", "ratio": 0.4}], "the ratios sum to 0.9"),
-    ([{**MINIMAL, "ratio": 0.5}, {**MINIMAL, "name": "two"}], "task two has no ratio, and others have"),
+    (
+        [{**MINIMAL, "ratio": 0.5}, {**MINIMAL, "name": "two", "ratio": 0.4}],
+        "the ratios sum to 0.9",
+    ),
+    (
+        [{**MINIMAL, "ratio": 0.5}, {**MINIMAL, "name": "two"}],
+        "task two has no ratio, and others have",
+    ),
     ([{**MINIMAL, "ratio": -1.0}], "the ratio of task one is -1.0"),
     ([{**MINIMAL, "group_size": 0}], "task one: group_size 0: use a whole number of 1 or more"),
-    ([{**MINIMAL, "options": {"actor_learning_rate": 1}}], "task one: options has actor_learning_rate"),
-    ([{**MINIMAL, "sampling": {"temperature": 1}}], "task one: sampling has temperature, which is the run's"),
-    ([{**MINIMAL, "sampling": {"generate_max_len": 99}}], "longer than the run's --generate_max_len 64"),
+    (
+        [{**MINIMAL, "options": {"actor_learning_rate": 1}}],
+        "task one: options has actor_learning_rate",
+    ),
+    (
+        [{**MINIMAL, "sampling": {"temperature": 1}}],
+        "task one: sampling has temperature, which is the run's",
+    ),
+    (
+        [{**MINIMAL, "sampling": {"generate_max_len": 99}}],
+        "longer than the run's --generate_max_len 64",
+    ),
     ([{**MINIMAL, "options": {"max_turns": 0}}], "task one: --max_turns"),
     ([{"name": "one", "data": "x"}], "task one: No reward is given"),
     (
@@ -119,7 +176,9 @@ def test_a_file_that_is_no_yaml_or_not_there_is_named(config):
 
 def test_ratios_may_follow_a_function(config):
     assert source(config, MINIMAL, task_ratios="speed").ratios is by_speed
-    assert source(config, MINIMAL, task_ratios="ratios.py:mine").ratios({"one": None}) == {"one": 1.0}
+    assert source(config, MINIMAL, task_ratios="ratios.py:mine").ratios({"one": None}) == {
+        "one": 1.0
+    }
 
 
 @pytest.mark.parametrize(
@@ -148,7 +207,15 @@ def test_each_task_is_scored_by_its_own_source():
             return [Score({"reward": self.reward}) for _ in trajectories]
 
     rows = [
-        Trajectory([1, 2], [False, True], [0.0, 0.0], [-1, 0], FinishReason.STOP, Prompt("", [1], task=name), i)
+        Trajectory(
+            [1, 2],
+            [False, True],
+            [0.0, 0.0],
+            [-1, 0],
+            FinishReason.STOP,
+            Prompt("", [1], task=name),
+            i,
+        )
         for i, name in enumerate("abcab")
     ]
     scores = TaskScorer({"a": Fixed(1.0), "b": Fixed(2.0), "c": None}).score(rows)
@@ -236,7 +303,13 @@ def test_a_task_that_joins_names_no_file_that_runs(config, tmp_path, fields, nam
     made.tokenizer, control.join = None, made.newcomer
     server = TaskServer(control, file)
     where = json.loads(file.read_text())
-    joins = {"name": "new", "agent": "http://127.0.0.1:9", "data": "rows.jsonl", "ratio": 0.5, **fields}
+    joins = {
+        "name": "new",
+        "agent": "http://127.0.0.1:9",
+        "data": "rows.jsonl",
+        "ratio": 0.5,
+        **fields,
+    }
     header = {"Authorization": f"Bearer {where['token']}"}
     with pytest.raises(HTTPError) as refused:
         urlopen(Request(where["url"], json.dumps(joins).encode(), header), timeout=10)

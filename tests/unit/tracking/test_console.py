@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from openppo.tracking import ConsoleTracker, JSONLTracker, Trackers, console, progress_bar, setup_logging
+from openppo.tracking import (
+    ConsoleTracker,
+    JSONLTracker,
+    Trackers,
+    console,
+    progress_bar,
+    setup_logging,
+)
 from openppo.tracking.console import escape_control, log_lines, table_lines
 
 
@@ -35,7 +42,9 @@ def logger_as_before() -> Iterator[None]:
         (Terminal(), "\nrole   model\n\x1b[33mwarning: careful\x1b[0m\n"),
     ],
 )
-def test_files_name_the_rank_on_each_line_and_terminals_color_warnings(monkeypatch, stream, expected):
+def test_files_name_the_rank_on_each_line_and_terminals_color_warnings(
+    monkeypatch, stream, expected
+):
     monkeypatch.setattr(sys, "stderr", stream)
     setup_logging(0)
     log_lines(["", "role   model"])
@@ -50,7 +59,9 @@ def test_records_cannot_command_a_terminal(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     setup_logging(0)
-    logging.getLogger("openppo").warning("a program said %s\nbelow", "\x1b]0;title\x07 \x1b[2J\u202e red\r")
+    logging.getLogger("openppo").warning(
+        "a program said %s\nbelow", "\x1b]0;title\x07 \x1b[2J\u202e red\r"
+    )
     first, second = stream.getvalue().splitlines()
     assert first == r"[openppo] a program said \x1b]0;title\x07 \x1b[2J\u202e red\r"
     assert second == "[openppo] below"
@@ -59,7 +70,10 @@ def test_records_cannot_command_a_terminal(monkeypatch):
 def test_a_full_disk_under_all_output_does_not_stop_the_run(tmp_path, monkeypatch):
     """As with ``> run.log 2>&1``: the failure cannot be reported either."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
-    with open("/dev/full", "wb", buffering=0) as full, io.TextIOWrapper(full, write_through=True) as stream:
+    with (
+        open("/dev/full", "wb", buffering=0) as full,
+        io.TextIOWrapper(full, write_through=True) as stream,
+    ):
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setattr(sys, "stderr", stream)
         setup_logging(0)
@@ -92,7 +106,9 @@ def test_a_table_is_aligned_and_its_last_column_wraps():
     assert [line[10:15] for line in lines if line[2] != " "] == [" size", "    1", "1,000"]
     assert max(map(len, lines)) == console.WIDTH
     assert "".join(line[17:] for line in lines[-3:]) == "x" * 180
-    assert table_lines([("数据", "a"), ("rows", "b")]) == ["数据  a", "rows  b"], "wide characters take two columns"
+    assert table_lines([("数据", "a"), ("rows", "b")]) == ["数据  a", "rows  b"], (
+        "wide characters take two columns"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +125,9 @@ def test_escaped_text_is_one_harmless_line(text, shown):
 
 
 @pytest.mark.parametrize(("seconds", "shares"), [(0.29, []), (1.0, ["30", "60", "90", "100"])])
-def test_a_file_gets_a_line_every_30_seconds_and_one_at_the_end(monkeypatch, capsys, seconds, shares):
+def test_a_file_gets_a_line_every_30_seconds_and_one_at_the_end(
+    monkeypatch, capsys, seconds, shares
+):
     clock = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
     for _ in progress_bar(100, "generation", enabled=True):

@@ -15,7 +15,9 @@ def is_ours(beginning: bytes) -> bool:
 
 
 def checked(path: Path, *inputs: Path) -> Path:
-    return check_output_file(str(path), "--output", is_ours=is_ours, inputs=[("--data", str(each)) for each in inputs])
+    return check_output_file(
+        str(path), "--output", is_ours=is_ours, inputs=[("--data", str(each)) for each in inputs]
+    )
 
 
 def test_an_earlier_output_and_an_empty_file_may_be_replaced(tmp_path):
@@ -32,7 +34,8 @@ def test_a_file_of_others_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "reward.py")
     for name in ("reward.py", "link"):
         with pytest.raises(
-            ValueError, match=rf"^--output .*{name} holds what this command has not written: name anoth"
+            ValueError,
+            match=rf"^--output .*{name} holds what this command has not written: name anoth",
         ):
             checked(tmp_path / name)
     with pytest.raises(ValueError, match="is a folder: name a file in it"):
@@ -48,7 +51,10 @@ def test_an_input_is_refused_by_any_name_though_it_is_an_earlier_output(tmp_path
     monkeypatch.chdir(tmp_path)
     for output in ("rows/a.txt", "rows/new.txt", "link/a.txt", "rows/../rows/a.txt"):
         for source in ("rows", "link"):
-            with pytest.raises(ValueError, match=f"^--output {output} is read by --data .*{source}: name another file"):
+            with pytest.raises(
+                ValueError,
+                match=f"^--output {output} is read by --data .*{source}: name another file",
+            ):
                 checked(Path(output), tmp_path / source)
     assert checked(Path("other.txt"), tmp_path / "rows", Path("no/such")) == Path("other.txt")
 
@@ -74,7 +80,9 @@ def test_modes_and_links_stay_and_new_files_have_the_usual_mode(tmp_path):
     for name in ("new", "kept", "link"):
         with replacing(tmp_path / name) as new:
             new.write_text(name)
-    mode = {name: stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in ("usual", "new", "kept")}
+    mode = {
+        name: stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in ("usual", "new", "kept")
+    }
     assert mode["new"] == mode["usual"]
     assert mode["kept"] == 0o640
     assert (tmp_path / "link").is_symlink()

@@ -68,9 +68,16 @@ def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock):
         raise KeyError
     other.count_tokens("generation", 10)
     expected = {"time/generation_s": 4.0, "time/step_s": 3.5, "speed/generation_tokens_per_s": 4.0}
-    expected |= {"speed/step_tokens_per_s": 3 / 3.5, "speed/generation_imbalance": 0.25, "speed/step_imbalance": 1.0}
+    expected |= {
+        "speed/step_tokens_per_s": 3 / 3.5,
+        "speed/generation_imbalance": 0.25,
+        "speed/step_imbalance": 1.0,
+    }
     expected["speed/step_tokens_per_s_per_device"] = 3 / 3.5 / 5  # three more ranks sample
-    assert on_ranks(2, lambda comm: (timer, other)[comm.rank].take_metrics(comm, others=3)) == [expected] * 2
+    assert (
+        on_ranks(2, lambda comm: (timer, other)[comm.rank].take_metrics(comm, others=3))
+        == [expected] * 2
+    )
     assert timer.take_metrics(SingleProcess()) == {}
     with pytest.raises(AssertionError, match="already running"), timer.phase("a"), timer.phase("a"):
         pass
@@ -102,7 +109,9 @@ def test_roles_add_up_and_an_evaluation_counts_as_a_whole(clock):
     assert timer.take_metrics(trainer.comm) == {}, "all of it has been reported"
 
 
-@pytest.mark.parametrize(("error", "left"), [(Interrupted("SIGTERM"), "starting"), (KeyError(), "evaluation")])
+@pytest.mark.parametrize(
+    ("error", "left"), [(Interrupted("SIGTERM"), "starting"), (KeyError(), "evaluation")]
+)
 def test_an_evaluation_that_fails_leaves_the_next_as_it_is(clock, error, left):
     class Trainer:
         comm = SingleProcess()
@@ -151,7 +160,10 @@ def test_roles_are_timed_in_the_queue_of_a_gpu(monkeypatch):
 def test_each_phase_has_its_own_peak_beside_the_estimate(monkeypatch):
     cuda = FakeCUDA()
     monkeypatch.setattr(phase.torch, "cuda", cuda)
-    timer, other = PhaseTimer(estimated={"generation": 3 << 30, "step": 9 << 29, "loading": 1 << 30}), PhaseTimer()
+    timer, other = (
+        PhaseTimer(estimated={"generation": 3 << 30, "step": 9 << 29, "loading": 1 << 30}),
+        PhaseTimer(),
+    )
     cuda.hold(50)  # while models were loaded
     with timer.phase("step"):
         for gib in (2, 4):
@@ -182,7 +194,9 @@ def test_the_innermost_phase_is_current_and_all_that_happens_is_progress():
             for _ in progress_bar(2, "work", enabled=False):
                 pass
         phase.phase("saving")(lambda: None)()
-    assert seen == [(name, 7) for name in ("step", *["training"] * 3, "step", "saving", "step", "starting")]
+    assert seen == [
+        (name, 7) for name in ("step", *["training"] * 3, "step", "saving", "step", "starting")
+    ]
     with pytest.raises(KeyError), timer.phase("step"), timer.phase("scoring"):
         raise KeyError
     assert current.phase == "scoring", "for the report"
@@ -195,7 +209,11 @@ def profiled(folder: Path) -> PhaseTimer:
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
     file = folder / "logs" / "profile" / "step_00000001_rank_0.json.gz"
-    return [event for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if event.get("ph") == "X"]
+    return [
+        event
+        for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        if event.get("ph") == "X"
+    ]
 
 
 def work(timer: PhaseTimer, steps: int, loops: int, clock: list[float]) -> None:
@@ -217,7 +235,13 @@ def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_al
     assert len(multiplied) == 2 * RECORDED_SECONDS  # of a second each, in two phases
     ends = {event["name"]: event["ts"] + event["dur"] for event in events}
     begins = {event["name"]: event["ts"] for event in events}
-    assert begins["generation"] < multiplied[0] < ends["generation"] <= begins["training"] < ends["training"]
+    assert (
+        begins["generation"]
+        < multiplied[0]
+        < ends["generation"]
+        <= begins["training"]
+        < ends["training"]
+    )
 
 
 def test_a_trace_prints_nothing_but_our_line(tmp_path):
@@ -230,7 +254,9 @@ timer = PhaseTimer(StepProfiler({str(tmp_path)!r}, TrackingConfig(profile_steps=
 with timer.step(1):
     torch.ones(2)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert len(events_of(tmp_path)) > 0
     assert [line for line in ended.stderr.splitlines() if not line.startswith("[openppo]")] == []
 

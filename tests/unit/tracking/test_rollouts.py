@@ -17,15 +17,26 @@ from openppo.types import Ending, Episode, Prompt
 from tests.unit.trainer.test_sample_log import BYTES, ONE
 
 LABELS: list[Any] = ["text", None, 3, {"a": [1, None]}, ["x", 2.5], ""]
-TALK = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "content": "b"}]
+TALK = [
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "content": "b"},
+]
 
 
 def rows_of(step: int, tokens: bool = False) -> list[dict[str, Any]]:
     """Rows whose labels, rewards and messages are of all types, the last of an agent."""
-    given = [dataclasses.replace(ONE, prompt=Prompt(f"{step}", [1], label=label, source="s")) for label in LABELS]
+    given = [
+        dataclasses.replace(ONE, prompt=Prompt(f"{step}", [1], label=label, source="s"))
+        for label in LABELS
+    ]
     given[0] = dataclasses.replace(given[0], scores={"b": 1, "c": 2}, extras={"n": 2.0})
-    given.append(dataclasses.replace(ONE, episode=Episode(TALK, Ending.TIMEOUT, n_turns=1, error="late")))
-    return [{"sample": i} | rollout_row(t, BYTES, t.total_reward({"a": 0.25}), tokens) for i, t in enumerate(given)]
+    given.append(
+        dataclasses.replace(ONE, episode=Episode(TALK, Ending.TIMEOUT, n_turns=1, error="late"))
+    )
+    return [
+        {"sample": i} | rollout_row(t, BYTES, t.total_reward({"a": 0.25}), tokens)
+        for i, t in enumerate(given)
+    ]
 
 
 def write(folder: Path, steps: range, most_bytes: float = 4000.0, rank: int = 0) -> None:
@@ -51,7 +62,11 @@ def test_a_resumed_dump_is_that_of_a_run_that_never_stopped(tmp_path: Path, resu
     with (tmp_path / "parts" / max(whole)).open("ab") as file:
         file.write(b'{"step": 6, "split": "tr')  # killed while it wrote
     prepare_rollouts(tmp_path / "parts", resume)
-    cut = [json.loads(line)["step"] for text in files_of(tmp_path / "parts").values() for line in text.splitlines()]
+    cut = [
+        json.loads(line)["step"]
+        for text in files_of(tmp_path / "parts").values()
+        for line in text.splitlines()
+    ]
     assert max(cut) == resume and cut.count(1) == 2 * 7
     for rank in (0, 1):
         write(tmp_path / "parts", range(resume + 1, 7), rank=rank)
@@ -83,27 +98,49 @@ def test_datasets_reads_splits_and_all_types_as_one_table(tmp_path: Path, tokens
     whole = load_dataset("json", data_files=files, cache_dir=str(tmp_path / "cache"), split="train")
     assert len(whole) == 28
     first = [row for row in whole if row["step"] == 1]
-    assert [row["label"] for row in first] == ["text", "", "3", '{"a": [1, null]}', '["x", 2.5]', "", "x"]
+    assert [row["label"] for row in first] == [
+        "text",
+        "",
+        "3",
+        '{"a": [1, null]}',
+        '["x", 2.5]',
+        "",
+        "x",
+    ]
     assert (first[0]["rewards"], first[0]["reward"]) == ('{"b": 1, "c": 2}', 3.0)
     assert [row["extra"] for row in first] == ['{"n": 2.0}', *["{}"] * 6]
-    assert [(row["reward"], row["prompt"], row["source"]) for row in first[1:6]] == [(0.5, "1", "s")] * 5
-    assert (first[6]["ending"], first[6]["error"], json.loads(first[6]["messages"])) == ("timeout", "late", TALK)
+    assert [(row["reward"], row["prompt"], row["source"]) for row in first[1:6]] == [
+        (0.5, "1", "s")
+    ] * 5
+    assert (first[6]["ending"], first[6]["error"], json.loads(first[6]["messages"])) == (
+        "timeout",
+        "late",
+        TALK,
+    )
     if tokens:
         given = [(row["token_ids"], row["action_mask"], row["log_probs"]) for row in whole]
         assert given == [(ONE.token_ids, ONE.action_mask, ONE.log_probs)] * 28
 
 
-def test_the_report_reads_a_dump_as_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_reads_a_dump_as_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare_rollouts(tmp_path, None)
     write(tmp_path, range(1, 9))
     (run,) = payload([read_run(tmp_path)])["runs"]
     assert len(run["samples"]) == 7 * (8 + 4)
-    by_kind = {kind: [s for s in run["samples"] if bool(s.get("evaluation")) == kind] for kind in (False, True)}
+    by_kind = {
+        kind: [s for s in run["samples"] if bool(s.get("evaluation")) == kind]
+        for kind in (False, True)
+    }
     assert {kind: sorted({s["step"] for s in of}) for kind, of in by_kind.items()} == {
         False: list(range(1, 9)),
         True: [2, 4, 6, 8],
     }
-    assert (run["samples"][0]["rewards"], run["samples"][1]["rewards"]) == ({"b": 1, "c": 2}, {"a": 2.0})
+    assert (run["samples"][0]["rewards"], run["samples"][1]["rewards"]) == (
+        {"b": 1, "c": 2},
+        {"a": 2.0},
+    )
     talks = [sample["messages"] for sample in run["samples"] if "messages" in sample]
     assert talks == [TALK] * 12 and sum("ending" in sample for sample in run["samples"]) == 12
     monkeypatch.setattr(run_data, "_MOST_BYTES", 3 * len(json.dumps(rows_of(1))))

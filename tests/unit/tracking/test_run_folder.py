@@ -18,14 +18,28 @@ from tests.ranks import on_ranks
 
 
 def test_config_yaml_reads_back_in_order_with_tuples_as_lists(tmp_path):
-    options = flat_dict(from_options(TrainPPOConfig, pretrain="\u00fcbung", reward_fn="r.py", prompt_data="p.jsonl"))
+    options = flat_dict(
+        from_options(TrainPPOConfig, pretrain="\u00fcbung", reward_fn="r.py", prompt_data="p.jsonl")
+    )
     given = options | {"path": Path("a/b"), "color": FinishReason.STOP, "rate": 1e-6, "b": 5e-05}
     save_run(tmp_path / "new" / "run", given, {})
     read = yaml.safe_load((tmp_path / "new" / "run" / "config.yaml").read_text(encoding="utf-8"))
     assert list(read) == list(given)
-    assert [read[name] for name in ("path", "color", "rate", "b")] == ["a/b", FinishReason.STOP.value, 1e-6, 5e-05]
-    assert (read["adam_betas"], read["top_k"], read["pretrain"]) == ([0.9, 0.95], None, "\u00fcbung")
-    assert all(read[name] == (list(value) if isinstance(value, tuple) else value) for name, value in options.items())
+    assert [read[name] for name in ("path", "color", "rate", "b")] == [
+        "a/b",
+        FinishReason.STOP.value,
+        1e-6,
+        5e-05,
+    ]
+    assert (read["adam_betas"], read["top_k"], read["pretrain"]) == (
+        [0.9, 0.95],
+        None,
+        "\u00fcbung",
+    )
+    assert all(
+        read[name] == (list(value) if isinstance(value, tuple) else value)
+        for name, value in options.items()
+    )
 
 
 def test_environment_names_versions_and_the_device_of_each_rank(tmp_path, monkeypatch):
@@ -55,7 +69,11 @@ OWN = "".join(f"{line}\n" for line in ('{"note": "mine"}', "no JSON", '{"step": 
 
 @pytest.mark.parametrize(
     ("text", "kept"),
-    [(LINES + '{"step": 3}\n{"step": 1, "cut', LINES), (OWN + LINES + '{"step": 13}\n', OWN + LINES), ("", "")],
+    [
+        (LINES + '{"step": 3}\n{"step": 1, "cut', LINES),
+        (OWN + LINES + '{"step": 13}\n', OWN + LINES),
+        ("", ""),
+    ],
 )
 def test_logs_of_a_resumed_run_end_at_its_checkpoint(tmp_path, text, kept):
     """Whatever characters their texts have that end a line elsewhere."""

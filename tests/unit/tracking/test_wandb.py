@@ -43,12 +43,18 @@ def records_of(folder: Path) -> list[Any]:
 
     def read(file: Path) -> list[Any]:
         while True:  # W&B's service writes the end of the file when it comes to it
-            records = [wandb_internal_pb2.Record.FromString(data) for data in leveldb_log(file.read_bytes())]
+            records = [
+                wandb_internal_pb2.Record.FromString(data)
+                for data in leveldb_log(file.read_bytes())
+            ]
             if records and records[-1].HasField("exit"):
                 return records
             time.sleep(0.1)
 
-    files = sorted((folder / "logs" / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_ctime)
+    files = sorted(
+        (folder / "logs" / "wandb").glob("offline-run-*/*.wandb"),
+        key=lambda file: file.stat().st_ctime,
+    )
     return [record for file in files for record in read(file)]
 
 
@@ -69,22 +75,33 @@ def leveldb_log(content: bytes) -> Iterator[bytes]:
 def history_of(folder: Path) -> list[dict[str, Any]]:
     """What was logged, line by line."""
     lines = [record.history.item for record in records_of(folder) if record.HasField("history")]
-    return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in line} for line in lines]
+    return [
+        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in line}
+        for line in lines
+    ]
 
 
 def test_an_offline_run_holds_what_was_logged(tmp_path):
     tracker = tracker_in(tmp_path / "ppo", wandb_project="p", wandb_group="g", wandb_org="us")
     tracker.log(1, {"reward": 0.5, "time/step_s": 2.0})
     tracker.log_histograms(1, {"reward": Histogram([0.0, 1.0, 2.0], [2, 1], 2.5, 3.0)})
-    tracker.log_samples(1, [{"prompt": "2 + 2 =", "response": "4", "reward": 1.0, "label": 4, "ids": [1, 2]}])
+    tracker.log_samples(
+        1, [{"prompt": "2 + 2 =", "response": "4", "reward": 1.0, "label": 4, "ids": [1, 2]}]
+    )
     tracker.close()
     first, second, third = history_of(tmp_path / "ppo")
     assert (first["global_step"], first["reward"], first["time/step_s"]) == (1, 0.5, 2.0)
     assert second["histograms/reward._type"] == "histogram"
-    assert (second["histograms/reward.values"], second["histograms/reward.bins"]) == ([2, 1], [0.0, 1.0, 2.0])
+    assert (second["histograms/reward.values"], second["histograms/reward.bins"]) == (
+        [2, 1],
+        [0.0, 1.0, 2.0],
+    )
     table = tmp_path / "ppo" / "logs" / "wandb" / "latest-run" / "files" / third["samples.path"]
     columns = ["step", "prompt", "response", "reward", "label"]
-    assert json.loads(table.read_text()) == {"columns": columns, "data": [[1, "2 + 2 =", "4", 1.0, 4]]}
+    assert json.loads(table.read_text()) == {
+        "columns": columns,
+        "data": [[1, "2 + 2 =", "4", 1.0, 4]],
+    }
     (run,) = [record.run for record in records_of(tmp_path / "ppo") if record.HasField("run")]
     assert (run.project, run.run_group, run.entity, run.display_name) == ("p", "g", "us", "ppo")
     assert {item.key: item.value_json for item in run.config.update}["seed"] == "7"
@@ -105,7 +122,9 @@ def test_a_resumed_run_has_the_id_of_the_first_and_its_step_as_axis(tmp_path):
     metrics = [record.metric for record in records_of(tmp_path) if record.HasField("metric")]
     assert ("*", "global_step") in {(metric.glob_name, metric.step_metric) for metric in metrics}
     tracker_in(tmp_path).close()  # not resumed: another run
-    assert len({record.run.run_id for record in records_of(tmp_path) if record.HasField("run")}) == 2
+    assert (
+        len({record.run.run_id for record in records_of(tmp_path) if record.HasField("run")}) == 2
+    )
 
 
 URL = "http://user:swordfish@host:5000/r?key=swordfish"
@@ -114,15 +133,29 @@ URL = "http://user:swordfish@host:5000/r?key=swordfish"
 @pytest.mark.parametrize(
     ("secret", "words", "shown", "options"),
     [
-        (KEY, ["--use_wandb", KEY, f"-u={KEY}"], ["--use_wandb", "***", "-u=***"], {"use_wandb": KEY}),
-        ("swordfish", ["--remote_rm_url", URL], ["--remote_rm_url", "http://***@host:5000/r?***"], {}),
+        (
+            KEY,
+            ["--use_wandb", KEY, f"-u={KEY}"],
+            ["--use_wandb", "***", "-u=***"],
+            {"use_wandb": KEY},
+        ),
+        (
+            "swordfish",
+            ["--remote_rm_url", URL],
+            ["--remote_rm_url", "http://***@host:5000/r?***"],
+            {},
+        ),
     ],
 )
-def test_secrets_of_the_command_line_are_in_no_file(tmp_path, monkeypatch, secret, words, shown, options):
+def test_secrets_of_the_command_line_are_in_no_file(
+    tmp_path, monkeypatch, secret, words, shown, options
+):
     monkeypatch.setattr(sys, "argv", [sys.argv[0], *words])
     tracker_in(tmp_path, **options).close()
     assert sys.argv[1:] == words
-    arguments = [list(r.environment.args) for r in records_of(tmp_path) if r.HasField("environment")]
+    arguments = [
+        list(r.environment.args) for r in records_of(tmp_path) if r.HasField("environment")
+    ]
     assert shown in arguments
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) >= 4

@@ -47,7 +47,9 @@ class PlainModel:
 
     @torch.no_grad()
     def step(self):
-        assert self.boundaries == [False] * (len(self.boundaries) - 1) + [True], "no other pass is the last"
+        assert self.boundaries == [False] * (len(self.boundaries) - 1) + [True], (
+            "no other pass is the last"
+        )
         self.boundaries, parameters = [], list(self.module.parameters())
         self.gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         if self.rate > 0:
@@ -75,7 +77,9 @@ def causal():
 def scalar():
     """A tiny model with a scalar head in float64, the same for every test."""
     torch.manual_seed(2)
-    return LlamaForSequenceClassification(LlamaConfig(num_labels=1, pad_token_id=None, **SIZES)).double()
+    return LlamaForSequenceClassification(
+        LlamaConfig(num_labels=1, pad_token_id=None, **SIZES)
+    ).double()
 
 
 def experience_row(number):
@@ -122,7 +126,9 @@ class Engine:
         self.answer = answer
 
     def generate(self, prompts, params, seeds):
-        return [self.answer(i, *row, params) for i, row in enumerate(zip(prompts, seeds, strict=True))]
+        return [
+            self.answer(i, *row, params) for i, row in enumerate(zip(prompts, seeds, strict=True))
+        ]
 
 
 class Scorer:
@@ -205,8 +211,15 @@ def prompts(*texts):
 
 def trainer_of(answer, given, held_out=(), score=None, comm=None, callbacks=(), **options):
     """A trainer of the prompts ``given`` with ``Engine(answer)`` and ``Scorer(score)``, on the rank of ``comm``."""
-    fixed = {"init_kl_coef": 0.0, "self_check": False, "rollout_batch_size": 2, "train_batch_size": 2}
-    config = from_options(TrainPPOConfig, **{**PPO, **fixed, "advantage_estimator": "reinforce", **options})
+    fixed = {
+        "init_kl_coef": 0.0,
+        "self_check": False,
+        "rollout_batch_size": 2,
+        "train_batch_size": 2,
+    }
+    config = from_options(
+        TrainPPOConfig, **{**PPO, **fixed, "advantage_estimator": "reinforce", **options}
+    )
     policy, record, comm = PlainModel(Policy()), Record(), comm or SingleProcess()
     hooks = Hooks(PhaseTimer(StepProfiler(config.run.save_path, config.tracking, 0).phase))
     parts = PPOComponents(

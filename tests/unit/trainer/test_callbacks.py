@@ -9,7 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from openppo.config import RunConfig
-from openppo.trainer.callbacks import Callback, EarlyStopping, StopWhen, check_metric, restore_callbacks
+from openppo.trainer.callbacks import (
+    Callback,
+    EarlyStopping,
+    StopWhen,
+    check_metric,
+    restore_callbacks,
+)
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 
@@ -45,7 +51,9 @@ def stopped_after(callback, curve):
         ([math.nan, math.nan, 1], 3, "min", 0, None),
     ],
 )
-def test_early_stopping_ends_after_patience_reports_without_gain(curve, patience, mode, min_delta, expected):
+def test_early_stopping_ends_after_patience_reports_without_gain(
+    curve, patience, mode, min_delta, expected
+):
     assert stopped_after(EarlyStopping("eval_reward", patience, mode, min_delta), curve) == expected
 
 
@@ -79,21 +87,30 @@ def test_every_documented_metric_may_end_a_run():
     assert len(names) > 50
     for name in [*names, "eval/my data/pass@1"]:
         check_metric(name, "--stop_when")
-    with pytest.raises(ValueError, match="--stop_when: there is no metric eval_rewards; did you mean eval_reward"):
+    with pytest.raises(
+        ValueError, match="--stop_when: there is no metric eval_rewards; did you mean eval_reward"
+    ):
         check_metric("eval_rewards", "--stop_when")
 
 
 def test_the_first_condition_that_holds_ends_the_run(caplog):
     caplog.set_level(logging.INFO, "openppo")
-    callback, trainer = StopWhen(conditions("kl > 0.2", "eval_reward > 0.9")), SimpleNamespace(should_stop=False)
-    for trainer.global_step, metrics in enumerate([{"kl": 0.1, "eval_reward": 0.9}, {"reward": 0.1}], start=1):
+    callback, trainer = (
+        StopWhen(conditions("kl > 0.2", "eval_reward > 0.9")),
+        SimpleNamespace(should_stop=False),
+    )
+    for trainer.global_step, metrics in enumerate(
+        [{"kl": 0.1, "eval_reward": 0.9}, {"reward": 0.1}], start=1
+    ):
         callback.on_step_end(trainer, metrics)
     assert not trainer.should_stop
     assert caplog.text.count("no such metric yet") == 1
     assert "--stop_when kl > 0.2: no such metric yet among reward" in caplog.text
     callback.on_step_end(trainer, {"kl": 0.1, "eval_reward": 0.95})
     assert trainer.should_stop
-    assert "--stop_when eval_reward > 0.9: eval_reward is 0.95 at step 2; the run ends" in caplog.text
+    assert (
+        "--stop_when eval_reward > 0.9: eval_reward is 0.95 at step 2; the run ends" in caplog.text
+    )
 
 
 class First(Callback):

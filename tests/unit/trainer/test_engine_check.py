@@ -66,7 +66,9 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     return model
 
 
-def fault_of(actor: Actor, engines: dict[str, Engine] | None = None, is_exact: bool = True) -> str | None:
+def fault_of(
+    actor: Actor, engines: dict[str, Engine] | None = None, is_exact: bool = True
+) -> str | None:
     """Why the model is refused, None if it is not."""
     found: Any = engines or {"": HFEngine(actor.model, (), 0, 2)}  # type: ignore[arg-type]
     return engine_fault(actor, found, Weights(), CPU, ("hf", is_exact))  # type: ignore[arg-type]
@@ -99,7 +101,8 @@ def test_more_than_a_hundred_architectures_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [("mixtral", {"output_router_logits": True}), ("persimmon", {"attention_dropout": 0.5})]
+    ("name", "changes"),
+    [("mixtral", {"output_router_logits": True}), ("persimmon", {"attention_dropout": 0.5})],
 )
 def test_options_that_are_switched_off_refuse_no_model(name: str, changes: dict[str, Any]) -> None:
     assert said_of(name, **changes) is None
@@ -109,7 +112,9 @@ def test_options_that_are_switched_off_refuse_no_model(name: str, changes: dict[
 @pytest.mark.parametrize("name", every(IN_BFLOAT16 + WRONG_POSITIONS))
 def test_only_wrong_positions_are_more_than_rounding_in_bfloat16(name: str, scale: float) -> None:
     config = tiny_config(name)
-    scales = {option: scale for option in ("initializer_range", "init_std") if hasattr(config, option)}
+    scales = {
+        option: scale for option in ("initializer_range", "init_std") if hasattr(config, option)
+    }
     said = said_of(name, torch.bfloat16, **scales)
     assert DECODED in str(said) if name in WRONG_POSITIONS else said is None
 
@@ -131,7 +136,9 @@ def test_engine_and_actor_have_the_log_probs_of_transformers(name: str) -> None:
 
 def test_noise_in_training_mode_is_found_where_an_actor_keeps_it() -> None:
     for name, noise in (("mixtral", "router_jitter_noise"), ("phimoe", "input_jitter_noise")):
-        assert fault_of(Actor(tiny_model(name, **{noise: 0.3}))) is None, "an Actor's routers have none"
+        assert fault_of(Actor(tiny_model(name, **{noise: 0.3}))) is None, (
+            "an Actor's routers have none"
+        )
     actor = Actor(tiny_model("mixtral"))
     for part in actor.modules():
         if hasattr(part, "jitter_noise"):
@@ -167,12 +174,17 @@ def test_refusing_names_model_reason_and_remedy() -> None:
     actor: Any = Actor(tiny_model("bart"))
     actor.gathered = Weights().gathered
     strategy: Any = SimpleNamespace(comm=SingleProcess(), device=CPU, uncompiled=nullcontext)
-    with pytest.raises(ValueError, match=f"--pretrain some/model cannot be sampled.*{DECODED} by .*--engine_check off"):
+    with pytest.raises(
+        ValueError,
+        match=f"--pretrain some/model cannot be sampled.*{DECODED} by .*--engine_check off",
+    ):
         check_engines(options, strategy, actor, {"": HFEngine(actor.model, (), 0, 2)})
 
 
 def test_the_check_leaves_modes_and_random_numbers_as_they_were() -> None:
-    actor = Actor(tiny_model("llama"), lora_rank=2, lora_dropout=0.5)  # of a loaded model, in a module that is new
+    actor = Actor(
+        tiny_model("llama"), lora_rank=2, lora_dropout=0.5
+    )  # of a loaded model, in a module that is new
     modes, drawn = [part.training for part in actor.modules()], []
     assert len(set(modes)) == 2
     for checked in (False, True):
@@ -197,7 +209,9 @@ def test_the_check_reads_and_samples_no_ids_that_are_left_out() -> None:
     assert {0, 3, 4} < read <= {0, 3, 4, *range(60, n_ids)}
 
 
-def differs(actor: Actor, engine: HFEngine, of_engine: SampledIds, of_actor: SampledIds) -> str | None:
+def differs(
+    actor: Actor, engine: HFEngine, of_engine: SampledIds, of_actor: SampledIds
+) -> str | None:
     """Why a model is refused whose engine and actor leave these ids out."""
     engine.sampled_ids, actor.sampled_ids = of_engine, of_actor
     faults = list[str | None]()
@@ -207,6 +221,8 @@ def differs(actor: Actor, engine: HFEngine, of_engine: SampledIds, of_actor: Sam
 
 def test_memory_that_ends_is_no_verdict_about_a_model() -> None:
     full = Mock(side_effect=torch.OutOfMemoryError("full"))
-    engine: Any = SimpleNamespace(with_weights=lambda weights: nullcontext(), submit=full, sampled_ids=ALL_IDS)
+    engine: Any = SimpleNamespace(
+        with_weights=lambda weights: nullcontext(), submit=full, sampled_ids=ALL_IDS
+    )
     with pytest.raises(torch.OutOfMemoryError):
         fault_of(Actor(tiny_model("llama")), {"": engine})

@@ -30,7 +30,9 @@ from tests.ranks import on_ranks
 from tests.unit.trainer.conftest import Engine, Scorer
 
 SOURCES = ["math", "code", "math", "math", "code"]
-PROMPTS = [Prompt(f"prompt {i}", [i + 1] * (1 + i % 3), source=source) for i, source in enumerate(SOURCES)]
+PROMPTS = [
+    Prompt(f"prompt {i}", [i + 1] * (1 + i % 3), source=source) for i, source in enumerate(SOURCES)
+]
 WEIGHTS = {"bonus": 0.25}
 
 
@@ -41,9 +43,17 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_passing_response():
                 subsets = list(combinations([True] * c + [False] * (n - c), k))
                 share = Fraction(sum(map(any, subsets)), len(subsets))
                 assert pass_at_k(n, c, k) == pytest.approx(float(share), abs=1e-12)
-    all_fail = math.prod((1990 - drawn) / (2000 - drawn) for drawn in range(50))  # one draw after the other
+    all_fail = math.prod(
+        (1990 - drawn) / (2000 - drawn) for drawn in range(50)
+    )  # one draw after the other
     assert pass_at_k(2000, 10, 50) == pytest.approx(1 - all_fail, rel=1e-12)
-    assert [pass_ks(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
+    assert [pass_ks(n) for n in (1, 2, 3, 4, 6)] == [
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4],
+        [1, 2, 4, 6],
+    ]
 
 
 def test_sources_are_called_by_the_end_of_their_path():
@@ -61,7 +71,9 @@ def at_random(_, prompt, seed, params):
     """Tokens that depend on the seed and the prompt only."""
     rng = random.Random(seed)
     tokens = [rng.randrange(10) + prompt[0] for _ in range(rng.randint(1, params.max_new_tokens))]
-    return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), rng.choice(list(FinishReason)))
+    return Completion(
+        tokens, [-1.0] * len(tokens), [0] * len(tokens), rng.choice(list(FinishReason))
+    )
 
 
 def two_rewards(t):
@@ -74,7 +86,9 @@ def two_rewards(t):
 def evaluated(comm, prompts=PROMPTS, pass_reward=2.5, weights=WEIGHTS, score_of=two_rewards):
     """Metrics and this rank's scored responses, four to each prompt."""
     params = SamplingParams(max_new_tokens=4, temperature=0.7)
-    responses = sample_trajectories(Engine(at_random), prompts, params, n_samples=4, seed=5, comm=comm)
+    responses = sample_trajectories(
+        Engine(at_random), prompts, params, n_samples=4, seed=5, comm=comm
+    )
     scored = begin_scoring(Scorer(score_of), responses, StopCheck(), prefix="eval_")
     return Grading(comm, pass_reward, weights).measure(scored), list(scored)
 
@@ -84,13 +98,18 @@ def naive_metrics(trajectories, pass_reward):
     right = [float(sum(t.response_ids) % 2) for t in trajectories]
     lengths = [len(t.response_ids) for t in trajectories]
     of_tokens = [sum(0.1 * token for token in t.response_ids) for t in trajectories]
-    rewards = [r + 0.25 * n + tokens for r, n, tokens in zip(right, lengths, of_tokens, strict=True)]
+    rewards = [
+        r + 0.25 * n + tokens for r, n, tokens in zip(right, lengths, of_tokens, strict=True)
+    ]
     passed = defaultdict(list)
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         passed[trajectory.prompt.text].append(reward >= pass_reward)
 
     def pass_at(k):
-        shares = [statistics.mean(any(subset) for subset in combinations(four, k)) for four in passed.values()]
+        shares = [
+            statistics.mean(any(subset) for subset in combinations(four, k))
+            for four in passed.values()
+        ]
         return statistics.mean(shares)
 
     return {
@@ -103,7 +122,9 @@ def naive_metrics(trajectories, pass_reward):
         "reward/of_tokens": statistics.mean(of_tokens),
         "extra/first": statistics.mean(t.response_ids[0] for t in trajectories),
         "response_length": statistics.mean(lengths),
-        "truncated_fraction": statistics.mean(t.finish_reason is FinishReason.LENGTH for t in trajectories),
+        "truncated_fraction": statistics.mean(
+            t.finish_reason is FinishReason.LENGTH for t in trajectories
+        ),
         **{f"pass@{k}": pass_at(k) for k in (1, 2, 4)},
     }
 
@@ -114,14 +135,20 @@ def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source():
     expected = {f"eval_{name}": value for name, value in naive_metrics(responses, 2.5).items()}
     for source in ("math", "code"):
         of_source = [t for t in responses if t.prompt.source == source]
-        expected |= {f"eval/{source}/{name}": value for name, value in naive_metrics(of_source, 2.5).items()}
+        expected |= {
+            f"eval/{source}/{name}": value for name, value in naive_metrics(of_source, 2.5).items()
+        }
     assert metrics == pytest.approx(expected, abs=1e-9)
     assert 0.1 < metrics["eval_pass@1"] < metrics["eval_pass@4"] <= 1, "some pass, some do not"
     without, _ = evaluated(SingleProcess(), pass_reward=None)
     assert without == {name: value for name, value in metrics.items() if "pass@" not in name}
     rounded = 1.0 * 0.7 + 1.0 * 0.2 + 1.0 * 0.1
     assert rounded < 1.0
-    for reward, pass_reward, expected in ((2.5, 2.5, True), (2.5, 2.5 + 1e-6, False), (rounded, 1.0, True)):
+    for reward, pass_reward, expected in (
+        (2.5, 2.5, True),
+        (2.5, 2.5 + 1e-6, False),
+        (rounded, 1.0, True),
+    ):
         parts = parts_of(Ending.COMPLETED, 1, {"reward": reward})
         assert Grading(SingleProcess(), pass_reward).passes(parts) == expected
 
@@ -130,7 +157,9 @@ def test_a_single_reward_is_reported_once_and_errors_count():
     def nameless(trajectory):
         return Score({"reward": 0.5}, failed=trajectory.prompt.text == "a")
 
-    metrics, _ = evaluated(SingleProcess(), [Prompt("a", [1]), Prompt("b", [2])], weights={}, score_of=nameless)
+    metrics, _ = evaluated(
+        SingleProcess(), [Prompt("a", [1]), Prompt("b", [2])], weights={}, score_of=nameless
+    )
     assert [name.removeprefix("eval_reward") for name in metrics if "reward" in name] == [
         *("", "_std", "_max", "_min", "_errors")
     ]
@@ -144,18 +173,38 @@ def test_metrics_and_responses_do_not_depend_on_the_number_of_ranks(world_size):
     together = on_ranks(world_size, evaluated)
     assert [trajectory for _, of_rank in together for trajectory in of_rank] == responses
     assert together[0][0] == pytest.approx(alone, abs=1e-12)
-    assert all(metrics == together[0][0] for metrics, _ in together), "the same numbers to the last bit"
-    assert len({tuple(t.response_ids) for t in responses}) > 10, "each sample has random numbers of its own"
+    assert all(metrics == together[0][0] for metrics, _ in together), (
+        "the same numbers to the last bit"
+    )
+    assert len({tuple(t.response_ids) for t in responses}) > 10, (
+        "each sample has random numbers of its own"
+    )
 
 
 def parts_of(ending, n, scores=(), of_turn=None, group=0):
     """The parts of an episode, of one action each, the last of which has the reward ``of_turn``."""
     played = Episode([{"role": "assistant", "content": ending.value}], ending, n_turns=n)
-    rewards = [[0.0, reward] for reward in [*[0.0] * (n - 1), of_turn]] if of_turn is not None else [None] * n
+    rewards = (
+        [[0.0, reward] for reward in [*[0.0] * (n - 1), of_turn]]
+        if of_turn is not None
+        else [None] * n
+    )
     return [
         Trajectory(
-            *([1, 2 + i], [False, True], [0.0, -1.0], [-1, 0], FinishReason.STOP, Prompt("p", [1]), group),
-            **{"scores": dict(scores), "token_rewards": reward, "step_ends": reward and [False, True]},
+            *(
+                [1, 2 + i],
+                [False, True],
+                [0.0, -1.0],
+                [-1, 0],
+                FinishReason.STOP,
+                Prompt("p", [1]),
+                group,
+            ),
+            **{
+                "scores": dict(scores),
+                "token_rewards": reward,
+                "step_ends": reward and [False, True],
+            },
             **{"episode": played, "share": 1 / n},
         )
         for i, reward in enumerate(rewards)
@@ -169,23 +218,36 @@ def test_an_episode_is_scored_once_unless_it_failed_or_has_a_reward():
         seen.append(trajectory.token_ids)
         return Score({"good": 2.0, "bad": -0.5}, [9.0, 0.25])
 
-    plain, turns = parts_of(Ending.MAX_TURNS, 3), parts_of(Ending.COMPLETED, 2, of_turn=0.5, group=1)
-    own, lost = parts_of(Ending.COMPLETED, 2, {"reward": 7.0}), parts_of(Ending.TIMEOUT, 1, {"reward": 0.0})
+    plain, turns = (
+        parts_of(Ending.MAX_TURNS, 3),
+        parts_of(Ending.COMPLETED, 2, of_turn=0.5, group=1),
+    )
+    own, lost = (
+        parts_of(Ending.COMPLETED, 2, {"reward": 7.0}),
+        parts_of(Ending.TIMEOUT, 1, {"reward": 0.0}),
+    )
     rows = [*plain, *own, *turns, *lost]
     scored = begin_scoring(Scorer(score_of), rows, StopCheck())
-    assert [t.scores for t in scored] == [{"good": 2.0, "bad": -0.5}] * 3 + [{"reward": 7.0}] * 2 + [
+    assert [t.scores for t in scored] == [{"good": 2.0, "bad": -0.5}] * 3 + [
+        {"reward": 7.0}
+    ] * 2 + [
         *[{"good": 2.0, "bad": -0.5}] * 2,
         {"reward": 0.0},
     ]
     assert seen == [plain[-1].token_ids, turns[-1].token_ids], "by the last part"
-    assert [t.token_rewards for t in turns] == [[0.0, 0.0], [0.0, 0.75]], "rewards of turns and of sources add up"
+    assert [t.token_rewards for t in turns] == [[0.0, 0.0], [0.0, 0.75]], (
+        "rewards of turns and of sources add up"
+    )
     assert [episode_reward(parts, {}) for parts in (plain, own, turns)] == [1.75, 7.0, 2.25]
 
 
 def test_the_reward_of_pass_on_decides_alone():
     right, wrong = {"right": 1.0, "short": -0.2}, {"right": 0.0, "short": 5.0}
     grading = Grading(SingleProcess(), 1.0, {"right": 0.1}, pass_on="right")
-    rows = [*parts_of(Ending.COMPLETED, 2, right, of_turn=-3.0), *parts_of(Ending.COMPLETED, 1, wrong)]
+    rows = [
+        *parts_of(Ending.COMPLETED, 2, right, of_turn=-3.0),
+        *parts_of(Ending.COMPLETED, 1, wrong),
+    ]
     rows += parts_of(Ending.TIMEOUT, 1, {"reward": 7.0})
     assert [grading.passes(parts) for parts in by_episode(rows)] == [True, False, False]
     assert grading.measure(rows)["eval_pass@1"] == pytest.approx(1 / 3)
@@ -209,7 +271,9 @@ def looked_at(*evaluations, last=False, **grading):
     for i, scores in enumerate(evaluations):
         rows = [row for each in scores for row in parts_of(Ending.COMPLETED, 1, each)]
         rows += parts_of(Ending.TIMEOUT, 1, {"reward": 0.0})
-        watch.look(Grading(SingleProcess(), **grading), rows, is_last=last and i == len(evaluations) - 1)
+        watch.look(
+            Grading(SingleProcess(), **grading), rows, is_last=last and i == len(evaluations) - 1
+        )
 
 
 def test_a_run_that_nothing_passes_is_warned_once(caplog):
@@ -221,16 +285,22 @@ def test_a_run_that_nothing_passes_is_warned_once(caplog):
     assert caplog.messages == [warned] * 2
     caplog.clear()
     looked_at([LOW, LOWER], last=True, pass_on="right")
-    assert caplog.messages == [LARGEST.format("right is 0.5") + "decides: --pass_on right or short."]
+    assert caplog.messages == [
+        LARGEST.format("right is 0.5") + "decides: --pass_on right or short."
+    ]
 
 
 def test_an_unknown_name_of_pass_on_is_a_warning_with_the_known(caplog):
     looked_at([LOW, LOWER], last=True, pass_on="rihgt")
-    assert caplog.messages == ["--pass_on names rihgt, but the rewards are right, short. Use their names."]
+    assert caplog.messages == [
+        "--pass_on names rihgt, but the rewards are right, short. Use their names."
+    ]
 
 
 def test_runs_that_pass_or_cannot_yet_are_not_warned(caplog):
-    looked_at([{"right": 0.0}, {"reward": 0.0}], last=True, pass_on="right")  # a limit ended the second
+    looked_at(
+        [{"right": 0.0}, {"reward": 0.0}], last=True, pass_on="right"
+    )  # a limit ended the second
     looked_at([LOW, LOWER], [{"right": 1.0}], *[[LOW, LOWER]] * 9, last=True)
     looked_at(*[[{"right": 0.0}, {"right": 0.0}]] * 9, last=True)  # nothing is right so far
     looked_at(*[[LOW, LOWER]] * 9, last=True, pass_reward=None)
@@ -251,8 +321,21 @@ def test_rewards_of_all_ranks_are_compared(caplog):
 
 
 def test_metrics_count_an_episode_once_however_many_parts_it_has():
-    rows = [*parts_of(Ending.COMPLETED, 3, {"won": 1.0}, 0.5), *parts_of(Ending.COMPLETED, 1, {"won": 0.0})]
+    rows = [
+        *parts_of(Ending.COMPLETED, 3, {"won": 1.0}, 0.5),
+        *parts_of(Ending.COMPLETED, 1, {"won": 0.0}),
+    ]
     metrics = Grading(SingleProcess(), pass_reward=1.5).measure(rows)
-    expected = {"reward": 0.75, "reward_std": 0.75, "reward/won": 0.5, "reward/of_tokens": 0.5, "pass@1": 0.5}
+    expected = {
+        "reward": 0.75,
+        "reward_std": 0.75,
+        "reward/won": 0.5,
+        "reward/of_tokens": 0.5,
+        "pass@1": 0.5,
+    }
     assert {name: metrics[f"eval_{name}"] for name in expected} == pytest.approx(expected)
-    assert (metrics["eval_reward_max"], metrics["eval_reward_min"], metrics["eval_pass@2"]) == (1.5, 0.0, 1.0)
+    assert (metrics["eval_reward_max"], metrics["eval_reward_min"], metrics["eval_pass@2"]) == (
+        1.5,
+        0.0,
+        1.0,
+    )

@@ -7,14 +7,26 @@ import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainSFTConfig, from_options
 from openppo.media import n_patches
 from openppo.models import Actor
 from openppo.models.loading import freeze_vision
 from openppo.models.size import ModelSize, model_size
-from openppo.trainer.memory.estimate import Estimate, Machine, estimate_supervised, model_memory, pass_bytes
+from openppo.trainer.memory.estimate import (
+    Estimate,
+    Machine,
+    estimate_supervised,
+    model_memory,
+    pass_bytes,
+)
 from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
 from openppo.trainer.memory.shortage import compare
 from openppo.trainer.memory.sizing import TOKEN_BUDGETS, log_memory, sizes_for_gpu, token_budgets
@@ -22,7 +34,14 @@ from tests.images import IMAGE, llava, random_image
 
 M, GIB = 1_000_000, 2**30
 SIZE = ModelSize(
-    n_parameters=M, n_quantized=800_000, layers=4, hidden=100, width=2_000, adapter=2_400, cache=400, vocabulary=1_000
+    n_parameters=M,
+    n_quantized=800_000,
+    layers=4,
+    hidden=100,
+    width=2_000,
+    adapter=2_400,
+    cache=400,
+    vocabulary=1_000,
 )
 SCALAR = SIZE._replace(vocabulary=0, n_parameters=900_000)
 SIZES = {"reward model": SCALAR, "critic": SCALAR, "actor": SIZE, "reference": SIZE}
@@ -34,7 +53,10 @@ def machine(n_ranks: int = 1, on_cpu: bool = False, **options: Any) -> Machine:
 
 
 def ppo(
-    sizes: dict[str, ModelSize] = SIZES, lengths: Lengths = LENGTHS, on: dict[str, Any] | None = None, **options: Any
+    sizes: dict[str, ModelSize] = SIZES,
+    lengths: Lengths = LENGTHS,
+    on: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Estimate:
     """Estimate of a small run: samples of at most 50 + 100 tokens."""
     given = {"pretrain": "p", "prompt_data": "d", "reward_pretrain": "r", "rollout_batch_size": 64}
@@ -53,7 +75,9 @@ STATES = {  # bytes per trained parameter on one of four ranks
 @pytest.mark.parametrize("bf16", STATES)
 def test_states_of_four_ranks_are_those_of_the_table(stage: int, bf16: bool) -> None:
     here, away = (
-        model_memory(SIZE, machine(4, zero_stage=stage, bf16=bf16, adam_offload=offload and stage > 0), FULL)
+        model_memory(
+            SIZE, machine(4, zero_stage=stage, bf16=bf16, adam_offload=offload and stage > 0), FULL
+        )
         for offload in (False, True)
     )
     assert here.lasting == STATES[bf16][stage] * M
@@ -75,30 +99,52 @@ def test_pinned_memory_takes_powers_of_two(stage: int, each: int) -> None:
             for offload in (False, True)
         )
         assert stays.resting == 2 * expected, "of two moments"
-        assert away.host == 4 * n + 8 * n + 2 * expected, "weights and moments, and two of gradients"
+        assert away.host == 4 * n + 8 * n + 2 * expected, (
+            "weights and moments, and two of gradients"
+        )
     actor = {"actor": large}
-    rests, stays = (ppo(actor, zero_stage=stage, critic_pretrain="c", offload_idle=rests) for rests in (True, False))
+    rests, stays = (
+        ppo(actor, zero_stage=stage, critic_pretrain="c", offload_idle=rests)
+        for rests in (True, False)
+    )
     assert rests.host - stays.host == 2 * each
     assert stays.phases["generation"] - rests.phases["generation"] == 8 * n
 
 
 def test_gradients_come_and_go_by_stage() -> None:
     large = SIZE._replace(n_parameters=8_000 * M)
-    of = [model_memory(large, machine(8, zero_stage=stage, bf16=stage > 0), FULL) for stage in range(4)]
-    assert [memory.gradients for memory in of] == [4 * 8_000 * M, 0, 4 * 1_000 * M, 0], "those of stage 1 last"
+    of = [
+        model_memory(large, machine(8, zero_stage=stage, bf16=stage > 0), FULL)
+        for stage in range(4)
+    ]
+    assert [memory.gradients for memory in of] == [4 * 8_000 * M, 0, 4 * 1_000 * M, 0], (
+        "those of stage 1 last"
+    )
     assert of[2].copies == (2 + 4) * 500 * M, "a bucket and its copy in float32"
     assert of[3].copies == 4 * 500 * M + 4 * 1_000 * M
 
 
 def test_adapters_are_trained_and_the_rest_is_frozen() -> None:
-    lora, bf16, adapters = LoRAConfig(lora_rank=8), machine(zero_stage=2, bf16=True), 8 * SIZE.adapter
+    lora, bf16, adapters = (
+        LoRAConfig(lora_rank=8),
+        machine(zero_stage=2, bf16=True),
+        8 * SIZE.adapter,
+    )
     assert model_memory(SIZE, bf16, lora).lasting == 2 * M + (2 + 4 + 8) * adapters
     assert SCALAR.n_trained(8) == adapters + SCALAR.hidden
-    scales = 800_000 // 64 + 4 * 800_000 / (64 * 256)  # a byte for 64 weights of 4 bits, a float32 for 256 of those
+    scales = 800_000 // 64 + 4 * 800_000 / (
+        64 * 256
+    )  # a byte for 64 weights of 4 bits, a float32 for 256 of those
     quantized = model_memory(SIZE, bf16, LoRAConfig(lora_rank=8, load_in_4bit=True))
     assert quantized.lasting == round(400_000 + scales) + 2 * 200_000 + (2 + 4 + 8) * adapters
-    assert [model_memory(SIZE, machine(4, zero_stage=z, bf16=True)).lasting for z in (2, 3)] == [2 * M, 2 * M // 4]
-    assert [model_memory(SIZE, machine(n, zero_stage=3), FULL).gathered for n in (1, 2)] == [0, 4 * M]
+    assert [model_memory(SIZE, machine(4, zero_stage=z, bf16=True)).lasting for z in (2, 3)] == [
+        2 * M,
+        2 * M // 4,
+    ]
+    assert [model_memory(SIZE, machine(n, zero_stage=3), FULL).gathered for n in (1, 2)] == [
+        0,
+        4 * M,
+    ]
 
 
 WIDTHS = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3}
@@ -112,20 +158,33 @@ CONFIGS = [
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-def test_what_a_forward_saves_is_within_a_quarter(config: PreTrainedConfig, dtype: torch.dtype, lora_rank: int) -> None:
+def test_what_a_forward_saves_is_within_a_quarter(
+    config: PreTrainedConfig, dtype: torch.dtype, lora_rank: int
+) -> None:
     rows, length, prompt = 4, 96, 32
-    model: nn.Module = Actor(AutoModelForCausalLM.from_config(config, dtype=dtype), lora_rank=lora_rank).train()
+    model: nn.Module = Actor(
+        AutoModelForCausalLM.from_config(config, dtype=dtype), lora_rank=lora_rank
+    ).train()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: list[torch.Tensor] = []  # kept, so that no address is used twice
     mask = torch.ones(rows, length, dtype=torch.bool)
     actions = mask.clone()
     actions[:, :prompt] = False
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):  # type: ignore[func-returns-value]
         model(torch.zeros(rows, length, dtype=torch.int64), mask, actions)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved
+    }
     found = sum(n_bytes for address, n_bytes in storages.items() if address not in parameters)
     counted = pass_bytes(
-        model_size(config), machine(on_cpu=True, bf16=dtype is torch.bfloat16), rows, length, length - prompt, saving=3
+        model_size(config),
+        machine(on_cpu=True, bf16=dtype is torch.bfloat16),
+        rows,
+        length,
+        length - prompt,
+        saving=3,
     )
     logits = rows * (length - prompt) * 64
     assert counted - dtype.itemsize * logits - 8 * logits == pytest.approx(found, rel=0.25)
@@ -145,10 +204,14 @@ def test_the_tower_and_what_it_keeps_are_counted(frozen: bool) -> None:
     ids = torch.tensor([[5, *[IMAGE] * item.n_tokens, *range(6, 26)]] * 3)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):  # type: ignore[func-returns-value]
         mask = torch.ones_like(ids, dtype=torch.bool)
         Actor(model)(ids, mask, ~mask, media=[(item,)] * 3)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved
+    }
     found = sum(n_bytes for address, n_bytes in storages.items() if address not in parameters)
     patches = n_patches([item], model.config)
     assert patches == 4
@@ -159,14 +222,25 @@ def test_the_tower_and_what_it_keeps_are_counted(frozen: bool) -> None:
 def test_a_pass_by_hand() -> None:
     bf16 = machine(bf16=True)
     layer, hidden, logits = 2 * 2_000 * 100, 2 * 100 * 100, 2 * 10 * 1_000  # bytes, bytes, elements
-    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=4) == 4 * layer + 2 * hidden + (4 + 2 + 4 + 4) * logits
-    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=1) == layer + (4 + 2) * hidden + (4 + 2 + 4 + 4) * logits
+    assert (
+        pass_bytes(SIZE, bf16, 2, 50, 10, saving=4)
+        == 4 * layer + 2 * hidden + (4 + 2 + 4 + 4) * logits
+    )
+    assert (
+        pass_bytes(SIZE, bf16, 2, 50, 10, saving=1)
+        == layer + (4 + 2) * hidden + (4 + 2 + 4 + 4) * logits
+    )
     assert pass_bytes(SIZE, bf16, 2, 50, 10) == 2 * hidden + max((4 + 4 + 4) * logits, layer // 2)
-    gpu, cpu = (pass_bytes(SIZE, machine(on_cpu=on_cpu), 64, 1000, 1000) for on_cpu in (False, True))
+    gpu, cpu = (
+        pass_bytes(SIZE, machine(on_cpu=on_cpu), 64, 1000, 1000) for on_cpu in (False, True)
+    )
     assert gpu - cpu == 8 * ((1 << 24) - (1 << 20)), "chunks of float32 logits are bounded"
     once, twice = (pass_bytes(SIZE, bf16, 200, 1000, scored) for scored in (1000, 2000))
     assert once == twice, "logits are not whole"
-    whole = [pass_bytes(SIZE._replace(whole_logits=True), bf16, 200, 1000, scored) for scored in (1000, 2000)]
+    whole = [
+        pass_bytes(SIZE._replace(whole_logits=True), bf16, 200, 1000, scored)
+        for scored in (1000, 2000)
+    ]
     assert whole[1] - whole[0] == 2 * 200 * 1000 * 1000
 
 
@@ -179,7 +253,9 @@ def test_roles_and_phases_are_those_of_the_run() -> None:
     assert min(steps.values()) > sum(estimate.roles.values()), "all of them last"
     assert estimate.checkpoint == 12 * (M + 900_000)
     assert ppo(enable_ema=True).checkpoint == estimate.checkpoint + 4 * M
-    assert estimate.phases["loading"] == 4 * 900_000 + (4 + 4) * (M + 900_000) + 4 * M, "float32, no moments yet"
+    assert estimate.phases["loading"] == 4 * 900_000 + (4 + 4) * (M + 900_000) + 4 * M, (
+        "float32, no moments yet"
+    )
 
 
 def test_what_rests_in_the_host_leaves_the_device() -> None:
@@ -191,24 +267,38 @@ def test_what_rests_in_the_host_leaves_the_device() -> None:
     away, here = (ppo(buffer_cpu_offload=offload, on={"n_ranks": 2}) for offload in (True, False))
     everyones = (32 + 64) * 150 * 42  # own samples and all, of 150 tokens, 42 bytes each
     assert here.phases["training"] - away.phases["training"] == away.host - here.host == everyones
-    both: dict[str, Any] = {"enable_ema": True, "adam_offload": True, "max_num_seqs": 8, "cuda_graphs": "off"}
+    both: dict[str, Any] = {
+        "enable_ema": True,
+        "adam_offload": True,
+        "max_num_seqs": 8,
+        "cuda_graphs": "off",
+    }
     gpu, cpu = (ppo(**both, on={"on_cpu": on_cpu}) for on_cpu in (False, True))
     tensors = gpu.phases["generation"] - gpu.machine.workspaces
     assert cpu.phases["generation"] - tensors == cpu.host, "the host is the device"
-    assert gpu.host - cpu.host == 2 * (4 * 2**20 - 4 * M) + 2 * (2**22 - 3_600_000), "of weights and gradients"
+    assert gpu.host - cpu.host == 2 * (4 * 2**20 - 4 * M) + 2 * (2**22 - 3_600_000), (
+        "of weights and gradients"
+    )
     assert gpu.host - ppo(adam_offload=True).host == 4 * M, "the average"
 
 
 def test_merging_adapters_takes_a_copy_of_their_weights_where_it_fits() -> None:
     sizes = SIZES | {"actor": SIZE._replace(n_quantized=100 * M)}
-    plain, merged = (ppo(sizes_of, lora_rank=8, max_num_seqs=1).phases for sizes_of in (SIZES, sizes))
+    plain, merged = (
+        ppo(sizes_of, lora_rank=8, max_num_seqs=1).phases for sizes_of in (SIZES, sizes)
+    )
     assert merged["generation"] - plain["generation"] == 4 * (100 * M - SIZE.n_quantized)
     beside = ppo(sizes, lora_rank=8, max_num_seqs=1, on={"memory": 800 * M}).phases
-    assert merged["generation"] - beside["generation"] == 4 * 100 * M, "more than half of what is free"
+    assert merged["generation"] - beside["generation"] == 4 * 100 * M, (
+        "more than half of what is free"
+    )
 
 
 def test_what_the_table_names_lowers_the_phase() -> None:
-    before, training = ppo().phases, {"micro_train_batch_size": 2, "micro_train_tokens": 300, "lora_rank": 8}
+    before, training = (
+        ppo().phases,
+        {"micro_train_batch_size": 2, "micro_train_tokens": 300, "lora_rank": 8},
+    )
     lowering = {
         "training": training | {"gradient_checkpointing": True, "generate_max_len": 20},
         "experience": {"micro_rollout_batch_size": 2, "micro_rollout_tokens": 300},
@@ -224,7 +314,9 @@ def test_what_the_table_names_lowers_the_phase() -> None:
 def test_a_bound_on_tokens_is_as_many_of_the_longest_samples_as_fit(tokens: int, rows: int) -> None:
     bound = {"micro_train_tokens": tokens, "micro_rollout_tokens": tokens}
     size = {"micro_train_batch_size": rows, "micro_rollout_batch_size": rows}
-    by_tokens, by_rows = (ppo(train_batch_size=64, on={"n_ranks": 4}, **options) for options in (bound, size))
+    by_tokens, by_rows = (
+        ppo(train_batch_size=64, on={"n_ranks": 4}, **options) for options in (bound, size)
+    )
     assert by_tokens.phases == by_rows.phases
 
 
@@ -232,7 +324,12 @@ def test_a_bound_on_tokens_is_as_many_of_the_longest_samples_as_fit(tokens: int,
 def test_generation_fits_wherever_the_models_do(memory: int) -> None:
     sizes = SIZES | {"actor": SIZE._replace(n_parameters=10_000 * M, cache=80_000)}
     for rests in (False, True):
-        options = {"zero_stage": 3, "rollout_batch_size": 2048, "generate_max_len": 1000, "offload_idle": rests}
+        options = {
+            "zero_stage": 3,
+            "rollout_batch_size": 2048,
+            "generate_max_len": 1000,
+            "offload_idle": rests,
+        }
         estimate = ppo(sizes, on={"n_ranks": 4, "memory": memory * GIB}, **options)
         assert estimate.phases["generation"] < memory * GIB
 
@@ -259,10 +356,15 @@ def test_a_shortage_sets_what_is_measured_beside_the_estimate() -> None:
     assert not ours.is_foreign
     assert not any("fits into" in line for line in ours.lines), "it did not"
 
-    tensors = compare(estimate, "training", allocated=expected + 128 * GIB, outside=estimate.machine.outside)
+    tensors = compare(
+        estimate, "training", allocated=expected + 128 * GIB, outside=estimate.machine.outside
+    )
     assert tensors.lines[-1] == "128.0 GiB are held by something else in this process"
     processes = compare(estimate, "scoring", allocated=expected, outside=128 * GIB)
-    assert processes.lines[-1] == "128.0 GiB of the GPU are held by other processes, or libraries of this one"
+    assert (
+        processes.lines[-1]
+        == "128.0 GiB of the GPU are held by other processes, or libraries of this one"
+    )
     assert tensors.is_foreign and processes.is_foreign
 
 
@@ -275,9 +377,12 @@ def test_gpus_hold_workspaces_while_they_compute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "n_ranks", "memory", "expected"), [(2, 8, 80, 1), (2, 8, 0.001, 0), (2, 1, 80, 0), (3, 8, 80, 0)]
+    ("stage", "n_ranks", "memory", "expected"),
+    [(2, 8, 80, 1), (2, 8, 0.001, 0), (2, 1, 80, 0), (3, 8, 80, 0)],
 )
-def test_stage_1_is_suggested_where_it_fits_on_several_gpus(stage, n_ranks, memory, expected, caplog) -> None:
+def test_stage_1_is_suggested_where_it_fits_on_several_gpus(
+    stage, n_ranks, memory, expected, caplog
+) -> None:
     run = {"dry_run": True, "dry_run_ranks": n_ranks, "dry_run_memory": memory}
     config = from_options(TrainSFTConfig, pretrain="p", dataset="d", zero_stage=stage, **run)
     strategy: Any = SimpleNamespace(device=torch.device("cpu"), is_main=False, close=lambda: None)
@@ -293,7 +398,8 @@ def test_stage_1_is_suggested_where_it_fits_on_several_gpus(stage, n_ranks, memo
 def test_pairs_of_supervised_training_are_two_rows() -> None:
     config = from_options(TrainSFTConfig, pretrain="p", dataset="d", max_len=512)
     one, two = (
-        estimate_supervised(config, 512, rows, 512, 0, {"model": SIZE}, Machine(config.deepspeed)) for rows in (1, 2)
+        estimate_supervised(config, 512, rows, 512, 0, {"model": SIZE}, Machine(config.deepspeed))
+        for rows in (1, 2)
     )
     assert list(one.phases) == ["loading", "training"]
     lasting = one.roles["model"] + one.machine.workspaces
@@ -306,7 +412,9 @@ WIDE = {role: SIZES[role]._replace(width=20_000, vocabulary=50_000) for role in 
 USUAL = [tokens for tokens in TOKEN_BUDGETS if tokens <= 32768]
 
 
-def sized(memory: float, on_cpu: bool = False, **options: Any) -> tuple[dict[str, int | None], Estimate]:
+def sized(
+    memory: float, on_cpu: bool = False, **options: Any
+) -> tuple[dict[str, int | None], Estimate]:
     """Budgets of training and experience on a fake device of so many GiB, and the estimate with them."""
     given = {"pretrain": "p", "prompt_data": "d", "reward_fn": "r", "train_batch_size": 512}
     config = from_options(TrainPPOConfig, **given, **options)
@@ -328,9 +436,16 @@ def test_a_gpu_gets_the_largest_budgets_that_its_memory_takes() -> None:
 
 @pytest.mark.parametrize(
     ("n_parameters", "layers", "largest"),
-    [(7_600_000_000, 28, 32768), (494_000_000, 24, 32768), (135_000_000, 30, 65536), (1_000_000, 4, 131072)],
+    [
+        (7_600_000_000, 28, 32768),
+        (494_000_000, 24, 32768),
+        (135_000_000, 30, 65536),
+        (1_000_000, 4, 131072),
+    ],
 )
-def test_a_model_of_small_layers_gets_budgets_that_hide_its_launches(n_parameters: int, layers: int, largest: int):
+def test_a_model_of_small_layers_gets_budgets_that_hide_its_launches(
+    n_parameters: int, layers: int, largest: int
+):
     budgets = token_budgets(SIZES["actor"]._replace(n_parameters=n_parameters, layers=layers))
     assert budgets[0] == largest
     assert budgets == [tokens for tokens in TOKEN_BUDGETS if tokens <= largest]
@@ -340,7 +455,10 @@ def test_given_sizes_and_cpus_keep_theirs() -> None:
     assert sized(80, on_cpu=True)[0] == {"train": None, "rollout": None}
     assert sized(80, micro_train_batch_size=4)[0] == {"train": None, "rollout": 32768}
     assert sized(80, micro_rollout_batch_size=8)[0] == {"train": 32768, "rollout": None}
-    assert sized(80, micro_train_tokens=1000, micro_rollout_tokens=77)[0] == {"train": 1000, "rollout": 77}
+    assert sized(80, micro_train_tokens=1000, micro_rollout_tokens=77)[0] == {
+        "train": 1000,
+        "rollout": 77,
+    }
 
 
 def test_a_chosen_budget_is_within_nine_tenths_and_twice_is_not() -> None:
@@ -355,5 +473,8 @@ def test_graphs_hold_logits_of_each_shape() -> None:
     launched, recorded = (ppo(max_num_seqs=8, cuda_graphs=on) for on in ("off", "on"))
     assert recorded.phases["generation"] - launched.phases["generation"] == 2 * 8 * 1_000 * 4 * 1
     assert recorded.phases["training"] == launched.phases["training"]
-    on_cpu, one, two = (Machine(DeepSpeedConfig(), n, cpu, 8 * GIB) for n, cpu in ((2, True), (1, False), (2, False)))
+    on_cpu, one, two = (
+        Machine(DeepSpeedConfig(), n, cpu, 8 * GIB)
+        for n, cpu in ((2, True), (1, False), (2, False))
+    )
     assert [8 * GIB - here.room for here in (on_cpu, one, two)] == [0, GIB // 2, GIB]

@@ -27,18 +27,31 @@ from tests.unit.trainer.conftest import OneOf
 from tests.varlen import VarlenLoop
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 COMMON = {"vocab_size": 40, "pad_token_id": 0, "num_labels": 1}
 CONFIGS = {
     "llama": lambda **options: LlamaConfig(**COMMON, **SIZES, **options),
     "qwen2": lambda **options: Qwen2Config(**COMMON, **SIZES, num_key_value_heads=2, **options),
-    "mistral": lambda **options: MistralConfig(**COMMON, **SIZES, num_key_value_heads=1, sliding_window=3, **options),
+    "mistral": lambda **options: MistralConfig(
+        **COMMON, **SIZES, num_key_value_heads=1, sliding_window=3, **options
+    ),
     "gpt_neox": lambda **options: GPTNeoXConfig(**COMMON, **SIZES, **options),
     "gpt2": lambda **options: GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, **options),
 }
 
 
-def model_of(name, implementation="sdpa", dtype=torch.float32, initializer_range=0.2, auto=AutoModelForCausalLM):
+def model_of(
+    name,
+    implementation="sdpa",
+    dtype=torch.float32,
+    initializer_range=0.2,
+    auto=AutoModelForCausalLM,
+):
     torch.manual_seed(5)
     config = CONFIGS[name](attn_implementation=implementation, initializer_range=initializer_range)
     return auto.from_config(config).to(dtype).eval()
@@ -75,15 +88,22 @@ def test_rows_are_padded_on_the_right_and_packed_ones_start_anew_at_each_documen
     [packed] = token_batch(examples, 2, PAD, SingleProcess(), pack_to=6).micro_batches
     assert packed.sequences.tolist() == [[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]]
     assert packed.attention_mask.tolist() == [[True] * 5, [True, True, False, False, False]]
-    assert packed.loss_mask.int().tolist() == [[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]]  # no document's first token
+    assert packed.loss_mask.int().tolist() == [
+        [0, 1, 1, 0, 1],
+        [0, 1, 0, 0, 0],
+    ]  # no document's first token
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("pack_to", [None, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("micro", [1, 2, 3, 10])
-def test_every_example_with_a_target_is_used_once_in_equally_many_micro_batches(world_size, micro, pack_to):
-    examples = [example(*range(number, number + 2 + number % 3), first=0) for number in range(0, 70, 10)]  # 19 tokens
+def test_every_example_with_a_target_is_used_once_in_equally_many_micro_batches(
+    world_size, micro, pack_to
+):
+    examples = [
+        example(*range(number, number + 2 + number % 3), first=0) for number in range(0, 70, 10)
+    ]  # 19 tokens
     without = [example(1), example(2, first=0), example(3, 4, 5, first=3)]
     ranks = [OneOf(rank, world_size) for rank in range(world_size)]
     batches = [token_batch([*without, *examples], micro, PAD, rank, pack_to) for rank in ranks]
@@ -95,14 +115,18 @@ def test_every_example_with_a_target_is_used_once_in_equally_many_micro_batches(
     assert max(len(m.sequences) for m in tensors) <= micro
     assert pack_to is None or all(m.position_ids.shape == m.sequences.shape for m in tensors)
     of_none = token_batch(without, micro, PAD, ranks[0], pack_to)
-    assert (len(of_none.micro_batches), of_none.n_targets) == (1, 0), "a forward that counts for nothing"
+    assert (len(of_none.micro_batches), of_none.n_targets) == (1, 0), (
+        "a forward that counts for nothing"
+    )
 
 
 def documents(lengths):
     """Documents of random tokens; the loss leaves out every fourth token."""
     generator = torch.Generator().manual_seed(6)
     return [
-        TokenExample(torch.randint(0, 40, (n,), generator=generator).tolist(), [t % 4 != 3 for t in range(n)])
+        TokenExample(
+            torch.randint(0, 40, (n,), generator=generator).tolist(), [t % 4 != 3 for t in range(n)]
+        )
         for n in lengths
     ]
 
@@ -152,7 +176,10 @@ def without_restart(sequences, attention_mask, position_ids):
 def test_the_probe_finds_models_that_cannot_and_says_so(caplog):
     llama = actor_of("llama", initializer_range=0.02)  # mixes documents only a little
     for model, reason in (
-        (lambda sequences, attention_mask, position_ids: llama(sequences, attention_mask), "each other's outputs"),
+        (
+            lambda sequences, attention_mask, position_ids: llama(sequences, attention_mask),
+            "each other's outputs",
+        ),
         (without_restart, "their own by their place"),
         (lambda sequences, attention_mask: None, "unexpected keyword argument 'position_ids'"),
     ):
@@ -164,7 +191,9 @@ def test_the_probe_finds_models_that_cannot_and_says_so(caplog):
 def test_rounding_of_large_logits_is_no_mixing(calls, monkeypatch):
     """A kernel that rounds otherwise, by a step of bfloat16, where a row holds several documents."""
     exact = attention.varlen_attn
-    monkeypatch.setattr(attention, "varlen_attn", lambda *x, **more: exact(*x, **more) * (1 + (len(x[3]) > 2) / 128))
+    monkeypatch.setattr(
+        attention, "varlen_attn", lambda *x, **more: exact(*x, **more) * (1 + (len(x[3]) > 2) / 128)
+    )
     actor = actor_of("qwen2", BY_LENGTHS, torch.bfloat16)
     actor.model.get_output_embeddings().weight.data *= 16
     ids, mask = torch.tensor([[2, 0, 1], [3, 3, 1]]), torch.ones(2, 3, dtype=torch.bool)
@@ -212,13 +241,17 @@ def outputs_and_gradient(model, role, samples, packs):
 def test_unpadded_samples_have_the_outputs_and_gradients_of_padded_ones(name, role, samples, calls):
     model = actor_of(name, BY_LENGTHS)
     if role != "actor":
-        model = ScalarHeadModel(model_of(name, BY_LENGTHS, auto=AutoModelForSequenceClassification), role)
+        model = ScalarHeadModel(
+            model_of(name, BY_LENGTHS, auto=AutoModelForSequenceClassification), role
+        )
     padded = outputs_and_gradient(model, role, samples, packs=False)
     assert calls == []
     unpadded = outputs_and_gradient(model, role, samples, packs=True)
     torch.testing.assert_close(unpadded, padded, rtol=1e-4, atol=1e-5)
     assert calls[-1].starts.tolist() == [0, 7, 9, 14, 21, 22]
-    assert calls[-1].starts is calls[-1].key_starts is calls[-2].starts, "one tensor for both layers"
+    assert calls[-1].starts is calls[-1].key_starts is calls[-2].starts, (
+        "one tensor for both layers"
+    )
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "reward"])
@@ -236,10 +269,14 @@ def test_an_unpadded_forward_asks_its_device_for_no_size(role, samples, monkeypa
     assert (outputs.device.type, outputs.shape) == ("meta", (5,) if role == "reward" else (5, 7))
 
 
-def test_an_unpadded_batch_without_actions_has_log_probs_of_zero_and_a_backward_pass(samples, monkeypatch):
+def test_an_unpadded_batch_without_actions_has_log_probs_of_zero_and_a_backward_pass(
+    samples, monkeypatch
+):
     actor = actor_of("llama", BY_LENGTHS)
     pack_where_exact(actor, actor, CPU, "actor")
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, BY_LENGTHS, None)  # no mask of T x T is made
+    monkeypatch.setitem(
+        AttentionMaskInterface._global_mapping, BY_LENGTHS, None
+    )  # no mask of T x T is made
     log_probs = actor(*samples[:2], torch.zeros_like(samples[2]))
     log_probs.sum().backward()
     assert actor.packs_rows and not log_probs.any() and not gradient_of(actor).any()
@@ -254,4 +291,7 @@ def test_a_model_that_mixes_the_samples_stays_with_padding(caplog):
     actor = Mixing(model_of("llama", BY_LENGTHS))
     pack_where_exact(actor, actor, CPU, "actor")
     assert not actor.packs_rows
-    assert "samples of the actor are padded: in one row they change each other's outputs by" in caplog.text
+    assert (
+        "samples of the actor are padded: in one row they change each other's outputs by"
+        in caplog.text
+    )

@@ -25,7 +25,10 @@ from tests.unit.trainer.conftest import OneOf, Scorer, StopIn, Strategy, prompts
 
 def ppo(n_batches, evaluates=False, **options):
     """A trainer of so many batches of two prompts, of which the one is answered with 1, which it earns, one with 2."""
-    given, held_out = prompts(*map(str, range(2 * n_batches))), prompts("held out") if evaluates else []
+    given, held_out = (
+        prompts(*map(str, range(2 * n_batches))),
+        prompts("held out") if evaluates else [],
+    )
     answers = [Completion([token], [-1.0], [0], FinishReason.STOP) for token in (1, 2)]
     trainer = trainer_of(lambda i, *_: answers[i % 2], given, held_out, **options)
     return trainer, trainer.components.checkpointer
@@ -59,14 +62,21 @@ def test_evaluations_logging_steps_and_the_end_are_logged(n_batches, options, lo
     trainer, record = ppo(n_batches, **{"evaluates": True, **options})
     trainer.fit()
     assert {step: "eval_reward" in row for step, row in record.logged} == logged
-    assert [step for step, *_ in record.saved] == [trainer.total_steps], "the end of max_steps too gets a checkpoint"
+    assert [step for step, *_ in record.saved] == [trainer.total_steps], (
+        "the end of max_steps too gets a checkpoint"
+    )
 
 
 def test_passes_samples_and_tokens_of_the_whole_run_are_counted():
     trainer, record = ppo(3, num_episodes=2)
     trainer.fit()
-    counts = [[row[name] for name in ("episode", "consumed_samples", "consumed_tokens")] for _, row in record.logged]
-    assert counts == [[(n + 1) / 3, 2 * (n + 1), 2 * (n + 1) * 2] for n in range(6)], "a prompt of one token each"
+    counts = [
+        [row[name] for name in ("episode", "consumed_samples", "consumed_tokens")]
+        for _, row in record.logged
+    ]
+    assert counts == [[(n + 1) / 3, 2 * (n + 1), 2 * (n + 1) * 2] for n in range(6)], (
+        "a prompt of one token each"
+    )
     assert record.saved[-1][1]["state"]["consumed_samples"] == 12
     trainer.state.consumed_tokens = 100
     assert trainer.step(prompts("a", "b", "c"))["consumed_tokens"] == 106
@@ -85,23 +95,35 @@ def test_errors_are_those_of_all_responses_of_a_step_and_no_others():
         return Score({"a": trajectory.token_ids[-1] * (not failed)}, failed=failed)
 
     plain, _ = ppo(3, score=fails_on_bad)
-    dynamic, _ = ppo(2, score=fails_on_bad, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
+    dynamic, _ = ppo(
+        2, score=fails_on_bad, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4
+    )
     batches = [prompts("bad", "good"), prompts("good", "good")]
     assert [plain.step(batch)["reward_errors"] for batch in batches] == [1, 0]
     metrics = dynamic.step(prompts("bad", "bad"))
-    assert [metrics[name] for name in ("sampled_batches", "useful_groups", "reward_errors")] == [2, 2, 4]
+    assert [metrics[name] for name in ("sampled_batches", "useful_groups", "reward_errors")] == [
+        2,
+        2,
+        4,
+    ]
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic_sampling": True, "n_samples_per_prompt": 2}], ids=["all", "dynamic"])
+@pytest.mark.parametrize(
+    "options", [{}, {"dynamic_sampling": True, "n_samples_per_prompt": 2}], ids=["all", "dynamic"]
+)
 def test_a_step_whose_samples_all_fail_ends_the_run_after_a_checkpoint(options):
     def fails_after_a_step(trajectory):
         failed, prompt = trainer.global_step > 0, trajectory.prompt.text
         return Score(
-            {"a": float(trajectory.token_ids[-1])}, failed=failed, error=f"KeyError('x') for prompt {prompt!r}"
+            {"a": float(trajectory.token_ids[-1])},
+            failed=failed,
+            error=f"KeyError('x') for prompt {prompt!r}",
         )
 
     trainer, record = ppo(3, score=fails_after_a_step, train_batch_size=2, **options)
-    with pytest.raises(NothingTrainedError, match=r"raised on all \d+ samples.*KeyError\('x'\) for prompt '\d'"):
+    with pytest.raises(
+        NothingTrainedError, match=r"raised on all \d+ samples.*KeyError\('x'\) for prompt '\d'"
+    ):
         trainer.fit()
     assert [step for step, *_ in record.saved] == [1]
 
@@ -119,7 +141,9 @@ def test_an_evaluation_whose_samples_all_fail_ends_the_run():
 def note_places(monkeypatch, part, call, seen):
     """Note step and phase of the process at each ``call`` of ``part``."""
     given = getattr(part, call)
-    monkeypatch.setattr(part, call, lambda *args: seen.append((current.step, current.phase)) or given(*args))
+    monkeypatch.setattr(
+        part, call, lambda *args: seen.append((current.step, current.phase)) or given(*args)
+    )
 
 
 def test_a_step_and_its_halves_give_the_same_bits_metrics_traces_and_places(tmp_path, monkeypatch):
@@ -132,16 +156,34 @@ def test_a_step_and_its_halves_give_the_same_bits_metrics_traces_and_places(tmp_
         current.step = 0
         current.take_seconds()  # left by other tests of this process
         metrics = [make_step(trainer, prompts("good", "better")) for _ in range(2)]
-        assert metrics[1]["time/step_s"] >= metrics[1]["time/generation_s"] + metrics[1]["time/training_s"]
+        assert (
+            metrics[1]["time/step_s"]
+            >= metrics[1]["time/generation_s"] + metrics[1]["time/training_s"]
+        )
         assert list(save_path.rglob("step_00000001*")) == []
         traces = (save_path / "logs" / "profile").glob("step_00000002_rank_0*.gz")
-        events = [event for file in traces for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
-        spans = {event["name"] for event in events} & {"step", "generation", "scoring", "experience", "training"}
-        timeless = [{n: v for n, v in row.items() if not n.startswith(("time/", "speed/"))} for row in metrics]
+        events = [
+            event
+            for file in traces
+            for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        ]
+        spans = {event["name"] for event in events} & {
+            "step",
+            "generation",
+            "scoring",
+            "experience",
+            "training",
+        }
+        timeless = [
+            {n: v for n, v in row.items() if not n.startswith(("time/", "speed/"))}
+            for row in metrics
+        ]
         return timeless, list(metrics[0]), trainer.components.actor.gradient, spans, seen
 
     whole = run(lambda trainer, batch: trainer.step(batch), tmp_path / "whole")
-    assert whole == run(lambda trainer, batch: trainer.train_on(trainer.rollout(batch)), tmp_path / "halves")
+    assert whole == run(
+        lambda trainer, batch: trainer.train_on(trainer.rollout(batch)), tmp_path / "halves"
+    )
     assert whole[3] == {"step", "generation", "scoring", "experience", "training"}
     assert whole[4] == [(1, "generation"), (1, "training"), (2, "generation"), (2, "training")]
 
@@ -176,7 +218,9 @@ def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at, s
 
 
 def test_a_resumed_run_normalizes_rewards_as_before():
-    before, after = (ppo(1, normalize_reward=True, reward_normalizer="running")[0].maker for _ in range(2))
+    before, after = (
+        ppo(1, normalize_reward=True, reward_normalizer="running")[0].maker for _ in range(2)
+    )
     before.moments.update(torch.tensor([0.25, 1.0, 0.5]), before.comm)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.moments.state_dict() == before.moments.state_dict()
@@ -194,8 +238,12 @@ def test_reading_a_trajectory_waits_for_its_score():
 
 def test_a_stop_after_the_report_is_asked_of_all_ranks(monkeypatch):
     (trainer, _), asked = ppo(2), []
-    monkeypatch.setattr(Strategy, "any_rank", lambda self, value: bool(asked.append(value)) or value)
-    monkeypatch.setattr(trainer.source, "publish", lambda version: setattr(trainer, "should_stop", True))
+    monkeypatch.setattr(
+        Strategy, "any_rank", lambda self, value: bool(asked.append(value)) or value
+    )
+    monkeypatch.setattr(
+        trainer.source, "publish", lambda version: setattr(trainer, "should_stop", True)
+    )
     trainer.fit()
     assert (trainer.global_step, asked[:3]) == (1, [False, False, True])
 
@@ -216,13 +264,19 @@ def test_a_list_of_the_batches_moves_neither_state_nor_episodes():
     assert looked.source.state_dict() == state, "nor does a look at the first"
     for trainer in (looked, plain):
         trainer.fit()
-    assert [row["episode"] for _, row in record.logged] == [row["episode"] for _, row in expected.logged]
+    assert [row["episode"] for _, row in record.logged] == [
+        row["episode"] for _, row in expected.logged
+    ]
     assert [each[:2] for each in record.saved] == [each[:2] for each in expected.saved]
 
 
 @pytest.mark.parametrize(
     ("batches_of", "prompts_of"),
-    [(iter, lambda batch: batch), (iter, lambda batch: list(batch[:1])), (list, lambda batch: batch)],
+    [
+        (iter, lambda batch: batch),
+        (iter, lambda batch: list(batch[:1])),
+        (list, lambda batch: batch),
+    ],
     ids=["loop", "part of each", "list"],
 )
 def test_batches_of_ones_own_loop_count_when_trained_on(batches_of, prompts_of):
@@ -259,13 +313,19 @@ def test_a_run_whose_evaluations_pass_nothing_ends_with_a_warning(caplog):
     trainer.components.grading = Grading(trainer.comm, 1e6)
     trainer.components.data.held_out.append(PROMPTS[3])
     trainer.fit()
-    warnings = [message for message in caplog.messages if message.startswith("no held-out response has passed")]
+    warnings = [
+        message
+        for message in caplog.messages
+        if message.startswith("no held-out response has passed")
+    ]
     assert len(warnings) == 1
 
 
 def test_a_source_that_ends_early_ends_with_evaluation_checkpoint_and_model(monkeypatch):
     (trainer, record), models = ppo(7, evaluates=True, logging_steps=5), []
-    monkeypatch.setattr(PromptSource, "__iter__", lambda self: map(self.rollout, [prompts("a")] * 2))
+    monkeypatch.setattr(
+        PromptSource, "__iter__", lambda self: map(self.rollout, [prompts("a")] * 2)
+    )
     monkeypatch.setattr(trainer, "save", lambda: models.append(trainer.global_step))
     trainer.fit()
     assert [(step, "eval_reward" in row) for step, row in record.logged] == [(2, True)]
@@ -277,7 +337,9 @@ def skipped_steps(folder):
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_is_counted_and_its_batch_kept_if_it_can_be(tmp_path, norm, caplog):
+def test_a_step_that_is_not_finite_is_counted_and_its_batch_kept_if_it_can_be(
+    tmp_path, norm, caplog
+):
     skipped, batch = skipped_steps(tmp_path), [{"sequences": torch.tensor([[1, 2, 3]])}]
     with caplog.at_level(logging.WARNING, "openppo"):
         assert skipped.accept(1.0, "actor", "global step 1", samples=batch)
@@ -309,12 +371,21 @@ PROMPTS = [Prompt(text=str(i), token_ids=[10 + i]) for i in range(5)]
 def echo(_, prompt, seed, params):
     """The greedy response is the prompt and 0; a sampled one the prompt and a number made of its seed."""
     end = 0 if params.temperature == 0 else 1 + seed % 1000
-    return Completion([*prompt, end], [-1.0] * (len(prompt) + 1), [0] * (len(prompt) + 1), FinishReason.STOP)
+    return Completion(
+        [*prompt, end], [-1.0] * (len(prompt) + 1), [0] * (len(prompt) + 1), FinishReason.STOP
+    )
 
 
 def source_of(comm=None, estimator="gae", first_group=0, **options):
     options |= {"advantage_estimator": estimator, "n_samples_per_prompt": 2}
-    trainer = trainer_of(echo, PROMPTS, PROMPTS[:3], lambda t: Score({"last": float(t.token_ids[-1])}), comm, **options)
+    trainer = trainer_of(
+        echo,
+        PROMPTS,
+        PROMPTS[:3],
+        lambda t: Score({"last": float(t.token_ids[-1])}),
+        comm,
+        **options,
+    )
     trainer.state.global_step, trainer.source.consumed_prompts = 7, first_group
     return trainer.source
 
@@ -374,13 +445,26 @@ def test_evaluation_by_another_function_replaces_all_rewards():
         return made
 
     source.sampled_by = SimpleNamespace(sample=as_an_agent)
-    assert [(t.scores, t.token_rewards) for t in source.evaluate()] == [({"other": 10.0 + i}, None) for i in range(3)]
-    assert all(t.scores.keys() == {"own", "last"} for t in source.rollout(PROMPTS)), "training keeps its own"
+    assert [(t.scores, t.token_rewards) for t in source.evaluate()] == [
+        ({"other": 10.0 + i}, None) for i in range(3)
+    ]
+    assert all(t.scores.keys() == {"own", "last"} for t in source.rollout(PROMPTS)), (
+        "training keeps its own"
+    )
 
 
 def scored(group, *rewards):
     return [
-        Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, 0], FinishReason.STOP, PROMPTS[0], group, scores={"a": r})
+        Trajectory(
+            [1, 2],
+            [False, True],
+            [0.0, -1.0],
+            [-1, 0],
+            FinishReason.STOP,
+            PROMPTS[0],
+            group,
+            scores={"a": r},
+        )
         for r in rewards
     ]
 
@@ -393,9 +477,16 @@ def test_groups_with_one_reward_are_of_no_use_and_of_too_many_the_first_are_kept
     assert useful_groups(mixed, False, {"a": 0.0}) == []
     unequal = scored(4, 1.0, 1.0)  # of use where steps are compared, though sums are equal
     for row in (*same, *unequal):
-        row.token_ids, row.action_mask, row.token_rewards = [1, 2, 2], [False, True, True], [0.0, 0.5, 0.0]
+        row.token_ids, row.action_mask, row.token_rewards = (
+            [1, 2, 2],
+            [False, True, True],
+            [0.0, 0.5, 0.0],
+        )
     unequal[1].token_rewards = [0.0, 0.0, 0.5]
     assert useful_groups([*same, *unequal], True, {}) == unequal
     assert useful_groups([*same, *unequal], False, {}) == []
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
-    assert first_groups([*third, *first, *second], most=2, comm=SingleProcess()) == [*first, *second]
+    assert first_groups([*third, *first, *second], most=2, comm=SingleProcess()) == [
+        *first,
+        *second,
+    ]

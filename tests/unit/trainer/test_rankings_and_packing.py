@@ -18,7 +18,9 @@ from tests.unit.trainer.test_supervised import MODEL, parts_of
 MIXED = [
     RankingExample([[5, 6, 1], [7, 1], [8, 9, 10, 1]], [2.0, 0.5, 1.0]),
     PreferenceExample([4, 1], [3, 3, 1]),
-    RankingExample([[11, 1], [12, 1], [13, 14, 1], [3, 1]], [1.0, 1.0, 0.0, 3.0]),  # a tie gives no pair
+    RankingExample(
+        [[11, 1], [12, 1], [13, 14, 1], [3, 1]], [1.0, 1.0, 0.0, 3.0]
+    ),  # a tie gives no pair
     PreferenceExample([6, 6, 1], [4, 4, 1]),
     RankingExample([[5, 1], [15, 1]], [0.0, 1.0]),
 ]
@@ -30,14 +32,20 @@ def naive(model, examples):
     losses, won = [], []
     for example in examples:
         if isinstance(example, PreferenceExample):
-            texts, ranks, margin = [example.chosen_ids, example.rejected_ids], [1, 0], example.margin
+            texts, ranks, margin = (
+                [example.chosen_ids, example.rejected_ids],
+                [1, 0],
+                example.margin,
+            )
         else:
             texts, ranks, margin = example.texts, example.scores, 0.0
         scores = [model(torch.tensor([ids]), torch.ones(1, len(ids)))[0] for ids in texts]
         of_pairs = []
         for a, b in itertools.combinations(range(len(texts)), 2):
             if ranks[a] != ranks[b]:
-                better, worse = (scores[a], scores[b]) if ranks[a] > ranks[b] else (scores[b], scores[a])
+                better, worse = (
+                    (scores[a], scores[b]) if ranks[a] > ranks[b] else (scores[b], scores[a])
+                )
                 of_pairs.append(torch.log(1 + torch.exp(-(better - worse - margin))))
                 won.append((better > worse).item())
         losses.append(sum(of_pairs) / len(of_pairs))
@@ -47,7 +55,9 @@ def naive(model, examples):
 @pytest.mark.parametrize("loss", ["sigmoid", "logexp"])
 @pytest.mark.parametrize("examples", [MIXED, WITH_MARGINS], ids=["rankings", "margins"])
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 2), (1, 9), (2, 2), (3, 1), (7, 4)])
-def test_the_gradient_is_that_of_all_pairs_for_any_split(scalar, make_tokenizer, loss, examples, ranks, micro):
+def test_the_gradient_is_that_of_all_pairs_for_any_split(
+    scalar, make_tokenizer, loss, examples, ranks, micro
+):
     model = ScalarHeadModel(scalar, "reward")
     expected, won = naive(model, examples)
     gradient = torch.autograd.grad(expected, list(scalar.parameters()))
@@ -62,8 +72,12 @@ def test_the_gradient_is_that_of_all_pairs_for_any_split(scalar, make_tokenizer,
         total += sum(trainer.loss(part, batch.n_targets, Metrics()) for part in batch.micro_batches)
         forwards.append(plain.n_forwards)
     assert total.item() == pytest.approx(expected.item(), abs=1e-6)
-    torch.testing.assert_close(torch.autograd.grad(total, list(scalar.parameters())), gradient, rtol=0, atol=1e-6)
-    assert forwards == [math.ceil(math.ceil(5 / ranks) / micro)] * ranks, "one forward of all texts of a micro-batch"
+    torch.testing.assert_close(
+        torch.autograd.grad(total, list(scalar.parameters())), gradient, rtol=0, atol=1e-6
+    )
+    assert forwards == [math.ceil(math.ceil(5 / ranks) / micro)] * ranks, (
+        "one forward of all texts of a micro-batch"
+    )
     if ranks == 1:
         metrics = trainer.evaluate()
         assert metrics["eval_loss"] == pytest.approx(expected.item(), abs=1e-6)
@@ -79,15 +93,27 @@ SAMPLES = [
 
 def sft(causal, tokenizer, rank=0, ranks=1, **options):
     given = {"train_batch_size": 7, "micro_train_batch_size": 2, "max_len": 16, **options}
-    parts = parts_of(PlainModel(Actor(causal)), SAMPLES, SAMPLES, tokenizer, comm=OneOf(rank, ranks))
+    parts = parts_of(
+        PlainModel(Actor(causal)), SAMPLES, SAMPLES, tokenizer, comm=OneOf(rank, ranks)
+    )
     return SFTTrainer(from_options(TrainSFTConfig, **MODEL, **given), parts)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_packed_samples_have_the_loss_and_gradient_of_separate_rows(causal, make_tokenizer, ranks):
-    logits = [causal(input_ids=torch.tensor([s.token_ids])).logits[0, :-1].log_softmax(-1) for s in SAMPLES]
-    wanted = [(row, t) for row, s in enumerate(SAMPLES) for t in range(1, len(s.token_ids)) if s.loss_mask[t]]
-    expected = -sum(logits[row][t - 1, SAMPLES[row].token_ids[t]] for row, t in wanted) / len(wanted)
+    logits = [
+        causal(input_ids=torch.tensor([s.token_ids])).logits[0, :-1].log_softmax(-1)
+        for s in SAMPLES
+    ]
+    wanted = [
+        (row, t)
+        for row, s in enumerate(SAMPLES)
+        for t in range(1, len(s.token_ids))
+        if s.loss_mask[t]
+    ]
+    expected = -sum(logits[row][t - 1, SAMPLES[row].token_ids[t]] for row, t in wanted) / len(
+        wanted
+    )
     gradient = torch.autograd.grad(expected, list(causal.parameters()))
     total, rows = 0.0, 0
     for rank in range(ranks):
@@ -95,17 +121,26 @@ def test_packed_samples_have_the_loss_and_gradient_of_separate_rows(causal, make
         batch = trainer.make_batch(SAMPLES)
         rows += sum(len(micro.sequences) for micro in batch.micro_batches)
         assert batch.n_targets == len(wanted)
-        total += sum(trainer.loss(micro, batch.n_targets, Metrics()) for micro in batch.micro_batches)
+        total += sum(
+            trainer.loss(micro, batch.n_targets, Metrics()) for micro in batch.micro_batches
+        )
     assert rows == 3, "42 tokens in rows of 16"
     assert total.item() == pytest.approx(expected.item(), abs=1e-6)
-    torch.testing.assert_close(torch.autograd.grad(total, list(causal.parameters())), gradient, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(total, list(causal.parameters())), gradient, rtol=0, atol=1e-6
+    )
     if ranks == 1:
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), abs=1e-6)
 
 
 def test_a_model_that_mixes_samples_is_refused(causal, make_tokenizer, monkeypatch):
     forward = Actor.forward
-    monkeypatch.setattr(Actor, "forward", lambda *args, position_ids=None, **more: forward(*args, **more))
+    monkeypatch.setattr(
+        Actor, "forward", lambda *args, position_ids=None, **more: forward(*args, **more)
+    )
     sft(causal, make_tokenizer())
-    with pytest.raises(ValueError, match=r"^--packing: --pretrain would mix the samples of a row. Leave the flag out"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--packing: --pretrain would mix the samples of a row. Leave the flag out",
+    ):
         sft(causal, make_tokenizer(), packing=True)

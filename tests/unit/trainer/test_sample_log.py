@@ -21,23 +21,43 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.media import MediaItem
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import JSONLTracker, Metrics
-from openppo.trainer.sample_log import MAX_TOKENS, StepDiagnostics, choose, rollout_row, sample_row, token_row
+from openppo.trainer.sample_log import (
+    MAX_TOKENS,
+    StepDiagnostics,
+    choose,
+    rollout_row,
+    sample_row,
+    token_row,
+)
 from openppo.trainer.self_check import token_texts
-from openppo.types import Ending, Episode, Experience, FinishReason, Prompt, SingleProcess, Trajectory
+from openppo.types import (
+    Ending,
+    Episode,
+    Experience,
+    FinishReason,
+    Prompt,
+    SingleProcess,
+    Trajectory,
+)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, as byte-level BPE falls back to."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
 BYTES = byte_tokenizer()
 
 
-def response_to(prompt: list[int], group: int, n_tokens: int = 2, mask: list[int] | None = None) -> Trajectory:
+def response_to(
+    prompt: list[int], group: int, n_tokens: int = 2, mask: list[int] | None = None
+) -> Trajectory:
     return Trajectory(
         token_ids=[*prompt, *range(7, 7 + n_tokens)],
         action_mask=[False] * len(prompt) + [bool(a) for a in mask or [1] * n_tokens],
@@ -53,7 +73,9 @@ def response_to(prompt: list[int], group: int, n_tokens: int = 2, mask: list[int
 def experience_of(t: Trajectory, **fields: list[float]) -> Experience:
     mask, rollout = torch.tensor([t.action_mask]), torch.tensor([t.log_probs])
     numbers = {name: torch.tensor([values]) for name, values in fields.items()}
-    made = Experience(torch.tensor([t.token_ids]), torch.ones_like(mask), mask, rollout, torch.tensor([False]))
+    made = Experience(
+        torch.tensor([t.token_ids]), torch.ones_like(mask), mask, rollout, torch.tensor([False])
+    )
     return made.with_fields(**({"log_probs": rollout} | numbers))
 
 
@@ -77,11 +99,22 @@ def test_the_same_prompts_are_chosen_from_any_batch() -> None:
 
 def test_a_label_of_any_type_is_json(tmp_path: Path) -> None:
     day, tracker = datetime.date(2026, 11, 22), JSONLTracker(tmp_path)
-    for label in ("text", {"a": [1, 2.5, None, True]}, day, Decimal("1.10"), b"\xff", (1, {day: math.nan, 2: "b"})):
-        sample = sample_row(dataclasses.replace(ONE, prompt=Prompt("p", [1], label=label)), BYTES, reward=2.0)
+    for label in (
+        "text",
+        {"a": [1, 2.5, None, True]},
+        day,
+        Decimal("1.10"),
+        b"\xff",
+        (1, {day: math.nan, 2: "b"}),
+    ):
+        sample = sample_row(
+            dataclasses.replace(ONE, prompt=Prompt("p", [1], label=label)), BYTES, reward=2.0
+        )
         assert json.loads(json.dumps(sample)) == sample
         tracker.log_samples(1, [sample, sample | {"label": label}])
-    lines = [json.loads(line)["label"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["label"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()
+    ]
     assert lines[::2] == lines[1::2]
 
 
@@ -98,7 +131,10 @@ def test_bytes_wait_for_the_end_of_their_character() -> None:
 def test_token_texts_of_real_tokenizers_put_together_are_the_text(name: str, assets: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     text = "Once  upon a time,\n\tthere was 日本 👩‍🚀 naïve</script> x."
-    prompt, ids = tokenizer("Say: ", add_special_tokens=False)["input_ids"], tokenizer(text)["input_ids"]
+    prompt, ids = (
+        tokenizer("Say: ", add_special_tokens=False)["input_ids"],
+        tokenizer(text)["input_ids"],
+    )
     texts = token_texts([*prompt, *ids], tokenizer, first=len(prompt))
     assert len(texts) == len(ids)
     whole, before = tokenizer.decode([*prompt, *ids]), tokenizer.decode(prompt)
@@ -131,7 +167,9 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none() -> None:
         "return": [1.99, None, 2.0],
     }
     without = token_row(t, BYTES, experience_of(t, rewards=[0.0] * 5, advantages=[0.0] * 5))
-    assert {"kl", "value", "return"} & without.keys() == set(), "what a run does not have is left out"
+    assert {"kl", "value", "return"} & without.keys() == set(), (
+        "what a run does not have is left out"
+    )
 
 
 def test_of_a_long_response_both_ends_are_kept() -> None:
@@ -161,24 +199,32 @@ class View(StepDiagnostics):
         self.samples: list[dict[str, Any]] = []
         self.tokens: list[dict[str, Any]] = []
         trackers = SimpleNamespace(
-            log_samples=lambda step, rows: self.samples.extend({"step": step} | row for row in rows),
+            log_samples=lambda step, rows: self.samples.extend(
+                {"step": step} | row for row in rows
+            ),
             log_tokens=lambda step, rows: self.tokens.extend({"step": step} | row for row in rows),
         )
         strategy = SimpleNamespace(comm=comm or SingleProcess())
-        parts: Any = SimpleNamespace(strategy=strategy, tokenizer=BYTES, trackers=trackers, state=SimpleNamespace())
+        parts: Any = SimpleNamespace(
+            strategy=strategy, tokenizer=BYTES, trackers=trackers, state=SimpleNamespace()
+        )
         parts.grading = SimpleNamespace(reward_weights={"a": 0.25})
         given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "self_check": False}
         super().__init__(from_options(TrainPPOConfig, **given), parts, total_steps)
         self.weights = {"a": 0.5}
 
-    def train_on(self, step: int, buffer: ReplayBuffer, change: float = 0.0, entropy: float | None = 1.5) -> None:
+    def train_on(
+        self, step: int, buffer: ReplayBuffer, change: float = 0.0, entropy: float | None = 1.5
+    ) -> None:
         """Forwards that find each token e^change times as likely as before."""
         self.components.state.global_step = step - 1
         for item in buffer.items:
             now = torch.where(item.action_mask, item.old_or_rollout_log_probs + change, 0.0)
             self.observe(item, now, None if entropy is None else torch.full_like(now, entropy))
 
-    def show(self, step: int, trajectories: list[Trajectory], buffer: ReplayBuffer | None = None) -> None:
+    def show(
+        self, step: int, trajectories: list[Trajectory], buffer: ReplayBuffer | None = None
+    ) -> None:
         self.trained_on = trajectories
         self.show_step(step, buffer or filled(trajectories), {})
 
@@ -187,7 +233,11 @@ def filled(trajectories: list[Trajectory], limit: int = 0, **fields: list[float]
     buffer = ReplayBuffer(limit=limit)
     for t in trajectories:
         numbers = [float(a) * t.group for a in t.action_mask]
-        buffer.append(experience_of(t, advantages=numbers, ref_log_probs=[-0.75 * a for a in t.action_mask], **fields))
+        buffer.append(
+            experience_of(
+                t, advantages=numbers, ref_log_probs=[-0.75 * a for a in t.action_mask], **fields
+            )
+        )
     return buffer
 
 
@@ -200,7 +250,11 @@ def test_ratio_and_entropy_are_of_the_last_training_forward() -> None:
     for number, (sample, tokens) in enumerate(zip(view.samples, view.tokens, strict=True)):
         group = int(sample["prompt"].split("[")[1].rstrip("]"))
         assert sample["sample"] == tokens["sample"] == number
-        assert (sample["reward"], sample["rewards"], sample["response_length"]) == (1.0, {"a": 2.0}, 2)
+        assert (sample["reward"], sample["rewards"], sample["response_length"]) == (
+            1.0,
+            {"a": 2.0},
+            2,
+        )
         assert sample["kl"] == pytest.approx(2 * 0.25)
         assert tokens["advantage"] == [group, group]
         assert tokens["ratio"] == [pytest.approx(math.exp(0.5), rel=1e-5)] * 2
@@ -237,28 +291,42 @@ def test_tokens_are_of_a_hundred_steps_and_samples_of_all() -> None:
     assert len(view.samples) == 995
     dropping = View()
     dropping.show(1, NINE, filled(NINE, limit=2))
-    assert sorted(row["advantage"][0] for row in dropping.tokens) == [7.0, 8.0], "what --buffer_limit keeps"
+    assert sorted(row["advantage"][0] for row in dropping.tokens) == [7.0, 8.0], (
+        "what --buffer_limit keeps"
+    )
 
 
 def test_held_out_samples_have_the_engines_log_probs() -> None:
     view, dumped = View(), list[Any]()
-    view.config = dataclasses.replace(view.config, dump=dataclasses.replace(view.config.dump, dump_rollouts="d"))
+    view.config = dataclasses.replace(
+        view.config, dump=dataclasses.replace(view.config.dump, dump_rollouts="d")
+    )
     view.components.trackers.log_rollouts = lambda step, split, rows: dumped.extend(rows)
-    graded = dataclasses.replace(ONE, scores={"a": 2.0}, token_rewards=None, extras={"n": 3.0}, notes={"pred": "é"})
+    graded = dataclasses.replace(
+        ONE, scores={"a": 2.0}, token_rewards=None, extras={"n": 3.0}, notes={"pred": "é"}
+    )
     view.show_evaluation(5, [graded])
     (sample,), (tokens,) = view.samples, view.tokens
-    assert (sample["reward"], sample["extra"]) == (0.5, {"n": 3.0, "pred": "é"}), "with the weights of evaluations"
+    assert (sample["reward"], sample["extra"]) == (0.5, {"n": 3.0, "pred": "é"}), (
+        "with the weights of evaluations"
+    )
     assert [(row["reward"], row["extra"]) for row in dumped] == [(0.5, '{"n": 3.0, "pred": "é"}')]
     assert sample["evaluation"] is tokens["evaluation"] is True
     assert sample["step"] == tokens["step"] == 5
     assert tokens["log_prob"] == [-0.5, -0.5]
-    assert {"kl", "value", "entropy", "advantage", "ratio"} & (tokens.keys() | sample.keys()) == set()
+    assert {"kl", "value", "entropy", "advantage", "ratio"} & (
+        tokens.keys() | sample.keys()
+    ) == set()
 
 
 def test_an_episode_is_logged_as_a_conversation_with_the_places_of_its_turns() -> None:
     messages = [
         {"role": "user", "content": "look"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "see", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "see", "arguments": "{}"}}],
+        },
         {"role": "tool", "content": [{"type": "text", "text": "a wall"}]},
         {"role": "assistant", "content": "left"},
     ]
@@ -266,7 +334,13 @@ def test_an_episode_is_logged_as_a_conversation_with_the_places_of_its_turns() -
     t = response_to([1, 2], 0, n_tokens=7, mask=[1, 1, 0, 0, 1, 1, 1])
     t = dataclasses.replace(t, episode=played, prompt=Prompt("", [1, 2]))
     row, tokens = sample_row(t, BYTES, reward=2.0), token_row(t, BYTES)
-    expected = {"prompt": "look", "ending": "max_turns", "turns": 2, "messages": messages, "output": "a wall"}
+    expected = {
+        "prompt": "look",
+        "ending": "max_turns",
+        "turns": 2,
+        "messages": messages,
+        "output": "a wall",
+    }
     assert {name: row[name] for name in expected} == expected
     assert (tokens["turns"], tokens["trained"]) == ([[0, 2], [4, 7]], [1, 1, 0, 0, 1, 1, 1])
     assert "turns" not in token_row(ONE, BYTES)
@@ -283,10 +357,18 @@ def test_what_the_model_reads_before_its_first_turn_is_logged_once() -> None:
     t = dataclasses.replace(response_to(ids, 0), episode=played, prompt=Prompt("look", ids))
     row, tokens = sample_row(t, BYTES, reward=2.0), token_row(t, BYTES)
     assert (row["prompt"], row["rendered_prompt"]) == ("look", read)
-    assert row["rendered_prompt"] + row["response"] == BYTES.decode(t.token_ids), "all that it read and wrote"
-    assert (tokens["first"], tokens["prompt_ids"], "".join(tokens["prompt_texts"])) == (len(ids), ids, read)
+    assert row["rendered_prompt"] + row["response"] == BYTES.decode(t.token_ids), (
+        "all that it read and wrote"
+    )
+    assert (tokens["first"], tokens["prompt_ids"], "".join(tokens["prompt_texts"])) == (
+        len(ids),
+        ids,
+        read,
+    )
     plain = dataclasses.replace(t, episode=None, prompt=Prompt(read, ids))
-    assert "rendered_prompt" not in sample_row(plain, BYTES, reward=2.0), "its prompt is what it read"
+    assert "rendered_prompt" not in sample_row(plain, BYTES, reward=2.0), (
+        "its prompt is what it read"
+    )
     unread = dataclasses.replace(t, episode=dataclasses.replace(played, n_turns=0))
     assert "rendered_prompt" not in sample_row(unread, BYTES, reward=0.0)
     dumped = [rollout_row(each, BYTES, 2.0, tokens=False) for each in (t, plain)]
@@ -295,8 +377,14 @@ def test_what_the_model_reads_before_its_first_turn_is_logged_once() -> None:
 
 def test_of_a_long_prompt_both_ends_are_kept() -> None:
     row = token_row(response_to([i % 200 for i in range(MAX_TOKENS + 9)], group=0), BYTES)
-    assert row["first"] == MAX_TOKENS + 9 and len(row["prompt_ids"]) == len(row["prompt_texts"]) == MAX_TOKENS
-    assert row["prompt_ids"][MAX_TOKENS // 2 - 1 :][:2] == [(MAX_TOKENS // 2 - 1) % 200, (MAX_TOKENS // 2 + 9) % 200]
+    assert (
+        row["first"] == MAX_TOKENS + 9
+        and len(row["prompt_ids"]) == len(row["prompt_texts"]) == MAX_TOKENS
+    )
+    assert row["prompt_ids"][MAX_TOKENS // 2 - 1 :][:2] == [
+        (MAX_TOKENS // 2 - 1) % 200,
+        (MAX_TOKENS // 2 + 9) % 200,
+    ]
 
 
 def test_the_places_of_an_image_in_the_prompt_are_counted() -> None:
@@ -307,7 +395,13 @@ def test_the_places_of_an_image_in_the_prompt_are_counted() -> None:
 
 
 def test_failed_episodes_of_a_step_follow_those_trained_on() -> None:
-    error = Episode([{"role": "user", "content": "look"}], Ending.AGENT_ERROR, 0, "exit status 3: broken", "broken")
+    error = Episode(
+        [{"role": "user", "content": "look"}],
+        Ending.AGENT_ERROR,
+        0,
+        "exit status 3: broken",
+        "broken",
+    )
     failed = dataclasses.replace(ONE, action_mask=[False] * 3, episode=error)
     view, rollout = View(), Rollout([ONE], Metrics(), failed=[failed])
     view.show(2, rollout, filled([ONE]))
@@ -318,7 +412,11 @@ def test_failed_episodes_of_a_step_follow_those_trained_on() -> None:
         (3, 0, "exit status 3: broken"),
     ]
     assert [(row["step"], row["sample"]) for row in view.tokens] == [(2, 0), (2, 1), (3, 0)]
-    assert (view.samples[1]["output"], view.samples[1]["turns"], view.samples[1]["reward"]) == ("broken", 0, 0.0)
+    assert (view.samples[1]["output"], view.samples[1]["turns"], view.samples[1]["reward"]) == (
+        "broken",
+        0,
+        0.0,
+    )
 
 
 def test_logs_and_dumps_have_the_reward_of_the_whole_episode() -> None:

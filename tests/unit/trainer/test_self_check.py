@@ -20,7 +20,9 @@ class Words:
     """A tokenizer of words; number 4 clears the screen."""
 
     def decode(self, ids: list[int], **_: Any) -> str:
-        return "".join("</s>" if i == EOS else "\x1b[2J" if i == 4 else f" {chr(ord('a') + i)}" for i in ids)
+        return "".join(
+            "</s>" if i == EOS else "\x1b[2J" if i == 4 else f" {chr(ord('a') + i)}" for i in ids
+        )
 
 
 def row(n_prompt: int, n_actions: int, score: float, truncated: bool) -> Experience:
@@ -84,14 +86,18 @@ def test_tokens_show_numbers_score_eos_and_padding(logged: pytest.LogCaptureFixt
         "places    first action 4, EOS 8, score +2 at 8, padding from 9",
     ]
     assert lines[5].split() == "token id action log_prob kl value reward advantage".split()
-    by_number = {line.split()[0]: line.split() for line in lines[6:17] if line and line.split()[0].isdigit()}
+    by_number = {
+        line.split()[0]: line.split() for line in lines[6:17] if line and line.split()[0].isdigit()
+    }
     assert by_number["3"] == ["3", "'", "d'", "3", "0"]
     numbers = ["-1.000", "0.100", "0.250", "-0.050", "0.750"]
     assert by_number["4"] == ["4", "'\\x1b[2J'", "4", "1", *numbers]
     numbers[3] = "1.950"
     assert by_number["8"] == ["8", "'</s>'", "9", "1", *numbers]
     assert by_number["9"][-1] == "0", "padding is not trained on"
-    second = lines.index("sample 2  9 of 12 tokens are trained on; cut by --generate_max_len; earned -1.5")
+    second = lines.index(
+        "sample 2  9 of 12 tokens are trained on; cut by --generate_max_len; earned -1.5"
+    )
     assert lines[second + 3 : second + 5] == [
         r"label     label 3\x1b[2J",
         "places    first action 3, score -1.5 at 11",
@@ -102,7 +108,12 @@ def test_tokens_show_numbers_score_eos_and_padding(logged: pytest.LogCaptureFixt
 def test_a_sample_without_a_label_shows_none(logged: pytest.LogCaptureFixture) -> None:
     words: Any = Words()
     check_samples(1, [GOOD], words, {EOS}, kl=KLConfig(), kl_coef=KL_COEF, labels=[None])
-    assert [line.split()[0] for line in page(logged)[:4]] == ["sample", "prompt", "response", "places"]
+    assert [line.split()[0] for line in page(logged)[:4]] == [
+        "sample",
+        "prompt",
+        "response",
+        "places",
+    ]
 
 
 def test_rows_of_long_samples_fit_80_columns(logged: pytest.LogCaptureFixture) -> None:
@@ -112,7 +123,9 @@ def test_rows_of_long_samples_fit_80_columns(logged: pytest.LogCaptureFixture) -
     assert max(map(len, page(logged))) <= 80
 
 
-def test_penalties_beside_the_rewards_and_untrained_samples_are_told(logged: pytest.LogCaptureFixture) -> None:
+def test_penalties_beside_the_rewards_and_untrained_samples_are_told(
+    logged: pytest.LogCaptureFixture,
+) -> None:
     check(GOOD, use_kl_loss=True)
     scores = "score -0.05 at 6, score -0.05 at 7, score +1.95 at 8"
     assert f"places first action 4, EOS 8, {scores}" in " ".join("\n".join(page(logged)).split())
@@ -135,14 +148,34 @@ def changed(field: str, token: int, value: Any) -> Experience:
         ("rewards", 3, 1.0, "sample 1: token 3 is not trained on but has reward"),
         ("advantages", 1, 1.0, "sample 1: token 1 is not trained on but has advantage"),
         ("values", 0, 1.0, "sample 1: token 0 is not trained on but has value"),
-        ("sequences", 8, 3, "sample 1: it ended by itself, but token 8, the last trained on, is not EOS"),
-        ("action_mask", 8, False, "sample 1: it ended by itself, but token 7, the last trained on, is not EOS"),
-        ("rewards", 7, 2.0, "sample 1: the score lies at token 7, not only at the last one that is trained on"),
+        (
+            "sequences",
+            8,
+            3,
+            "sample 1: it ended by itself, but token 8, the last trained on, is not EOS",
+        ),
+        (
+            "action_mask",
+            8,
+            False,
+            "sample 1: it ended by itself, but token 7, the last trained on, is not EOS",
+        ),
+        (
+            "rewards",
+            7,
+            2.0,
+            "sample 1: the score lies at token 7, not only at the last one that is trained on",
+        ),
     ],
 )
-def test_faults_are_named(field: str, token: int, value: Any, fault: str, logged: pytest.LogCaptureFixture) -> None:
+def test_faults_are_named(
+    field: str, token: int, value: Any, fault: str, logged: pytest.LogCaptureFixture
+) -> None:
     assert fault in check(changed(field, token, value))
-    assert any(record.levelno == logging.WARNING and fault in record.getMessage() for record in logged.records)
+    assert any(
+        record.levelno == logging.WARNING and fault in record.getMessage()
+        for record in logged.records
+    )
 
 
 @pytest.mark.parametrize(

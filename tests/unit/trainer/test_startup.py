@@ -29,7 +29,9 @@ HOST = socket.gethostname()
 
 def config(**options):
     """Options that are valid on four ranks."""
-    return from_options(TrainPPOConfig, **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"} | options)
+    return from_options(
+        TrainPPOConfig, **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"} | options
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,9 @@ def test_versions_that_differ_are_named():
             )
         check_options(config(), comm)
 
-    message = f"torch is {torch.__version__} on rank 0 and 1.0 on rank 1 ({HOST}): start all ranks alike."
+    message = (
+        f"torch is {torch.__version__} on rank 0 and 1.0 on rank 1 ({HOST}): start all ranks alike."
+    )
     assert str(on_ranks(2, work)[0]) == message
 
 
@@ -73,7 +77,10 @@ def test_versions_that_differ_are_named():
         (lambda rank: [([1, 2], "a")], False),
         (lambda rank: "def f(): ...", False),
         (lambda rank: [TokenExample([1, 2, 3], [False, True, True])], False),
-        (lambda rank: [([1, 2], object()), ([3], datetime.datetime.now())], False),  # by type: JSON does not know them
+        (
+            lambda rank: [([1, 2], object()), ([3], datetime.datetime.now())],
+            False,
+        ),  # by type: JSON does not know them
         (lambda rank: [rank == 2], True),
         (lambda rank: [TokenExample([1, 2, int(rank == 2)], [False, True, True])], True),
     ],
@@ -104,21 +111,32 @@ def rotary(kind, **more):
 )
 def test_rows_end_where_their_neighbours_would_matter(config, most):
     check_context(config, "--pretrain model", most - 24, 24)
-    with pytest.raises(ValueError, match=f"context of {most} tokens of --pretrain model.*generate_max_len"):
+    with pytest.raises(
+        ValueError, match=f"context of {most} tokens of --pretrain model.*generate_max_len"
+    ):
         check_context(config, "--pretrain model", most - 24, 25)
 
 
 @pytest.mark.parametrize("beyond", [0, 12])
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("llama4_text", "floor_scale"), pytest.param("doge", "keep_window_size", marks=pinned_transformers)],
+    [
+        ("llama4_text", "floor_scale"),
+        pytest.param("doge", "keep_window_size", marks=pinned_transformers),
+    ],
 )
 def test_up_to_there_a_row_is_sampled_as_alone(name, limit, beyond):
     torch.manual_seed(1)
-    layers = {"num_hidden_layers": 4} if name == "llama4_text" else {}  # of which every fourth has temperatures
-    model = AutoModelForCausalLM.from_config(tiny_config(name, **{limit: 16 - beyond}, **layers)).eval()
+    layers = (
+        {"num_hidden_layers": 4} if name == "llama4_text" else {}
+    )  # of which every fourth has temperatures
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(name, **{limit: 16 - beyond}, **layers)
+    ).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)  # Doge's own are 0, and then all tokens count alike
+        torch.nn.init.normal_(
+            parameter, std=0.3
+        )  # Doge's own are 0, and then all tokens count alike
     prompts = [[3, 4, 5], [9, 12, 2, 6, 11, 13, 8, 1, 4, 30]]
     sampled = HFEngine(model, (), 0, 2).generate(prompts, SamplingParams(6), [1, 2])
     row = torch.tensor([prompts[0] + sampled[0].token_ids])
@@ -129,15 +147,24 @@ def test_up_to_there_a_row_is_sampled_as_alone(name, limit, beyond):
 def test_a_loader_of_the_users_own_reads_documents_too(tmp_path, make_tokenizer):
     (tmp_path / "mine.py").write_text("def rows(source):\n    return [{'text': source}] * 3\n")
     loader = f"{tmp_path}/mine.py:rows"
-    config = from_options(TrainPPOConfig, pretrain="m", reward_fn="f.py", pretrain_data="ab", dataset_class=loader)
-    data = load_ppo_data(config, make_tokenizer(), LlamaConfig(vocab_size=40), SingleProcess(), prompts=False)
+    config = from_options(
+        TrainPPOConfig, pretrain="m", reward_fn="f.py", pretrain_data="ab", dataset_class=loader
+    )
+    data = load_ppo_data(
+        config, make_tokenizer(), LlamaConfig(vocab_size=40), SingleProcess(), prompts=False
+    )
     assert [document.token_ids for document in data.documents] == [[4, 5, 1]] * 3
 
 
 @pytest.mark.parametrize(
-    ("family", "kinds"), [("gemma3", {"image"}), ("qwen3_vl", {"image", "video"}), ("llava", {"image"})]
+    ("family", "kinds"),
+    [("gemma3", {"image"}), ("qwen3_vl", {"image", "video"}), ("llava", {"image"})],
 )
 def test_vllm_is_given_only_what_was_compared(family, kinds):
     data, model = SimpleNamespace(documents=[], kinds=kinds), SimpleNamespace(model_type=family)
-    with nullcontext() if family == "llava" else pytest.raises(ValueError, match="vllm is given no videos, and images"):
+    with (
+        nullcontext()
+        if family == "llava"
+        else pytest.raises(ValueError, match="vllm is given no videos, and images")
+    ):
         check_run_with_images(config(rollout_engine="vllm"), data, model)

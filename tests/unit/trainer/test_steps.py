@@ -23,7 +23,9 @@ from tests.ranks import on_ranks
 from tests.unit.trainer.conftest import CPU, PPO, OneOf, PlainModel
 
 ALONE, TEMPERATURE = SingleProcess(), 0.7
-CONFIG = from_options(TrainPPOConfig, **PPO, eps_clip=0.2, value_clip=0.2, ptx_coef=0.3, generate_max_len=8)
+CONFIG = from_options(
+    TrainPPOConfig, **PPO, eps_clip=0.2, value_clip=0.2, ptx_coef=0.3, generate_max_len=8
+)
 DOCUMENTS = [
     TokenExample(token_ids=[3, 7, 9, 2], loss_mask=[True, True, True, True]),
     TokenExample(token_ids=[5, 2], loss_mask=[False, True]),
@@ -77,10 +79,17 @@ def naive_rows(model, rows):
         places = [t for t in range(1, row.sequences.shape[1]) if row.action_mask[0, t]]
         if not places:
             continue
-        distributions = torch.log_softmax(model(input_ids=row.sequences).logits[0] / TEMPERATURE, -1)
+        distributions = torch.log_softmax(
+            model(input_ids=row.sequences).logits[0] / TEMPERATURE, -1
+        )
         log_probs = torch.stack([distributions[t - 1, row.sequences[0, t]] for t in places])
-        entropy = torch.stack([-(distributions[t - 1].exp() * distributions[t - 1]).sum() for t in places])
-        known = {name: row.tensors()[name][0, places] for name in ("log_probs", "advantages", "rollout_log_probs")}
+        entropy = torch.stack(
+            [-(distributions[t - 1].exp() * distributions[t - 1]).sum() for t in places]
+        )
+        known = {
+            name: row.tensors()[name][0, places]
+            for name in ("log_probs", "advantages", "rollout_log_probs")
+        }
         ratio = (log_probs - known["log_probs"]).exp()
         loss = -torch.min(ratio * known["advantages"], ratio.clamp(0.8, 1.2) * known["advantages"])
         found.append({"new": log_probs, "entropy": entropy, "loss": loss, **known})
@@ -89,19 +98,25 @@ def naive_rows(model, rows):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("role", ["actor", "actor with documents", "critic"])
-def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(world_size, role, actor, scalar, rows):
+def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(
+    world_size, role, actor, scalar, rows
+):
     critic = PlainModel(ScalarHeadModel(scalar, "critic"))
 
     def gradient_of(batch, comm=ALONE):
         if role != "critic":
-            return trained(actor, batch, documents(2, comm) if "documents" in role else None, comm=comm)[0]
+            return trained(
+                actor, batch, documents(2, comm) if "documents" in role else None, comm=comm
+            )[0]
         CriticStep(critic, CONFIG, comm, CPU).train(batch, Metrics())
         return critic.gradient
 
     n_tokens, of_ranks = sum(int(row.action_mask.sum()) for row in rows), []
     for rank in range(world_size):
         mine = rows[rank::world_size]
-        batch = MiniBatch([join_rows(mine[:1]), join_rows(mine[1:]), idle_experience()], n_tokens, 9)
+        batch = MiniBatch(
+            [join_rows(mine[:1]), join_rows(mine[1:]), idle_experience()], n_tokens, 9
+        )
         of_ranks.append(gradient_of(batch, OneOf(rank, world_size)))
     found = [sum(parts) / world_size for parts in zip(*of_ranks, strict=True)]
     assert_same(found, gradient_of(mini_batch(rows, 2)))
@@ -112,17 +127,27 @@ def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(world_size, role,
 def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, micro, scalar, rows):
     losses = []
     for row in rows:
-        outputs = scalar.score(scalar.base_model(input_ids=row.sequences).last_hidden_state)[0, :, 0]
+        outputs = scalar.score(scalar.base_model(input_ids=row.sequences).last_hidden_state)[
+            0, :, 0
+        ]
         for t in row.action_mask[0].nonzero()[:, 0].tolist():
             value, old, target = outputs[t - 1], row.values[0, t], row.returns[0, t]
-            clipped = value if clip is None else torch.minimum(torch.maximum(value, old - clip), old + clip)
+            clipped = (
+                value
+                if clip is None
+                else torch.minimum(torch.maximum(value, old - clip), old + clip)
+            )
             losses.append(torch.maximum((value - target) ** 2, (clipped - target) ** 2) / 2)
     loss = sum(losses) / len(losses)
     expected = torch.autograd.grad(loss, list(scalar.parameters()))
     critic, metrics = PlainModel(ScalarHeadModel(scalar, "critic")), Metrics()
     CriticStep(critic, changed(value_clip=clip), ALONE, CPU).train(mini_batch(rows, micro), metrics)
     assert_same(critic.gradient, expected)
-    named = {"value_loss": loss.item(), "critic_learning_rate": 0.25, "critic_grad_norm": norm_of(expected)}
+    named = {
+        "value_loss": loss.item(),
+        "critic_learning_rate": 0.25,
+        "critic_grad_norm": norm_of(expected),
+    }
     assert metrics.reduced(ALONE) == pytest.approx(named, abs=1e-6)
 
 
@@ -146,7 +171,11 @@ def masked_shares(ratios, low, high):
     }
 
 
-CORRECTION = {"rollout_correction": "mis", "rollout_correction_low": 0.01, "rollout_correction_high": 0.2}
+CORRECTION = {
+    "rollout_correction": "mis",
+    "rollout_correction_low": 0.01,
+    "rollout_correction_high": 0.2,
+}
 KL = {"use_kl_loss": True, "init_kl_coef": 0.7}
 
 
@@ -156,16 +185,23 @@ KL = {"use_kl_loss": True, "init_kl_coef": 0.7}
     [
         *(({"loss_agg": name}, lambda row: row["loss"]) for name in MEANS),
         ({"entropy_coef": 0.3}, lambda row: row["loss"] - 0.3 * row["entropy"]),
-        (KL | {"kl_estimator": "k2"}, lambda row: row["loss"] + 0.7 * row["to_reference"].square() / 2),
+        (
+            KL | {"kl_estimator": "k2"},
+            lambda row: row["loss"] + 0.7 * row["to_reference"].square() / 2,
+        ),
         (
             KL | {"kl_estimator": "k3"},
-            lambda row: row["loss"] + 0.7 * (row["to_reference"].neg().expm1() + row["to_reference"]),
+            lambda row: (
+                row["loss"] + 0.7 * (row["to_reference"].neg().expm1() + row["to_reference"])
+            ),
         ),
         (CORRECTION, lambda row: row["loss"] * seen_otherwise(row)),
     ],
     ids=[*MEANS, "entropy", "k2", "k3", "rollout correction"],
 )
-def test_losses_and_metrics_are_those_of_a_loop_over_tokens(options, term, micro, causal, actor, rows):
+def test_losses_and_metrics_are_those_of_a_loop_over_tokens(
+    options, term, micro, causal, actor, rows
+):
     naive = naive_rows(causal, rows)
     for row in naive:
         row["to_reference"] = row["new"] - 0.9 * row["log_probs"]
@@ -173,7 +209,9 @@ def test_losses_and_metrics_are_those_of_a_loop_over_tokens(options, term, micro
     loss = MEANS[options.get("loss_agg", "token_mean")](terms)
     expected = torch.autograd.grad(loss, list(causal.parameters()), retain_graph=True)
     given = [row.with_fields(ref_log_probs=0.9 * row.log_probs) for row in rows]
-    gradient, metrics = trained(actor, mini_batch(given, micro), None, changed(**options), kl_coef=0.7)
+    gradient, metrics = trained(
+        actor, mini_batch(given, micro), None, changed(**options), kl_coef=0.7
+    )
     assert_same(gradient, expected)
     ratios = torch.cat([row["new"] - row["log_probs"] for row in naive]).exp().tolist()
     named = {
@@ -192,7 +230,9 @@ def test_losses_and_metrics_are_those_of_a_loop_over_tokens(options, term, micro
             "rollout_weight": weights.mean().item(),
             "rollout_masked_fraction": (weights == 0).float().mean().item(),
             **masked_shares(
-                torch.cat([(row["log_probs"] - row["rollout_log_probs"]).exp() for row in naive]), 0.01, 0.2
+                torch.cat([(row["log_probs"] - row["rollout_log_probs"]).exp() for row in naive]),
+                0.01,
+                0.2,
             ),
         }
         assert 0 < named["rollout_masked_fraction"] < 1
@@ -201,7 +241,9 @@ def test_losses_and_metrics_are_those_of_a_loop_over_tokens(options, term, micro
 
 def near_the_engine(row):
     ratio = (row["new"] - row["rollout_log_probs"]).exp()
-    return torch.where((ratio >= 0.8) & (ratio <= 1.28), -ratio * row["advantages"], 0.0), ratio.detach()
+    return torch.where(
+        (ratio >= 0.8) & (ratio <= 1.28), -ratio * row["advantages"], 0.0
+    ), ratio.detach()
 
 
 def weighted_and_capped(row):
@@ -216,11 +258,18 @@ def of_sequences(row):
     return (k if 0.5 <= k <= 1.7 and ks.min() >= 0.1 else 0.0) * row["loss"], k.expand(len(ks))
 
 
-GEOMETRIC = {"rollout_correction": "icepop", "rollout_correction_level": "geometric", "rollout_correction_veto": 0.1}
+GEOMETRIC = {
+    "rollout_correction": "icepop",
+    "rollout_correction_level": "geometric",
+    "rollout_correction_veto": 0.1,
+}
 OFF_POLICY = {
     "double sided": ({"policy_loss_type": "double_sided"}, near_the_engine),
     "decoupled": ({"policy_loss_type": "decoupled"}, weighted_and_capped),
-    "geometric": (GEOMETRIC | {"rollout_correction_low": 0.5, "rollout_correction_high": 1.7}, of_sequences),
+    "geometric": (
+        GEOMETRIC | {"rollout_correction_low": 0.5, "rollout_correction_high": 1.7},
+        of_sequences,
+    ),
 }
 RANGES = {"double sided": (0.8, 1.28), "decoupled": (0, 5), "geometric": (0.5, 1.7)}
 
@@ -229,7 +278,10 @@ RANGES = {"double sided": (0.8, 1.28), "decoupled": (0, 5), "geometric": (0.5, 1
 @pytest.mark.parametrize("name", OFF_POLICY)
 def test_losses_of_older_samples_are_those_of_a_loop_over_tokens(name, micro, causal, actor, rows):
     options, term = OFF_POLICY[name]
-    rows = [row.with_fields(rollout_log_probs=row.rollout_log_probs - 3.0 * row.action_mask) for row in rows]
+    rows = [
+        row.with_fields(rollout_log_probs=row.rollout_log_probs - 3.0 * row.action_mask)
+        for row in rows
+    ]
     terms, ratios = zip(*map(term, naive_rows(causal, rows)), strict=True)
     assert 0 < sum(int((each == 0).sum()) for each in terms) < len(torch.cat(terms))
     expected = torch.autograd.grad(torch.cat(terms).mean(), list(causal.parameters()))
@@ -237,11 +289,15 @@ def test_losses_of_older_samples_are_those_of_a_loop_over_tokens(name, micro, ca
     assert_same(gradient, expected)
     named = masked_shares(torch.cat(ratios), *RANGES[name])
     named = {key: value for key, value in named.items() if value > 0 or "high" in key}
-    assert {key: value for key, value in metrics.items() if key.startswith("masked")} == pytest.approx(named)
+    assert {
+        key: value for key, value in metrics.items() if key.startswith("masked")
+    } == pytest.approx(named)
 
 
 def test_the_engines_distance_is_logged_by_staleness_where_it_was_not_before(actor, rows):
-    stale = [row.with_fields(staleness=row.action_mask * (1.0 + i % 2)) for i, row in enumerate(rows)]
+    stale = [
+        row.with_fields(staleness=row.action_mask * (1.0 + i % 2)) for i, row in enumerate(rows)
+    ]
     for batch, lags in ((stale, {"rollout_kl/lag_1", "rollout_kl/lag_2"}), (rows, set())):
         _, found = trained(actor, mini_batch(batch, 3), on_policy=True)
         assert {name for name in found if "lag" in name} == lags
@@ -250,15 +306,22 @@ def test_the_engines_distance_is_logged_by_staleness_where_it_was_not_before(act
 @pytest.mark.parametrize("micro", [1, 2, 100])
 def test_documents_add_the_language_model_loss_to_the_gradient(micro, causal, actor, rows):
     width = max(len(document.token_ids) for document in DOCUMENTS)
-    ids, labels = torch.zeros(len(DOCUMENTS), width, dtype=torch.int64), torch.full((len(DOCUMENTS), width), -100)
+    ids, labels = (
+        torch.zeros(len(DOCUMENTS), width, dtype=torch.int64),
+        torch.full((len(DOCUMENTS), width), -100),
+    )
     for b, document in enumerate(DOCUMENTS):
-        for t, (token, counts) in enumerate(zip(document.token_ids, document.loss_mask, strict=True)):
+        for t, (token, counts) in enumerate(
+            zip(document.token_ids, document.loss_mask, strict=True)
+        ):
             ids[b, t], labels[b, t] = token, token if counts else -100
     logits = causal(input_ids=ids).logits  # at temperature 1
     language = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert GPTLMLoss()(logits, labels).item() == pytest.approx(language.item(), abs=1e-9)
     policy = torch.cat([row["loss"] for row in naive_rows(causal, rows)]).mean()
-    expected = torch.autograd.grad(policy + CONFIG.ppo.ptx_coef * language, list(causal.parameters()))
+    expected = torch.autograd.grad(
+        policy + CONFIG.ppo.ptx_coef * language, list(causal.parameters())
+    )
     gradient, metrics = trained(actor, mini_batch(rows, 3), documents(micro))
     assert_same(gradient, expected)
     assert metrics["ptx_loss"] == pytest.approx(language.item(), abs=1e-6)
@@ -273,7 +336,11 @@ def test_a_step_without_any_action_has_gradient_zero(actor, rows):
 def test_an_algorithm_brings_its_own_normalization_unless_told_otherwise():
     """What each brings alone: tests/docs/test_examples.py."""
     dr_grpo = {"advantage_estimator": "dr_grpo"}
-    assert loss_aggregation(CONFIG) == loss_aggregation(changed(**dr_grpo, loss_agg="token_mean")) == "token_mean"
+    assert (
+        loss_aggregation(CONFIG)
+        == loss_aggregation(changed(**dr_grpo, loss_agg="token_mean"))
+        == "token_mean"
+    )
     assert loss_aggregation(changed(**dr_grpo, policy_loss_type="gspo")) == "sequence_mean"
 
 
@@ -283,16 +350,28 @@ def test_missing_old_log_probs_are_those_of_the_forward_or_the_engine(on_policy,
     with torch.no_grad():
         own = [actor(row.sequences, row.attention_mask, row.action_mask) for row in rows]
     old = own if on_policy else [row.rollout_log_probs for row in rows]
-    given = mini_batch([row.with_fields(log_probs=each) for row, each in zip(rows, old, strict=True)], 3)
+    given = mini_batch(
+        [row.with_fields(log_probs=each) for row, each in zip(rows, old, strict=True)], 3
+    )
     expected, expected_metrics = trained(actor, given)
-    missing = [Experience(**{n: t for n, t in row.tensors().items() if n != "log_probs"}) for row in rows]
+    missing = [
+        Experience(**{n: t for n, t in row.tensors().items() if n != "log_probs"}) for row in rows
+    ]
     gradient, found = trained(actor, mini_batch(missing, 3), on_policy=on_policy)
     assert_same(gradient, expected)
-    assert {name: found[name] for name in expected_metrics} == pytest.approx(expected_metrics, abs=1e-5)
-    assert not on_policy or (found["ratio_max"], found["clip_fraction"], found["approx_kl"]) == (1, 0, 0)
+    assert {name: found[name] for name in expected_metrics} == pytest.approx(
+        expected_metrics, abs=1e-5
+    )
+    assert not on_policy or (found["ratio_max"], found["clip_fraction"], found["approx_kl"]) == (
+        1,
+        0,
+        0,
+    )
     recomputed = [row.with_fields(entropy=torch.zeros_like(row.returns)) for row in rows]
     _, measured_before = trained(actor, mini_batch(recomputed, 3), on_policy=on_policy)
-    assert ("rollout_kl" in found, "rollout_kl" in measured_before) == (on_policy, False), "of sampling weights, once"
+    assert ("rollout_kl" in found, "rollout_kl" in measured_before) == (on_policy, False), (
+        "of sampling weights, once"
+    )
 
 
 ONE_PASS = {**PPO, "micro_train_batch_size": 3, "train_batch_size": 8}
@@ -346,8 +425,14 @@ def test_a_rollout_of_several_optimizer_steps_is_made_as_usual(scalar):
 
 def test_it_is_not_chosen_where_the_training_forward_would_differ():
     assert OnePassCritic.is_exact(from_options(TrainPPOConfig, **ONE_PASS))
-    for options in ({"buffer_limit": 8}, {"overlong_filter": True}, {"lora_rank": 2, "lora_dropout": 0.1}):
-        assert not OnePassCritic.is_exact(from_options(TrainPPOConfig, **ONE_PASS, **options)), options
+    for options in (
+        {"buffer_limit": 8},
+        {"overlong_filter": True},
+        {"lora_rank": 2, "lora_dropout": 0.1},
+    ):
+        assert not OnePassCritic.is_exact(from_options(TrainPPOConfig, **ONE_PASS, **options)), (
+            options
+        )
 
 
 def test_ranks_share_the_step_and_get_back_their_own_values(scalar):

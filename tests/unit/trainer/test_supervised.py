@@ -30,14 +30,18 @@ HARD = [
     ProcessExample([17, 18, 1], [NO, NO, BAD]),
 ]
 SOFT = [
-    ProcessExample(row.token_ids, [NO if label == NO else 0.31 + 0.1 * t for t, label in enumerate(row.labels)])
+    ProcessExample(
+        row.token_ids, [NO if label == NO else 0.31 + 0.1 * t for t, label in enumerate(row.labels)]
+    )
     for row in HARD
 ]
 
 
 def parts_of(model, train, held_out=(), tokenizer=None, record=None, **strategy):
     record = record or Record()
-    return SupervisedComponents(Strategy(**strategy), tokenizer, model, train, held_out, Trackers([record]), record)
+    return SupervisedComponents(
+        Strategy(**strategy), tokenizer, model, train, held_out, Trackers([record]), record
+    )
 
 
 @pytest.fixture
@@ -45,10 +49,16 @@ def judge_of(causal, make_tokenizer):
     """Makes a trainer of process reward models."""
 
     def make(examples, micro, rank=0, ranks=1):
-        options = {"placeholder_token": "<eos>", "reward_tokens": ("<end>", "<sep>"), "micro_train_batch_size": micro}
+        options = {
+            "placeholder_token": "<eos>",
+            "reward_tokens": ("<end>", "<sep>"),
+            "micro_train_batch_size": micro,
+        }
         config = from_options(TrainPRMConfig, **MODEL, **options, train_batch_size=len(examples))
         model, comm = PlainModel(ProcessRewardModel(causal)), OneOf(rank, ranks)
-        return ProcessRewardTrainer(config, parts_of(model, examples, examples, make_tokenizer(), comm=comm))
+        return ProcessRewardTrainer(
+            config, parts_of(model, examples, examples, make_tokenizer(), comm=comm)
+        )
 
     return make
 
@@ -71,8 +81,12 @@ def mean_loss(steps):
 
 
 @pytest.mark.parametrize("examples", [HARD, SOFT], ids=["hard", "soft"])
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 2), (1, 9), (2, 1), (2, 2), (3, 1), (7, 4)])
-def test_gradient_is_that_of_the_mean_over_judged_steps_for_any_split(causal, judge_of, examples, ranks, micro):
+@pytest.mark.parametrize(
+    ("ranks", "micro"), [(1, 1), (1, 2), (1, 9), (2, 1), (2, 2), (3, 1), (7, 4)]
+)
+def test_gradient_is_that_of_the_mean_over_judged_steps_for_any_split(
+    causal, judge_of, examples, ranks, micro
+):
     naive, total = mean_loss(judged_steps(causal, examples)), 0.0
     expected = torch.autograd.grad(naive, list(causal.parameters()))
     for rank in range(ranks):
@@ -80,7 +94,9 @@ def test_gradient_is_that_of_the_mean_over_judged_steps_for_any_split(causal, ju
         batch = trainer.make_batch(examples)
         total += sum(trainer.loss(part, batch.n_targets, Metrics()) for part in batch.micro_batches)
     assert total.item() == pytest.approx(naive.item(), abs=1e-6)
-    torch.testing.assert_close(torch.autograd.grad(total, list(causal.parameters())), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(total, list(causal.parameters())), expected, rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("examples", [HARD, SOFT], ids=["hard", "soft"])
@@ -100,9 +116,15 @@ PAIRS = [PreferenceExample([3 + i % 9] * (2 + i % 5), [9 - i % 7, 4]) for i in r
 
 @pytest.mark.parametrize(("n_train", "n_held_out", "used"), [(5, 0, 5), (5, 2, 2), (1025, 0, 513)])
 def test_mean_and_std_are_of_held_out_or_spread_training_pairs(scalar, n_train, n_held_out, used):
-    model, saved, tokenizer = ScalarHeadModel(scalar, "reward"), [], SimpleNamespace(pad_token_id=0, eos_token_id=None)
+    model, saved, tokenizer = (
+        ScalarHeadModel(scalar, "reward"),
+        [],
+        SimpleNamespace(pad_token_id=0, eos_token_id=None),
+    )
     data = PAIRS[:n_train], PAIRS[:n_held_out]
-    parts = parts_of(PlainModel(model), *data, tokenizer, save_pretrained=lambda *args: saved.append(args))
+    parts = parts_of(
+        PlainModel(model), *data, tokenizer, save_pretrained=lambda *args: saved.append(args)
+    )
     parts.stop = StopIn(1)  # a checkpoint upon a signal has the model whole
     config = from_options(TrainRMConfig, **MODEL, train_batch_size=4, micro_train_batch_size=3)
     RewardModelTrainer(config, parts).save()
@@ -129,7 +151,9 @@ class Failing(SupervisedTrainer):
 def failing(record, **options):
     """A trainer without a model, and of ten steps."""
     model = SimpleNamespace(module=SimpleNamespace(model=None))
-    parts = parts_of(model, [1] * 10, record=record, save_pretrained=lambda *_: record.saved.append("model"))
+    parts = parts_of(
+        model, [1] * 10, record=record, save_pretrained=lambda *_: record.saved.append("model")
+    )
     return Failing(from_options(TrainSFTConfig, **MODEL, train_batch_size=1, **options), parts)
 
 
@@ -159,7 +183,12 @@ def test_a_signal_lets_the_step_finish():
     trainer.components.stop = StopIn(2)
     trainer.fit()
     [(step, state, was_closed)] = record.saved
-    assert ([step for step, _ in record.logged], step, state["global_step"], was_closed) == ([1], 1, 1, False)
+    assert ([step for step, _ in record.logged], step, state["global_step"], was_closed) == (
+        [1],
+        1,
+        1,
+        False,
+    )
 
 
 def test_only_training_rows_are_mixed_and_each_row_is_progress(tmp_path, monkeypatch):
@@ -173,7 +202,9 @@ def test_only_training_rows_are_mixed_and_each_row_is_progress(tmp_path, monkeyp
         return [row.row["text"] for row in show(rows)]
 
     data = {"dataset": sources, "dataset_probs": "3,1", "eval_dataset": sources}
-    train, held_out = load_train_and_eval(from_options(TrainSFTConfig, **(MODEL | data)), SingleProcess(), texts)
+    train, held_out = load_train_and_eval(
+        from_options(TrainSFTConfig, **(MODEL | data)), SingleProcess(), texts
+    )
     assert held_out == [f"a{i}" for i in range(40)] + [f"b{i}" for i in range(20)]
     assert len(train) < 60 and train[:40] != held_out[:40]
     assert len(seen) == len(train) + 60, "the watchdog ends a rank without progress"
@@ -188,8 +219,23 @@ def test_the_table_counts_small_last_steps_max_steps_and_ranks(caplog, monkeypat
     split = "4 samples, in 2 micro-batches of up to 2"
     for options, n, done, ranks, said in (
         ({}, 10, 0, 1, (split, "2 epochs of 10 samples, 6 steps")),
-        ({"max_steps": 5}, 10, 3, 1, ("2 epochs of 10 samples, 6 steps; --max_steps ends it after 5", "step 3 of 5")),
-        ({}, 3, 0, 2, ("3 samples, in 1 micro-batch of up to 2 on each of 2 ranks", "2 epochs of 3 samples, 2 steps")),
+        (
+            {"max_steps": 5},
+            10,
+            3,
+            1,
+            ("2 epochs of 10 samples, 6 steps; --max_steps ends it after 5", "step 3 of 5"),
+        ),
+        (
+            {},
+            3,
+            0,
+            2,
+            (
+                "3 samples, in 1 micro-batch of up to 2 on each of 2 ranks",
+                "2 epochs of 3 samples, 2 steps",
+            ),
+        ),
     ):
         caplog.clear()
         parts = parts_of(SimpleNamespace(module=None), [1] * n, is_main=True, comm=OneOf(0, ranks))

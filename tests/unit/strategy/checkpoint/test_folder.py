@@ -27,7 +27,9 @@ def write(text: str, name: str = "a.txt") -> Callable[[Path], None]:
 TEXT = write("text")
 
 
-def folder_of(path: Path, steps: int = 0, keep: int = 3, write: Callable[[Path], None] = TEXT) -> Any:
+def folder_of(
+    path: Path, steps: int = 0, keep: int = 3, write: Callable[[Path], None] = TEXT
+) -> Any:
     """A folder with checkpoints of the first ``steps`` steps."""
     folder = CheckpointFolder(path, SingleProcess(), keep)
     for step in range(1, steps + 1):
@@ -47,10 +49,21 @@ def test_only_the_newest_and_the_best_are_kept_and_found(tmp_path):
     assert folder.newest() is None, "the best is a model, no checkpoint"
     for step in (9, 10, 99_999_999, 100_000_000, 100_000_000):  # one of the same step is replaced
         folder.save(step, write(str(step)))
-    assert names(tmp_path) == ["best", "best_step_00000003", "latest", "step_100000000", "step_99999999"]
+    assert names(tmp_path) == [
+        "best",
+        "best_step_00000003",
+        "latest",
+        "step_100000000",
+        "step_99999999",
+    ]
     assert folder_of(tmp_path).newest() == tmp_path / "step_100000000"
-    assert [(tmp_path / link / "a.txt").read_text() for link in ("latest", "best")] == ["100000000", "3"]
-    shutil.copytree(tmp_path, tmp_path / "copy", symlinks=False)  # a folder in place of the link stops no save
+    assert [(tmp_path / link / "a.txt").read_text() for link in ("latest", "best")] == [
+        "100000000",
+        "3",
+    ]
+    shutil.copytree(
+        tmp_path, tmp_path / "copy", symlinks=False
+    )  # a folder in place of the link stops no save
     folder_of(tmp_path / "copy").save(100_000_001, write("text"))
     assert folder_of(tmp_path / "copy").newest() == tmp_path / "copy" / "step_100000001"
 
@@ -90,7 +103,9 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path):
     for error in on_ranks(2, work, (CheckpointError,)):
         assert isinstance(error, CheckpointError)
         assert str(error).startswith(f"--ckpt_path {tmp_path}: on rank 1 (")
-        assert "No space left on device. Checkpoints that were there before are untouched." in str(error)
+        assert "No space left on device. Checkpoints that were there before are untouched." in str(
+            error
+        )
     assert names(tmp_path) == ["latest", STEP(1)]
     assert names(tmp_path / STEP(1)) == ["0.txt", "1.txt", "manifest.json"]
 
@@ -145,7 +160,10 @@ UNREADABLE = "format {} is of another version of OpenPPO; this one reads 4"
         (delete("b.txt"), "all checkpoints there are damaged.*without --load_checkpoint"),
         (version(2), UNREADABLE.format(2)),
         (version(99), UNREADABLE.format(99)),
-        (delete("model/config.json"), None),  # of the model nothing is read, so no change to it is damage
+        (
+            delete("model/config.json"),
+            None,
+        ),  # of the model nothing is read, so no change to it is damage
         (lambda folder: write("edited", "config.json")(folder / STEP(2) / "model"), None),
     ],
 )
@@ -158,7 +176,9 @@ def test_without_a_whole_checkpoint_nothing_is_moved(tmp_path, change, message):
         assert names(tmp_path) == ["latest", STEP(1), STEP(2)]
 
 
-@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), OSError(errno.ESTALE, "Stale")])
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "Permission denied"), OSError(errno.ESTALE, "Stale")]
+)
 @pytest.mark.parametrize("name", ["manifest.json", "a.txt"])
 def test_an_unreadable_checkpoint_is_not_taken_for_damaged(tmp_path, name, error, monkeypatch):
     folder, real = folder_of(tmp_path, 2), io.open
@@ -189,7 +209,11 @@ def test_only_what_an_earlier_run_saved_is_set_aside(tmp_path, has_steps, caplog
     (tmp_path / "c" / "config.json").write_text("{}")
     folder_of(tmp_path / "c").set_aside()
     assert names(tmp_path / "c") == ["config.json", "logs"]
-    assert names(tmp_path / "c.1") == ["best", "best_step_00000003", *["latest", STEP(4)] * has_steps]
+    assert names(tmp_path / "c.1") == [
+        "best",
+        "best_step_00000003",
+        *["latest", STEP(4)] * has_steps,
+    ]
     assert (tmp_path / "c.1" / "best" / "a.txt").read_text() == "three"
     assert f"of an earlier run are kept in {tmp_path}/c.1" in caplog.text
     assert ("--load_checkpoint would have resumed from them" in caplog.text) is has_steps
@@ -198,10 +222,14 @@ def test_only_what_an_earlier_run_saved_is_set_aside(tmp_path, has_steps, caplog
 def test_a_folder_that_cannot_be_used_is_an_error_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     errors = on_ranks(2, lambda comm: CheckpointFolder(tmp_path / "file" / "x", comm, keep=1))
-    assert all("--ckpt_path" in str(error) and "choose another folder" in str(error) for error in errors)
+    assert all(
+        "--ckpt_path" in str(error) and "choose another folder" in str(error) for error in errors
+    )
     for host in "01":
         (tmp_path / host).mkdir()
-    for error in on_ranks(4, lambda comm: CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3)):
+    for error in on_ranks(
+        4, lambda comm: CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3)
+    ):
         assert isinstance(error, ValueError)
         assert str(error).startswith("on rank 2 (")
         assert "Several hosts need a shared --ckpt_path" in str(error)
@@ -219,10 +247,15 @@ time.sleep(300)
 
 
 def test_a_second_run_in_the_folder_is_refused_until_the_first_ends(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as other:
         try:
             assert other.stdout is not None and other.stdout.readline() == "holds it\n"
-            with pytest.raises(ValueError, match=rf"--ckpt_path .*another run writes there \(process {other.pid} on"):
+            with pytest.raises(
+                ValueError,
+                match=rf"--ckpt_path .*another run writes there \(process {other.pid} on",
+            ):
                 folder_of(tmp_path)
         finally:
             other.kill()

@@ -61,7 +61,10 @@ def test_files_of_a_piece_at_most_hold_every_element_once(tmp_path, monkeypatch)
 
 def test_missing_elements_are_counted_in_the_error(tmp_path):
     files = written(tmp_path, split(TENSORS, 2))[:1]
-    with FragmentReader(files) as reader, pytest.raises(ValueError, match="8 of 17 elements of a.weight are not in"):
+    with (
+        FragmentReader(files) as reader,
+        pytest.raises(ValueError, match="8 of 17 elements of a.weight are not in"),
+    ):
         reader.read_into("a.weight", Fragment(0, torch.zeros(17)))
 
 

@@ -5,7 +5,9 @@ import json
 import yaml
 
 
-def write_run(folder, metrics=({"step": 1, "time": 0.0, "reward": 1.0},), samples=(), tokens=(), config=None):
+def write_run(
+    folder, metrics=({"step": 1, "time": 0.0, "reward": 1.0},), samples=(), tokens=(), config=None
+):
     """``folder`` with the logs of a run of these rows and options."""
     logs = folder / "logs"
     logs.mkdir(parents=True)

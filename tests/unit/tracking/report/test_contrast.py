@@ -21,7 +21,10 @@ def palette_of(selector):
 
 
 LIGHT = palette_of(":root")
-DARK = {"pressed": palette_of(':root[data-theme="dark"]'), "system": palette_of(':root:not([data-theme="light"])')}
+DARK = {
+    "pressed": palette_of(':root[data-theme="dark"]'),
+    "system": palette_of(':root:not([data-theme="light"])'),
+}
 
 
 def rgb(text):
@@ -74,5 +77,11 @@ def test_tokens_are_readable_on_the_strongest_colour(palette):
 def test_no_text_is_made_faint_by_opacity_or_a_colour_of_its_own():
     rules = dict(re.findall(r"^([^{}@]+?) \{([^}]*)\}", STYLE, re.MULTILINE))
     faint = {selector.strip() for selector, rule in rules.items() if "opacity" in rule}
-    assert faint == {".chart path.raw", ".chart .brush", '.runs button[aria-pressed="false"] .swatch'}
-    assert ".token .mark" not in rules, "it has the colour of its token, as it lies on the same background"
+    assert faint == {
+        ".chart path.raw",
+        ".chart .brush",
+        '.runs button[aria-pressed="false"] .swatch',
+    }
+    assert ".token .mark" not in rules, (
+        "it has the colour of its token, as it lies on the same background"
+    )

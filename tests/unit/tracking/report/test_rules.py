@@ -80,15 +80,38 @@ CASES = {
     "steps_skipped": ({"skipped_steps": lambda s: 0.0 if s < 20 else 1.0}, {}),
     "engine_differs": ({"rollout_kl": flat(0.04)}, {}),
     "sampling_bound": ({"sampled_batches": at(10.0), "useful_groups": at(7.0)}, BOUND_10),
-    "episodes_fail": ({"agent/agent_error": at(0.05), "agent/tool_error": at(0.0), "agent/timeout": at(0.1)}, {}),
+    "episodes_fail": (
+        {"agent/agent_error": at(0.05), "agent/tool_error": at(0.0), "agent/timeout": at(0.1)},
+        {},
+    ),
     "malformed_calls": ({"agent/malformed_calls": flat(0.5), "agent/tool_calls": flat(1.5)}, {}),
-    "turns_rerendered": ({"agent/rerendered_turns": flat(2.0), "agent/bridged_turns": flat(1.0)}, {}),
-    "overfitting": ({"loss": ramp(2, 0), "eval_loss": every_tenth(lambda s: 1.0 + abs(s - 30) / 50)}, {}),
+    "turns_rerendered": (
+        {"agent/rerendered_turns": flat(2.0), "agent/bridged_turns": flat(1.0)},
+        {},
+    ),
+    "overfitting": (
+        {"loss": ramp(2, 0), "eval_loss": every_tenth(lambda s: 1.0 + abs(s - 30) / 50)},
+        {},
+    ),
 }
 WELL = {
-    **{"kl": flat(0.0), "kl_per_response": flat(80.0), "kl_k3": at(1e-3), "reward_std": lambda s: float(s != 30)},
-    **{"clip_fraction": flat(0.1), "reward": flat(-5.0), "reward_errors": at(0.0), "rollout_kl": at(1e-4)},
-    **{"truncated_fraction": flat(0.2), "response_length": ramp(100, 40), "actor_grad_norm": flat(1.0)},
+    **{
+        "kl": flat(0.0),
+        "kl_per_response": flat(80.0),
+        "kl_k3": at(1e-3),
+        "reward_std": lambda s: float(s != 30),
+    },
+    **{
+        "clip_fraction": flat(0.1),
+        "reward": flat(-5.0),
+        "reward_errors": at(0.0),
+        "rollout_kl": at(1e-4),
+    },
+    **{
+        "truncated_fraction": flat(0.2),
+        "response_length": ramp(100, 40),
+        "actor_grad_norm": flat(1.0),
+    },
     **{"skipped_steps": at(0.0), "groups_without_signal": lambda s: float(s == 30)},
 }
 HALF_THEN_LESS = every_tenth(lambda s: 0.5 if s == 10 else 1 - s / 60)
@@ -99,10 +122,19 @@ HEALTHY = {
     "KL that grows by a tenth": ({"kl": ramp(0.3, 0.6), **FLAT_REWARD}, {}),
     "KL that falls while the reward is flat": ({"kl": ramp(0.3, 0.1), **FLAT_REWARD}, {}),
     "KL near its target": ({"kl": flat(0.15)}, {"kl_target": 0.1}),
-    "many nats per token in short ones": ({"kl": flat(0.8), "kl_per_response": flat(4.0), "reward": rising}, {}),
-    "one bad evaluation": ({"reward": rising, "eval_reward": every_tenth(lambda s: 0.5 if s == 40 else s / 100)}, {}),
+    "many nats per token in short ones": (
+        {"kl": flat(0.8), "kl_per_response": flat(4.0), "reward": rising},
+        {},
+    ),
+    "one bad evaluation": (
+        {"reward": rising, "eval_reward": every_tenth(lambda s: 0.5 if s == 40 else s / 100)},
+        {},
+    ),
     "both rewards fall": ({"reward": ramp(1, 0), "eval_reward": HALF_THEN_LESS}, {}),
-    "entropy that falls while the reward rises": ({"entropy": ramp(2.0, 0.1), "reward": rising}, {}),
+    "entropy that falls while the reward rises": (
+        {"entropy": ramp(2.0, 0.1), "reward": rising},
+        {},
+    ),
     "entropy that falls by half": ({"entropy": ramp(2.0, 1.0), **FLAT_REWARD}, {}),
     "entropy that grows by half": ({"entropy": ramp(1.0, 1.5)}, {}),
     "clipped sequences of gspo": ({"clip_fraction": flat(0.35)}, {"policy_loss_type": "gspo"}),
@@ -112,13 +144,31 @@ HEALTHY = {
     "a normalized reward": ({"reward": flat(-25.0)}, {**CLIP, "normalize_reward": True}),
     "lengths that grow with the reward": ({"response_length": ramp(50, 200), "reward": rising}, {}),
     "the last prompts of a run": ({"sampled_batches": at(3.0), "useful_groups": at(7.0)}, BOUND_10),
-    "a last batch that fills the groups": ({"sampled_batches": at(1.0), "useful_groups": at(8.0)}, BOUND_1),
-    "rewards of tokens beside a score within its range": ({**OF_TOKENS, "reward/of_tokens": flat(-20.0)}, CLIP),
+    "a last batch that fills the groups": (
+        {"sampled_batches": at(1.0), "useful_groups": at(8.0)},
+        BOUND_1,
+    ),
+    "rewards of tokens beside a score within its range": (
+        {**OF_TOKENS, "reward/of_tokens": flat(-20.0)},
+        CLIP,
+    ),
     "rewards of tokens alone, which are not clipped": (OF_TOKENS, CLIP),
-    "eval_loss that falls": ({"loss": ramp(2, 0), "eval_loss": every_tenth(lambda s: 2 - s / 60)}, {}),
-    "few episodes that fail": (dict.fromkeys(("agent/agent_error", "agent/tool_error", "agent/timeout"), at(0.03)), {}),
-    "few malformed calls": ({"agent/malformed_calls": flat(0.2), "agent/tool_calls": flat(1.5)}, {}),
-    "turns that continue": ({"agent/rerendered_turns": flat(1.0), "agent/bridged_turns": flat(2.0)}, {}),
+    "eval_loss that falls": (
+        {"loss": ramp(2, 0), "eval_loss": every_tenth(lambda s: 2 - s / 60)},
+        {},
+    ),
+    "few episodes that fail": (
+        dict.fromkeys(("agent/agent_error", "agent/tool_error", "agent/timeout"), at(0.03)),
+        {},
+    ),
+    "few malformed calls": (
+        {"agent/malformed_calls": flat(0.2), "agent/tool_calls": flat(1.5)},
+        {},
+    ),
+    "turns that continue": (
+        {"agent/rerendered_turns": flat(1.0), "agent/bridged_turns": flat(2.0)},
+        {},
+    ),
     "turns as in deployment": (
         {"agent/rerendered_turns": flat(2.0), "agent/bridged_turns": flat(1.0)},
         {"history": "template"},
@@ -137,16 +187,23 @@ def test_every_rule_has_a_curve_and_needs_enough_reports_to_judge_by():
     for name, case in CASES.items():
         if name not in ("reward_fails", "gradient_spike", "steps_skipped"):
             assert found(*case, steps=4) == []
-    assert found({"kl": ramp(-0.2, -0.01), **FLAT_REWARD}) == ["kl_negative"], "towards 0 from below"
+    assert found({"kl": ramp(-0.2, -0.01), **FLAT_REWARD}) == ["kl_negative"], (
+        "towards 0 from below"
+    )
 
 
 def test_a_warning_names_the_step_from_which_on_it_shows():
     """For a trend the window in which it begins; for a level its first report."""
     (finding,) = findings({"kl": ramp(0.1, 0.5, start=40, end=60), "reward": flat(0.5)})
     assert 20 < finding.since <= 40
-    assert f"flat since step {finding.since}: lower --actor_learning_rate or raise --init_kl_coef" in finding.text
+    assert (
+        f"flat since step {finding.since}: lower --actor_learning_rate or raise --init_kl_coef"
+        in finding.text
+    )
     assert (finding.last, finding.ended) == (60, False)
-    (finding,) = findings({"kl_per_response": lambda s: 50.0 * (s > 3), "kl": lambda s: 1.0}, steps=7)
+    (finding,) = findings(
+        {"kl_per_response": lambda s: 50.0 * (s > 3), "kl": lambda s: 1.0}, steps=7
+    )
     assert "far from the reference since step 3 (KL" in finding.text
 
 
@@ -172,26 +229,80 @@ def test_a_warning_comes_once_and_again_only_after_it_was_gone(values, begun, en
 
 
 def test_a_score_that_is_clipped_is_found_with_and_without_rewards_of_tokens():
-    assert found({"reward": flat(-25.0), "shaped_reward": flat(-10.0)}, CLIP) == ["reward_outside_clip"]
+    assert found({"reward": flat(-25.0), "shaped_reward": flat(-10.0)}, CLIP) == [
+        "reward_outside_clip"
+    ]
     both = {"reward": flat(5.0), "reward/of_tokens": flat(-20.0), "shaped_reward": flat(-10.0)}
     (finding,) = findings(both, CLIP)
-    assert finding.text.startswith("The mean reward 25 lies outside --reward_clip_range -10 10 since step 1")
+    assert finding.text.startswith(
+        "The mean reward 25 lies outside --reward_clip_range -10 10 since step 1"
+    )
 
 
 ADVICE = [
-    ("lengths_collapse", {"init_kl_coef": 0.01}, ["lower --init_kl_coef"], ["raise --init_kl_coef"]),
-    ("lengths_collapse", {"init_kl_coef": 0.0}, ["lower --actor_learning_rate"], ["--init_kl_coef"]),
-    ("lengths_collapse", {"init_kl_coef": 0.01, "use_kl_loss": True}, ["--actor_learning_rate"], ["--init_kl_coef"]),
+    (
+        "lengths_collapse",
+        {"init_kl_coef": 0.01},
+        ["lower --init_kl_coef"],
+        ["raise --init_kl_coef"],
+    ),
+    (
+        "lengths_collapse",
+        {"init_kl_coef": 0.0},
+        ["lower --actor_learning_rate"],
+        ["--init_kl_coef"],
+    ),
+    (
+        "lengths_collapse",
+        {"init_kl_coef": 0.01, "use_kl_loss": True},
+        ["--actor_learning_rate"],
+        ["--init_kl_coef"],
+    ),
     ("many_truncated", {"overlong_filter": False}, ["out with --overlong_filter"], []),
-    ("many_truncated", {"overlong_filter": True}, ["left out by --overlong_filter"], ["out with --overlong_filter"]),
+    (
+        "many_truncated",
+        {"overlong_filter": True},
+        ["left out by --overlong_filter"],
+        ["out with --overlong_filter"],
+    ),
     ("critic_misleads", {"value_clip": 0.2}, ["--value_clip None"], []),
     ("critic_misleads", {"value_clip": None}, ["--value_pretrain_steps"], ["--value_clip"]),
-    ("engine_differs", {"rollout_correction": "none"}, ["--rollout_correction tis"], ["--top_p", "--top_k", "--lora"]),
-    ("engine_differs", {"rollout_correction": "tis"}, ["the precision of the engine"], ["--rollout_correction"]),
-    ("engine_differs", {"policy_loss_type": "decoupled"}, ["the precision of the engine"], ["--rollout_correction"]),
-    ("engine_differs", {"top_p": 0.9, "top_k": 50}, ["leave out --top_p and --top_k"], ["precision", "--lora"]),
-    ("engine_differs", {"lora_rank": 8, "lora_dropout": 0.1}, ["leave out --lora_dropout"], ["precision", "--top"]),
-    ("engine_differs", {"lora_rank": 0, "lora_dropout": 0.1, "top_p": 1.0}, ["precision"], ["--lora", "--top"]),
+    (
+        "engine_differs",
+        {"rollout_correction": "none"},
+        ["--rollout_correction tis"],
+        ["--top_p", "--top_k", "--lora"],
+    ),
+    (
+        "engine_differs",
+        {"rollout_correction": "tis"},
+        ["the precision of the engine"],
+        ["--rollout_correction"],
+    ),
+    (
+        "engine_differs",
+        {"policy_loss_type": "decoupled"},
+        ["the precision of the engine"],
+        ["--rollout_correction"],
+    ),
+    (
+        "engine_differs",
+        {"top_p": 0.9, "top_k": 50},
+        ["leave out --top_p and --top_k"],
+        ["precision", "--lora"],
+    ),
+    (
+        "engine_differs",
+        {"lora_rank": 8, "lora_dropout": 0.1},
+        ["leave out --lora_dropout"],
+        ["precision", "--top"],
+    ),
+    (
+        "engine_differs",
+        {"lora_rank": 0, "lora_dropout": 0.1, "top_p": 1.0},
+        ["precision"],
+        ["--lora", "--top"],
+    ),
 ]
 
 
@@ -200,8 +311,12 @@ GROUPS = {group for command in COMMANDS for group in typing.get_type_hints(comma
 FLAGS = {field.name for group in GROUPS for field in dataclasses.fields(group)}
 
 
-@pytest.mark.parametrize(("rule", "options", "said", "unsaid"), [*ADVICE, *((name, {}, [], []) for name in CASES)])
-def test_a_warning_names_flags_that_exist_and_fit_the_options_of_the_run(rule, options, said, unsaid):
+@pytest.mark.parametrize(
+    ("rule", "options", "said", "unsaid"), [*ADVICE, *((name, {}, [], []) for name in CASES)]
+)
+def test_a_warning_names_flags_that_exist_and_fit_the_options_of_the_run(
+    rule, options, said, unsaid
+):
     curves, config = CASES[rule]
     (finding,) = findings(curves, {**config, **options})
     assert [text for text in said if text not in finding.text] == []
@@ -214,4 +329,6 @@ def test_a_warning_names_flags_that_exist_and_fit_the_options_of_the_run(rule, o
 def test_the_document_lists_every_rule_as_its_docstring_says_it():
     text = (REPO / "docs" / "report.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, flags=re.MULTILINE))
-    assert {name: row.replace("`", "") for name, row in rows.items()} == {rule.name: rule.about for rule in RULES}
+    assert {name: row.replace("`", "") for name, row in rows.items()} == {
+        rule.name: rule.about for rule in RULES
+    }
