@@ -119,6 +119,8 @@ class ServeRMConfig(Options):
     """Subtract the mean that the reward model stores and divide by its std."""
     bf16: bool = False
     """Load the model in bfloat16."""
+    fused_kernels: Literal["auto", "off"] = "auto"
+    """Norms, rotary embeddings and gated MLPs in one kernel each (auto: on GPUs, with liger-kernel installed)."""
     flash_attn: bool = False
     """Use FlashAttention-2 (must be installed) instead of PyTorch's attention."""
     trust_remote_code: bool = False

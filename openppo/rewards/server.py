@@ -32,6 +32,8 @@ from openppo.rewards.http import read_token
 from openppo.rewards.http_server import app_runner, body_of, serve
 from openppo.rewards.model import forward_scores
 from openppo.strategy.comm import set_up_gpu
+from openppo.strategy.fused_kernels import fuse_kernels, has_kernels
+from openppo.types import SingleProcess
 
 
 @dataclass
@@ -195,6 +197,8 @@ def build_server(options: ServeRMConfig) -> RewardServer:
         pad_token_id(tokenizer),
     )
     model.eval().to(device)
+    if options.fused_kernels == "auto" and has_kernels(device, SingleProcess()):
+        fuse_kernels(model, device, SingleProcess())
 
     def encode(text: str) -> list[int]:
         ids = encode_conversation(tokenizer, text, max_len)
