@@ -56,11 +56,15 @@ def kernel_errors() -> tuple[type[Exception], ...]:
 def _backward_once(function: Any) -> Any:
     """The function, whose backward writes gradients over what it has saved, so that a second one is an error."""
 
+    backward_of_library = (
+        function.backward
+    )  # which torch.compile cannot look up in a closure's class
+
     class Once(function):
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Any:
             saved = ctx.saved_tensors
-            result = function.backward(ctx, *gradients)
+            result = backward_of_library(ctx, *gradients)
             if not torch.compiler.is_compiling():
                 torch.autograd.graph.increment_version(saved)
             return result

@@ -45,7 +45,7 @@ def test_a_fused_run_trains_as_a_plain_one(
     printed = run("fused").replace("[openppo]", "")
     printed = " ".join(printed.split())  # the table at the start breaks lines
     assert printed.count("fused RMSNorm, gated MLP, rotary embedding") >= 3, "actor, critic, reward"
-    assert "fused" not in run("plain", "--fused_kernels", "off")
+    assert "fused RMSNorm" not in run("plain", "--fused_kernels", "off")
     pairs = zip(logged(tmp_path / "fused"), logged(tmp_path / "plain"), strict=True)
     for fused, plain in pairs:
         for name in COMPARED:
