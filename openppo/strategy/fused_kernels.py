@@ -6,6 +6,7 @@ and of single tokens. liger-kernel's own functions replace classes of the whole 
 
 import copy
 import importlib.util
+import itertools
 import math
 import types
 from collections import Counter
@@ -36,6 +37,9 @@ _LARGEST_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Norm of the difference over that of the plain module's output or gradient; rounding leaves less than a third."""
 _SHAPES = ((2, 7), (3, 1))
 """Rows and tokens of what modules are compared on: prompts, and a decode step."""
+_NARROW = 256
+_MANY_ROWS = 2**15
+"""liger-kernel has another kernel for so many rows of narrow norms, such as those of heads."""
 Choices = dict[str, tuple[Any, ...] | None]
 
 
@@ -171,11 +175,13 @@ class _Norm(_Binding):
         weight = (1 + torch.randn(self.width) / 4).to(device, dtype)
         probe = _copy_of(self.module)
         errors = []
-        for rows, length in _SHAPES:
-            x, out = (
-                _random((rows, length, self.width), device, dtype),
-                _random((rows, length, self.width), device, dtype),
-            )
+        shapes: list[tuple[int, ...]] = [(*shape, self.width) for shape in _SHAPES]
+        shapes.append((2, 5, 3, self.width))  # of the heads of each token
+        if device.type == "cuda" and self.width <= _NARROW:
+            shapes.append((_MANY_ROWS, self.width))
+        for shape, scale in itertools.product(shapes, (1.0, 1e-3)):  # and near its epsilon
+            x = scale * _random(shape, device, dtype)
+            out = _random(shape, device, dtype)
             parameter = nn.Parameter(weight.clone())
             probe._parameters = {"weight": parameter}
 
