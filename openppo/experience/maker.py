@@ -74,16 +74,6 @@ class ExperienceMaker:
     hooks: Hooks = field(default_factory=Hooks)
 
     def __post_init__(self) -> None:
-        self.run_models = Forwards(
-            actor=self.actor,
-            critic=self.critic,
-            reference=self.reference,
-            config=self.config,
-            comm=self.comm,
-            device=self.device,
-            pad_token_id=self.pad_token_id,
-            hooks=self.hooks,
-        )
         self.frozen_steps = self.config.ppo.frozen_actor_steps
         self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
         self.weights = self.config.rewards.weights()
@@ -99,6 +89,20 @@ class ExperienceMaker:
         fixed = FixedKLController(coef)
         self.kl_controller = (
             fixed if target is None else AdaptiveKLController(coef, target, horizon)
+        )
+
+    @property
+    def forwards(self) -> Forwards:
+        """Forwards of the models that the maker has now."""
+        return Forwards(
+            actor=self.actor,
+            critic=self.critic,
+            reference=self.reference,
+            config=self.config,
+            comm=self.comm,
+            device=self.device,
+            pad_token_id=self.pad_token_id,
+            hooks=self.hooks,
         )
 
     def make(
@@ -136,7 +140,7 @@ class ExperienceMaker:
             check_sampled(unscored, self.hooks.sampled_ids, self.comm)
         with timer.phase("experience"):
             source, is_stale = self._old_log_probs_from(trajectories, unscored, n_done)
-            batch = self.run_models(unscored, source, values)
+            batch = self.forwards(unscored, source, values)
             if is_stale and batch is not None:
                 behind = pad_sequence([staleness(t, n_done) for t in unscored], batch_first=True)
                 batch = batch.with_fields(staleness=behind.to(self.device))

@@ -48,7 +48,9 @@ def test_the_loop_of_the_readme_prints_what_the_command_prints(
     (loop,) = [block for block in blocks if "prompt_batches" in block]
     options = ", ".join(f"{name}={value}" for name, value in OPTIONS.items())
     loop = loop.replace('"MODEL"', '"policy"').replace('"reward.py"', '"quiet_reward.py"')
-    loop = loop.replace('"prompts.jsonl")', f'"prompts.jsonl", save_path="quiet", {options})')
+    prompts = '"prompts.jsonl"'
+    assert loop.count(prompts) == 1
+    loop = loop.replace(prompts, f'{prompts}, save_path="quiet", {options}')
     lines = printed(launcher, workshop, ["-c", loop])
     aside = re.compile(r".* of an earlier run (are|is) kept in .*")
     assert [line for line in lines if not aside.fullmatch(line)] == [
