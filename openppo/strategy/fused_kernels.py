@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import math
 import types
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -108,7 +109,7 @@ def _log(model: str, counts: Counter[str], plain: Sequence[str]) -> None:
         )
 
 
-class _Binding:
+class _Binding(ABC):
     """A module, with the ways in which a kernel may compute what it does."""
 
     kind = ""
@@ -118,17 +119,17 @@ class _Binding:
         self.reason = ""
         """Why no candidate was chosen."""
 
+    @abstractmethod
     def candidates(self) -> Sequence[tuple[Any, ...]]:
         """Settings of the kernel that may be the module's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compare(self, settings: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> float:
         """The largest error of outputs and gradients, see ``_LARGEST_ERRORS``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
         """Have ``module`` compute by the kernel on devices of that type."""
-        raise NotImplementedError
 
     def choose(self, device: torch.device) -> tuple[Any, ...] | None:
         """The settings with the least error, if that is small in both dtypes."""
