@@ -184,11 +184,9 @@ def leaving_no_trace(source: str) -> Iterator[None]:
 
     ``sys.exit()`` in it is a ``ValueError`` naming ``source``. For the thread that trains, before training.
     """
-    grad, dtype, device = (
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-    )
+    grad = torch.is_grad_enabled()
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
     state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:

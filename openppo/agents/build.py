@@ -90,7 +90,7 @@ class AgentSource(SamplerMaker):
     def make(self, parts: SamplerParts) -> AgentSampler:
         """The sampler."""
         return AgentSampler(
-            self.agent, self.options, "json" if self.parser == "auto" else self.parser, parts
+            self.agent, self.options, "json" if self.parser == "auto" else self.parser, parts=parts
         )
 
 

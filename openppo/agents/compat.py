@@ -105,11 +105,9 @@ class MultiRoundBufferDataset(BufferDataset):
         total = sum(len(turn.action_ids) for turn in turns)
         episode = Episode([], Ending.COMPLETED, len(turns))
         for turn in turns:
-            turn.scores, turn.episode, turn.share = (
-                {"score": score},
-                episode,
-                len(turn.action_ids) / total,
-            )
+            turn.scores = {"score": score}
+            turn.episode = episode
+            turn.share = len(turn.action_ids) / total
         return turns
 
 
@@ -125,11 +123,15 @@ class TaskPool:
         begin_group_fn: BeginGroup | None = None,
     ) -> None:
         source.check(tokenizer)
-        self.source, self.tokenizer, self.longest = source, tokenizer, longest
+        self.source = source
+        self.tokenizer = tokenizer
+        self.longest = longest
         self.notify, self.begin_group = notify_score_fn, begin_group_fn
         self.renderer = Renderer(tokenizer, source.parser, [tokenizer.eos_token_id])
         self.prompt_queue: Queue[PromptRequest] = Queue()
-        self._groups, self._episodes, self._loop = count(), count(), agent_loop()
+        self._groups = count()
+        self._episodes = count()
+        self._loop = agent_loop()
         self.thread = threading.Thread(target=self._loop.run_forever, name="task pool", daemon=True)
         self.thread.start()
         self._finish(source.agent.start())
@@ -174,7 +176,7 @@ class TaskPool:
             ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None
         ) -> Completion:
             request = PromptRequest(
-                str(number), replace(prompt, token_ids=list(ids)), params, seed, group
+                str(number), replace(prompt, token_ids=list(ids)), params, seed=seed, group=group
             )
             self.prompt_queue.put(request)
             completion = await asyncio.wrap_future(request.answer)
@@ -182,9 +184,13 @@ class TaskPool:
             return completion
 
         setup = SessionSetup(
-            self.renderer, generate, SamplingParams(self.longest), self.source.options, self.longest
+            self.renderer,
+            generate,
+            SamplingParams(self.longest),
+            options=self.source.options,
+            longest=self.longest,
         )
-        task = Task(prompt, sample_seed(0, number), sample_seed(0, group) % 2**31, group)
+        task = Task(prompt, sample_seed(0, number), sample_seed(0, group) % 2**31, group=group)
         played = await play(self.source.agent, task, setup, needs_reward=True)
         score, episode = None, played.episode
         if episode.ending.is_trained:

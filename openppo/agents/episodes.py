@@ -141,7 +141,7 @@ def segments(session: Session, episode: Episode) -> list[Trajectory]:
         ]
         if fresh:
             taken.update(leaf.path)
-            made.append(_trajectory(session, episode, leaf, fresh))
+            made.append(_trajectory(session, episode, leaf, fresh=fresh))
     total = sum(sum(trajectory.action_mask) for trajectory in made)
     for trajectory in made:
         trajectory.share = sum(trajectory.action_mask) / total
@@ -153,15 +153,15 @@ def _trajectory(
 ) -> Trajectory:
     ids = leaf.token_ids
     mask, versions = [False] * len(ids), [-1] * len(ids)
-    log_probs, rewards, ends = [0.0] * len(ids), [0.0] * len(ids), [False] * len(ids)
+    log_probs = [0.0] * len(ids)
+    rewards = [0.0] * len(ids)
+    ends = [False] * len(ids)
     for turn in fresh:
         start, n = len(turn.prompt_ids), len(turn.completion.token_ids)
         span = slice(start, start + n)
-        mask[span], versions[span], log_probs[span] = (
-            [True] * n,
-            turn.completion.versions,
-            turn.completion.log_probs,
-        )
+        mask[span] = [True] * n
+        versions[span] = turn.completion.versions
+        log_probs[span] = turn.completion.log_probs
         rewards[start + n - 1], ends[start + n - 1] = turn.reward, True
     has_rewards = any(turn.rewarded for turn in session.turns)
     return Trajectory(

@@ -10,7 +10,9 @@ import aiohttp
 
 from openppo.datasets.templates import shortened
 
-_MOST_SECONDS, _MOST_BYTES, _MOST_REDIRECTS = 30.0, 20 * 2**20, 5
+_MOST_SECONDS = 30.0
+_MOST_BYTES = 20 * 2**20
+_MOST_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _UNICAST, _NAT64 = ip_network("2000::/3"), ip_network("64:ff9b::/96")
 _OF_CLOUDS = (

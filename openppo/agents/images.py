@@ -23,7 +23,9 @@ class Images:
     """Images of the ``prompt``, and those that ``read`` finds in messages; with ``fetches`` from addresses too."""
 
     def __init__(self, vision: Vision | None, prompt: Prompt, fetches: bool) -> None:
-        self.vision, self.fetches, self.near = vision, fetches, prompt.source
+        self.vision = vision
+        self.fetches = fetches
+        self.near = prompt.source
         self.items = {item.key: item for item in prompt.media}
         self._work: dict[
             str | bytes, asyncio.Task[Any]

@@ -68,11 +68,9 @@ class OpenRLHFAgent(Agent):
         instance = self.make()
         prompt, label = task.prompt.text, task.prompt.label
         states = {"observation": prompt, "prompt": prompt, "label": label}
-        text, total, sampling = (
-            str((await instance.reset(states))["observation"]),
-            0.0,
-            _of_vllm(session.setup.params),
-        )
+        text = str((await instance.reset(states))["observation"])
+        total = 0.0
+        sampling = _of_vllm(session.setup.params)
         turn = await session.extend(
             None, await session.encode(text), {"role": "user", "content": text}
         )
@@ -96,11 +94,9 @@ class OpenRLHFAgent(Agent):
             session.counts["sampling_overridden"] += _is_other(
                 sampling, _of_vllm(session.setup.params)
             )
-            said, most, stop = (
-                {"role": "user", "content": feedback},
-                sampling.max_tokens,
-                sampling.stop or (),
-            )
+            said = {"role": "user", "content": feedback}
+            most = sampling.max_tokens
+            stop = sampling.stop or ()
             turn = await session.extend(
                 turn, await session.encode(feedback), said, max_tokens=most, stop=stop
             )

@@ -108,7 +108,7 @@ class ProgramAgent(Agent):
         key = self.gateway.open(session)
         with TemporaryFile() as output, TemporaryFile() as errors:
             try:
-                status = await self._finished(task, key, output, errors)
+                status = await self._finished(task, key, output, errors=errors)
             finally:
                 self.gateway.close(key)
                 session.output = _end_of(errors, 4096)

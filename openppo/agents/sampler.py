@@ -27,8 +27,10 @@ class AgentSampler:
     def __init__(
         self, agent: Agent, options: AgentConfig, parser: str, parts: SamplerParts
     ) -> None:
-        self.agent, self.options, self.parts = agent, options, parts
-        self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids, parts.vision)
+        self.agent = agent
+        self.options = options
+        self.parts = parts
+        self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids, vision=parts.vision)
         self.driver = parts.own_driver()
         self._started = self._has_told_of_both = False
 
@@ -48,9 +50,11 @@ class AgentSampler:
             )
             first = group * asked.n_samples
             seeds = [sample_seed(asked.seed, first + sample) for sample in range(asked.n_samples)]
-            tasks += [Task(prompt, each, env_seed, group) for each in seeds]
+            tasks += [Task(prompt, each, env_seed, group=group) for each in seeds]
         engine, ended = self.parts.engine, list[Task]()
-        read, reused, waited = engine.read_tokens, engine.reused_tokens, self.driver.waited
+        read = engine.read_tokens
+        reused = engine.reused_tokens
+        waited = self.driver.waited
         with progress_bar(len(tasks), "episodes", enabled=self.parts.comm.rank == 0) as bar:
             # Each step is a sign of progress: episodes have a time limit of their own.
             work = self._play_all(tasks, asked.params, ended)
@@ -106,7 +110,7 @@ class AgentSampler:
         metrics: Metrics,
     ) -> list[Trajectory]:
         """The parts of one episode; ``SampleFailed`` if it is not trained on."""
-        played = await self._play(Task(prompt, seed, env_seed, group), self._setup(params))
+        played = await self._play(Task(prompt, seed, env_seed, group=group), self._setup(params))
         measure([played], metrics)
         if not played.episode.ending.is_trained:
             raise SampleFailed(played.episode.failure, failed(played))

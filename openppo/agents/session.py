@@ -210,7 +210,9 @@ class Session:
             list(tools or ()),
         )
         prompt_ids, parent, media = await self._prompt(asked, offered)
-        return await self._sample(prompt_ids, parent, asked, offered, limits, media)
+        return await self._sample(
+            prompt_ids, parent, asked, tools=offered, limits=limits, media=media
+        )
 
     async def extend(
         self,
@@ -221,9 +223,11 @@ class Session:
     ) -> Turn:
         """The model's answer after ``token_ids``, the tokens of ``message``, behind a recorded turn or as the first."""
         if turn is None:
-            return await self._sample(list(token_ids), None, [message], [], limits)
+            return await self._sample(list(token_ids), None, [message], tools=[], limits=limits)
         read = [*turn.token_ids, *token_ids]
-        return await self._sample(read, turn, [*turn.messages, message], turn.tools, limits)
+        return await self._sample(
+            read, turn, [*turn.messages, message], tools=turn.tools, limits=limits
+        )
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text; ``EpisodeEnded`` for one that exceeds a limit for certain."""
@@ -267,7 +271,9 @@ class Session:
         self, messages: list[Message], tools: Tools
     ) -> tuple[list[int], Turn | None, Media]:
         """Token ids of a request, the turn whose tokens they continue, and the images among them."""
-        renderer, ids, media = self.setup.renderer, None, self.images.of(messages)
+        renderer = self.setup.renderer
+        ids = None
+        media = self.images.of(messages)
         n_characters = len(repr((messages, tools)))
         if self.setup.options.history == "template":
             ids = await self._aside(partial(renderer.render, messages, tools, media), n_characters)
@@ -282,8 +288,8 @@ class Session:
                     parent.messages,
                     parent.completion,
                     new,
-                    tools,
-                    self.images.of(new),
+                    tools=tools,
+                    media=self.images.of(new),
                 )
                 after = await self._aside(bridge, n_characters)
                 ids, parent = (None, None) if after is None else (parent.token_ids + after, parent)
@@ -328,14 +334,23 @@ class Session:
         completion = await setup.generate(prompt_ids, params, seed, resume, **more)
         self._check_limits(len(prompt_ids))
         text = text_before_stop(
-            renderer.text(completion), completion.token_ids, params, renderer.decode
+            renderer.text(completion), completion.token_ids, params, decode=renderer.decode
         )
-        message, malformed = renderer.parse(text, prompt_ids, tools, number)
+        message, malformed = renderer.parse(text, prompt_ids, tools, number=number)
         self.counts["malformed_calls"] += malformed is not None
         messages = [*asked, message]
         said = fingerprints(messages, tools)
         turn = Turn(
-            number, messages, tools, prompt_ids, completion, text, said, parent, malformed, media
+            number,
+            messages,
+            tools,
+            prompt_ids=prompt_ids,
+            completion=completion,
+            text=text,
+            said=said,
+            parent=parent,
+            malformed=malformed,
+            media=media,
         )
         self.turns.append(turn)
         return turn

@@ -86,7 +86,9 @@ class ToolEpisode:
     """One episode of ``agent``, with the tools that its row offers and the row's arguments for them."""
 
     def __init__(self, agent: ToolAgent, task: Task, session: Session) -> None:
-        self.agent, self.session, self.given = agent, session, arguments_of(task.prompt.row)
+        self.agent = agent
+        self.session = session
+        self.given = arguments_of(task.prompt.row)
         self.tools = {
             name: tool for name, tool in agent.tools.items() if name in self.given or not self.given
         }

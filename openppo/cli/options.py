@@ -110,7 +110,7 @@ def _run(config: Options, build: str) -> None:
         )  # before that, checkpoints in the folder may be of an earlier run
         return _how_to_resume(config, has_begun) if isinstance(config, TrainingConfig) else ""
 
-    with Watchdog(limits, current, flat_dict(config), how_to_resume) as watchdog:
+    with Watchdog(limits, current, flat_dict(config), how_to_resume=how_to_resume) as watchdog:
         try:
             with phase("loading"):
                 from openppo.trainer.startup import quiet_libraries  # seconds of imports

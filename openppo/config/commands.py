@@ -237,11 +237,9 @@ class TrainPPOConfig(TrainingConfig):
             yield "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out."
 
     def _count_problems(self, ranks: int) -> Iterator[str]:
-        batch, prompts, n = (
-            self.batch.train_batch_size,
-            self.prompts_per_step,
-            self.ppo.n_samples_per_prompt,
-        )
+        batch = self.batch.train_batch_size
+        prompts = self.prompts_per_step
+        n = self.ppo.n_samples_per_prompt
         if (
             self.agents.n_envs is not None
             and self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size

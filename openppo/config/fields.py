@@ -108,7 +108,7 @@ class Options:
             if isinstance(value, Options):
                 value.validate()
             else:
-                _check_value(declared.name, value, hints[declared.name], rules_of(declared))
+                _check_value(declared.name, value, hints[declared.name], allowed=rules_of(declared))
         raise_first(self.problems())
 
     def problems(self) -> Iterator[str]:

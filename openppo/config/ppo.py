@@ -208,11 +208,9 @@ class LossConfig(Options):
         yield from self._problems_of_correction()
 
     def _problems_of_correction(self) -> Iterator[str]:
-        correction, low, high = (
-            self.rollout_correction,
-            self.rollout_correction_low,
-            self.rollout_correction_high,
-        )
+        correction = self.rollout_correction
+        low = self.rollout_correction_low
+        high = self.rollout_correction_high
         if low is not None and high is not None and low >= high:
             yield f"--rollout_correction_low {low} must be below --rollout_correction_high {high}."
         if self.old_log_probs == "rollout" and correction != "none":

@@ -82,7 +82,7 @@ class RunConfig(Options):
                 raise ValueError(
                     f"--stop_when {text!r}: write a metric, one of > >= < <=, and a number: 'kl > 0.2'."
                 )
-            conditions.append(Condition(text, match[1], match[2], float(match[3])))
+            conditions.append(Condition(text, match[1], match[2], bound=float(match[3])))
         return conditions
 
 

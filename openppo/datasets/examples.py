@@ -33,13 +33,15 @@ def load_prompts(
     column or an empty or malformed prompt, and ``--prompt_max_len`` if no prompt is left.
     """
     keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
-    reader = RowReader(rows, "prompts", options, keys, also=options.label_key)
+    reader = RowReader(rows, "prompts", options, keys=keys, also=options.label_key)
 
     def render(fields: RowFields) -> Prompt:
-        return (vision or RowVision(None, (), tokenizer, options)).render(fields)
+        return (vision or RowVision(None, (), tokenizer, options=options)).render(fields)
 
     prompts, n_cut = [], 0
-    for row, whole in zip(rows, reader.make(render, Prompt, show, tokenizer), strict=True):
+    for row, whole in zip(
+        rows, reader.make(render, Prompt, show, tokenizer=tokenizer), strict=True
+    ):
         with naming_row(row):
             key = options.label_key
             label = reader.read(row).label if key is None else value_of(row.row, key, "--label_key")
@@ -81,21 +83,23 @@ def load_tasks(
                     "",
                     [],
                     next(iter(descend(row.row, label)), None),
-                    row.row,
-                    None,
-                    row.source,
-                    row.number - 1,
+                    row=row.row,
+                    messages=None,
+                    source=row.source,
+                    index=row.number - 1,
                 )
                 for row in rows
             ]
-    return load_prompts(rows, tokenizer, options, show, vision)
+    return load_prompts(rows, tokenizer, options, show=show, vision=vision)
 
 
 def fitted_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig
 ) -> Prompt:
     """``prompt`` cut to ``--prompt_max_len`` as ``--prompt_truncation`` says; a BOS in front stays, as do messages."""
-    ids, most, how = prompt.token_ids, options.prompt_max_len, options.prompt_truncation
+    ids = prompt.token_ids
+    most = options.prompt_max_len
+    how = options.prompt_truncation
     if len(ids) <= most or how == "drop":
         return prompt
     if how == "error":
@@ -141,7 +145,7 @@ def load_sft_examples(
     keys: Keys = {"whole": column}
     if data.output_key is not None:
         keys = {"prompt": column, "response": (data.output_key, "--output_key")}
-    reader = RowReader(rows, "sft", supervised, keys if named else None)
+    reader = RowReader(rows, "sft", supervised, keys=keys if named else None)
 
     def render(fields: RowFields) -> TokenExample:
         return render_text(fields) if vision is None else vision.example(fields, render_text)
@@ -149,14 +153,17 @@ def load_sft_examples(
     def render_text(fields: RowFields) -> TokenExample:
         if fields.whole is not None:
             return all_targets(
-                render_whole(fields.whole, tokenizer, supervised, fields.tools).token_ids
+                render_whole(fields.whole, tokenizer, supervised, tools=fields.tools).token_ids
             )
         if fields.conversation is not None and supervised.apply_chat_template:
-            return render_whole(fields.conversation, tokenizer, supervised, fields.tools)
-        return render_response(fields.prompt, fields.response, tokenizer, supervised, fields.tools)
+            return render_whole(fields.conversation, tokenizer, supervised, tools=fields.tools)
+        return render_response(
+            fields.prompt, fields.response, tokenizer, options=supervised, tools=fields.tools
+        )
 
     return reader.within(
-        ("--max_len", supervised.max_len), reader.make(render, TokenExample, show, tokenizer)
+        ("--max_len", supervised.max_len),
+        reader.make(render, TokenExample, show, tokenizer=tokenizer),
     )
 
 
@@ -177,7 +184,7 @@ def load_documents(
     flag = "--pretrain_data"
     keys = None if key is None else {"whole": (key, "--pretrain_key")}
     options = RowsConfig(dataset_num_proc=processes)
-    reader = RowReader(rows, "documents", options, keys)
+    reader = RowReader(rows, "documents", options, keys=keys)
 
     def render(fields: RowFields) -> TokenExample:
         text = as_text(fields.whole)
@@ -185,7 +192,7 @@ def load_documents(
 
     made = [
         example.token_ids
-        for example in reader.make(render, TokenExample, show, tokenizer)
+        for example in reader.make(render, TokenExample, show, tokenizer=tokenizer)
         if example.token_ids
     ]
     examples, n_cut = (

@@ -54,7 +54,7 @@ class Place:
         shown, address, path = (
             f"{text.rstrip('/')}/{name}" for text in (self.name, self.address, self.path)
         )
-        return Place(shown, address, path, self.system)
+        return Place(shown, address, path, system=self.system)
 
     def is_file(self) -> bool:
         return bool(self.system.isfile(self.path))
@@ -91,7 +91,7 @@ class Place:
 def find_place(source: str, flag: str) -> Place:
     """The place at a path or an address with "://"; ``ValueError`` for an unknown kind or a missing package."""
     if "://" not in source:
-        return Place(source, source, str(Path(source).expanduser()), LocalFileSystem())
+        return Place(source, source, str(Path(source).expanduser()), system=LocalFileSystem())
     name, protocol = mask_credentials(source), source.partition("://")[0]
     try:
         system, path = url_to_fs(source)
@@ -104,7 +104,7 @@ def find_place(source: str, flag: str) -> Place:
         raise ValueError(
             f"{flag} {name}: {error}. Use an address of fsspec, such as s3://, gs:// or hf://."
         ) from error
-    return Place(name, source, path, system)
+    return Place(name, source, path, system=system)
 
 
 def files_of_split(folder: Place, flag: str, split: str) -> list[Place]:
@@ -117,7 +117,7 @@ def files_of_split(folder: Place, flag: str, split: str) -> list[Place]:
             f"{flag} {folder.name}: no data file in this folder. Name a .jsonl, .json, .csv or .parquet file, a folder "
             "of them, or a folder saved by 'datasets'."
         )
-    require_split(split, by_split, flag, folder.name)
+    require_split(split, by_split, flag, name=folder.name)
     if len({_suffix(file.last_name) for file in by_split[split]}) > 1:
         names = ", ".join(file.last_name for file in by_split[split])
         raise ValueError(
@@ -243,7 +243,7 @@ def _rows_of(texts: Iterable[str], where: str, array: bool = False) -> Iterator[
     try:
         for line, text in enumerate(texts, start=1):
             if text.strip():
-                value = _parse(text.rstrip(), where, line, objects)
+                value = _parse(text.rstrip(), where, line, objects=objects)
                 for number, row in enumerate(value if array else [value], start=1):
                     if not isinstance(row, dict):
                         place, kind = (

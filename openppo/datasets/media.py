@@ -41,7 +41,7 @@ class RowVision(Vision):
         """``render_prompt``, of a row that may have images and videos in its columns or its messages."""
         options, chat = self.options, self.options.apply_chat_template
         if not has_media(fields) and not self.needs_parts:
-            prompt = render_prompt(fields.prompt, self.tokenizer, options, fields.tools)
+            prompt = render_prompt(fields.prompt, self.tokenizer, options, tools=fields.tools)
             return self.without_media(prompt, prompt.text)
         if chat:
             asked = as_messages(fields.prompt, "user", options.input_template)
@@ -100,7 +100,7 @@ class RowVision(Vision):
             prompt = self.render(fields)
             before, _ = self.expanded(prompt.text, prompt.media)
             made = render_response(
-                before, response, self.tokenizer, replace(options, input_template=None)
+                before, response, self.tokenizer, options=replace(options, input_template=None)
             )
             return replace(
                 made, token_ids=self.counted(made.token_ids, prompt.media), media=prompt.media

@@ -141,7 +141,7 @@ def read_frames(
             file.seek(0)
             frames = [
                 frame.to_image().rotate(frame.rotation, expand=True)
-                for frame in _chosen(file.decode(video=0), n, start, length)
+                for frame in _chosen(file.decode(video=0), n, start, length=length)
             ]
     except (av.FFmpegError, IndexError, ValueError) as error:  # an index of a stream, or no packets
         raise OSError(f"no video that PyAV can decode ({error})") from error

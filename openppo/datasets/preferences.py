@@ -88,14 +88,15 @@ def load_preferences(
     if data.prompt_key is not None:
         named, keys = True, {"prompt": (data.prompt_key, "--prompt_key"), **keys}
     keys = keys if named else {}  # a default does not count
-    reader = RowReader(rows, "pairs", supervised, keys, also=data.margin_key)
+    reader = RowReader(rows, "pairs", supervised, keys=keys, also=data.margin_key)
 
     def render(fields: RowFields) -> PreferenceExample | RankingExample:
         if fields.ranked is not None:
-            return _ranked(fields, tokenizer, supervised, vision)
+            return _ranked(fields, tokenizer, supervised, vision=vision)
         sides = fields.chosen, fields.rejected
         chosen, rejected = (
-            _render_side(fields, side, tokenizer, supervised, vision) for side in sides
+            _render_side(fields, side, tokenizer, options=supervised, vision=vision)
+            for side in sides
         )
         return PreferenceExample(chosen.token_ids, rejected.token_ids, media=chosen.media)
 
@@ -103,7 +104,7 @@ def load_preferences(
         render,
         lambda **of: (RankingExample if "texts" in of else PreferenceExample)(**of),
         show,
-        tokenizer,
+        tokenizer=tokenizer,
     )
     examples = []
     for row, example in zip(rows, made, strict=True):
@@ -171,7 +172,10 @@ def _ranked(
         raise ValueError(
             f"not one score for each of {len(responses)} responses: {shortened(scores)}. Correct the row."
         )
-    sides = [_render_side(fields, response, tokenizer, options, vision) for response in responses]
+    sides = [
+        _render_side(fields, response, tokenizer, options=options, vision=vision)
+        for response in responses
+    ]
     numbers = [_number(score, "score of a response", "remove the row") for score in scores]
     example = RankingExample([side.token_ids for side in sides], numbers, sides[0].media)
     if not example.pairs:
@@ -197,7 +201,7 @@ def _render_side(
             "--input_template goes around a prompt: name its column with --prompt_key, or leave it out."
         )
     if prompt is None:
-        return render_whole(side, tokenizer, options, fields.tools)
+        return render_whole(side, tokenizer, options, tools=fields.tools)
     if (
         options.apply_chat_template
         and not isinstance(side, str)
@@ -206,7 +210,7 @@ def _render_side(
         raise ValueError("a whole conversation beside a prompt. Leave --prompt_key out.")
 
     def render(fields: RowFields) -> TokenExample:
-        return render_response(prompt, side, tokenizer, options, fields.tools)
+        return render_response(prompt, side, tokenizer, options=options, tools=fields.tools)
 
     fields = replace(fields, response=side, conversation=None)
     return render(fields) if vision is None else vision.example(fields, render)

@@ -75,7 +75,7 @@ class StepEncoder:
                 "a solution that is one text holds its question too, so no template can go around it. Leave "
                 "--apply_chat_template and --input_template out."
             )
-        asked = render_prompt(prompt, self.tokenizer, self.options, tools)
+        asked = render_prompt(prompt, self.tokenizer, self.options, tools=tools)
         text = asked.text
         whole = text + ("" if chat or template else STEP_SEPARATOR) + first_step
         if asked.messages and first_step:  # some templates refuse an empty turn
@@ -111,22 +111,24 @@ def load_process_examples(
         token: single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens
     }
     placeholder_id = single_token_id(tokenizer, placeholder, "--placeholder_token")
-    encode = StepEncoder(tokenizer, placeholder, placeholder_id, supervised)
+    encode = StepEncoder(tokenizer, placeholder, placeholder_id, options=supervised)
     keys = {
         "response": (data.input_key or "input", "--input_key"),
         "label": (data.label_key or "label", "--label_key"),
     }
     named = data.input_key is not None or data.label_key is not None
-    reader = RowReader(rows, "steps", supervised, keys if named else None)
+    reader = RowReader(rows, "steps", supervised, keys=keys if named else None)
 
     def render(fields: RowFields) -> ProcessExample:
         steps = _steps(fields, placeholder)
-        labels = _labels(fields, len(steps), placeholder, reward_ids)
+        labels = _labels(fields, len(steps), placeholder, reward_ids=reward_ids)
         ids, places = encode(fields.prompt, steps, fields.tools)
         by_place = dict(zip(places, labels, strict=True))
         return ProcessExample(ids, [by_place.get(t, IGNORED) for t in range(len(ids))])
 
-    examples = reader.make(render, ProcessExample, show, tokenizer, [placeholder, reward_ids])
+    examples = reader.make(
+        render, ProcessExample, show, tokenizer=tokenizer, more=[placeholder, reward_ids]
+    )
     kinds = [{type(label) for label in example.labels if label != IGNORED} for example in examples]
     for row, kind in zip(rows, kinds, strict=True):
         with naming_row(row):
@@ -172,7 +174,7 @@ def _labels(
     """The judgement of each step."""
     label, tokens = fields.label, " ".join(reward_ids)
     judgements = (
-        _read_off(fields.response, label, placeholder, reward_ids)
+        _read_off(fields.response, label, placeholder, reward_ids=reward_ids)
         if isinstance(label, str)
         else label
     )

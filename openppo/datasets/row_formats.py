@@ -200,7 +200,7 @@ def _sharegpt(row: Row, chat: bool) -> RowFields:
     if "chosen" not in row or "rejected" not in row:
         return _parts_of_chat(turns)
     chosen, rejected = ([_sharegpt_turn(row[side])] for side in ("chosen", "rejected"))
-    return RowFields(turns, chosen, chosen, rejected)
+    return RowFields(turns, chosen, chosen, rejected=rejected)
 
 
 def _sharegpt_turn(turn: Any) -> Message:
@@ -223,7 +223,7 @@ def _preference(row: Row, chat: bool) -> RowFields:
         and as_messages(chosen)[0]["role"] != "assistant"
     ):
         return _divided(as_messages(chosen), as_messages(rejected))
-    return RowFields(_prompt_of(row, chat), chosen, chosen, rejected)
+    return RowFields(_prompt_of(row, chat), chosen, chosen, rejected=rejected)
 
 
 def _prompt_of(row: Row, chat: bool) -> Any:
@@ -277,11 +277,9 @@ def _turns_of_transcript(text: str) -> list[Message]:
 
 def _steps(row: Row, chat: bool) -> RowFields:
     """Steps after the first wrong one are not judged and left out."""
-    question, steps, wrong = (
-        _first(row, "prompt", *QUESTION),
-        _first(row, *STEPS),
-        _first(row, *FIRST_WRONG),
-    )
+    question = _first(row, "prompt", *QUESTION)
+    steps = _first(row, *STEPS)
+    wrong = _first(row, *FIRST_WRONG)
     if "labels" in row:
         return RowFields(question, steps, label=row["labels"])
     if not isinstance(steps, list):

@@ -82,12 +82,10 @@ class RowReader:
         keys: Keys | None = None,
         also: str | None = None,
     ) -> None:
-        self.rows, self.task, self.chat, self.keys = (
-            rows,
-            task,
-            options.apply_chat_template,
-            keys or {},
-        )
+        self.rows = rows
+        self.task = task
+        self.chat = options.apply_chat_template
+        self.keys = keys or {}
         self.also, self.guessed = also or "", options.data_format == "auto"
         self.tools_key, self.processes = options.tools_key, options.dataset_num_proc
         keys_of = {"image": options.image_key, "video": options.video_key}
@@ -195,8 +193,8 @@ class RowReader:
             render,
             contents,
             tokenizing_content(tokenizer, *self.content, more),
-            self.processes,
-            show,
+            processes=self.processes,
+            show=show,
         )
         for row, attributes in zip(self.rows, found, strict=True):
             with naming_row(row):
@@ -212,7 +210,8 @@ class RowReader:
         length: Callable[[Any], int] = lambda example: len(example.token_ids),
     ) -> list[T]:
         """``examples`` that are no longer than ``limit``, a flag and its tokens; ``ValueError`` if none is left."""
-        (flag_of_limit, most), flag = limit, self.rows[0].flag
+        (flag_of_limit, most) = limit
+        flag = self.rows[0].flag
         kept = [example for example in examples if length(example) <= most]
         if not kept:
             raise ValueError(

@@ -17,7 +17,9 @@ class BatchSampler:
     """
 
     def __init__(self, n_rows: int, batch_size: int, seed: int) -> None:
-        self.n_rows, self.batch_size, self.seed = n_rows, batch_size, seed
+        self.n_rows = n_rows
+        self.batch_size = batch_size
+        self.seed = seed
 
     def __len__(self) -> int:
         return -(-self.n_rows // self.batch_size)

@@ -61,7 +61,7 @@ ShowRows = Callable[[Sequence[SourceRow]], Iterable[SourceRow]]
 
 def number_rows(rows: Iterable[Row], source: str = "", flag: str = "--dataset") -> list[SourceRow]:
     """``rows`` of one source, in order."""
-    return [SourceRow(row, source, number, flag) for number, row in enumerate(rows, start=1)]
+    return [SourceRow(row, source, number, flag=flag) for number, row in enumerate(rows, start=1)]
 
 
 def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) -> list[SourceRow]:
@@ -84,7 +84,7 @@ def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) ->
                 read_file(file, flag) for file in files_of_split(place, flag, split)
             )
         else:
-            found = _load_by_datasets(place, flag, split, max_samples)
+            found = _load_by_datasets(place, flag, split, max_samples=max_samples)
         rows = number_rows(islice(found, max_samples), place.name, flag)
     if not rows:
         raise ValueError(
@@ -194,5 +194,5 @@ def _load_by_datasets(place: Place, flag: str, split: str, max_samples: int | No
                 "Save it again, strange dates as text.",
             )
         raise ValueError(f"{flag} {source}: {what} ({error!r}). {remedy}") from error
-    require_split(split, splits, flag, place.name)
+    require_split(split, splits, flag, name=place.name)
     return rows

@@ -113,7 +113,9 @@ def _with_tool_calls(messages: list[Any]) -> list[Any]:
 
 def _as_message(message: object) -> Message:
     turn = message if isinstance(message, dict) else {}
-    calls, content, role = turn.get("tool_calls") or [], turn.get("content"), turn.get("role")
+    calls = turn.get("tool_calls") or []
+    content = turn.get("content")
+    role = turn.get("role")
     named = isinstance(calls, list) and all(
         isinstance(function_of(call).get("name"), str) for call in calls
     )
@@ -217,7 +219,10 @@ def encode_cut(
         places.append(done + len(head))
         if ids[done : places[-1]] != head:
             ids = ids[:done] + head + encode_bare(tokenizer, text[cut:])
-            rest, done, anchors, encode = cut, places[-1], [], encode_bare
+            rest = cut
+            done = places[-1]
+            anchors = []
+            encode = encode_bare
     return ids, places
 
 

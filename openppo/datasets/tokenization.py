@@ -64,7 +64,7 @@ def tokenize(
     return [
         json.loads(text)
         for part in show(parts)
-        for text in _kept(_Rendering(render), part, content, processes)
+        for text in _kept(_Rendering(render), part, content, processes=processes)
     ]
 
 

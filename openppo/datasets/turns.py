@@ -261,7 +261,9 @@ def _span_of_turn(
     end = (
         len(text)
         if is_last
-        else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer, render)
+        else len(text)
+        - len(after)
+        + _length_of_end(messages, number, after, tokenizer=tokenizer, render=render)
     )
     return start, end
 

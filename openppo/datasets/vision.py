@@ -203,7 +203,8 @@ class Vision:
 
     def encode(self, text: str, items: Sequence[MediaItem], start: bool = False) -> list[int]:
         """Token ids of a text with a place for each of ``items``; at the ``start`` with special tokens in front."""
-        encode, (whole, _) = encode_start if start else encode_bare, self.expanded(text, items)
+        encode = encode_start if start else encode_bare
+        (whole, _) = self.expanded(text, items)
         return self.counted(encode(self.tokenizer, whole), items)
 
     def counted(self, ids: list[int], items: Sequence[MediaItem]) -> list[int]:
@@ -222,7 +223,7 @@ class Vision:
         """
         options, processor = self.options, self.processor
         if kind == "video":
-            frames, fps = read_frames(value, options.video_fps, options.max_frames, near)
+            frames, fps = read_frames(value, options.video_fps, options.max_frames, near=near)
         else:
             frames, fps = [read_image(value, near)], 1.0
         fitted = [within_pixels(frame, options.min_pixels, options.max_pixels) for frame in frames]
@@ -250,7 +251,15 @@ class Vision:
         ((token_id, n_tokens),) = counts.items()
         as_written = {"clean_up_tokenization_spaces": False, "spaces_between_special_tokens": False}
         text = str(self.tokenizer.decode(ids, **as_written))
-        return MediaItem(inputs, token_id, n_tokens, _number_of(kind, inputs), kind, text, picture)
+        return MediaItem(
+            inputs,
+            token_id,
+            n_tokens,
+            key=_number_of(kind, inputs),
+            kind=kind,
+            text=text,
+            thumbnail=picture,
+        )
 
     def blank(self, kinds: Iterable[str]) -> Prompt:
         """A prompt of a grey item of each of ``kinds``, for batches that have none."""

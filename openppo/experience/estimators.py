@@ -78,7 +78,9 @@ def generalized_advantages(
     if config.adaptive_lambd_alpha is not None:
         lambd = length_adaptive_lambda(action_mask, config.adaptive_lambd_alpha)
         for_critic = config.lambd if for_critic is None else for_critic
-    return get_advantages_and_returns(values, rewards, action_mask, config.gamma, lambd, for_critic)
+    return get_advantages_and_returns(
+        values, rewards, action_mask, gamma=config.gamma, lambd=lambd, lambd_critic=for_critic
+    )
 
 
 @dataclass(frozen=True)

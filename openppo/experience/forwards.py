@@ -69,21 +69,19 @@ class Forwards:
         rows = deal.out(
             [torch.tensor([t.token_ids, t.loss_mask], dtype=torch.int32) for t in trajectories]
         )
-        media, made, lengths = (
-            deal.media([t.prompt.media for t in trajectories]),
-            rows[:],
-            [r.shape[1] for r in rows],
-        )
+        media = deal.media([t.prompt.media for t in trajectories])
+        made = rows[:]
+        lengths = [r.shape[1] for r in rows]
         ids = [
             distinct_ids(row[0].tolist(), of_row)
             for row, of_row in zip(rows, media, strict=True)
             if shares
         ]
         with self.hooks.uncompiled():
-            batches = equal_batches(lengths, forward_size(self.config), self.comm, ids)
+            batches = equal_batches(lengths, forward_size(self.config), self.comm, rows=ids)
             for chosen in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
                 outputs = self._forward(
-                    [rows[i] for i in chosen], [media[i] for i in chosen], recompute, values
+                    [rows[i] for i in chosen], [media[i] for i in chosen], recompute, values=values
                 )
                 stacked = torch.stack([*outputs.values()]).float()  # (N, B, L)
                 for row, i in enumerate(chosen):
@@ -153,7 +151,9 @@ def old_log_probs_from(
     """
     if (wanted := config.loss.wanted_old_log_probs) != "auto":
         return wanted
-    generation, ppo, batch = config.generation, config.ppo, config.batch
+    generation = config.generation
+    ppo = config.ppo
+    batch = config.batch
     cut = generation.top_p < 1 or generation.top_k is not None or generation.min_new_tokens > 0
     if (
         not by_engine

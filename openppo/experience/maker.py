@@ -81,11 +81,9 @@ class ExperienceMaker:
         pass_on = evaluation.pass_on if evaluation.eval_reward_fn is None else None
         self.reward_names = RewardNames(self.weights, self.comm, pass_on)
         self.moments = RunningMoments()
-        coef, target, horizon = (
-            self.config.kl.init_kl_coef,
-            self.config.kl.kl_target,
-            self.config.kl.kl_horizon,
-        )
+        coef = self.config.kl.init_kl_coef
+        target = self.config.kl.kl_target
+        horizon = self.config.kl.kl_horizon
         fixed = FixedKLController(coef)
         self.kl_controller = (
             fixed if target is None else AdaptiveKLController(coef, target, horizon)
@@ -115,7 +113,7 @@ class ExperienceMaker:
         """
         batch = self._rewarded(trajectories, metrics, n_done)
         measure_staleness(trajectories, n_done, metrics)
-        return self._completed(batch, trajectories, metrics, n_done)
+        return self._completed(batch, trajectories, metrics, n_done=n_done)
 
     def count(self, samples: Sequence[object]) -> int:
         """Number of samples over all ranks."""
@@ -157,10 +155,10 @@ class ExperienceMaker:
             if batch is None:
                 return None
             measure_scores(unscored, self.weights, metrics)
-            measure_sources(unscored, self.hooks.sources, self.weights, metrics)
+            measure_sources(unscored, self.hooks.sources, self.weights, metrics=metrics)
             rewards = whole_rewards(unscored, self.weights)
             batch = batch.with_fields(scores=torch.tensor(rewards, device=self.device))
-            measure_tasks(unscored, batch, self.weights, n_done, metrics)
+            measure_tasks(unscored, batch, self.weights, n_done=n_done, metrics=metrics)
             return self._add_rewards(batch, unscored, metrics)
 
     def _completed(
@@ -269,7 +267,9 @@ class ExperienceMaker:
 
         shaping, max_len = self.config.shaping, self.config.generation.generate_max_len
         if not shaping.normalize_reward or shaping.reward_normalizer == "model":
-            return shape_scores(scores, parts.truncated, parts.longest, shaping, max_len), steps
+            return shape_scores(
+                scores, parts.truncated, parts.longest, config=shaping, max_len=max_len
+            ), steps
 
         whole = steps.added_to(scores)
         if shaping.reward_normalizer == "group":
@@ -280,5 +280,5 @@ class ExperienceMaker:
             whole = self.moments.normalize(whole)
             steps = StepRewards(steps.rewards / self.moments.scale, steps.ends)
 
-        whole = shape_scores(whole, parts.truncated, parts.longest, shaping, max_len)
+        whole = shape_scores(whole, parts.truncated, parts.longest, config=shaping, max_len=max_len)
         return steps.taken_from(whole), steps

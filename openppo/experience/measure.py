@@ -50,7 +50,7 @@ def measure_sources(
     """Of each data source by its name, where there are several: scores, lengths, and the share that was cut off."""
     for source, name in names.items() if len(names) > 1 else ():
         mine, prefix = [t for t in trajectories if t.prompt.source == source], f"source/{name}/"
-        measure_scores(mine, weights, metrics, prefix)
+        measure_scores(mine, weights, metrics, prefix=prefix)
         for trajectory in mine:
             metrics.add(f"{prefix}response_length", sum(trajectory.action_mask))
             metrics.add(f"{prefix}truncated_fraction", trajectory.truncated)
@@ -143,13 +143,17 @@ def measure_mismatch(
     ``rollout_kl`` estimates KL(rollout || actor) by k3, ``rollout_kl_k1`` by k1; ``rollout_kl/lag_<n>`` of tokens that
     are n versions ``behind`` (B, L), where any is.
     """
-    mask, log_probs, rollout_log_probs = mask.bool(), log_probs.detach(), rollout_log_probs.detach()
-    kl = compute_approx_kl(rollout_log_probs, log_probs, mask, "k3")
+    mask = mask.bool()
+    log_probs = log_probs.detach()
+    rollout_log_probs = rollout_log_probs.detach()
+    kl = compute_approx_kl(rollout_log_probs, log_probs, mask, kl_estimator="k3")
     metrics.add_tensor("rollout_kl", kl, mask)
     for lag in [] if behind is None else behind[mask].unique().tolist():
         metrics.add_tensor(f"rollout_kl/lag_{lag:.0f}", kl, mask & (behind == lag))
     metrics.add_tensor(
-        "rollout_kl_k1", compute_approx_kl(rollout_log_probs, log_probs, mask, "k1"), mask
+        "rollout_kl_k1",
+        compute_approx_kl(rollout_log_probs, log_probs, mask, kl_estimator="k1"),
+        mask,
     )
     metrics.add_tensor(
         "rollout_ratio_max", policy_ratio(log_probs, rollout_log_probs, mask), mask, reduce="max"
@@ -182,7 +186,7 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
             batch.old_or_rollout_log_probs,
             batch.rollout_log_probs,
             mask,
-            metrics,
+            metrics=metrics,
             behind=batch.staleness,
         )
     entropy = -batch.old_or_rollout_log_probs if batch.entropy is None else batch.entropy

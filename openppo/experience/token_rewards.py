@@ -254,7 +254,7 @@ def shape_scores(
         scores = scores - config.missing_eos_penalty * truncated.to(scores.dtype)
     if (buffer := config.overlong_buffer_len) is not None:
         scores = scores + soft_overlong_penalty(
-            lengths, max_len, buffer, config.overlong_penalty_factor
+            lengths, max_len, buffer, factor=config.overlong_penalty_factor
         )
     return scores.clamp(*config.reward_clip_range)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +62,10 @@ class Actor(nn.Module):
         options = lora_options(model, **lora)
         if isinstance(model, str):
             model = load_causal_lm(
-                model, **load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code)
+                model,
+                **load_options(
+                    bf16, flash_attn, options.load_in_4bit, trust_remote_code=trust_remote_code
+                ),
             )
         disable_extras(model)
         self.model: nn.Module = model
@@ -118,7 +120,9 @@ class Actor(nn.Module):
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
         is_one = self.packs_rows or self.shares_prompts
         one_row = (
-            row_inputs(self, sequences, attention_mask, position_ids, media) if is_one else None
+            row_inputs(self, sequences, attention_mask, position_ids=position_ids, media=media)
+            if is_one
+            else None
         )
         if one_row is not None:
             selection = _Selection.of_one_row(sequences, wanted, *one_row)
@@ -169,12 +173,19 @@ class Actor(nn.Module):
             self.ends_in_head = False
             logger.info("ZeRO-3: logits are held whole, as the head's weight is partitioned")
         if self.ends_in_head:
-            select = partial(
-                linear_log_probs, head, labels, temperature, with_entropy, sampled_ids=ids
-            )
-            with _forward_of(
-                head, select
-            ):  # as a part of the model, so that ZeRO-3 gathers its weight
+
+            def log_probs_of(hidden: Tensor) -> Tensor:
+                return linear_log_probs(
+                    head,
+                    labels,
+                    temperature,
+                    with_entropy=with_entropy,
+                    hidden=hidden,
+                    sampled_ids=ids,
+                )
+
+            # inside the model's forward, so that ZeRO-3 gathers the head's weight
+            with _forward_of(head, log_probs_of):
                 return model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
         logits = model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
         if with_entropy:

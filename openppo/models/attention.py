@@ -83,13 +83,13 @@ def _attend_on_cpu(
             "sliding_window"
         ):
             raise LengthsError(f"{type(module).__name__} asks for more than plain causal attention")
-        return tree_attention(query, key, value, nodes, scale)[0].transpose(1, 2), None
+        return tree_attention(query, key, value, nodes=nodes, scale=scale)[0].transpose(1, 2), None
     of_columns = attention_mask is None or (
         attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1
     )
     if decodes and is_plain and of_columns:
         folds = query.dtype is torch.float32 or query.shape[1] >= _FOLDED * key.shape[1]
-        return _attend_once(query, key, value, attention_mask, scale, folds=folds), None
+        return _attend_once(query, key, value, mask=attention_mask, scale=scale, folds=folds), None
     if not decodes and query.dtype is torch.bfloat16:
         fits = query.shape[2] == key.shape[2] <= (_LONGEST_WITH_AMX if HAS_AMX else _LONGEST)
         if (
@@ -100,9 +100,9 @@ def _attend_on_cpu(
             and key.shape == value.shape
         ):
             learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-            return causal_attention(query, key, value, scale, n_weights(query) if learns else 0)[
-                0
-            ], None
+            return causal_attention(
+                query, key, value, scale=scale, n_kept=n_weights(query) if learns else 0
+            )[0], None
         if not HAS_AMX:
             inputs = query.float(), key.float(), value.float()
             if (
@@ -162,7 +162,7 @@ def causal_attention(
     dtype = torch.promote_types(query.dtype, torch.float32)
     output, kept = query.new_empty(n_rows, length, heads, width), query.new_empty(n_kept)
     for rows, start, end, place in _pieces(query):
-        queries = _queries(query, key, rows, start, end).to(dtype) * scale
+        queries = _queries(query, key, rows, start=start, end=end).to(dtype) * scale
         scores = torch.bmm(queries, _keys(key, rows, end).to(dtype).transpose(1, 2))
         later = torch.full((end - start, end - start), -torch.inf, dtype=dtype).triu_(
             1
@@ -188,7 +188,9 @@ def _backward(
     kept: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads, groups, width = query.shape[1], key.shape[1], query.shape[-1]
+    heads = query.shape[1]
+    groups = key.shape[1]
+    width = query.shape[-1]
     grads = [
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     ]
@@ -198,11 +200,13 @@ def _backward(
         query.dtype
     )  # gradient of a query's weights, (B, H, L, 1)
     for rows, start, end, place in _pieces(query):
-        gradients = _queries(grad, key, rows, start, end)
+        gradients = _queries(grad, key, rows, start=start, end=end)
         weights = kept[place].view(len(gradients), -1, end)
         of_scores = torch.bmm(gradients, _keys(value, rows, end).transpose(1, 2))
-        of_scores.sub_(_queries(mean, key, rows, start, end)).mul_(weights)
-        of_keys = torch.bmm(of_scores.transpose(1, 2), _queries(query, key, rows, start, end))
+        of_scores.sub_(_queries(mean, key, rows, start=start, end=end)).mul_(weights)
+        of_keys = torch.bmm(
+            of_scores.transpose(1, 2), _queries(query, key, rows, start=start, end=end)
+        )
         of_values = torch.bmm(weights.transpose(1, 2), gradients)
         grads[0][rows, :, start:end] = torch.bmm(of_scores, _keys(key, rows, end)).view(
             -1, heads, end - start, width
@@ -298,14 +302,12 @@ def _attend_on_gpu(
     )
     if query.shape[2] == 1 and of_columns and not _extras(options):
         scale = options.get("scaling") or query.shape[-1] ** -0.5
-        return _attend_once(query, key, value, attention_mask, scale, folds=True), None
+        return _attend_once(query, key, value, mask=attention_mask, scale=scale, folds=True), None
     if groups > 1 and attention_mask is None and copies_keys:
         options["is_causal"] = _is_causal(module, options)
-        module, key, value = (
-            None,
-            repeat_kv(key, groups),
-            repeat_kv(value, groups),
-        )  # its groups would reach SDPA
+        module = None
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)  # its groups would reach SDPA
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 

@@ -52,7 +52,8 @@ def correction_range(
     """
     if method not in DEFAULT_RANGES:
         raise ValueError(f"method must be none, {', '.join(DEFAULT_RANGES)}, got {method!r}")
-    mask, (default_low, default_high) = action_mask.bool(), DEFAULT_RANGES[method]
+    mask = action_mask.bool()
+    (default_low, default_high) = DEFAULT_RANGES[method]
     log_k = log_ratio(log_probs, rollout_log_probs, mask).detach()  # (B, L)
     if level == "sequence":
         log_k = masked_sum(log_k, mask, -1)[:, None].clamp(-20.0, 20.0).expand_as(log_k)
@@ -90,7 +91,9 @@ def rollout_correction(
     mask = action_mask.bool()
     if method == "none":
         return mask.to(log_probs.dtype)
-    found = correction_range(log_probs, rollout_log_probs, mask, method, low, high, level)
+    found = correction_range(
+        log_probs, rollout_log_probs, mask, method=method, low=low, high=high, level=level
+    )
     weights = torch.where(
         mask, found.ratio.clamp(max=found.high) if method == "tis" else found.kept(), 0.0
     )

@@ -168,7 +168,9 @@ def _error_of_decoding(device: torch.device, dtype: torch.dtype, window: int | N
         n_keys,
         strict=True,
     )
-    exact = torch.cat([_exact(one, keys[:n], values[:n], window) for one, keys, values, n in rows])
+    exact = torch.cat(
+        [_exact(one, keys[:n], values[:n], window=window) for one, keys, values, n in rows]
+    )
     return _relative_error(output, exact)
 
 

@@ -49,7 +49,7 @@ def _select(
     chosen = torch.empty(n, dtype=dtype, device=logits.device)
     entropy = torch.empty(n if with_entropy else 0, dtype=dtype, device=logits.device)
     for rows in _chunks(logits):
-        log_probs = torch.log_softmax(_scaled(logits[rows], temperature, dtype, ids), dim=-1)
+        log_probs = torch.log_softmax(_scaled(logits[rows], temperature, dtype, ids=ids), dim=-1)
         chosen[rows] = log_probs.gather(-1, labels[rows, None])[:, 0]
         if with_entropy:
             log_probs.clamp_(min=_LEAST)
@@ -75,7 +75,7 @@ def _gradient(
     grad = torch.empty_like(logits, dtype=dtype)
     for rows in _chunks(logits):
         scaled = _scaled(
-            logits[rows], temperature, torch.promote_types(logits.dtype, torch.float32), ids
+            logits[rows], temperature, torch.promote_types(logits.dtype, torch.float32), ids=ids
         )
         part = grad[rows] if dtype == scaled.dtype else torch.empty_like(scaled)
         if len(entropy) == 0:
@@ -106,7 +106,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         with_entropy: bool,
         ids: SampledIds,
     ) -> tuple[Tensor, Tensor]:
-        chosen, entropy = _select(logits, labels, temperature, with_entropy, ids)
+        chosen, entropy = _select(logits, labels, temperature, with_entropy=with_entropy, ids=ids)
         ctx.save_for_backward(logits, labels, entropy)
         ctx.temperature, ctx.ids = temperature, ids
         return chosen, entropy
@@ -115,7 +115,13 @@ class _SelectedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, entropy = ctx.saved_tensors
         grad = _gradient(
-            logits, labels, entropy, grad_outputs, ctx.temperature, logits.dtype, ids=ctx.ids
+            logits,
+            labels,
+            entropy,
+            grads=grad_outputs,
+            temperature=ctx.temperature,
+            dtype=logits.dtype,
+            ids=ctx.ids,
         )
         return grad, None, None, None, None
 
@@ -153,14 +159,21 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, kept = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = torch.empty_like(hidden), None, None
+        of_hidden = torch.empty_like(hidden)
+        of_weight = None
+        of_bias = None
         for rows in ctx.pieces:
             logits = (
                 ctx.ids.mask(linear_logits(hidden[rows], weight, bias)) if kept is None else kept
             )
             grads = [grad[rows] for grad in grad_outputs]
             grad = _gradient(
-                logits, labels[rows], entropy[rows], grads, ctx.options[0], weight.dtype
+                logits,
+                labels[rows],
+                entropy[rows],
+                grads=grads,
+                temperature=ctx.options[0],
+                dtype=weight.dtype,
             )
             torch.mm(grad, weight, out=of_hidden[rows])
             if ctx.needs_input_grad[1]:

@@ -63,7 +63,12 @@ def reduce_loss(loss: Tensor, action_mask: Tensor | None, reduction: Reduction) 
     if reduction == "none":
         return loss
     ones = loss.new_ones(len(loss))
-    return (loss * token_weights(mask, reduction, int(mask.sum()), len(loss), 0, ones)).sum()
+    return (
+        loss
+        * token_weights(
+            mask, reduction, int(mask.sum()), n_sequences=len(loss), max_len=0, weight=ones
+        )
+    ).sum()
 
 
 class PolicyLoss(nn.Module):
@@ -160,8 +165,12 @@ class MaskingLoss(PolicyLoss):
             raise ValueError(
                 f"{type(self).__name__} compares with the engine's log-probs: pass rollout_log_probs."
             )
-        weights = self.masking(log_probs, old_log_probs, rollout_log_probs, action_mask).kept()
-        loss = weights * self.unweighted(log_probs, old_log_probs, advantages, action_mask)
+        weights = self.masking(
+            log_probs, old_log_probs, rollout_log_probs, action_mask=action_mask
+        ).kept()
+        loss = weights * self.unweighted(
+            log_probs, old_log_probs, advantages, action_mask=action_mask
+        )
         return reduce_loss(loss, action_mask, self.reduction)
 
     def masking(

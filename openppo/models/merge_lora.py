@@ -29,7 +29,9 @@ class LoRAMerge:
 
     def __init__(self, config: MergeLoRAConfig) -> None:
         self.folder = Path(config.save_path)
-        name, base, trust = config.lora_path, config.pretrain, config.trust_remote_code
+        name = config.lora_path
+        base = config.pretrain
+        trust = config.trust_remote_code
         if not is_peft_folder(name):
             raise ValueError(
                 f"--lora_path {name}: this is not a PEFT folder; it has no adapter_config.json."
@@ -47,7 +49,7 @@ class LoRAMerge:
         make_folder("--save_path", self.folder)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         try:
-            self.tokenizer = load_tokenizer(name, "--lora_path", base, trust)
+            self.tokenizer = load_tokenizer(name, "--lora_path", base, trust_remote_code=trust)
         except ValueError as error:
             logger.warning("no tokenizer is written: %s", error)
         load = load_options(bf16=False, flash_attn=False, trust_remote_code=trust)

@@ -184,7 +184,9 @@ def pack_where_exact(
 def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor], noise: float = NOISE) -> bool:
     """Whether outputs of a row are the same ``beside`` two others, and without others up to rounding; logs if not."""
     try:
-        alone, one, another = beside([]), beside([0, 1, 2]), beside([3, 1, 0])
+        alone = beside([])
+        one = beside([0, 1, 2])
+        another = beside([3, 1, 0])
     except (TypeError, ValueError) as error:
         logger.warning("%s: the model cannot read one row of them (%s)", otherwise, error)
         return False

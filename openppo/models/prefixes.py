@@ -56,7 +56,7 @@ def prefix_tree(rows: Sequence[list[int]], width: int) -> PrefixTree:
     in_row[torch.tensor(order)] = places
     flat = (torch.tensor(order)[:, None] * width + depth)[is_new]
     nodes = torch.tensor(_nodes(lengths, shared)).view(-1, 3)
-    return PrefixTree(flat, depth[is_new], in_row.flatten(), nodes)
+    return PrefixTree(flat, depth[is_new], in_row.flatten(), nodes=nodes)
 
 
 def _nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -100,9 +100,11 @@ def row_inputs(
         rows = [distinct_ids(row, of_row) for row, of_row in zip_longest(rows, media, fillvalue=())]
         tree = prefix_tree(rows, sequences.shape[1])
         if pays(len(tree.depths), sum(lengths) if module.packs_rows else sequences.numel()):
-            return _inputs(tree, sequences, module.model, media), tree.in_row.to(sequences.device)
+            return _inputs(tree, sequences, module.model, media=media), tree.in_row.to(
+                sequences.device
+            )
     return (
-        pack_rows(sequences, attention_mask, module.model, position_ids)
+        pack_rows(sequences, attention_mask, module.model, position_ids=position_ids)
         if module.packs_rows
         else None
     )

@@ -226,7 +226,12 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template, tokenizer, template_kwargs or {})
     elif tokenizer.chat_template:
-        require_bounded(tokenizer, f"{flag} {name}: its chat template", None, template_kwargs or {})
+        require_bounded(
+            tokenizer,
+            f"{flag} {name}: its chat template",
+            None,
+            template_kwargs=template_kwargs or {},
+        )
     apply, template = tokenizer.apply_chat_template, str(tokenizer.chat_template or "")
     reserved = {"messages", *signature(apply).parameters} - {"tools", "documents"}
     for argument in template_kwargs or {}:
@@ -281,7 +286,9 @@ def _read_template(
         raise ValueError(
             f"--chat_template {file}: the file is empty. Write a Jinja template in it."
         )
-    require_bounded(tokenizer, f"--chat_template {file}: the template", text, template_kwargs)
+    require_bounded(
+        tokenizer, f"--chat_template {file}: the template", text, template_kwargs=template_kwargs
+    )
     try:
         tokenizer.apply_chat_template(
             [{"role": "user", "content": "a"}], chat_template=text, tokenize=False

@@ -211,7 +211,7 @@ def get_llm_for_sequence_regression(
     ``LoRAConfig``, as for ``Actor``. ``ValueError`` for a model without such a head, and as in ``merge_adapters``.
     """
     options = lora_options(name, **lora)
-    load = load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code)
+    load = load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code=trust_remote_code)
     model, headless = load_classifier(name, value_head_prefix, **load)
     if headless:
         if not (role == "critic" if init_value_head is None else init_value_head):

@@ -47,7 +47,9 @@ def tree_attention(
     ``nodes`` are those of ``PrefixTree``; tokens outside of them see nothing and get 0.
     """
     dtype = query.dtype
-    query, key, value = query.float(), key.float(), value.float()
+    query = query.float()
+    key = key.float()
+    value = value.float()
     output, total = _by_token(query).zero_(), _by_token(query[..., 0]).fill_(-torch.inf)
     for queries, keys, n in _parts(nodes):
         given = [*_of([query], queries, n), *_of([key, value], keys, n)]

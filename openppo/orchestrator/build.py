@@ -52,10 +52,12 @@ def async_source(
     tasks: TaskMaker,
 ) -> AsyncSource:
     """The source of the ranks that train; on the first also the coordinator, and without others a worker each."""
-    asynchronous, comm, launch = config.orchestrator, strategy.comm, strategy.launch
+    asynchronous = config.orchestrator
+    comm = strategy.comm
+    launch = strategy.launch
     overlaps, plans = asynchronous.rollout_ranks == 0, _plans(tasks, prompts)
     n_steps = async_steps(config, len(prompts), tasks.are_named)
-    source = AsyncSource(config, actor, engines, comm, hooks, n_steps)
+    source = AsyncSource(config, actor, engines, comm=comm, hooks=hooks, n_steps=n_steps)
     if strategy.is_main:
         buffer = WorkBuffer(config.prompts_per_step, asynchronous.max_staleness, asynchronous.stale)
         most = min(n_steps, config.ppo.max_steps or n_steps) * config.prompts_per_step
@@ -63,13 +65,17 @@ def async_source(
         schedule = TaskSchedule(
             {task.name: task.share for task in tasks.tasks}, tasks.ratios, tasks.newcomer
         )
-        source.coordinator = Coordinator(buffer, schedule, plans, most, n_workers, pauses=overlaps)
+        source.coordinator = Coordinator(
+            buffer, schedule, plans, most=most, n_workers=n_workers, pauses=overlaps
+        )
         launch.post(_COORDINATOR, source.coordinator.workers.entrance.address)
         source.end_service = tasks.serve(source.coordinator)
     if overlaps:
-        player = _player(config, engines.sampler, plans, scorer)
+        player = _player(config, engines.sampler, plans, scorer=scorer)
         address = launch.wait_for(_COORDINATOR)
-        source.worker = Worker(player, connect(address), launch.rank, asynchronous.running_requests)
+        source.worker = Worker(
+            player, connect(address), launch.rank, leave=asynchronous.running_requests
+        )
     else:
         source.sender = WeightSender(launch)
     source.scorer = scorer if scored_by_trainers(config) else None
@@ -87,11 +93,18 @@ def rollout_rank(
     tasks: TaskMaker,
 ) -> RolloutRank:
     """What a rank that only samples runs; ``policy`` is the Hugging Face model that ``engine`` samples from."""
-    launch, player = strategy.launch, _player(config, sampler, _plans(tasks, prompts), scorer)
+    launch, player = (
+        strategy.launch,
+        _player(config, sampler, _plans(tasks, prompts), scorer=scorer),
+    )
     link = connect(launch.wait_for(_COORDINATOR))
-    worker = Worker(player, link, launch.rank, config.orchestrator.running_requests)
+    worker = Worker(player, link, launch.rank, leave=config.orchestrator.running_requests)
     return RolloutRank(
-        strategy, engine, WholeWeights(policy), WeightReceiver(launch, policy), worker
+        strategy,
+        engine,
+        WholeWeights(policy),
+        receiver=WeightReceiver(launch, policy),
+        worker=worker,
     )
 
 

@@ -40,13 +40,11 @@ class Coordinator:
         n_workers: int,
         pauses: bool,
     ) -> None:
-        self.buffer, self.schedule, self.plans, self.most, self.pauses = (
-            buffer,
-            schedule,
-            plans,
-            most,
-            pauses,
-        )
+        self.buffer = buffer
+        self.schedule = schedule
+        self.plans = plans
+        self.most = most
+        self.pauses = pauses
         self._changed = threading.Condition()
         self._next = 0
         self._starts: dict[int, Start] = {}  # of groups under way and complete
@@ -55,7 +53,7 @@ class Coordinator:
         self._begun = self._wanted = False
         self._batch: list[Group] | None = None
         self._fault: Exception | None = None
-        self.workers = Workers(n_workers, self._changed, self._come, self._gone)
+        self.workers = Workers(n_workers, self._changed, self._come, gone=self._gone)
 
     def advance(self, version: int, synced: bool) -> None:
         """The policy of ``version`` is trained; ``synced``: what is sampled from now on is sampled with it."""
@@ -141,7 +139,9 @@ class Coordinator:
             self.buffer.load_state_dict(
                 {**state, "groups": dict(zip(self._starts, groups, strict=True))}
             )
-            self._next, self._batch, self._metrics = state["next"], None, {}
+            self._next = state["next"]
+            self._batch = None
+            self._metrics = {}
             self._begun = self._wanted = False
 
     def progress(self) -> dict[str, dict[str, float]]:

@@ -118,7 +118,9 @@ class GroupPlayer:
         await self.sampler.join(task)
 
     async def _play(self, start: Start, failures: list[SampleFailed]) -> Outcome:
-        plan, number, metrics = self.plans[start.task], start.number, Metrics()
+        plan = self.plans[start.task]
+        number = start.number
+        metrics = Metrics()
         work = [
             self._member(
                 plan, start, sample, params=plan.params, metrics=metrics, failures=failures
@@ -128,7 +130,7 @@ class GroupPlayer:
         members = await asyncio.gather(*work)
         good = [parts for parts in members if parts is not None]
         if len(good) < min(2, plan.n_samples):
-            return Outcome(number, None, metrics, str(failures[-1]))
+            return Outcome(number, None, metrics, error=str(failures[-1]))
         trajectories = list(chain.from_iterable(good))
         if plan.estimator.needs_greedy:
             params = replace(plan.params, temperature=0.0)
@@ -136,14 +138,14 @@ class GroupPlayer:
                 plan, start, 0, params=params, metrics=Metrics(), failures=failures
             )
             if greedy is None:
-                return Outcome(number, None, metrics, str(failures[-1]))
+                return Outcome(number, None, metrics, error=str(failures[-1]))
             for trajectory in trajectories:
                 trajectory.greedy = tuple(greedy)
         await self._score(trajectories, metrics)
         if plan.most_in_vain > 0:
             errors = [each.reward_error for each in trajectories if each.reward_error is not None]
             if len(errors) == len(trajectories):
-                return Outcome(number, None, metrics, errors[0])
+                return Outcome(number, None, metrics, error=errors[0])
             trajectories = useful_groups(trajectories, plan.estimator.compares_steps, plan.weights)
         return Outcome(number, trajectories, metrics)
 
@@ -162,7 +164,7 @@ class GroupPlayer:
             seed = plan.sample_seed(start.index, sample, attempt)
             try:
                 return await self.sampler.sample_one(
-                    prompt, params, seed, env_seed, start.number, metrics
+                    prompt, params, seed, env_seed=env_seed, group=start.number, metrics=metrics
                 )
             except SampleFailed as error:
                 failures.append(error)
@@ -175,7 +177,9 @@ class GroupPlayer:
         scored = asyncio.get_running_loop().create_future()
         self._unscored.append((trajectories, metrics, scored))
         while self._unscored and not self.is_scoring:
-            self.is_scoring, batch, self._unscored = True, self._unscored, []
+            self.is_scoring = True
+            batch = self._unscored
+            self._unscored = []
             try:
                 rows = [trajectory for of_group, _, _ in batch for trajectory in of_group]
                 rollout = begin_scoring(self.scorer, rows, StopCheck())

@@ -28,7 +28,9 @@ class Worker:
     """
 
     def __init__(self, player: GroupPlayer, link: Link, rank: int, leave: Leave) -> None:
-        self.player, self.link, self.leave = player, link, leave
+        self.player = player
+        self.link = link
+        self.leave = leave
         self.driver = player.sampler.driver
         self._inbox: asyncio.Queue[Play | Pause] = asyncio.Queue()
         self._pauses: asyncio.Queue[Pause | BaseException] = asyncio.Queue()

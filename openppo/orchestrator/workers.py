@@ -44,7 +44,10 @@ class Workers:
         come: Callable[[Outcome | None], None],
         gone: Callable[[int], None],
     ) -> None:
-        self.n_workers, self.lock, self.come, self.gone = n_workers, lock, come, gone
+        self.n_workers = n_workers
+        self.lock = lock
+        self.come = come
+        self.gone = gone
         self.entrance = Entrance()  # until all are here
         self._links: dict[int, Link] = {}  # by launch rank
         self._load: Counter[int] = Counter()  # groups under way

@@ -31,7 +31,9 @@ class AnswerProcess:
     def __init__(
         self, flag: str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> None:
-        self.flag, self.arguments, self.environment = flag, arguments, environment
+        self.flag = flag
+        self.arguments = arguments
+        self.environment = environment
         self.process: subprocess.Popen[bytes] | None = None
         self.was_late = False
 

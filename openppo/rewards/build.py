@@ -86,12 +86,17 @@ class ScorerSetup:
         scorers: list[Scorer] = []
         if source.reward_fn is not None:
             scorers.append(
-                self._function(source.reward_fn, next(names), self.function_flag, _FUNCTION_NAMES)
+                self._function(
+                    source.reward_fn, next(names), self.function_flag, default_names=_FUNCTION_NAMES
+                )
             )
         if source.remote_rm_url is not None and source.remote_is_file():
             scorers.append(
                 self._function(
-                    source.remote_rm_url, next(names), "--remote_rm_url", ["reward_func"]
+                    source.remote_rm_url,
+                    next(names),
+                    "--remote_rm_url",
+                    default_names=["reward_func"],
                 )
             )
         elif source.remote_rm_url is not None:
@@ -159,7 +164,7 @@ class ScorerSetup:
             check_same(comm, {flag: loaded.file.read_text()})
             if source.reward_workers > 0:
                 function.start_processes(
-                    loaded.file, loaded.name, source.reward_workers, source.reward_timeout
+                    loaded.file, loaded.name, source.reward_workers, seconds=source.reward_timeout
                 )
 
         weights = source.weights()
@@ -190,7 +195,7 @@ class ScorerSetup:
                 model, "reward", value_head_prefix=prefix, **self.loading
             )
         frozen = self.strategy.prepare_frozen(reward)
-        pack_where_exact(reward, frozen, self.strategy.device, "reward model")
+        pack_where_exact(reward, frozen, self.strategy.device, name="reward model")
         sees = own is None and bool(placeholders(config))
         reward.stand_in = (
             self.stand_in if sees else None
@@ -206,7 +211,9 @@ class ScorerSetup:
         flag, named = "--reward_pretrain", f"--reward_pretrain {model}"
         config = self._config(model, flag)
         trust = self.loading["trust_remote_code"]
-        own = own_tokenizer(flag, model, self.actor, self.tokenizer, trust)
+        own = own_tokenizer(
+            flag, model, self.actor, tokenizer=self.tokenizer, trust_remote_code=trust
+        )
         if self.has_images:
             actor = (
                 check_model(self.actor, "--pretrain", trust)
@@ -223,13 +230,19 @@ class ScorerSetup:
             text.check(self.prompts, self.episodes)
         tokenizer = own or self.tokenizer
         check_token_ids(
-            config, named, tokenizer, [] if own is None else [[own.eos_token_id]]
+            config, named, tokenizer, rows=[] if own is None else [[own.eos_token_id]]
         )  # and PAD
-        return config, own, partial(read_tokens, encode, config, named, tokenizer)
+        return (
+            config,
+            own,
+            partial(read_tokens, encode=encode, config=config, source=named, tokenizer=tokenizer),
+        )
 
     def _process_reward_model(self, model: str, name: str) -> Scorer:
         """A frozen process reward model. It reads prompt and response as ``train_prm`` renders lists of steps."""
-        flag, named, source = "--prm_pretrain", f"--prm_pretrain {model}", self.source
+        flag = "--prm_pretrain"
+        named = f"--prm_pretrain {model}"
+        source = self.source
         config = self._config(model, flag)
         own = load_tokenizer(model, flag, trust_remote_code=self.loading["trust_remote_code"])
         chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
@@ -237,16 +250,18 @@ class ScorerSetup:
             raise ValueError(
                 f"--prm_apply_chat_template: the tokenizer of {named} has no chat template. Leave it out."
             )
-        placeholder_id = single_token_id(own, placeholder, "--prm_placeholder_token", flag)
+        placeholder_id = single_token_id(
+            own, placeholder, "--prm_placeholder_token", flag_of_model=flag
+        )
         good, bad = (
-            single_token_id(own, token, "--prm_reward_tokens", flag)
+            single_token_id(own, token, "--prm_reward_tokens", flag_of_model=flag)
             for token in source.prm_reward_tokens
         )
         whole = (
             "{}" if self.input_template is not None and not chat else None
         )  # the prompt is in its template already
         options = RowsConfig(input_template=whole, apply_chat_template=chat)
-        encode = StepEncoder(own, placeholder, placeholder_id, options)
+        encode = StepEncoder(own, placeholder, placeholder_id, options=options)
 
         def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
             question: Any = prompt.messages or prompt.text
@@ -255,16 +270,16 @@ class ScorerSetup:
                     text_of(message["content"]) for message in prompt.messages
                 )
             ids, places = encode(question, steps)
-            check_token_ids(config, named, own, [ids])
+            check_token_ids(config, named, own, rows=[ids])
             return ids, places
 
-        check_token_ids(config, named, own, [[good, bad]])
+        check_token_ids(config, named, own, rows=[[good, bad]])
         if chat:
             check_chats(
                 self.prompts,
                 named,
                 "--prm_apply_chat_template",
-                lambda prompt: render(prompt, ["a"]),
+                encode=lambda prompt: render(prompt, ["a"]),
             )
         with model_error_context(flag, model, "process reward model"), self.strategy.loading():
             module = ProcessRewardModel(Actor(model, **self.loading).model)
@@ -314,6 +329,6 @@ def own_tokenizer(
     )
     largest = min(max(ids.values()), policy.get_text_config().vocab_size - 1)
     check_token_ids(
-        check_model(model, flag, trust_remote_code), f"{flag} {model}", tokenizer, [[largest]]
+        check_model(model, flag, trust_remote_code), f"{flag} {model}", tokenizer, rows=[[largest]]
     )
     return None

@@ -105,7 +105,9 @@ class RewardFunction:
             logger.info(
                 "%s scores whole batches, each in one of --reward_workers %d", self.source, n
             )
-        self.processes = FunctionProcesses(self.source, str(file.resolve()), name, n, seconds)
+        self.processes = FunctionProcesses(
+            self.source, str(file.resolve()), name, n=n, seconds=seconds
+        )
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
         """Call the function with copies of ``samples``."""

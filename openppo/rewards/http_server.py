@@ -60,7 +60,9 @@ class _Door:
     """Makes the protocol of each connection: beyond ``most`` open ones, one that answers 503."""
 
     def __init__(self, server: web.Server, most: int) -> None:
-        self.server, self.most, self.has_warned = server, most, False
+        self.server = server
+        self.most = most
+        self.has_warned = False
 
     def __call__(self) -> asyncio.Protocol:
         if len(self.server.connections) < self.most:

@@ -78,7 +78,9 @@ class RewardModelText:
             raise ValueError(
                 f"{source}: its tokenizer has no EOS token, at which a finished response is scored."
             )
-        self.policy, self.own, self.source = policy, own, source
+        self.policy = policy
+        self.own = own
+        self.source = source
 
     def __call__(self, trajectory: Trajectory) -> list[int]:
         """Token ids of prompt and response. ``ValueError`` if the chat template refuses them."""
@@ -105,8 +107,8 @@ class RewardModelText:
             )
         for ended in (True, False):
             encode = partial(self._encode, response="a", ended=ended)
-            check_chats(prompts, self.source, "--apply_chat_template", encode)
-        check_chats(prompts, self.source, "--apply_chat_template", self._require_read)
+            check_chats(prompts, self.source, "--apply_chat_template", encode=encode)
+        check_chats(prompts, self.source, "--apply_chat_template", encode=self._require_read)
 
     def _require_read(self, prompt: Prompt) -> None:
         """``ValueError`` for a chat of which the reward model's template leaves a message out."""
@@ -146,19 +148,20 @@ def check_chats(
 
 
 def read_tokens(
+    trajectory: Trajectory,
+    *,
     encode: Callable[[Trajectory], list[int]],
     config: PreTrainedConfig,
     source: str,
     tokenizer: PreTrainedTokenizerBase,
-    trajectory: Trajectory,
 ) -> list[int]:
     """What a reward model reads: the last ids of ``encode`` that fit. ``ValueError`` names ``source`` and sample."""
     try:
         ids = encode(trajectory)
     except ValueError as error:
         raise ValueError(f"{source}: {name_sample(trajectory)}: {error}") from error
-    ids = last_tokens(ids, context_length(config), source, trajectory)
-    check_token_ids(config, source, tokenizer, [ids])
+    ids = last_tokens(ids, context_length(config), source, trajectory=trajectory)
+    check_token_ids(config, source, tokenizer, rows=[ids])
     return ids
 
 
@@ -308,7 +311,7 @@ class ProcessScorer:
         ids, places = self.render(
             trajectory.prompt, [pieces[0], *(separator + piece for piece in pieces[1:])]
         )
-        read = last_tokens(ids, self.context, self.where, trajectory)
+        read = last_tokens(ids, self.context, self.where, trajectory=trajectory)
         places = [place - (len(ids) - len(read)) for place in places]
         n_cut = sum(place < 0 for place in places)
         return JudgedSteps(read, places[n_cut:], ends[n_cut:])

@@ -253,7 +253,7 @@ def step_ends(
     for piece in text.split(separator):
         if piece.strip():
             until_here = text[: max(0, place + len(piece.rstrip()))]
-            stop = _end(until_here, decode, first, len(ids))
+            stop = _end(until_here, decode, first, last=len(ids))
             ends.append(stop - 1)
             rest = decode(stop, len(ids))
             if text.endswith(

@@ -161,7 +161,9 @@ class RewardServer:
 
 def build_server(options: ServeRMConfig) -> RewardServer:
     """Load the reward model and open the port; ``ValueError`` names the flag to change."""
-    flag, name, trust = "--reward_pretrain", options.reward_pretrain, options.trust_remote_code
+    flag = "--reward_pretrain"
+    name = options.reward_pretrain
+    trust = options.trust_remote_code
     set_up_gpu(options.bf16)
     token = None if options.token_file is None else read_token(options.token_file, "--token_file")
     listener = listen(options.host, options.port)
@@ -172,7 +174,7 @@ def build_server(options: ServeRMConfig) -> RewardServer:
         raise ValueError(
             f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored."
         )
-    check_token_ids(model_config, f"{flag} {name}", tokenizer, [[tokenizer.eos_token_id]])
+    check_token_ids(model_config, f"{flag} {name}", tokenizer, rows=[[tokenizer.eos_token_id]])
     max_len = min(options.max_len, context_length(model_config) or options.max_len)
     if max_len < options.max_len:
         logger.warning(
@@ -206,11 +208,11 @@ def build_server(options: ServeRMConfig) -> RewardServer:
             raise ValueError(
                 "serve_rm reads no images, and a text names the token of one: use --reward_pretrain."
             )
-        check_token_ids(model_config, "the reward model", tokenizer, [ids])
+        check_token_ids(model_config, "the reward model", tokenizer, rows=[ids])
         return ids
 
     def score(rows: list[list[int]]) -> list[float]:
-        return [(score - mean) / std for score in forward_scores(model, rows, pad, device)]
+        return [(score - mean) / std for score in forward_scores(model, rows, pad, device=device)]
 
     return RewardServer(score=score, encode=encode, listener=listener, config=options, token=token)
 

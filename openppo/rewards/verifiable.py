@@ -119,7 +119,7 @@ class RegexReward:
     def __call__(self, response: str, trajectory: Trajectory) -> float:
         in_time, found = self.process.ask(response, self.seconds)
         if not in_time:
-            _warn_wrong("regex", "--verify_regex took too long", response, trajectory)
+            _warn_wrong("regex", "--verify_regex took too long", response, trajectory=trajectory)
         if found is None or self.n_groups == 0:
             return float(found is not None)
         return float(_plain(found.strip()) == _plain(label_of(trajectory.prompt, "regex")))
@@ -148,7 +148,7 @@ class MathReward:
             why = (
                 f"the label {label!r} is no mathematics" if in_time else "the answer took too long"
             )
-            _warn_wrong("math", why, response, trajectory)
+            _warn_wrong("math", why, response, trajectory=trajectory)
         return float(same is True)
 
 

@@ -61,8 +61,11 @@ class DecodeGraphs:
 
     def _forward(self, columns: int, inputs: Tensor) -> Tensor:
         """``inputs`` (rows, 4) int64 are token id, shift, first column and this column of each row."""
-        ids, shifts, starts, column = inputs[:, 0], inputs[:, 1], inputs[:, 2], inputs[:1, 3]
-        where = self.cache.inputs(starts, shifts, column, slice(0, columns))
+        ids = inputs[:, 0]
+        shifts = inputs[:, 1]
+        starts = inputs[:, 2]
+        column = inputs[:1, 3]
+        where = self.cache.inputs(starts, shifts, column, columns=slice(0, columns))
         self.cache.window.fixed = len(inputs), columns, column
         try:
             return self.cache.logits(self.model, ids[:, None], where)

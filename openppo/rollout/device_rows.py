@@ -51,7 +51,7 @@ class Sampled:
                 request.token_ids.append(int(token))
                 request.log_probs.append(log_prob)
                 request.versions.append(self.version)
-                reason = finish_reason(request.token_ids, request.params, bool(ends), decode)
+                reason = finish_reason(request.token_ids, request.params, bool(ends), decode=decode)
                 ended += [] if reason is None else [(request, reason)]
         return ended
 
@@ -99,11 +99,9 @@ class DeviceRows:
         for source, target in moves:
             order[target] = source
         rows = torch.tensor(order, dtype=torch.long, device=self.device)
-        self.last, self._n_sampled, self._uniforms = (
-            self.last[rows],
-            self._n_sampled[rows],
-            self._uniforms[rows],
-        )
+        self.last = self.last[rows]
+        self._n_sampled = self._n_sampled[rows]
+        self._uniforms = self._uniforms[rows]
         self._parts = []
 
     def sample(self, logits: Tensor, requests: list[Request], version: int) -> None:
@@ -138,7 +136,7 @@ class DeviceRows:
         if self.device.type == "cuda":
             copied = torch.cuda.Event()
             copied.record()
-        self._unread.append(Sampled(requests, version, packed, copied))
+        self._unread.append(Sampled(requests, version, packed, copied=copied))
 
     def arrived(self, late: int | None = None) -> Iterator[Sampled]:
         """What was sampled, oldest first, but for the last ``late`` steps."""

@@ -105,7 +105,15 @@ class EngineDriver:
         media: Media = (),
     ) -> Completion:
         """Sample one completion, awaited in ``loop``; cancelling it frees the row within one step."""
-        request = _Request(prompt_ids, params, seed, park, resume, media, self.loop.create_future())
+        request = _Request(
+            prompt_ids,
+            params,
+            seed,
+            park=park,
+            resume=resume,
+            media=media,
+            answer=self.loop.create_future(),
+        )
         if self._held is None:
             self._inbox.put([request])
         else:

@@ -86,7 +86,15 @@ class HFEngine(Engine):
             raise ValueError("a prompt needs at least one token")
         uniforms = request_uniforms(seed, params.max_new_tokens)
         ids = distinct_ids(prompt_ids, media) if media else prompt_ids
-        request = Request(next(self._numbers), tuple(ids), params, uniforms, park, resume, media)
+        request = Request(
+            next(self._numbers),
+            tuple(ids),
+            params,
+            uniforms=uniforms,
+            park=park,
+            resume=resume,
+            media=media,
+        )
         self._waiting.append(request)
         if self._cache is not None:
             self._cache.fit(longest([request]))
@@ -172,7 +180,7 @@ class HFEngine(Engine):
             self._cache.fit(longest(self._waiting))
         most = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(
-            len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most
+            len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most=most
         )
 
     def _prefill(self, requests: list[Request]) -> None:
@@ -187,10 +195,10 @@ class HFEngine(Engine):
         prompts, by_ids = list(kept), {request.known_ids: request.media for request in requests}
         media = [by_ids[prompt] for prompt in prompts]
         width = whole_images(
-            self.model, prompts, media, max(request.n_unread for request in requests)
+            self.model, prompts, media, width=max(request.n_unread for request in requests)
         )
         where = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
-        ids, shifts = padded_left(self.model, prompts, media, width, where)
+        ids, shifts = padded_left(self.model, prompts, media, width=width, where=where)
         logits = self._cache.logits(self.model, ids, where)  # (prompts, V)
         rows = [prompts.index(request.known_ids) for request in requests]
         self._cache.enter(

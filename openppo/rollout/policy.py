@@ -46,6 +46,8 @@ class FrozenPolicy:
         prepare(self.actor)
         model: Any = self.actor.model
         self.eos_token_ids, pad = eos_token_ids(model, self.tokenizer), pad_token_id(self.tokenizer)
-        self.engine = HFEngine(model, self.eos_token_ids, pad, max_batch_size, **engine)
+        self.engine = HFEngine(
+            model, self.eos_token_ids, pad, max_batch_size=max_batch_size, **engine
+        )
         self.engine.decode = decoder(self.tokenizer)
         self.engine.sampled_ids = self.actor.sampled_ids = sampled_ids(self.tokenizer, self.config)

@@ -28,7 +28,9 @@ class ResponseSampler:
 
         async def one(group: int, prompt: Prompt, sample: int) -> list[Trajectory]:
             seed = sample_seed(asked.seed, group * asked.n_samples + sample)
-            return await self.sample_one(prompt, asked.params, seed, 0, group, asked.metrics)
+            return await self.sample_one(
+                prompt, asked.params, seed, env_seed=0, group=group, metrics=asked.metrics
+            )
 
         async def everything() -> list[list[Trajectory]]:
             samples = product(enumerate(mine, first_group), range(asked.n_samples))
@@ -67,7 +69,7 @@ class ResponseSampler:
             )
         except ValueError as error:
             raise SampleFailed(str(error)) from error
-        return [make_trajectory(prompt, completion, group, params.stop)]
+        return [make_trajectory(prompt, completion, group, stop=params.stop)]
 
     def close(self) -> None:
         """End the driver's thread."""

@@ -193,7 +193,9 @@ def sample_trajectories(
         [prompt.token_ids for prompt, _ in repeated], params, seeds, **more
     )
     sampled = zip(repeated, completions, strict=True)
-    return [make_trajectory(prompt, made, group, params.stop) for (prompt, group), made in sampled]
+    return [
+        make_trajectory(prompt, made, group, stop=params.stop) for (prompt, group), made in sampled
+    ]
 
 
 def make_trajectory(

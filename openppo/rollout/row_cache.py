@@ -53,7 +53,9 @@ class _Window:
 
         Zeros, since what is masked must be finite: 0 x NaN is NaN.
         """
-        (n_rows, n_columns), heads, width = self.shape, tensor.shape[1], tensor.shape[3]
+        (n_rows, n_columns) = self.shape
+        heads = tensor.shape[1]
+        width = tensor.shape[3]
         if self.by_lengths:
             made = tensor.new_zeros((n_rows, n_columns, heads, width)).transpose(1, 2)
         else:
@@ -89,7 +91,9 @@ class _Layer(DynamicLayer):
                 self.window.buffer(value_states[:0]),
             )
             self.is_initialized = True
-        rows, columns, new = self.window.rows, self.window.columns, self.window.new
+        rows = self.window.rows
+        columns = self.window.columns
+        new = self.window.new
         self.keys[rows, :, new] = key_states
         self.values[rows, :, new] = value_states
         return self.keys[rows, :, columns], self.values[rows, :, columns]
@@ -123,7 +127,9 @@ class RowCache(Cache):
         sampled_ids: SampledIds = ALL_IDS,
     ) -> None:
         weight = next(model.parameters())
-        self.config, self.dtype, self.device = model.config, weight.dtype, weight.device
+        self.config = model.config
+        self.dtype = weight.dtype
+        self.device = weight.device
         self.on_device = DeviceRows(self.device, eos_token_ids)
         self.head = float32_head(model, self.device)
         self.sampled_ids = sampled_ids
@@ -143,7 +149,9 @@ class RowCache(Cache):
         """Empty the buffers, for weights of another ``version``; nothing that was kept is known any more."""
         self.version, self.prefixes = version, Prefixes(self.device, self.prefixes.reads_whole)
         self.on_device = DeviceRows(self.device, self.on_device.eos_token_ids)
-        self.starts, self.shifts, self._device_starts = [], [], None
+        self.starts = []
+        self.shifts = []
+        self._device_starts = None
         self.window.n_rows = self.window.start = self.window.end = 0
 
     def is_small(self) -> bool:
@@ -188,7 +196,9 @@ class RowCache(Cache):
         has more, they are computed again in place of padding, so that each row is in one piece. Returns inputs: a bool
         mask (prompts, longest length) and position ids (prompts, n_new).
         """
-        window, width, first = self.window, max(lengths), self.window.n_rows
+        window = self.window
+        width = max(lengths)
+        first = self.window.n_rows
         if width > window.end:
             self._move(width - window.end)
         end = window.end
@@ -205,7 +215,9 @@ class RowCache(Cache):
 
     def enter(self, rows: Sequence[int], lengths: Sequence[int], shifts: Sequence[int]) -> None:
         """Add rows: ``rows`` of the prompts that the last forward read, with ``lengths`` tokens and ``shifts``."""
-        window, first, columns = self.window, self.window.n_rows, self.window.columns
+        window = self.window
+        first = self.window.n_rows
+        columns = self.window.columns
         if list(rows) != list(range(len(rows))):
             indices = torch.tensor(rows, device=self.device) + first
             for layer in self.layers:
@@ -255,7 +267,7 @@ class RowCache(Cache):
             slice(0, self.shape[1]) if window.by_lengths else seen,
         )
         starts, shifts = self.device_starts()
-        return self.inputs(starts, shifts, window.end, seen)
+        return self.inputs(starts, shifts, window.end, columns=seen)
 
     def inputs(
         self, starts: Tensor, shifts: Tensor, column: Tensor | int, columns: slice

@@ -231,7 +231,7 @@ class TaskSampler:
     ) -> list[Trajectory]:
         """The parts of one sample."""
         return await self.samplers[prompt.task].sample_one(
-            prompt, params, seed, env_seed, group, metrics
+            prompt, params, seed, env_seed=env_seed, group=group, metrics=metrics
         )
 
     def _made(self, task: RunTask) -> SingleSampler:

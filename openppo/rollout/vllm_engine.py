@@ -68,7 +68,14 @@ class VLLMEngine(Engine):
         self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
         self._sleep_level: int | None = None  # until the first weights have come
         self._asleep = self._awake = False
-        self._llm = _start(name, config, max_tokens, self._sleeps, reads_images, ids=sampled_ids)
+        self._llm = _start(
+            name,
+            config,
+            max_tokens,
+            sleeps=self._sleeps,
+            reads_images=reads_images,
+            ids=sampled_ids,
+        )
         self._requests = VLLMRequests(config.generation.vllm_tensor_parallel_size)
         if self._requests.n_ranks > 1:
             self.any_rank = self._requests.any_rank
@@ -102,7 +109,7 @@ class VLLMEngine(Engine):
             )
         assert self._awake, "the engine has no weights outside of with_weights()"
         number = next(self._numbers)
-        self._requests.submit(number, prompt_ids, params, seed, media)
+        self._requests.submit(number, prompt_ids, params, seed=seed, media=media)
         return number
 
     def cancel(self, number: int) -> None:
@@ -141,7 +148,9 @@ class VLLMEngine(Engine):
             greedy = params.temperature == 0  # then the choice is certain, as with HFEngine
             chosen = zip(answer.logprobs, ids, strict=True)
             log_probs = [0.0 if greedy else entry[token].logprob for entry, token in chosen]
-            self._ended[number] = Completion(ids, log_probs, [self.version] * len(ids), reason)
+            self._ended[number] = Completion(
+                ids, log_probs, [self.version] * len(ids), finish_reason=reason
+            )
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
@@ -277,11 +286,9 @@ def _leaving_the_process_alone() -> Iterator[None]:
 
     It must not meet torchrun's store: that serves the launch, of which rollout ranks are a part.
     """
-    set_threads, n_threads, before = (
-        torch.set_num_threads,
-        torch.get_num_threads(),
-        dict(os.environ),
-    )
+    set_threads = torch.set_num_threads
+    n_threads = torch.get_num_threads()
+    before = dict(os.environ)
     os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
     os.environ.pop(_AGENT_STORE, None)
     try:

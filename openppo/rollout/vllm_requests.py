@@ -52,7 +52,7 @@ class VLLMRequests:
         media: Media = (),
     ) -> None:
         """For the next exchange."""
-        request = VLLMRequest(self._name(number), list(prompt_ids), params, seed, media)
+        request = VLLMRequest(self._name(number), list(prompt_ids), params, seed=seed, media=media)
         self._new.append(request)
         self.own[request.name] = number
 
@@ -63,7 +63,9 @@ class VLLMRequests:
 
     def exchange(self) -> Iterator[tuple[list[VLLMRequest], list[str]]]:
         """What is new, and the names of what is cancelled, rank by rank."""
-        given, self._new, self._cancelled = (self._new, self._cancelled), [], []
+        given = (self._new, self._cancelled)
+        self._new = []
+        self._cancelled = []
         everyones: list[Any] = [given] * self.n_ranks
         if self.n_ranks > 1:
             dist.all_gather_object(everyones, given, group=self._group)
@@ -125,7 +127,9 @@ def _with_images(processor: Any, request: VLLMRequest) -> Any:
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-    inputs, keys, ranges = list[Any](), list[str](), list[PlaceholderRange]()
+    inputs = list[Any]()
+    keys = list[str]()
+    ranges = list[PlaceholderRange]()
     for item, places in item_places(request.prompt_ids, request.media):
         given = BatchFeature(item.inputs)
         inputs += MultiModalKwargsItems.from_hf_inputs(

@@ -53,12 +53,14 @@ def init_process_group(timeout: timedelta, rollout_ranks: int = 0) -> tuple[torc
         torch.cuda.set_device(local_rank)
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
     if dist.is_initialized():
-        return device, Launch(dist.get_rank(), dist.get_world_size(), 0, timeout, dist.HashStore())
+        return device, Launch(
+            dist.get_rank(), dist.get_world_size(), 0, timeout=timeout, store=dist.HashStore()
+        )
     rank, world_size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     store = (
         dist.HashStore() if alone else _join_store(rank, world_size, min(timeout, _LONGEST_START))
     )
-    launch = Launch(rank, world_size, rollout_ranks, timeout, store)
+    launch = Launch(rank, world_size, rollout_ranks, timeout=timeout, store=store)
     launch.join(backend)
     return device, launch
 

@@ -276,7 +276,7 @@ class DeepspeedStrategy(InferenceStrategy):
             self.comm,
             write,
             errors,
-            lambda text: OSError(f"the model cannot be written to {folder}: {text}"),
+            raised=lambda text: OSError(f"the model cannot be written to {folder}: {text}"),
         )
 
     def _adam(

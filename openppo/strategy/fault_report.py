@@ -153,7 +153,7 @@ def raised(
         look_at = "the network between the ranks: a connection broke, and all ranks are alive"
     elif folder := options.get("save_path"):
         look_at = f"{folder}/logs: metrics and samples until then"
-    return Fault(f"{where.name} raised {message}", [where], look_at, text, memory)
+    return Fault(f"{where.name} raised {message}", [where], look_at, details=text, memory=memory)
 
 
 def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
@@ -175,7 +175,7 @@ def stalled(where: Heartbeat) -> Fault:
         what,
         [where],
         "the stacks above. If the work is only slow, raise --stall_timeout",
-        _stacks(),
+        details=_stacks(),
     )
 
 
@@ -222,7 +222,9 @@ def is_broken_connection(error: BaseException) -> bool:
 
 def host_memory() -> str:
     """Memory of this process, of its machine and of its container."""
-    process, machine, gib = psutil.Process().memory_info().rss, psutil.virtual_memory(), 2**30
+    process = psutil.Process().memory_info().rss
+    machine = psutil.virtual_memory()
+    gib = 2**30
     text = (
         f"process {process / gib:.2f} GiB, machine {machine.available / gib:.2f} GiB available of "
     )

@@ -39,7 +39,9 @@ class TrainableModel:
         uncompiled: Callable[[], AbstractContextManager[None]],
         launches: LaunchWatch,
     ) -> None:
-        self.deepspeed, self.scheduler, self._uncompiled = engine, scheduler, uncompiled
+        self.deepspeed = engine
+        self.scheduler = scheduler
+        self._uncompiled = uncompiled
         self._launches = launches
         self._host: dict[
             tuple[int, str], Tensor

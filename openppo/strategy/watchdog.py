@@ -159,7 +159,9 @@ class Watchdog:
         """For a report of an out-of-memory error: what each model takes."""
         self.saves_on_signal = False
         """Whether the work under way polls ``signals.requested()``; other work ends at the first signal."""
-        self._limits, self._where, self._options = limits, where, options
+        self._limits = limits
+        self._where = where
+        self._options = options
         self._how_to_resume = how_to_resume
         self._rank, self._n_ranks = (
             int(os.environ.get("RANK", "0")),
@@ -189,7 +191,9 @@ class Watchdog:
                     self._limits.heartbeat_timeout + _LINGER
                 )  # until the cause is known, and ends the process
             self._report(
-                fault_report.raised(error, self._heartbeat(), self._options, self.explain_memory)
+                fault_report.raised(
+                    error, self._heartbeat(), self._options, explain=self.explain_memory
+                )
             )
         self._ending.set()
         signals.wake()

@@ -29,7 +29,9 @@ class TaskServer:
     """
 
     def __init__(self, control: TaskControl, file: Path) -> None:
-        self.control, self.file, self._token = control, file, secrets.token_hex(16)
+        self.control = control
+        self.file = file
+        self._token = secrets.token_hex(16)
         listener = listen("127.0.0.1", 0)
         address = {
             "url": f"http://127.0.0.1:{listener.getsockname()[1]}/tasks",

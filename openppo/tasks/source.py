@@ -233,7 +233,14 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
     if "environment" in own and not service.data:
         own["n_envs"] = 1  # each group has a seed of its own all the same
     made = from_options(TrainPPOConfig, **{**given_options(config), **own})
-    task = RunTask(name, made, None, ratio, service.max_concurrent, service.retries)
+    task = RunTask(
+        name,
+        made,
+        None,
+        ratio=ratio,
+        max_concurrent=service.max_concurrent,
+        retries=service.retries,
+    )
     with task.named():
         for group in (made.agents, made.data, made.rewards, made.generation):
             group.validate()
@@ -249,7 +256,14 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
             raise ValueError("it has no data, and no environment: give it data.")
         if not task.has_rewards and not (maker is not None and maker.gives_rewards):
             raise ValueError(made.agents.why_no_reward + NO_REWARD)
-    return RunTask(name, made, maker, ratio, service.max_concurrent, service.retries)
+    return RunTask(
+        name,
+        made,
+        maker,
+        ratio=ratio,
+        max_concurrent=service.max_concurrent,
+        retries=service.retries,
+    )
 
 
 def _maker(service: TaskService, config: TrainPPOConfig) -> SamplerMaker | None:

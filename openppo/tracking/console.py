@@ -147,7 +147,9 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
 
     def __init__(self, items: Iterable[Any], description: str, enabled: bool) -> None:
         total = len(items) if isinstance(items, Sized) else None
-        self._items, self._total, self._description = items, total, description
+        self._items = items
+        self._total = total
+        self._description = description
         self._lines = enabled and not sys.stderr.isatty()
         self._bar = tqdm(
             total=total,

@@ -188,5 +188,8 @@ def histogram(values: Tensor, comm: Comm, bins: int = BINS) -> Histogram | None:
     sums = comm.all_reduce(torch.cat((counts, finite.sum()[None], finite.square().sum()[None])))
     edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
     return Histogram(
-        edges.tolist(), [int(n) for n in sums[:bins]], float(sums[bins]), float(sums[bins + 1])
+        edges.tolist(),
+        [int(n) for n in sums[:bins]],
+        float(sums[bins]),
+        total_of_squares=float(sums[bins + 1]),
     )

@@ -45,7 +45,9 @@ class CurrentPhase:
         for name, begin, end in self.events:
             end.synchronize()
             self.add(name, begin.elapsed_time(end) / 1000)
-        taken, self.seconds, self.events = self.seconds, {}, []
+        taken = self.seconds
+        self.seconds = {}
+        self.events = []
         return taken
 
     def add(self, name: str, seconds: float) -> None:
@@ -192,7 +194,9 @@ class PhaseTimer:
             }
             peaks |= {name: max(peaks.get(name, 0), peak) for name, peak in of_peaks.items()}
             tokens |= {name: [*tokens.get(name, []), count] for name, count in of_tokens.items()}
-        self._seconds, self._tokens, self._peaks = {}, Counter(), {}
+        self._seconds = {}
+        self._tokens = Counter()
+        self._peaks = {}
         tokens = {name: counts for name, counts in tokens.items() if seconds.get(name, 0.0) > 0}
         shares = {
             name: max(counts) / sum(counts)

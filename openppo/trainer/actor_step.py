@@ -29,7 +29,10 @@ class ActorStep:
     def __init__(
         self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device
     ) -> None:
-        self.model, self.config, self.comm, self.device = model, config, comm, device
+        self.model = model
+        self.config = config
+        self.comm = comm
+        self.device = device
         self.observe: Callable[[Experience, Tensor, Tensor | None], None] | None = None
         """Gets each micro-batch with the log-probs and entropy of its forward."""
         self.loss_agg = loss_aggregation(config)
@@ -52,7 +55,7 @@ class ActorStep:
         metrics.add("actor_learning_rate", self.model.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
-            loss = self._loss(micro, batch, metrics, kl_coef, on_policy)
+            loss = self._loss(micro, batch, metrics, kl_coef=kl_coef, on_policy=on_policy)
             self.model.backward(loss * self.comm.world_size, last=ptx_batch is None and i == last)
         if ptx_batch is not None:
             self._accumulate_ptx(ptx_batch, metrics)
@@ -82,14 +85,16 @@ class ActorStep:
         loss = self.policy_loss(
             log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs
         )  # (B, L)
-        self._measure(loss, log_probs, micro, metrics)
+        self._measure(loss, log_probs, micro, metrics=metrics)
         if on_policy and micro.entropy is None:
-            measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics, micro.staleness)
+            measure_mismatch(
+                log_probs, micro.rollout_log_probs, mask, metrics=metrics, behind=micro.staleness
+            )
         loss = loss * self._correction(micro, metrics)
         if self.config.kl.use_kl_loss:
             assert micro.ref_log_probs is not None
             kl = compute_approx_kl(
-                log_probs, micro.ref_log_probs, mask, self.config.kl.kl_estimator
+                log_probs, micro.ref_log_probs, mask, kl_estimator=self.config.kl.kl_estimator
             )
             metrics.add_tensor("kl_loss", kl.detach(), mask)
             loss = loss + kl_coef * kl
@@ -129,7 +134,7 @@ class ActorStep:
         metrics.add_tensor("clip_fraction", clipped.float(), mask)
         if isinstance(self.policy_loss, MaskingLoss):
             found = self.policy_loss.masking(
-                log_probs, micro.log_probs, micro.rollout_log_probs, mask
+                log_probs, micro.log_probs, micro.rollout_log_probs, action_mask=mask
             )
             measure_masked(found, mask, metrics)
         change = log_ratio(

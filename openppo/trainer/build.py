@@ -77,8 +77,8 @@ def build_ppo_trainer(
     config, components = _with_models(run, strategy, trackers)
     if config.run.stop_when:
         callbacks = [*callbacks, StopWhen(config.run.stop_conditions)]
-    source = source or _source(config, components, maker, run.actor_config)
-    trainer = PPOTrainer(config, components, source, callbacks)
+    source = source or _source(config, components, maker, actor_config=run.actor_config)
+    trainer = PPOTrainer(config, components, source, callbacks=callbacks)
     run.checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, run.plan)
     return trainer
@@ -112,10 +112,14 @@ def _before_models(
 ) -> _Run:
     """Check options, read data, plan, and build rewards, whose models are loaded first."""
     samples = source is None
-    config = own.named(config, strategy.comm, samples, isinstance(maker, TaskMaker))
-    tokenizer, actor_config, data = checked = _checked(config, strategy, samples, maker, own)
-    config, estimate, rewards = _estimated(config, strategy, samples, maker, own, checked)
-    plan = _plan(config, strategy.comm.world_size, len(data.prompts), source, maker)
+    config = own.named(config, strategy.comm, samples, are_tasks=isinstance(maker, TaskMaker))
+    tokenizer, actor_config, data = checked = _checked(
+        config, strategy, samples, maker=maker, own=own
+    )
+    config, estimate, rewards = _estimated(
+        config, strategy, samples, maker=maker, own=own, checked=checked
+    )
+    plan = _plan(config, strategy.comm.world_size, len(data.prompts), source=source, maker=maker)
     files = user_files(config, rewards.tasks.tasks)
     prints = data.fingerprints | own.fingerprints()
     return _Run(
@@ -126,7 +130,7 @@ def _before_models(
         data=data,
         estimate=estimate,
         plan=plan,
-        checkpointer=Checkpointer(config, strategy, "ppo", prints, user_files=files),
+        checkpointer=Checkpointer(config, strategy, "ppo", data=prints, user_files=files),
         samples=samples,
         scorer=rewards.build() if samples else None,
         eval_scorer=rewards.build_held_out() if samples else None,
@@ -137,7 +141,10 @@ def _with_models(
     run: _Run, strategy: DeepspeedStrategy, trackers: Sequence[Tracker]
 ) -> tuple[TrainPPOConfig, PPOComponents]:
     """Load models, start the engine, and put the parts together; the config says what models can do."""
-    config, tokenizer, data, comm = run.config, run.tokenizer, run.data, strategy.comm
+    config = run.config
+    tokenizer = run.tokenizer
+    data = run.data
+    comm = strategy.comm
     ids_of = partial(sampled_ids, tokenizer, run.actor_config)
     models = load_models(config, strategy, run.own, plan=run.plan, ids_of=ids_of)
     actor, critic = models.actor, models.critic
@@ -145,7 +152,14 @@ def _with_models(
     hooks = _hooks(run, strategy, ids_of())
     engine = None
     if run.samples:
-        engine = training_engine(config, strategy, actor, tokenizer, hooks.stop, run.actor_config)
+        engine = training_engine(
+            config,
+            strategy,
+            actor,
+            tokenizer=tokenizer,
+            stop=hooks.stop,
+            actor_config=run.actor_config,
+        )
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = (
         ParameterAverage(actor, config.ppo.ema_beta, _spare(run.estimate))
@@ -154,19 +168,30 @@ def _with_models(
     )
     run.checkpointer.attach({"actor": actor, "critic": critic}, ema)
     with strategy.uncompiled():
-        pack_documents_to = packed_row_length(actor, data.documents, data.longest, strategy.device)
-    critic_step = None if critic is None else CriticStep(critic, config, comm, strategy.device)
+        pack_documents_to = packed_row_length(
+            actor, data.documents, data.longest, device=strategy.device
+        )
+    critic_step = (
+        None if critic is None else CriticStep(critic, config, comm, device=strategy.device)
+    )
     components = PPOComponents(
         strategy=strategy,
         tokenizer=tokenizer,
         actor=actor,
         critic_step=critic_step,
-        maker=_maker(config, strategy, models, critic_step, pad_token_id(tokenizer), hooks),
+        maker=_maker(
+            config,
+            strategy,
+            models,
+            critic_step=critic_step,
+            pad=pad_token_id(tokenizer),
+            hooks=hooks,
+        ),
         engine=engine,
         scorer=run.scorer,
         data=data,
-        trackers=_trackers(config, strategy, run.plan, run.checkpointer, trackers),
-        grading=Grading.of(comm, config.eval_rewards, config.evaluation, run.eval_scorer),
+        trackers=_trackers(config, strategy, run.plan, saver=run.checkpointer, own=trackers),
+        grading=Grading.of(comm, config.eval_rewards, config.evaluation, scorer=run.eval_scorer),
         ema=ema,
         pack_documents_to=pack_documents_to,
         checkpointer=run.checkpointer,
@@ -228,16 +253,18 @@ def _checked(
     own_rewards = None if maker is None else maker.gives_rewards
     own_source = not samples or isinstance(maker, TaskMaker)
     check_options(config, strategy.comm, own_source=own_source, own_rewards=own_rewards)
-    tokenizer, actor_config = check_models(config, strategy, samples, own)
+    tokenizer, actor_config = check_models(config, strategy, samples, own=own)
     if maker is not None:
         maker.check(tokenizer)
     if not samples:
         return (
             tokenizer,
             actor_config,
-            load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=False),
+            load_ppo_data(config, tokenizer, actor_config, comm=strategy.comm, prompts=False),
         )
-    data = load_tasks_data(TaskMaker.of(config, maker), tokenizer, actor_config, strategy.comm, own)
+    data = load_tasks_data(
+        TaskMaker.of(config, maker), tokenizer, actor_config, comm=strategy.comm, own=own
+    )
     if data.kinds:
         check_run_with_images(config, data, actor_config)
     if config.evaluation.val_only and not data.held_out:
@@ -256,13 +283,19 @@ def _estimated(
     checked: Checked,
 ) -> tuple[TrainPPOConfig, Estimate | None, TaskRewards]:
     """``config`` with sizes by memory, whose estimate is logged, and what rewards are made of; a dry run ends here."""
-    (tokenizer, actor_config, data), estimate = checked, None
+    (tokenizer, actor_config, data) = checked
+    estimate = None
     if samples or config.run.dry_run:
         config, estimate = estimated_ppo(
-            config, data, strategy, own.configs | {"--pretrain": actor_config}
+            config, data, strategy, configs=own.configs | {"--pretrain": actor_config}
         )
     rewards = TaskRewards(
-        TaskMaker.of(config, maker), tokenizer, strategy, data, actor_config, own.reward_fn
+        TaskMaker.of(config, maker),
+        tokenizer,
+        strategy,
+        data=data,
+        actor_config=actor_config,
+        function=own.reward_fn,
     )
     if config.run.dry_run and samples:
         rewards.check()
@@ -281,7 +314,9 @@ def _trackers(
     resume_step = None if config.evaluation.val_only else saver.found_step
     config, own = config.for_evaluation, own if strategy.is_main else ()
     own = [*own, *rollout_trackers(config, strategy, resume_step)]
-    return start_trackers(config, strategy, HEADLINE, plan.n_steps, resume_step, own)
+    return start_trackers(
+        config, strategy, HEADLINE, total_steps=plan.n_steps, resume_step=resume_step, own=own
+    )
 
 
 def _plan(
@@ -291,7 +326,7 @@ def _plan(
     source: RolloutSource | None,
     maker: SamplerMaker | None,
 ) -> BatchPlan:
-    plan = batch_plan(config, n_ranks, n_prompts, source)
+    plan = batch_plan(config, n_ranks, n_prompts, source=source)
     if source is not None or not _is_async(config, maker):
         return plan
     n_steps = async_steps(config, n_prompts, isinstance(maker, TaskMaker))
@@ -318,11 +353,11 @@ def build_rank(
     tokenizer, actor_config = check_models(config, strategy)
     tasks = TaskMaker.of(config, maker)
     tasks.check(tokenizer)
-    data = load_tasks_data(tasks, tokenizer, actor_config, strategy.comm)
+    data = load_tasks_data(tasks, tokenizer, actor_config, comm=strategy.comm)
     scorer = (
         None
         if scored_by_trainers(config)
-        else TaskRewards(tasks, tokenizer, strategy, data, actor_config).build()
+        else TaskRewards(tasks, tokenizer, strategy, data=data, actor_config=actor_config).build()
     )
     with model_error_context("--pretrain", config.model.pretrain), strategy.loading():
         actor = Actor(
@@ -334,7 +369,7 @@ def build_rank(
     if deepspeed.bf16:
         to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
     strategy.fuse(policy)
-    engine = new_engine(config, policy, tokenizer, StopCheck(), actor_config)
+    engine = new_engine(config, policy, tokenizer, stop=StopCheck(), actor_config=actor_config)
     engine.decode = decoder(tokenizer)
     shows_images = strategy.launch.wait_for(_SHOWS_IMAGES) == "yes"
     what = config.model, tokenizer, actor_config, config.data, data.kinds, maker is not None
@@ -354,7 +389,14 @@ def build_rank(
         vision=vision,
     )
     return rollout_rank(
-        config, strategy, engine, policy, tasks.make(parts), scorer, data.prompts, tasks
+        config,
+        strategy,
+        engine,
+        policy=policy,
+        sampler=tasks.make(parts),
+        scorer=scorer,
+        prompts=data.prompts,
+        tasks=tasks,
     )
 
 

@@ -67,7 +67,9 @@ class EarlyStopping(Callback):
                 f"EarlyStopping needs {wanted}; got {patience}, {mode!r}, {min_delta}."
             )
         check_metric(metric, "EarlyStopping")
-        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
         self.sign = 1 if mode == "max" else -1
         self.best, self.n_without = -self.sign * math.inf, 0
 
@@ -155,11 +157,9 @@ def notify(callbacks: Sequence[Callback], hook: str, *arguments: Any) -> None:
 
 def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, Any]]) -> bool:
     """Give each callback the state of the next one of its class in ``saved``; whether they are the same as then."""
-    were, are, left = (
-        [each["class"] for each in saved],
-        [type(each).__name__ for each in callbacks],
-        list(saved),
-    )
+    were = [each["class"] for each in saved]
+    are = [type(each).__name__ for each in callbacks]
+    left = list(saved)
     for callback, name in zip(callbacks, are, strict=True):
         if mine := next((each for each in left if each["class"] == name), None):
             left.remove(mine)

@@ -91,14 +91,16 @@ class Checkpointer:
         data: dict[str, str],
         user_files: Mapping[str, Any] | None = None,
     ) -> None:
-        self.options, self.strategy, self.comm = config.checkpoint, strategy, strategy.comm
+        self.options = config.checkpoint
+        self.strategy = strategy
+        self.comm = strategy.comm
         self.save_path, given = Path(config.run.save_path).resolve(), self.options.ckpt_path
         folder = (
             Path(given).resolve() if given else (self.save_path / f"checkpoints_{kind}").resolve()
         )
         flag = "--ckpt_path" if given else "--save_path"
         collective(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
-        self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
+        self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag=flag)
         contents = {
             flag: model_fingerprint(name)
             for flag, name in config.input_models.items()
@@ -183,7 +185,10 @@ class Checkpointer:
 
         failure = "--save_path: an earlier run's model cannot be set aside ({})."
         collective(
-            self.comm, set_aside, OSError, lambda message: ValueError(failure.format(message))
+            self.comm,
+            set_aside,
+            OSError,
+            raised=lambda message: ValueError(failure.format(message)),
         )
 
     @property

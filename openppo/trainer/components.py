@@ -86,7 +86,9 @@ class PPOComponents:
         None, and the log says why, where those of prompts are none and the run could not have any.
         """
         policy: Any = self.actor.module
-        vision = policy_vision(config.model, self.tokenizer, policy.model.config, config.data)
+        vision = policy_vision(
+            config.model, self.tokenizer, policy.model.config, options=config.data
+        )
         if self.engine is None or not (self.data.kinds or (of_agents and vision.reads)):
             return None
         error, modules = None, list[Any]()
@@ -135,12 +137,10 @@ class PPOComponents:
 
 def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
     """The policy before training, or the ``reference`` where that is a model of its own."""
-    model, lora, flag, name = (
-        config.model,
-        {} if reference else vars(config.lora),
-        "--pretrain",
-        config.model.pretrain,
-    )
+    model = config.model
+    lora = {} if reference else vars(config.lora)
+    flag = "--pretrain"
+    name = config.model.pretrain
     if reference and model.ref_pretrain is not None:
         flag, name = "--ref_pretrain", model.ref_pretrain
     with model_error_context(flag, name, "reference" if reference else "actor"):

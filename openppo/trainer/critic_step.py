@@ -25,7 +25,10 @@ class CriticStep:
     def __init__(
         self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device
     ) -> None:
-        self.model, self.config, self.comm, self.device = model, config, comm, device
+        self.model = model
+        self.config = config
+        self.comm = comm
+        self.device = device
         self.loss_agg = loss_aggregation(config)
         self.taken: tuple[float, Metrics] | None = None
         """Norm and metrics of a step that ``OnePassCritic`` has taken, until ``train`` reports it."""
@@ -44,7 +47,8 @@ class CriticStep:
         now (B, L). Returns the gradient's norm before clipping. Nothing changes when it is not finite.
         """
         if self.taken is not None:
-            (norm, measured), self.taken = self.taken, None
+            (norm, measured) = self.taken
+            self.taken = None
             metrics.merge(measured)
             return norm
         value_loss = ValueLoss(
@@ -99,7 +103,7 @@ class OnePassCritic(ExperienceMaker):
         with self.hooks.timer.phase("training"):
             rows = self._with_values(batch, n_done)
         completed = join_rows(rows).to(self.device) if rows else None
-        return self._completed(completed, trajectories, metrics, n_done)
+        return self._completed(completed, trajectories, metrics, n_done=n_done)
 
     def _with_values(self, own: Experience | None, n_done: int) -> list[Experience]:
         """This rank's samples with values, by an optimizer step on all ranks' samples."""
@@ -122,7 +126,7 @@ class OnePassCritic(ExperienceMaker):
             return self._add_returns(micro.with_fields(values=values), n_done)
 
         self.critic_step.taken = (
-            self.critic_step.train(batch, measured, clip, with_returns),
+            self.critic_step.train(batch, measured, clip, complete=with_returns),
             measured,
         )
         of_ranks = self.comm.all_gather_object((len(buffer), found))

@@ -114,8 +114,10 @@ class _Loading:
 
     def run(self) -> PPOData:
         """Prompts, held-out ones and documents, each within its length."""
-        config, options, evaluation = self.config, self.config.data, self.config.evaluation
-        vision = policy_vision(config.model, self.tokenizer, self.actor_config, options)
+        config = self.config
+        options = self.config.data
+        evaluation = self.config.evaluation
+        vision = policy_vision(config.model, self.tokenizer, self.actor_config, options=options)
         prompts = self._prompts(
             "--prompt_data",
             options.prompt_data,
@@ -132,13 +134,13 @@ class _Loading:
 
         longest = self._longest([*prompts, *held_out])
         self._check_contexts(longest)
-        documents, texts = _load_documents(config, self.tokenizer, longest, self.show)
+        documents, texts = _load_documents(config, self.tokenizer, longest, show=self.show)
         prints |= {"--pretrain_data": examples_fingerprint(texts)} if documents else {}
         ids = (x.token_ids for x in chain[Any](prompts, held_out, documents))
         check_token_ids(
-            self.actor_config, f"--pretrain {config.model.pretrain}", self.tokenizer, ids
+            self.actor_config, f"--pretrain {config.model.pretrain}", self.tokenizer, rows=ids
         )
-        return PPOData(prompts, held_out, documents, prints, longest)
+        return PPOData(prompts, held_out, documents, fingerprints=prints, longest=longest)
 
     def _prompts(
         self,
@@ -178,7 +180,9 @@ class _Loading:
             model_config = self.own.configs.get(flag) or check_model(
                 name, flag, config.model.trust_remote_code
             )
-            check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
+            check_context(
+                model_config, f"{flag} {name}", longest - new_tokens, new_tokens=new_tokens
+            )
 
 
 def _load_documents(
@@ -188,16 +192,16 @@ def _load_documents(
     options = config.data
     if options.pretrain_data is None or config.ppo.ptx_coef == 0:
         return [], []
-    given, seed, key = (
-        (options.pretrain_data, options.pretrain_data_probs),
-        config.deepspeed.seed,
-        options.pretrain_key,
-    )
+    given = (options.pretrain_data, options.pretrain_data_probs)
+    seed = config.deepspeed.seed
+    key = options.pretrain_key
     rows = load_mixed_rows(
         options, *given, flag="--pretrain_data", split=options.pretrain_split, seed=seed
     )
     key = key or options.input_key
-    documents = load_documents(rows, tokenizer, key, longest, show, options.dataset_num_proc)
+    documents = load_documents(
+        rows, tokenizer, key, max_len=longest, show=show, processes=options.dataset_num_proc
+    )
     return documents, [
         row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows
     ]
@@ -218,7 +222,7 @@ def load_tasks_data(
             config = replace(config, data=replace(config.data, pretrain_data=None))
         with task.named():
             loaded.append(
-                load_ppo_data(config, tokenizer, actor_config, comm, agent=task.maker, own=own)
+                load_ppo_data(config, tokenizer, actor_config, comm=comm, agent=task.maker, own=own)
             )
     if not tasks.are_named:
         return loaded[0]
@@ -227,12 +231,12 @@ def load_tasks_data(
         [replace(prompt, task=task.name) for task, data in named for prompt in data.prompts],
         [replace(prompt, task=task.name) for task, data in named for prompt in data.held_out],
         loaded[0].documents,
-        {
+        fingerprints={
             f"{flag} of task {task.name}": value
             for task, data in named
             for flag, value in data.fingerprints.items()
         },
-        max(data.longest for data in loaded),
+        longest=max(data.longest for data in loaded),
     )
 
 

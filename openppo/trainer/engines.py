@@ -69,11 +69,19 @@ def training_engine(
         config = replace(config, generation=replace(config.generation, rollout_engine="hf"))
     policy: Any = actor.module.model
     together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank
-    engine = new_engine(config, policy, tokenizer, stop, actor_config, together, strategy.is_main)
+    engine = new_engine(
+        config,
+        policy,
+        tokenizer,
+        stop=stop,
+        actor_config=actor_config,
+        together=together,
+        show_progress=strategy.is_main,
+    )
     if isinstance(engine, HFEngine) and config.lora.lora_rank > 0 and together is None:
         actor.merges_adapters = strategy.fits_merged(actor, config.ppo.offload_idle)
     if config.generation.engine_check == "on":
-        check_like(engine, lambda engines: check_engines(config, strategy, actor, engines))
+        check_like(engine, lambda engines: check_engines(config, strategy, actor, engines=engines))
     engine.decode = decoder(tokenizer)
     return engine
 
@@ -99,11 +107,17 @@ def new_engine(
         if placeholders(actor_config):  # vLLM loads the processor too, and its errors name no flag
             load_processor(config.model.pretrain, "--pretrain", config.model.trust_remote_code)
         common |= {"reads_images": bool(placeholders(actor_config)), "sampled_ids": ids}
-        return VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
+        return VLLMEngine(
+            base_model_of(config.model.pretrain), config, max_tokens, eos_token_ids=eos, **common
+        )
     device = next(policy.parameters()).device
-    recorder = choose_recorder(generation.cuda_graphs, actor_config, device, together is not None)
+    recorder = choose_recorder(
+        generation.cuda_graphs, actor_config, device, in_lockstep=together is not None
+    )
     common |= {"any_rank": together, "new_recorder": recorder}
-    engine = HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
+    engine = HFEngine(
+        policy, eos, pad_token_id(tokenizer), max_batch_size=generation.max_num_seqs, **common
+    )
     engine.sampled_ids = ids
     return engine
 
@@ -160,7 +174,7 @@ def engine_fault(
     module: torch.nn.Module = getattr(actor, "module", actor)
     modes, state = [(part, part.training) for part in module.modules()], get_random_state()
     try:
-        return _fault(actor, engines, weights, device, kind)
+        return _fault(actor, engines, weights, device=device, kind=kind)
     except (
         torch.OutOfMemoryError,
         torch.AcceleratorError,

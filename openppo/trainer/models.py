@@ -41,19 +41,20 @@ def load_models(
 
     ``ids_of`` returns the ids that the actor can sample, by the number of a model's logits.
     """
-    prepared = partial(_prepared, config, strategy, own, ids_of)
+    prepared = partial(_prepared, config=config, strategy=strategy, own=own, ids_of=ids_of)
     critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
     actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     return Models(actor, critic, _reference(config, actor, prepared))
 
 
 def _prepared(
+    role: Role,
+    n_steps: int = 0,
+    *,
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     own: OwnObjects,
     ids_of: Callable[[int], SampledIds],
-    role: Role,
-    n_steps: int = 0,
 ) -> Any:
     """The model of ``role``, given or loaded, wrapped for training or as a frozen one; it packs rows where exact.
 
@@ -75,11 +76,11 @@ def _prepared(
         rate = (
             config.ppo.actor_learning_rate if role == "actor" else config.ppo.critic_learning_rate
         )
-        model = strategy.prepare(module, config.adam, rate, n_steps)
+        model = strategy.prepare(module, config.adam, rate, total_steps=n_steps)
     with strategy.uncompiled():
-        pack_where_exact(module, model, strategy.device, role)
+        pack_where_exact(module, model, strategy.device, name=role)
         if has_groups(config):
-            share_where_exact(module, model, strategy.device, role)
+            share_where_exact(module, model, strategy.device, name=role)
     if role != "critic":  # after probes of tiny rows, which may be of any ids
         module.sampled_ids = ids_of(module.model.config.get_text_config().vocab_size)
     return model

@@ -84,7 +84,8 @@ class OwnObjects:
         given = {name: value for name, value in vars(self).items() if value is not None}
         check_same(comm, {"what is given in Python": list(given)})
         problems = chain(
-            _problems(config, given, samples, are_tasks), _problems_of_models(config, self.models)
+            _problems(config, given, samples, are_tasks=are_tasks),
+            _problems_of_models(config, self.models),
         )
         collective(comm, lambda: raise_first(problems))
         check_same(comm, self.fingerprints())
@@ -159,7 +160,7 @@ class OwnObjects:
             max(tokenizer.get_vocab().values()), actor_config.get_text_config().vocab_size - 1
         )
         for role, model in self.models.items():
-            check_token_ids(_bare(model).config, f"{role} {GIVEN}", tokenizer, [[largest]])
+            check_token_ids(_bare(model).config, f"{role} {GIVEN}", tokenizer, rows=[[largest]])
 
     def module(self, role: Role, temperature: float, lora: LoRAConfig) -> Any:
         """The model of ``role`` as it is trained or read, with adapters of ``lora``; None if it is not given."""

@@ -40,7 +40,9 @@ class PPOTrainer:
         source: RolloutSource,
         callbacks: Sequence[Callback],
     ) -> None:
-        self.config, self.components, self.source = config, components, source
+        self.config = config
+        self.components = components
+        self.source = source
         self.callbacks = list(callbacks)
         self.comm = components.strategy.comm
         self.state, self.maker = components.state, components.maker
@@ -109,11 +111,9 @@ class PPOTrainer:
 
     def report(self, metrics: dict[str, float]) -> None:
         """Log samples and metrics of a step; evaluate, and save a checkpoint, when due."""
-        state, every, saver = (
-            self.state,
-            self.config.evaluation.eval_steps,
-            self.components.checkpointer,
-        )
+        state = self.state
+        every = self.config.evaluation.eval_steps
+        saver = self.components.checkpointer
         self._mark()
         done = self.planned_steps - (self.source.steps or self.total_steps) + state.global_step
         metrics["episode"] = done * self.config.ppo.num_episodes / self.planned_steps
@@ -165,7 +165,10 @@ class PPOTrainer:
     def save_checkpoint(self, random_state: RandomState | None = None) -> Path:
         """Write all that ``--load_checkpoint`` needs to resume after the last step; randomness is of now by default."""
         return self.components.checkpointer.save(
-            self.global_step, trainer_state(self), self.components.write_policy, random_state
+            self.global_step,
+            trainer_state(self),
+            self.components.write_policy,
+            random_state=random_state,
         )
 
     def load_checkpoint(self) -> None:
@@ -254,7 +257,9 @@ class PPOTrainer:
                 yield
             except Interrupted as signal:
                 path = self._save_before_step()
-                logger.info(stopped(str(signal), self.global_step, self.total_steps, path))
+                logger.info(
+                    stopped(str(signal), self.global_step, self.total_steps, checkpoint=path)
+                )
             except NothingTrainedError as failure:
                 self.view.show_failed(self.global_step + 1, failure.failed)
                 raise ended_by_failures(failure, self._save_before_step()) from None

@@ -31,11 +31,9 @@ def check_models(
 
     Only a run that ``samples`` needs an engine.
     """
-    model, estimator, trust = (
-        config.model,
-        config.advantage.advantage_estimator,
-        config.model.trust_remote_code,
-    )
+    model = config.model
+    estimator = config.advantage.advantage_estimator
+    trust = config.model.trust_remote_code
     given, without = given_options(config), f"--advantage_estimator {estimator} has none"
     for name, declared in (
         declared_options(TrainPPOConfig).items() if critic_start(config) is None else ()
@@ -62,7 +60,10 @@ def check_models(
         others.append(("--pretrain", model.pretrain))
     for flag, name in others:
         check_model(name, flag, trust)
-        if own_tokenizer(flag, name, actor_config, tokenizer, trust) is not None:
+        if (
+            own_tokenizer(flag, name, actor_config, tokenizer=tokenizer, trust_remote_code=trust)
+            is not None
+        ):
             role = "a reference" if flag == "--ref_pretrain" else "a critic"
             own_flag = flag != "--reward_pretrain"
             other = (

@@ -43,7 +43,9 @@ class StepDiagnostics:
     """
 
     def __init__(self, config: TrainPPOConfig, components: PPOComponents, total_steps: int) -> None:
-        self.config, self.components, self.total_steps = config, components, total_steps
+        self.config = config
+        self.components = components
+        self.total_steps = total_steps
         self.comm, self.tokenizer = components.strategy.comm, components.tokenizer
         self.weights = config.rewards.weights()
         self.trained_on: Sequence[Trajectory] | None = None  # in the last step, until it is shown
@@ -95,7 +97,7 @@ class StepDiagnostics:
                 step,
                 items,
                 self.tokenizer,
-                eos,
+                eos_token_ids=eos,
                 kl=self.config.kl,
                 kl_coef=penalty,
                 labels=labels,
@@ -103,18 +105,21 @@ class StepDiagnostics:
             )
         chosen = choose(kept) if self.comm.rank == 0 else []
         earned = whole_rewards(kept, self.weights)
-        samples = [sample_row(kept[i], self.tokenizer, earned[i], buffer.items[i]) for i in chosen]
+        samples = [
+            sample_row(kept[i], self.tokenizer, earned[i], experience=buffer.items[i])
+            for i in chosen
+        ]
         failed = self.trained_on.failed if isinstance(self.trained_on, Rollout) else []
         tokens: list[Row] = []
         if self._shows_tokens(step):
             observed = self._of_all_ranks([kept[i] for i in chosen])
             tokens = [
-                token_row(kept[i], self.tokenizer, buffer.items[i], observed[n])
+                token_row(kept[i], self.tokenizer, buffer.items[i], observed=observed[n])
                 for n, i in enumerate(chosen)
             ]
             tokens += self._failed_tokens(failed)
         self._log(step, [*samples, *self._failed_rows(failed)], tokens)
-        self._dump(step, "train", self.trained_on, self.weights)
+        self._dump(step, "train", self.trained_on, weights=self.weights)
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
             of_episodes = [episode_reward(parts, self.weights) for parts in by_episode(kept)]
             histograms = experience_histograms(buffer.items, of_episodes, self.comm)
@@ -134,7 +139,7 @@ class StepDiagnostics:
         samples = [sample_row(trajectories[i], self.tokenizer, earned[i]) for i in chosen]
         tokens = [token_row(trajectories[i], self.tokenizer) for i in chosen]
         self._log(step, samples, tokens, evaluation=True)
-        self._dump(step, "eval", trajectories, weights)
+        self._dump(step, "eval", trajectories, weights=weights)
 
     def _failed_rows(self, failed: Sequence[Trajectory]) -> list[Row]:
         """Lines of samples.jsonl on rank 0, which follow those of episodes that are trained on."""

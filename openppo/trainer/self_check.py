@@ -22,7 +22,10 @@ from openppo.tracking.console import escape_control, log_lines, table_lines
 from openppo.types import Experience
 
 _SHOWN = ("log_prob", "kl", "value", "reward", "advantage")
-_SAMPLES, _SEGMENTS, _LONGEST, _LONGEST_TOKEN = 2, 6, 240, 8
+_SAMPLES = 2
+_SEGMENTS = 6
+_LONGEST = 240
+_LONGEST_TOKEN = 8
 _BEFORE, _ENDS = 2, 3  # tokens shown before the first action, and at both ends of the actions
 _CONTEXT = (
     6  # tokens that the text of the next may depend on: a leading blank, the bytes of one character
@@ -52,7 +55,7 @@ def check_samples(
     both = join_rows([items[i].to("cpu") for i in chosen])  # padded as a micro-batch is
     lines, faults = [f"self-check of step {step}: samples as trained on {_HINT}", ""], []
     for row in range(len(both)):
-        sample = _Sample(both, row, set(eos_token_ids), 0.0 if kl.use_kl_loss else kl_coef)
+        sample = _Sample(both, row, set(eos_token_ids), penalty=0.0 if kl.use_kl_loss else kl_coef)
         label = (
             []
             if labels[chosen[row]] is None
@@ -85,11 +88,9 @@ class _Sample:
             batch.action_mask[row].bool(),
         )
         self.actions: list[int] = self.trained.nonzero()[:, 0].tolist()
-        self.truncated, self.reward, self.eos = (
-            bool(batch.truncated[row]),
-            float(batch.scores[row]),
-            eos,
-        )
+        self.truncated = bool(batch.truncated[row])
+        self.reward = float(batch.scores[row])
+        self.eos = eos
         columns = token_columns(batch)
         self.columns = {name: columns[name][row].double() for name in _SHOWN if name in columns}
         self.score = self.columns["reward"] + penalty * self.columns.get(
@@ -176,11 +177,9 @@ class _Sample:
 
 def token_columns(experience: Experience) -> dict[str, Tensor]:
     """What an experience (B, L) knows of its tokens, (B, L) each, by the names of tokens.jsonl."""
-    log_probs, reference, mask = (
-        experience.old_or_rollout_log_probs,
-        experience.ref_log_probs,
-        experience.action_mask,
-    )
+    log_probs = experience.old_or_rollout_log_probs
+    reference = experience.ref_log_probs
+    mask = experience.action_mask
     columns = {
         "log_prob": log_probs,
         "kl": None if reference is None else compute_approx_kl(log_probs, reference, mask),

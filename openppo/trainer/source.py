@@ -143,7 +143,9 @@ class PromptSource:
         for response in (
             responses if grading.scorer is not None else ()
         ):  # an agent may have given rewards
-            response.scores, response.token_rewards, response.step_ends = {}, None, None
+            response.scores = {}
+            response.token_rewards = None
+            response.step_ends = None
         rollout = begin_scoring(
             grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_"
         )
@@ -213,7 +215,13 @@ class PromptSource:
         failed: list[Trajectory] = []
         with self.timer.phase("generation"), self.with_weights():
             asked = SampleRequest(
-                ready, params, n_samples, seed, first, metrics, note_failed=failed.append
+                ready,
+                params,
+                n_samples,
+                seed=seed,
+                first_group=first,
+                metrics=metrics,
+                note_failed=failed.append,
             )
             sampled = self.sampled_by.sample(asked)
             if self.estimator.needs_greedy:
@@ -309,5 +317,7 @@ def as_prompt(
     if isinstance(prompt, Prompt):
         return prompt
     options = dataclasses.replace(data, input_key="prompt", label_key=None)
-    (made,) = load_prompts([SourceRow({"prompt": prompt}, "", 1, "prompts")], tokenizer, options)
+    (made,) = load_prompts(
+        [SourceRow({"prompt": prompt}, "", 1, flag="prompts")], tokenizer, options
+    )
     return dataclasses.replace(made, row={})

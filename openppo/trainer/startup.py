@@ -120,7 +120,9 @@ def start_trackers(
 
     Logs of a run that resumes after step ``resume_step`` are continued there; any other logs are set aside.
     """
-    path, options, found = config.run.save_path, flat_dict(config), environment(strategy.comm)
+    path = config.run.save_path
+    options = flat_dict(config)
+    found = environment(strategy.comm)
 
     def prepare(logs: Path) -> None:
         set_aside_logs(logs) if resume_step is None else cut_logs(logs, resume_step)
@@ -135,10 +137,17 @@ def start_trackers(
         strategy.comm,
         lambda: prepare(Path(path) / "logs") if strategy.is_main else None,
         OSError,
-        failure,
+        raised=failure,
     )
     return make_trackers(
-        path, config.tracking, options, strategy.comm, headline, total_steps, resume_step, own
+        path,
+        config.tracking,
+        options,
+        comm=strategy.comm,
+        headline=headline,
+        total_steps=total_steps,
+        resumed_after=resume_step,
+        own=own,
     )
 
 
@@ -160,7 +169,7 @@ def rollout_trackers(
         comm,
         lambda: prepare_rollouts(path, resume_step) if strategy.is_main else None,
         OSError,
-        failure,
+        raised=failure,
     )
     return [RolloutTracker(path, comm.rank, config.dump.dump_max_mib * 2**20)]
 
@@ -196,7 +205,11 @@ def policy_vision(
     """What reads images and videos for the model of ``--pretrain``."""
     load = partial(load_processor, model.pretrain, "--pretrain", model.trust_remote_code)
     return RowVision(
-        load, [*placeholders(model_config)], tokenizer, options, f"--pretrain {model.pretrain}"
+        load,
+        [*placeholders(model_config)],
+        tokenizer,
+        options=options,
+        named=f"--pretrain {model.pretrain}",
     )
 
 
@@ -209,7 +222,7 @@ def run_vision(
     plays: bool,
 ) -> Vision | None:
     """What reads images of prompts, whose ``kinds`` are known, and those that agents may show, if the run ``plays``."""
-    vision = policy_vision(model, tokenizer, model_config, options)
+    vision = policy_vision(model, tokenizer, model_config, options=options)
     if kinds:
         return vision
     return vision.for_agents(model_config, f"--pretrain {model.pretrain}") if plays else None

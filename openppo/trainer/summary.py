@@ -80,7 +80,9 @@ def batch_plan(
             )
         return BatchPlan(config, n_ranks, [full] * n_steps, episodes=1)
     rest = [n_prompts % full] if n_prompts % full else []
-    return BatchPlan(config, n_ranks, [full] * (n_prompts // full) + rest, config.ppo.num_episodes)
+    return BatchPlan(
+        config, n_ranks, [full] * (n_prompts // full) + rest, episodes=config.ppo.num_episodes
+    )
 
 
 def model_role(
@@ -111,18 +113,24 @@ def model_role(
 
 def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: BatchPlan) -> None:
     """Log models and batch arithmetic of a train_ppo run, on rank 0."""
-    strategy, pretrain, rewards = components.strategy, config.model.pretrain, config.rewards
+    strategy = components.strategy
+    pretrain = config.model.pretrain
+    rewards = config.rewards
     if not strategy.is_main:
         return
-    roles = model_role("actor", pretrain, components.actor.module, strategy, is_trained=True)
+    roles = model_role(
+        "actor", pretrain, components.actor.module, strategy=strategy, is_trained=True
+    )
     if components.critic is not None and (start := critic_start(config)) is not None:
-        roles += model_role("critic", start[1], components.critic.module, strategy, is_trained=True)
+        roles += model_role(
+            "critic", start[1], components.critic.module, strategy=strategy, is_trained=True
+        )
     reference = components.maker.reference
     if isinstance(reference, AdapterOffReference):
         roles.append(("reference", "the actor, its adapters off"))
     elif reference is not None:
         name = config.model.ref_pretrain or pretrain
-        roles += model_role("reference", name, reference, strategy, is_trained=False)
+        roles += model_role("reference", name, reference, strategy=strategy, is_trained=False)
     if components.scorer is not None:
         others = (
             rewards.reward_fn,
@@ -138,7 +146,7 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
                     else rewards.prm_pretrain
                 )
                 roles += model_role(
-                    "reward", source or "", scorer.model, strategy, is_trained=False
+                    "reward", source or "", scorer.model, strategy=strategy, is_trained=False
                 )
     if (ids := components.maker.hooks.sampled_ids).left_out:
         roles.append(("never sampled", f"ids {ids}"))
@@ -146,12 +154,15 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
         roles,
         _ppo_facts(plan, len(components.data.prompts)),
         components.state.global_step,
-        plan.n_steps,
+        total=plan.n_steps,
     )
 
 
 def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
-    ppo, batch, first, last = plan.config.ppo, plan.config.batch, plan.steps[0], plan.steps[-1]
+    ppo = plan.config.ppo
+    batch = plan.config.batch
+    first = plan.steps[0]
+    last = plan.steps[-1]
     each = f" on each of {plan.n_ranks} ranks" if plan.n_ranks > 1 else ""
     most = "at most " if ppo.dynamic_sampling else ""
     sampled, trained = first * ppo.n_samples_per_prompt, plan.n_samples(first)
@@ -187,7 +198,9 @@ def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
 
 def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     """Log the model and the batch arithmetic of supervised training, on rank 0."""
-    components, config, ranks = trainer.components, trainer.config, trainer.comm.world_size
+    components = trainer.components
+    config = trainer.config
+    ranks = trainer.comm.world_size
     if not components.strategy.is_main:
         return
     batch, n = config.batch, len(components.train_examples)
@@ -214,8 +227,8 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     if components.eval_examples:
         facts.append(("held out", count(len(components.eval_examples), "sample")))
     name, module = config.supervised.pretrain, components.model.module
-    role = model_role("model", name, module, components.strategy, is_trained=True)
-    _log(role, facts, trainer.global_step, trainer.total_steps)
+    role = model_role("model", name, module, strategy=components.strategy, is_trained=True)
+    _log(role, facts, trainer.global_step, total=trainer.total_steps)
 
 
 def _log(roles: Facts, facts: Facts, done: int, total: int) -> None:

@@ -81,7 +81,9 @@ class Update:
         self.state = components.state
         self.timer = components.maker.hooks.timer
         self.comm = components.strategy.comm
-        self.actor_step = ActorStep(components.actor, config, self.comm, components.strategy.device)
+        self.actor_step = ActorStep(
+            components.actor, config, self.comm, device=components.strategy.device
+        )
         self.skipped = SkippedSteps(config.run, self.comm)
         self.models = (
             [components.actor]
@@ -104,7 +106,7 @@ class Update:
         self.timer.count_tokens("step", n_tokens)
         trains_actor = self.state.global_step >= self.components.maker.frozen_steps
         with self.timer.phase("training"):
-            self._train(buffer, n_samples, metrics, kl.value if trains_actor else None)
+            self._train(buffer, n_samples, metrics, kl_coef=kl.value if trains_actor else None)
         state.global_step += 1
         reduced = metrics.reduced(self.comm)
         spread = reduced.get("returns_std", 0.0) ** 2
@@ -151,23 +153,23 @@ class Update:
                     self.timer.count_tokens(
                         "training", int(micro.attention_mask.sum()) if places else 0
                     )
-                self._step(mini_batch, metrics, kl_coef, number)
+                self._step(mini_batch, metrics, kl_coef, number=number)
                 bar.update()
         self._move_moments(to_host=True)
         self.set_training(False)
 
     def _step(self, batch: MiniBatch, metrics: Metrics, kl_coef: float | None, number: int) -> None:
         """The optimizer step of that ``number`` of critic and, if there is a ``kl_coef``, actor."""
-        parts, state, samples = (
-            self.components,
-            self.state,
-            [micro.tensors() for micro in batch.micro_batches],
-        )
+        parts = self.components
+        state = self.state
+        samples = [micro.tensors() for micro in batch.micro_batches]
         place = f"global step {state.global_step + 1} optimizer step {number + 1}"
         if kl_coef is not None:
             documents, measured = next(self._documents) if parts.data.documents else None, Metrics()
             with timed("actor_training"):
-                norm = self.actor_step.train(batch, documents, measured, kl_coef, number == 0)
+                norm = self.actor_step.train(
+                    batch, documents, measured, kl_coef=kl_coef, on_policy=number == 0
+                )
             read = (
                 [] if documents is None else [micro._asdict() for micro in documents.micro_batches]
             )
@@ -190,22 +192,22 @@ class Update:
 
     def _document_batches(self) -> Iterator[StepBatch]:
         """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
-        parts, size, start = (
-            self.components,
-            self.config.batch.train_batch_size,
-            self.state.document_batches,
-        )
-        documents, pad, pack_to = (
-            parts.data.documents,
-            pad_token_id(parts.tokenizer),
-            parts.pack_documents_to,
-        )
+        parts = self.components
+        size = self.config.batch.train_batch_size
+        start = self.state.document_batches
+        documents = parts.data.documents
+        pad = pad_token_id(parts.tokenizer)
+        pack_to = parts.pack_documents_to
         limit = MicroBatchSize(self.config.batch.micro_rows, self.config.ppo.micro_train_tokens)
         rows = limit.rows_of(
             pack_to or max((len(document.token_ids) for document in documents), default=1)
         )
-        for indices in cyclic_batches(len(documents), size, self.config.deepspeed.seed, start):
-            yield token_batch([documents[i] for i in indices], rows, pad, self.comm, pack_to)
+        for indices in cyclic_batches(
+            len(documents), size, self.config.deepspeed.seed, start=start
+        ):
+            yield token_batch(
+                [documents[i] for i in indices], rows, pad, comm=self.comm, pack_to=pack_to
+            )
 
 
 def _write(batch: Mapping[str, list[dict[str, Any]]], file: Path) -> None:

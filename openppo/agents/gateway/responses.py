@@ -13,11 +13,9 @@ from openppo.datasets.templates import Message, shortened
 
 def read(body: dict[str, Any], conversation_of: Callable[[str], list[Message]]) -> list[Message]:
     """Messages of a request; ``conversation_of`` gives those of an earlier response up to its end."""
-    given, before, instructions = (
-        body["input"],
-        body.get("previous_response_id"),
-        body.get("instructions"),
-    )
+    given = body["input"]
+    before = body.get("previous_response_id")
+    instructions = body.get("instructions")
     messages = conversation_of(before) if before else []
     messages += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
     return [{"role": "system", "content": instructions}, *messages] if instructions else messages
@@ -84,7 +82,7 @@ def whole(
     made |= {"tools": body.get("tools") or [], "tool_choice": body.get("tool_choice") or "auto"}
     made |= {
         "parallel_tool_calls": True,
-        "output": _output(body, turn, renderer, number, status),
+        "output": _output(body, turn, renderer, number=number, status=status),
         "usage": usage,
     }
     incomplete = None if status == "completed" else {"reason": "max_output_tokens"}

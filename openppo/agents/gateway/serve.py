@@ -66,10 +66,10 @@ class AgentServer:
         longest = options.episode_max_len or policy.context or sys.maxsize
         tokens = [*placeholders(policy.config)]
         load = partial(load_processor, options.pretrain, "--pretrain", options.trust_remote_code)
-        vision = Vision(load, tokens, policy.tokenizer, RowsConfig(), name).for_agents(
-            policy.config, name
-        )
-        renderer = Renderer(policy.tokenizer, parser, policy.eos_token_ids, vision)
+        vision = Vision(
+            load, tokens, policy.tokenizer, options=RowsConfig(), named=name
+        ).for_agents(policy.config, name)
+        renderer = Renderer(policy.tokenizer, parser, policy.eos_token_ids, vision=vision)
         self.setup = SessionSetup(renderer, *sampling, longest, policy.context)
 
     def fit(self) -> None:

@@ -168,11 +168,9 @@ class Gateway:
         raw = await _body(request, self._client(request).session.setup)
         async with self._gate:  # one request at a time, which the loop works off before the next
             await asyncio.sleep(0)
-        client, digest, answer = (
-            self._client(request),
-            sha256(request.path.encode() + raw).digest(),
-            None,
-        )
+        client = self._client(request)
+        digest = sha256(request.path.encode() + raw).digest()
+        answer = None
         if request.headers.get("x-stainless-retry-count", "0") != "0":
             client.session.counts["retries"] += 1
             answer = client.repeated(digest)
@@ -187,11 +185,13 @@ class Gateway:
                 name: value for name, value in body.items() if name not in ("messages", "input")
             }  # may be large
             answer = _Answer(digest, kept, body.get("n") or 1)
-            answer.work = asyncio.ensure_future(_sample(answer, client.session, messages, options))
+            answer.work = asyncio.ensure_future(
+                _sample(answer, client.session, messages, options=options)
+            )
             client.answers[answer.number] = answer
         answer.waiting += 1
         try:
-            return await _send(endpoint, request, answer, client.session.setup.renderer)
+            return await _send(endpoint, request, answer, renderer=client.session.setup.renderer)
         except ConnectionResetError:  # the client has hung up
             return web.StreamResponse()
         finally:
@@ -221,11 +221,9 @@ class Gateway:
         self._client(request)
         body, completes = read_body(await body_of(request)), request.path.endswith("/complete")
         client = self._client(request)
-        session, given, status = (
-            client.session,
-            body.get("reward", {} if completes else None),
-            "completed",
-        )
+        session = client.session
+        given = body.get("reward", {} if completes else None)
+        status = "completed"
         if completes:
             status = _status(client, body)
         named: dict[str, Any] = given if isinstance(given, dict) else {"reward": given}

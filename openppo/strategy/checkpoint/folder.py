@@ -157,7 +157,7 @@ class CheckpointFolder:
                 f"{place}: {message}. Checkpoints that were there before are untouched."
             )
 
-        return collective(self.comm, work, (OSError, SafetensorError), failure)
+        return collective(self.comm, work, (OSError, SafetensorError), raised=failure)
 
     def _on_main(self, work: Callable[[], object]) -> None:
         self._write(lambda: work() if self.is_main else None)

@@ -134,7 +134,9 @@ def load_model_state(
         base * rate(steps)
         for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
-    schedule.last_epoch, schedule._step_count, schedule._last_lr = steps, steps + 1, rates
+    schedule.last_epoch = steps
+    schedule._step_count = steps + 1
+    schedule._last_lr = rates
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
@@ -147,14 +149,18 @@ def _parts(model: TrainableModel) -> Iterator[_Part]:
         if not parameter.requires_grad:
             continue
         if stage == 0:
-            yield _Part(name, parameter, 0, 0, parameter.numel())
+            yield _Part(name, parameter, 0, start=0, numel=parameter.numel())
         elif stage == 3:
             group, offset, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = dist.get_rank() * padded
             numel = min(padded, parameter.ds_numel - start)
             if numel > 0:
                 yield _Part(
-                    name, optimizer.fp32_partitioned_groups_flat[group], offset, start, numel
+                    name,
+                    optimizer.fp32_partitioned_groups_flat[group],
+                    offset,
+                    start=start,
+                    numel=numel,
                 )
         elif parameter._hp_mapping is not None:  # else all of it is on other ranks
             mapping = parameter._hp_mapping
@@ -168,7 +174,11 @@ def _parts(model: TrainableModel) -> Iterator[_Part]:
             )
             address, place = mapping.hp_fragment_address, mapping.lp_fragment_address
             yield _Part(
-                name, flats[mapping.param_group_index], address.start, place.start, place.numel
+                name,
+                flats[mapping.param_group_index],
+                address.start,
+                start=place.start,
+                numel=place.numel,
             )
 
 

@@ -82,7 +82,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             "KL from the reference",
             ("kl", "kl_k3"),
             "Nats per token. It should grow slowly.",
-            "kl_target",
+            target="kl_target",
         ),
         Chart(
             "KL per response",

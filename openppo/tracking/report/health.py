@@ -127,13 +127,11 @@ class Health:
             if text is not None:
                 if finding is None:
                     since = self.history.series[rule.metrics[0]][0][-rule.last :][0]
-                    finding = Finding(rule.name, "", since, step, rule.metrics)
+                    finding = Finding(rule.name, "", since, last=step, metrics=rule.metrics)
                     begun.append(finding)
-                finding.text, finding.last, finding.quiet = (
-                    text.replace("{since}", str(finding.since)),
-                    step,
-                    0,
-                )
+                finding.text = text.replace("{since}", str(finding.since))
+                finding.last = step
+                finding.quiet = 0
             elif finding is not None:
                 finding.quiet += 1
                 finding.ended = finding.quiet >= QUIET

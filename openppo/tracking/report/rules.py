@@ -21,7 +21,7 @@ def rule(
 ) -> Callable[[Callable[[History, float], str | None]], None]:
     """Register a function under its name; its docstring is the row of docs/report.md."""
     return lambda warn: RULES.append(
-        Rule(warn.__name__, metrics, str(warn.__doc__), last, passes, warn)
+        Rule(warn.__name__, metrics, str(warn.__doc__), last=last, passes=passes, warn=warn)
     )
 
 

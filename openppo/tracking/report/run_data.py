@@ -59,10 +59,19 @@ def read_run(folder: str | Path) -> RunData:
     (samples, bad_samples), (tokens, bad_tokens) = map(
         _log_lines, (logs / "samples.jsonl", logs / "tokens.jsonl")
     )
-    (dumped, bad_dumped), config = _rollouts(logs), _mapping(logs / "config.yaml")
+    (dumped, bad_dumped) = _rollouts(logs)
+    config = _mapping(logs / "config.yaml")
     environment, n_bad = _mapping(logs / "environment.json"), bad_samples + bad_tokens + bad_dumped
     place, n_bad = logs.parent if logs.name == "logs" else logs, n_bad + len(lines) - len(metrics)
-    return RunData(place, metrics, samples + dumped, tokens, config, environment, n_bad)
+    return RunData(
+        place,
+        metrics,
+        samples + dumped,
+        tokens=tokens,
+        config=config,
+        environment=environment,
+        unreadable=n_bad,
+    )
 
 
 def find_logs(folder: Path) -> Path:
@@ -107,7 +116,9 @@ def _log_lines(file: Path) -> tuple[list[LogLine], int]:
 def _rollouts(folder: Path) -> tuple[list[LogLine], int]:
     """Dumped rollouts as lines of samples, thinned out as they are read; and how many lines cannot be read."""
     kept: list[LogLine] = []
-    every, size, unreadable = 1, 0, 0
+    every = 1
+    size = 0
+    unreadable = 0
     for file in sorted(folder.glob(ROLLOUTS.format(split="*", rank="00000"))):
         with open(file, encoding="utf-8", errors="replace") as lines:
             for line in lines:

@@ -56,7 +56,10 @@ def make_trackers(
         try:
             name = tracking.wandb_run_name or logs.resolve().parent.name
             folder = _own_subfolder(
-                Path(tracking.use_tensorboard), name, logs / "tensorboard_run", resumed_after
+                Path(tracking.use_tensorboard),
+                name,
+                logs / "tensorboard_run",
+                resumed_after=resumed_after,
             )
             trackers.append(TensorBoardTracker(folder, resumed_after))
         except OSError as error:
@@ -64,7 +67,7 @@ def make_trackers(
                 f"--use_tensorboard {tracking.use_tensorboard} cannot be written ({error})."
             ) from error
     if tracking.use_wandb is not None:
-        trackers.append(WandbTracker(logs, tracking, options, resumed_after is not None))
+        trackers.append(WandbTracker(logs, tracking, options, resumes=resumed_after is not None))
     return Trackers([*trackers, *own])
 
 

@@ -17,7 +17,9 @@ class RolloutTracker(Tracker):
     name = "--dump_rollouts"
 
     def __init__(self, folder: Path, rank: int, most_bytes: float) -> None:
-        self._folder, self._rank, self._most_bytes = folder, f"{rank:05d}", most_bytes
+        self._folder = folder
+        self._rank = f"{rank:05d}"
+        self._most_bytes = most_bytes
 
     def log_rollouts(self, step: int, split: str, rows: list[dict[str, Any]]) -> None:
         if not rows:

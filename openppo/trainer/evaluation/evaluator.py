@@ -56,7 +56,7 @@ class Grading:
     ) -> "Grading":
         """That of ``rewards``, with ``--pass_reward`` and ``--pass_on`` of ``options``."""
         pass_reward = rewards.pass_threshold(options.pass_reward, options.pass_on)
-        return cls(comm, pass_reward, rewards.weights(), scorer, options.pass_on)
+        return cls(comm, pass_reward, rewards.weights(), scorer=scorer, pass_on=options.pass_on)
 
     def measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Metrics ``eval_...``, and ``eval/<short name of source>/...`` if the prompts have several sources.
@@ -111,7 +111,7 @@ class Grading:
                 metrics.add(f"{prefix}agent/turns", episode.n_turns)
                 for ending in Ending:
                     metrics.add(f"{prefix}agent/{ending.value}", episode.ending is ending)
-        measure_scores(responses, self.reward_weights, metrics, prefix)
+        measure_scores(responses, self.reward_weights, metrics, prefix=prefix)
         for response in responses:
             metrics.add(f"{prefix}response_length", sum(response.action_mask))
             metrics.add(f"{prefix}truncated_fraction", response.truncated)

@@ -63,8 +63,10 @@ class _Job:
             maker.check(tokenizer)
         self.prompts = once_per_host(self.comm, options, lambda: self._load_prompts(maker))
         ids = [prompt.token_ids for prompt in self.prompts]
-        check_context(self.policy.config, model, max(map(len, ids)), options.generate_max_len)
-        check_token_ids(self.policy.config, model, tokenizer, ids)
+        check_context(
+            self.policy.config, model, max(map(len, ids)), new_tokens=options.generate_max_len
+        )
+        check_token_ids(self.policy.config, model, tokenizer, rows=ids)
         self.sampling = (
             self.prompts,
             sampling_params(options),
@@ -74,7 +76,9 @@ class _Job:
 
     def _load_prompts(self, maker: SamplerMaker | None) -> list[Prompt]:
         """Rows of ``--prompt_data`` as prompts, or as tasks of what ``maker`` plays."""
-        options, flag, split = self.options, "--prompt_data", self.options.prompt_split
+        options = self.options
+        flag = "--prompt_data"
+        split = self.options.prompt_split
         if not options.prompt_data:
             return []
         rows = load_mixed_rows(
@@ -85,7 +89,7 @@ class _Job:
 
     def _vision(self) -> RowVision:
         """What reads images for the model."""
-        return policy_vision(self.options, self.tokenizer, self.policy.config, self.options)
+        return policy_vision(self.options, self.tokenizer, self.policy.config, options=self.options)
 
     def close(self) -> None:
         """Wait for all ranks."""
@@ -119,7 +123,7 @@ class _Job:
             "row": response.prompt.index,
             "sample": number % n_samples,
             "prompt": response.prompt.text,
-            "response": text_before_stop(text, ids, params, decoder(self.tokenizer)),
+            "response": text_before_stop(text, ids, params, decode=decoder(self.tokenizer)),
             "finish_reason": response.finish_reason.value,
             "n_tokens": len(ids),
             "label": response.prompt.label,
@@ -169,11 +173,11 @@ class EvaluateJob(_Job):
             config.rewards,
             self.tokenizer,
             self.strategy,
-            self.prompts,
-            config.pretrain,
-            MicroBatchSize(config.micro_batch_size),
-            self.policy.loading,
-            config.value_head_prefix,
+            prompts=self.prompts,
+            actor=config.pretrain,
+            size=MicroBatchSize(config.micro_batch_size),
+            loading=self.policy.loading,
+            value_head_prefix=config.value_head_prefix,
             input_template=config.input_template,
             episodes=source is not None,
         )

@@ -82,7 +82,9 @@ class ModelMemory(NamedTuple):
 
 def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = None) -> ModelMemory:
     """A model by ZeRO stage: with AdamW if ``lora`` is given, else only evaluated and partitioned by ZeRO-3 alone."""
-    s, options, several = machine.element, machine.options, machine.n_ranks > 1
+    s = machine.element
+    options = machine.options
+    several = machine.n_ranks > 1
     if lora is None:
         weights = s * size.n_parameters
         partitioned = ModelMemory(machine.share(weights), gathered=weights * several)
@@ -96,7 +98,9 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     stage = (
         max(options.zero_stage, 1) if options.bf16 else options.zero_stage
     )  # as DeepspeedStrategy has it
-    weights, share, bucket = frozen + s * n, machine.share(n), 4 * min(n, LARGEST_BUCKET)
+    weights = frozen + s * n
+    share = machine.share(n)
+    bucket = 4 * min(n, LARGEST_BUCKET)
     if stage == 0:
         return ModelMemory(weights + 8 * n, 8 * n, 8 * n, gradients=4 * n, copies=bucket)
     away, two = options.adam_offload, 2 * machine.pinned(share, _LIVE if stage == 3 else share)
@@ -222,7 +226,9 @@ def estimate_supervised(
 
     ``patches`` are those of images in a row.
     """
-    (size,), batch, n = sizes.values(), config.batch, config.batch.micro_rows
+    (size,) = sizes.values()
+    batch = config.batch
+    n = config.batch.micro_rows
     model = model_memory(size, machine, config.lora)
     work = (
         rows * min(machine.share(batch.train_batch_size), n),
@@ -241,8 +247,8 @@ def estimate_supervised(
         {"model": model.lasting},
         phases,
         model.host,
-        12 * size.n_trained(config.lora.lora_rank),
-        machine,
+        checkpoint=12 * size.n_trained(config.lora.lora_rank),
+        machine=machine,
     )
 
 
@@ -258,7 +264,9 @@ def training_bytes(
 ) -> int:
     """The larger of a backward pass and an optimizer step."""
     saving = 1 if machine.options.gradient_checkpointing else size.layers
-    backward = pass_bytes(size, machine, rows, length, scored, saving, patches)
+    backward = pass_bytes(
+        size, machine, rows, length=length, scored=scored, saving=saving, patches=patches
+    )
     if not size.whole_logits and rows * scored * size.vocabulary > logits_at_once(machine.on_cpu):
         backward += (
             4 * size.vocabulary * size.hidden * (machine.options.bf16 and lora.lora_rank == 0)

@@ -36,7 +36,7 @@ def estimate_ppo(
     config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, ModelSize], machine: Machine
 ) -> Estimate:
     """Memory of a train_ppo run; ``sizes`` has its models by role in the order of loading."""
-    return _PPOMemory(config, lengths, sizes, machine).estimate()
+    return _PPOMemory(config, lengths, sizes, machine=machine).estimate()
 
 
 class _PPOMemory:
@@ -112,7 +112,12 @@ class _PPOMemory:
         rows = min(self.samples, forward_size(self.config).rows_of(self.longest))
         forwards = [
             pass_bytes(
-                size, machine, rows, self.longest, scored=self.scored, patches=self.lengths.patches
+                size,
+                machine,
+                rows,
+                length=self.longest,
+                scored=self.scored,
+                patches=self.lengths.patches,
             )
             + machine.live(self.models[role].gathered)
             for role, size in self.sizes.items()
@@ -121,7 +126,9 @@ class _PPOMemory:
         return machine.workspaces + self.resident + max(forwards) + experience
 
     def _training(self) -> int:
-        machine, batch, ppo = self.machine, self.config.batch, self.config.ppo
+        machine = self.machine
+        batch = self.config.batch
+        ppo = self.config.ppo
         length = max(self.longest, self.lengths.document)
         micro_rows = MicroBatchSize(batch.micro_rows, ppo.micro_train_tokens).rows_of(length)
         steps = [
@@ -168,7 +175,9 @@ class _PPOMemory:
 
     def _decoding(self, free: int) -> int:
         """The cache of the decoded rows, with reading their prompts or sampling from their logits."""
-        machine, options, actor = self.machine, self.config.generation, self.sizes["actor"]
+        machine = self.machine
+        options = self.config.generation
+        actor = self.sizes["actor"]
         element = machine.element
         row = element * actor.cache * (self.longest + SLACK_COLUMNS)
         most = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU

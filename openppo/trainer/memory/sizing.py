@@ -101,7 +101,7 @@ def estimated_ppo(
         (n_patches(prompt.media, seen) for prompt in data.prompts if prompt.media), default=0
     )
     lengths = Lengths(
-        min(prompts), data.longest - config.generation.generate_max_len, document, patches
+        min(prompts), data.longest - config.generation.generate_max_len, document, patches=patches
     )
     sizes = _count(models, config, configs)
     if sizes is None:
@@ -109,7 +109,7 @@ def estimated_ppo(
     machine = _machine(config, strategy)
     sized = sizes_for_gpu(
         config,
-        lambda one: estimate_ppo(one, lengths, sizes, machine),
+        lambda one: estimate_ppo(one, lengths, sizes, machine=machine),
         token_budgets(sizes["actor"]),
     )
     chosen = {name: n for name, n in vars(sized.ppo).items() if n != vars(config.ppo)[name]}
@@ -214,4 +214,6 @@ def _machine(config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStra
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
         memory = min(strategy.comm.all_gather_object(memory))
-    return Machine(config.deepspeed, run.dry_run_ranks or strategy.comm.world_size, on_cpu, memory)
+    return Machine(
+        config.deepspeed, run.dry_run_ranks or strategy.comm.world_size, on_cpu, memory=memory
+    )

@@ -116,7 +116,11 @@ def _micro_batch(
     if not with_positions:
         media = tuple(row[0].media for row in rows)
         return TokenMicroBatch(
-            sequences, attention_mask, loss_mask, None, media if any(media) else ()
+            sequences,
+            attention_mask,
+            loss_mask,
+            position_ids=None,
+            media=media if any(media) else (),
         )
     position_ids = torch.arange(sequences.shape[1]).repeat(len(rows), 1)
     for row, documents in zip(position_ids, rows, strict=True):
@@ -126,4 +130,4 @@ def _micro_batch(
         ) in documents:  # padding continues the last document, for causal attention's fast path
             row[start:] = torch.arange(len(row) - start)
             start += len(document.token_ids)
-    return TokenMicroBatch(sequences, attention_mask, loss_mask, position_ids)
+    return TokenMicroBatch(sequences, attention_mask, loss_mask, position_ids=position_ids)

@@ -72,20 +72,23 @@ def build_supervised_trainer(
     data = _load_data(config, strategy)
     role = "reward model" if isinstance(config, TrainRMConfig) else "model"
     estimate = log_memory(
-        partial(_estimate, config, data), {role: ("--pretrain", options.pretrain)}, config, strategy
+        partial(_estimate, config, data),
+        {role: ("--pretrain", options.pretrain)},
+        config,
+        strategy=strategy,
     )
     prints = {"--dataset": examples_fingerprint(data.train)}
     checkpointer = Checkpointer(
-        config, strategy, trainer_class.kind, prints, user_files=user_files(config)
+        config, strategy, trainer_class.kind, data=prints, user_files=user_files(config)
     )
     n_steps = total_optimizer_steps(config, len(data.train))
     with strategy.loading():
         module = load_model(config, data.tokenizer)
     freeze_vision(module, options.freeze_vision_tower, options.freeze_connector)
-    model = strategy.prepare(module, config.adam, options.learning_rate, n_steps)
+    model = strategy.prepare(module, config.adam, options.learning_rate, total_steps=n_steps)
     if not isinstance(module, ProcessRewardModel):
         with strategy.uncompiled():
-            pack_where_exact(module, model, strategy.device, role)
+            pack_where_exact(module, model, strategy.device, name=role)
     checkpointer.attach({"model": model})
     components = SupervisedComponents(
         strategy=strategy,
@@ -94,7 +97,11 @@ def build_supervised_trainer(
         train_examples=data.train,
         eval_examples=data.held_out,
         trackers=start_trackers(
-            config, strategy, trainer_class.headline, n_steps, checkpointer.found_step
+            config,
+            strategy,
+            trainer_class.headline,
+            total_steps=n_steps,
+            resume_step=checkpointer.found_step,
         ),
         checkpointer=checkpointer,
         stop=SignalStop(comm),
@@ -135,7 +142,7 @@ def _load_data(config: Any, strategy: DeepspeedStrategy) -> _Data:
     )  # what they need is installed
     tokenizer = load_policy_tokenizer(name, trust, options)
     make = partial(load_examples, tokenizer=tokenizer, supervised=options, data=config.data)
-    vision = policy_vision(options, tokenizer, model_config, options)
+    vision = policy_vision(options, tokenizer, model_config, options=options)
     if not isinstance(config, TrainPRMConfig):
         make = partial(make, vision=vision)
     elif (
@@ -149,7 +156,9 @@ def _load_data(config: Any, strategy: DeepspeedStrategy) -> _Data:
             raise ValueError(
                 "--packing puts samples without images into a row, and these have some: leave it out."
             )
-    longest = _check_rows(config, trainer_class, [*train, *held_out], tokenizer, model_config)
+    longest = _check_rows(
+        config, trainer_class, [*train, *held_out], tokenizer=tokenizer, model_config=model_config
+    )
     return _Data(tokenizer, model_config, vision, train=train, held_out=held_out, longest=longest)
 
 
@@ -186,7 +195,7 @@ def _check_rows(
             f"--max_len {options.max_len}: the longest row has {longest} tokens, and --pretrain {name} reads "
             f"{context}. Lower --max_len to {context}: longer rows are left out."
         )
-    check_token_ids(model_config, f"--pretrain {name}", tokenizer, rows)
+    check_token_ids(model_config, f"--pretrain {name}", tokenizer, rows=rows)
     return longest
 
 

@@ -59,7 +59,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def __init__(
         self, config: SupervisedCommand, components: SupervisedComponents[Example]
     ) -> None:
-        self.config, self.components, self.model = config, components, components.model
+        self.config = config
+        self.components = components
+        self.model = components.model
         self.comm, self.device = components.strategy.comm, components.strategy.device
         n_examples = len(components.train_examples)
         self.sampler = BatchSampler(
@@ -132,7 +134,12 @@ class SupervisedTrainer(ABC, Generic[Example]):
                 self.save()
             except Interrupted as signal:
                 logger.info(
-                    stopped(str(signal), self.global_step, self.total_steps, self.save_checkpoint())
+                    stopped(
+                        str(signal),
+                        self.global_step,
+                        self.total_steps,
+                        checkpoint=self.save_checkpoint(),
+                    )
                 )
 
     def close(self) -> None:
@@ -144,7 +151,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
         ``FloatingPointError`` as of ``SkippedSteps``.
         """
-        metrics, model, estimate = Metrics(), self.model, self.components.estimate
+        metrics = Metrics()
+        model = self.model
+        estimate = self.components.estimate
         timer = PhaseTimer(self.traced, estimate.peaks if estimate else None)
         current.step = self.global_step + 1
         with timer.phase("step"):
@@ -196,7 +205,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def report(self, metrics: dict[str, float]) -> None:
         """Evaluate, log, and save a checkpoint when due."""
         self.unreported = dict(metrics)
-        step, run, last = self.global_step, self.config.run, self.global_step == self.total_steps
+        step = self.global_step
+        run = self.config.run
+        last = self.global_step == self.total_steps
         every, checkpointer = self.config.supervised.eval_steps, self.components.checkpointer
         epoch_ended = step % len(self.sampler) == 0
         due = (epoch_ended if every == -1 else step % every == 0) or last

@@ -50,7 +50,9 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
 
     def make_batch(self, examples: Sequence[TokenExample]) -> StepBatch:
         pad = pad_token_id(self.components.tokenizer)
-        return token_batch(examples, self.config.batch.micro_rows, pad, self.comm, self.pack_to)
+        return token_batch(
+            examples, self.config.batch.micro_rows, pad, comm=self.comm, pack_to=self.pack_to
+        )
 
     def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
         """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
