@@ -147,7 +147,7 @@ def start_trackers(
         headline=headline,
         total_steps=total_steps,
         resumed_after=resume_step,
-        own=own,
+        custom=own,
     )
 
 
