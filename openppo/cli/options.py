@@ -222,8 +222,9 @@ def _completed(words: Iterable[str], known: Iterable[str]) -> list[str]:
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
             name = flag.removeprefix("--").replace("-", "_")
-            if SPELLINGS.get(name) in known:
-                name = SPELLINGS[name]
+            our_name = SPELLINGS.get(name, name)
+            if our_name != name and our_name in known:
+                name = our_name
                 word = f"--{name}{equals}{value}"
             if name.removeprefix("no_") not in ("", "help", *known):
                 raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
@@ -350,7 +351,7 @@ def _wait_for_first_rank() -> None:
 
 
 def leave(message: str) -> NoReturn:
-    """Print the message and exit with status 2; once on each host, even if all of its ranks got the message."""
+    """Print the message and exit with status 2; once on each host, even if all its ranks got it."""
     _wait_for_first_rank()
     where = "" if _rank() == 0 else f" on rank {_rank()}"
     has_many_hosts = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # set by torchrun

@@ -103,7 +103,7 @@ class RewardConfig(Options):
 
     def names(self) -> list[str]:
         """Return the names of the rewards, one for each source; functions may add others."""
-        sources = {
+        sources: dict[str, str | None] = {
             "reward_fn": self.reward_fn,
             "remote": self.remote_rm_url,
             **{verifier: verifier for verifier in self.verifiable_reward},

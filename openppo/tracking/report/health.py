@@ -31,6 +31,10 @@ class History:
                 steps.append(step)
                 values.append(float(value))
 
+    def steps(self, name: str) -> list[int]:
+        """Return the steps of all values of a metric."""
+        return self.series.get(name, ([], []))[0]
+
     def values(self, name: str) -> list[float]:
         """Return all values of a metric."""
         return self.series.get(name, ([], []))[1]
@@ -133,8 +137,7 @@ class Health:
             finding = self._current(rule)
             if text is not None:
                 if finding is None:
-                    steps, _ = self.history.series[metric]
-                    since = steps[-rule.last :][0]
+                    since = self.history.steps(metric)[-rule.last :][0]
                     finding = Finding(rule.name, "", since, last=step, metrics=rule.metrics)
                     begun.append(finding)
                 finding.text = text.replace("{since}", str(finding.since))

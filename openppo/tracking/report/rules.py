@@ -90,10 +90,8 @@ def evaluation_falls(history: History, _: float) -> str | None:
     if gain <= 0 or loss <= 0.25 * gain:
         return None
 
-    evaluated_steps, _ = history.series["eval_reward"]
-    step_of_best = evaluated_steps[evaluated.index(best)]
-    steps, _ = history.series["reward"]
-    n_before = bisect_right(steps, step_of_best)
+    step_of_best = history.steps("eval_reward")[evaluated.index(best)]
+    n_before = bisect_right(history.steps("reward"), step_of_best)
     rewards_at_best = rewards[max(0, n_before - FEW) : n_before]
     if not rewards_at_best or fmean(rewards[-FEW:]) < fmean(rewards_at_best):
         return None
@@ -150,7 +148,7 @@ def policy_stands_still(history: History, kl: float) -> str | None:
     """KL (k3) below 0.00001 nats per token after 20 reports, and a reward that does not rise."""
     freezing_steps = history.option("freezing_actor_steps", -1)
     pretrain_steps = history.option("value_pretrain_steps", 0)
-    steps, _ = history.series["kl_k3"]
+    steps = history.steps("kl_k3")
     if steps[-WINDOW] <= max(freezing_steps, pretrain_steps):
         return None
 
@@ -392,8 +390,7 @@ def overfitting(history: History, _: float) -> str | None:
     if len(evaluated) < 3 or min(evaluated[-2:]) <= 1.02 * best:
         return None
 
-    steps, _ = history.series["eval_loss"]
-    step_of_best = steps[evaluated.index(best)]
+    step_of_best = history.steps("eval_loss")[evaluated.index(best)]
     return (
         f"eval_loss rises since step {step_of_best} ({best:.3g} to {evaluated[-1]:.3g}): the model overfits. "
         "Use fewer --max_epochs; --keep_best eval_loss keeps the best model."

@@ -37,7 +37,7 @@ _FAILURES = (
 
 
 class ConsoleTracker(Tracker):
-    """Prints the metrics of a step that are named in ``headline``, on one line or as many as the terminal needs.
+    """Prints the metrics of a step that are named in ``headline``, on as many lines as the terminal needs.
 
     At step 1 and every ``samples_every`` steps (0: never) it also prints the first sample, shortened.
     """
