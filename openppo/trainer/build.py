@@ -1,7 +1,5 @@
 """From options to a PPO trainer: check everything cheap first, then load, wrap and put together."""
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,19 +10,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import TrainPPOConfig
 from openppo.experience.hooks import Hooks
 from openppo.experience.maker import ExperienceMaker
-from openppo.models.actor import Actor
-from openppo.models.loading import model_error_context
-from openppo.models.merge_lora import to_bf16
-from openppo.models.pretrained import context_length, eos_token_ids, pad_token_id, sampled_ids
+from openppo.models.pretrained import pad_token_id, sampled_ids
 from openppo.models.sampled_ids import SampledIds
-from openppo.orchestrator.build import async_source, async_steps, rollout_rank, scored_by_trainers
-from openppo.orchestrator.source import Engines
-from openppo.orchestrator.worker import RolloutRank
-from openppo.rollout.driver import Leave
-from openppo.rollout.rollout import SamplerMaker, SamplerParts
-from openppo.rollout.sampling import decoder
+from openppo.orchestrator.build import async_steps
+from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.tasks import TaskMaker
-from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
@@ -38,7 +28,7 @@ from openppo.trainer.components import (
 )
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import PPOData, TaskRewards, load_ppo_data, load_tasks_data
-from openppo.trainer.engines import new_engine, training_engine
+from openppo.trainer.engines import training_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
@@ -46,14 +36,13 @@ from openppo.trainer.models import Models, load_models
 from openppo.trainer.objects import Given, OwnObjects
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.resume.edited_files import user_files
-from openppo.trainer.roles import check_models, loading
-from openppo.trainer.source import PromptSource
-from openppo.trainer.startup import check_options, rollout_trackers, run_vision, start_trackers
+from openppo.trainer.roles import check_models
+from openppo.trainer.rollout_source import is_async, make_rollout_source
+from openppo.trainer.startup import check_options, rollout_trackers, start_trackers
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
-from openppo.types import RolloutSource, StopCheck
+from openppo.types import RolloutSource
 
-_SHOWS_IMAGES = "images"  # what trainers post for rollout ranks: whether samples may have some
 HEADLINE = "reward kl clip_fraction value_loss entropy response_length eval_reward eval_pass@1 time/step_s".split()
 """Metrics that the console shows."""
 
@@ -77,7 +66,7 @@ def build_ppo_trainer(
     config, components = _with_models(run, strategy, trackers)
     if config.run.stop_when:
         callbacks = [*callbacks, StopWhen(config.run.stop_conditions)]
-    source = source or _source(config, components, maker, actor_config=run.actor_config)
+    source = source or make_rollout_source(config, components, maker, actor_config=run.actor_config)
     trainer = PPOTrainer(config, components, source, callbacks=callbacks)
     run.checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, run.plan)
@@ -327,110 +316,10 @@ def _plan(
     maker: SamplerMaker | None,
 ) -> BatchPlan:
     plan = batch_plan(config, n_ranks, n_prompts, source=source)
-    if source is not None or not _is_async(config, maker):
+    if source is not None or not is_async(config, maker):
         return plan
     n_steps = async_steps(config, n_prompts, isinstance(maker, TaskMaker))
     return replace(plan, steps=[config.prompts_per_step] * n_steps, episodes=1)
-
-
-def _is_async(config: TrainPPOConfig, maker: SamplerMaker | None) -> bool:
-    return config.orchestrator.is_async or isinstance(maker, TaskMaker)
-
-
-def build_rank(
-    config: TrainPPOConfig, maker: SamplerMaker | None = None
-) -> PPOTrainer | RolloutRank:
-    """What this rank of a launch runs: a trainer or, on the last ``--rollout_ranks``, what samples for trainers."""
-    n_sampling = config.orchestrator.rollout_ranks
-    if int(os.environ.get("RANK", "0")) < int(os.environ.get("WORLD_SIZE", "1")) - n_sampling:
-        return build_ppo_trainer(config, source=maker)
-    if config.run.dry_run:  # estimates what trainers need
-        sys.exit()
-    deepspeed = config.deepspeed
-    strategy = InferenceStrategy(
-        deepspeed.bf16, rollout_ranks=n_sampling, fused_kernels=deepspeed.fused_kernels
-    )
-    tokenizer, actor_config = check_models(config, strategy)
-    tasks = TaskMaker.of(config, maker)
-    tasks.check(tokenizer)
-    data = load_tasks_data(tasks, tokenizer, actor_config, comm=strategy.comm)
-    scorer = (
-        None
-        if scored_by_trainers(config)
-        else TaskRewards(tasks, tokenizer, strategy, data=data, actor_config=actor_config).build()
-    )
-    with model_error_context("--pretrain", config.model.pretrain), strategy.loading():
-        actor = Actor(
-            config.model.pretrain, temperature=config.generation.temperature, **loading(config)
-        )
-    policy: Any = (
-        actor.eval().to(strategy.device).model
-    )  # not frozen: torch rounds otherwise with frozen weights
-    if deepspeed.bf16:
-        to_bf16(policy)  # also what transformers keeps in float32: DeepSpeed keeps nothing
-    strategy.fuse(policy)
-    engine = new_engine(config, policy, tokenizer, stop=StopCheck(), actor_config=actor_config)
-    engine.decode = decoder(tokenizer)
-    shows_images = strategy.launch.wait_for(_SHOWS_IMAGES) == "yes"
-    what = config.model, tokenizer, actor_config, config.data, data.kinds, maker is not None
-    vision = run_vision(*what) if shows_images else None
-    given = (
-        engine,
-        tokenizer,
-        eos_token_ids(policy, tokenizer),
-        strategy.comm,
-        StopCheck(),
-        data.longest,
-    )
-    parts = SamplerParts(
-        *given,
-        context_length(actor_config),
-        leave=config.orchestrator.running_requests,
-        vision=vision,
-    )
-    return rollout_rank(
-        config,
-        strategy,
-        engine,
-        policy=policy,
-        sampler=tasks.make(parts),
-        scorer=scorer,
-        prompts=data.prompts,
-        tasks=tasks,
-    )
-
-
-def _source(
-    config: TrainPPOConfig,
-    components: PPOComponents,
-    maker: SamplerMaker | None,
-    actor_config: PreTrainedConfig,
-) -> RolloutSource:
-    """Samples responses, or what ``maker`` plays, in turn with training or beside it."""
-    vision = components.prepare_for_images(config, maker is not None)
-    if components.strategy.is_main:
-        components.strategy.launch.post(_SHOWS_IMAGES, "no" if vision is None else "yes")
-    asynchronous = config.orchestrator
-    is_async, tasks = _is_async(config, maker), TaskMaker.of(config, maker)
-    leave: Leave = asynchronous.running_requests if is_async else "abandon"
-    parts = replace(_parts(components, actor_config, leave), vision=vision)
-    if not is_async:
-        return PromptSource(config, components, None if maker is None else maker.make(parts))
-    sampler = tasks.make(parts)
-    held_out = PromptSource(config, components, sampler)
-    engines = Engines(held_out, sampler, held_out.with_weights)
-    run = components.strategy, components.actor, components.maker.hooks, engines
-    return async_source(config, *run, components.scorer, components.data.prompts, tasks)
-
-
-def _parts(components: PPOComponents, actor_config: PreTrainedConfig, leave: Leave) -> SamplerParts:
-    """What a sampler of a kind of its own works with."""
-    engine, strategy = components.engine, components.strategy
-    assert engine is not None
-    tokenizer, has_rewards = components.tokenizer, components.scorer is not None
-    eos, longest = eos_token_ids(components.actor.module.model, tokenizer), components.data.longest
-    given = engine, tokenizer, eos, strategy.comm, components.stop, longest
-    return SamplerParts(*given, context_length(actor_config), has_rewards, leave)
 
 
 def _spare(estimate: Estimate | None) -> int:
