@@ -15,7 +15,7 @@ if (
 if TYPE_CHECKING:
     from openppo.trainer.build import build_ppo_trainer as build_ppo_trainer
     from openppo.trainer.ppo import PPOTrainer as PPOTrainer
-    from openppo.trainer.startup import quiet_libraries as quiet_libraries
+    from openppo.trainer.quiet import quiet_libraries as quiet_libraries
     from openppo.trainer.supervised.trainers import ProcessRewardTrainer as ProcessRewardTrainer
     from openppo.trainer.supervised.trainers import RewardModelTrainer as RewardModelTrainer
     from openppo.trainer.supervised.trainers import SFTTrainer as SFTTrainer

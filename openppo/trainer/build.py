@@ -19,28 +19,30 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
+from openppo.trainer.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.components import (
-    PPOComponents,
-    check_run_with_images,
-    sharing,
-)
+from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
-from openppo.trainer.data import PPOData, TaskRewards, load_ppo_data, load_tasks_data
+from openppo.trainer.data import PPOData, load_ppo_data
 from openppo.trainer.engines import training_engine
 from openppo.trainer.evaluation.evaluator import Grading
+from openppo.trainer.images import check_run_with_images
 from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.memory.sizing import estimated_ppo, log_estimate
+from openppo.trainer.model_checks import check_models
 from openppo.trainer.models import Models, load_models
 from openppo.trainer.objects import Given, OwnObjects
+from openppo.trainer.option_checks import check_options
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.resume.edited_files import user_files
-from openppo.trainer.roles import check_models
 from openppo.trainer.rollout_source import is_async, make_rollout_source
-from openppo.trainer.startup import check_options, rollout_trackers, start_trackers
-from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
+from openppo.trainer.sharing import sharing
+from openppo.trainer.summary import log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
+from openppo.trainer.task_data import load_tasks_data
+from openppo.trainer.task_rewards import TaskRewards
+from openppo.trainer.trackers import rollout_trackers, start_trackers
 from openppo.types import RolloutSource
 
 HEADLINE = "reward kl clip_fraction value_loss entropy response_length eval_reward eval_pass@1 time/step_s".split()

@@ -1,24 +1,20 @@
 """What a PPO trainer is put together from, and how far it has come."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.datasets.media import RowVision
 from openppo.experience.maker import ExperienceMaker
-from openppo.media import check_images, placeholders
-from openppo.models.actor import Actor
-from openppo.models.loading import model_error_context
-from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.media import placeholders
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.vllm_requests import IMAGE_FAMILIES
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
@@ -27,25 +23,11 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.data import PPOData
 from openppo.trainer.evaluation.evaluator import Grading
+from openppo.trainer.images import check_run_with_images
 from openppo.trainer.memory.estimate import Estimate
-from openppo.trainer.roles import critic_lora, critic_start, loading
-from openppo.trainer.startup import policy_vision
+from openppo.trainer.policy_inputs import policy_vision
+from openppo.trainer.train_state import TrainState
 from openppo.types import StopCheck
-
-
-@dataclass
-class TrainState:
-    """How far a run has come."""
-
-    has_begun: bool = False  # the evaluation before training, if any, is done
-    global_step: int = 0  # global steps done, which is the policy's version
-    consumed_samples: int = 0  # trained on so far, over all ranks, and their tokens
-    consumed_tokens: int = 0
-    ended_episodes: int = 0
-    document_batches: int = 0  # batches of --pretrain_data trained on
-    unreported: dict[str, float] | None = (
-        None  # metrics of the last step while its report is not complete
-    )
 
 
 @dataclass
@@ -133,61 +115,3 @@ class PPOComponents:
         """Write the actor as a Hugging Face folder, on all ranks together."""
         with self.weights_to_save():
             self.strategy.save_pretrained(self.actor.module.model, folder, self.tokenizer)
-
-
-def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
-    """The policy before training, or the ``reference`` where that is a model of its own."""
-    model = config.model
-    lora = {} if reference else vars(config.lora)
-    flag = "--pretrain"
-    name = config.model.pretrain
-    if reference and model.ref_pretrain is not None:
-        flag, name = "--ref_pretrain", model.ref_pretrain
-    with model_error_context(flag, name, "reference" if reference else "actor"):
-        return Actor(name, temperature=config.generation.temperature, **loading(config), **lora)
-
-
-def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
-    """The critic before training."""
-    start = critic_start(config)
-    assert start is not None, "the estimator has a critic"
-    options = {
-        "value_head_prefix": config.model.value_head_prefix,
-        **loading(config),
-        **vars(critic_lora(config)),
-    }
-    with model_error_context(*start, "critic"):
-        return get_llm_for_sequence_regression(start[1], "critic", **options)
-
-
-def check_run_with_images(
-    config: TrainPPOConfig, data: PPOData, actor_config: PreTrainedConfig
-) -> None:
-    """``ValueError`` for what cannot work where prompts have images."""
-    check_images(actor_config, f"--pretrain {config.model.pretrain}")
-    if any(
-        not placeholders(actor_config).keys().isdisjoint(document.token_ids)
-        for document in data.documents
-    ):
-        raise ValueError(
-            "--pretrain_data: a document names the token that stands for an image. Remove it."
-        )
-    in_vllm = "video" not in data.kinds and actor_config.model_type in IMAGE_FAMILIES
-    if config.generation.rollout_engine == "vllm" and not in_vllm:
-        what = (
-            f"is given no videos, and images with models of type {', '.join(IMAGE_FAMILIES)} only"
-        )
-        raise ValueError(f"--rollout_engine vllm {what}. Use --rollout_engine hf.")
-
-
-def has_groups(config: TrainPPOConfig) -> bool:
-    """Whether samples may begin alike, and may share that."""
-    several = config.ppo.n_samples_per_prompt > 1 or config.agents.form or config.orchestrator.tasks
-    return config.ppo.share_prompts == "auto" and bool(several)
-
-
-def sharing(config: TrainPPOConfig, strategy: DeepspeedStrategy, *models: Any) -> TrainPPOConfig:
-    """With ``--share_prompts off``, on all ranks, if one of the models cannot: batches have little padding then."""
-    modules = [getattr(model, "module", model) for model in models if model is not None]
-    separate = strategy.any_rank(not all(module.shares_prompts for module in modules))
-    return config if not separate else replace(config, ppo=replace(config.ppo, share_prompts="off"))

@@ -1,13 +1,12 @@
 """Data and rewards of a PPO run, or of each of its tasks."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.datasets import (
     TokenExample,
@@ -19,27 +18,16 @@ from openppo.datasets import (
 )
 from openppo.datasets.media import RowVision
 from openppo.datasets.sources import ShowRows, value_of
-from openppo.experience.forwards import forward_size
 from openppo.models.pretrained import check_model, check_token_ids, context_length
-from openppo.rewards import Scorer
-from openppo.rewards.build import ScorerSetup
-from openppo.rewards.scoring import TaskScorer
 from openppo.rollout.rollout import SamplerMaker
-from openppo.rollout.tasks import RunTask, TaskMaker
-from openppo.strategy.comm import InferenceStrategy, check_same, collective
-from openppo.tracking.console import log_lines
+from openppo.strategy.comm import check_same
 from openppo.tracking.report.run_data import short_names
+from openppo.trainer.context_limits import check_context
 from openppo.trainer.objects import NOTHING, OwnObjects
+from openppo.trainer.policy_inputs import policy_vision
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.reward_trial import trial_lines
-from openppo.trainer.roles import loading, other_models
-from openppo.trainer.startup import (
-    blank_prompt,
-    check_context,
-    once_per_host,
-    policy_vision,
-    tokenizing,
-)
+from openppo.trainer.roles import other_models
+from openppo.trainer.row_loading import once_per_host, tokenizing
 from openppo.types import Comm, Prompt
 
 
@@ -205,122 +193,6 @@ def _load_documents(
     return documents, [
         row.row if key is None else value_of(row.row, key, "--pretrain_key") for row in rows
     ]
-
-
-def load_tasks_data(
-    tasks: TaskMaker,
-    tokenizer: PreTrainedTokenizerBase,
-    actor_config: PreTrainedConfig,
-    comm: Comm,
-    own: OwnObjects = NOTHING,
-) -> PPOData:
-    """What all tasks of a run read, as ``load_ppo_data``. ``ValueError`` names the task."""
-    loaded = []
-    for number, task in enumerate(tasks.tasks):
-        config = task.config
-        if number > 0:  # documents are the run's
-            config = replace(config, data=replace(config.data, pretrain_data=None))
-        with task.named():
-            loaded.append(
-                load_ppo_data(config, tokenizer, actor_config, comm=comm, agent=task.maker, own=own)
-            )
-    if not tasks.are_named:
-        return loaded[0]
-    named = list(zip(tasks.tasks, loaded, strict=True))
-    return PPOData(
-        [replace(prompt, task=task.name) for task, data in named for prompt in data.prompts],
-        [replace(prompt, task=task.name) for task, data in named for prompt in data.held_out],
-        loaded[0].documents,
-        fingerprints={
-            f"{flag} of task {task.name}": value
-            for task, data in named
-            for flag, value in data.fingerprints.items()
-        },
-        longest=max(data.longest for data in loaded),
-    )
-
-
-@dataclass(frozen=True)
-class TaskRewards:
-    """What the sources of rewards are made of."""
-
-    tasks: TaskMaker
-    tokenizer: PreTrainedTokenizerBase
-    strategy: InferenceStrategy
-    data: PPOData
-    actor_config: PreTrainedConfig
-    function: Callable[..., Any] | None = None
-
-    def check(self) -> None:
-        """``ValueError`` for what ``build`` would find wrong before it loads a model; logs rewards of a few rows."""
-        for task in self.tasks.tasks:
-            with task.named():
-                setup = self._setup(task)
-                scorer = setup.check()
-                if scorer is not None and task.maker is None:  # whole episodes cannot be made up
-                    self._try_out(scorer, setup.prompts)
-                rewards = task.config.rewards
-                models = {
-                    "--reward_pretrain": rewards.reward_pretrain,
-                    "--prm_pretrain": rewards.prm_pretrain,
-                }
-                for flag, model in models.items():
-                    if model is not None:
-                        logger.info(
-                            "%s %s scores no row here: a dry run reads no weights", flag, model
-                        )
-        self.build_held_out()
-
-    def _try_out(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
-        """Log rewards of a few prompts' labels; ``ValueError`` on all ranks where a source fails."""
-        comm = self.strategy.comm
-
-        def lines() -> list[str]:
-            return trial_lines(scorer, prompts, self.tokenizer) if comm.rank == 0 else []
-
-        log_lines(collective(comm, lines, (ValueError, RuntimeError, OSError)))
-
-    def build(self) -> Scorer | None:
-        """Scorer of all sources; None without any. ``ValueError`` names the flag of whatever cannot work."""
-        scorers: dict[str, Scorer | None] = {}
-        for task in self.tasks.tasks:
-            with task.named():
-                scorers[task.name] = self._setup(task).build() if task.has_rewards else None
-        if not any(scorers.values()) or not self.tasks.are_named:
-            return next(iter(scorers.values()))
-        return TaskScorer(scorers)
-
-    def build_held_out(self) -> Scorer | None:
-        """Scorer of ``--eval_reward_fn``; None without it."""
-        task = self.tasks.tasks[0]  # with several the option is refused
-        if task.config.evaluation.eval_reward_fn is None:
-            return None
-        setup = replace(
-            self._setup(task), source=task.config.eval_rewards, prompts=self.data.held_out
-        )
-        return replace(setup, function_flag="--eval_reward_fn").build()
-
-    def _setup(self, task: RunTask) -> ScorerSetup:
-        config, prompts = task.config, [*self.data.prompts, *self.data.held_out]
-        shaping, stand_in = config.shaping, None
-        if config.rewards.reward_pretrain is not None and self.strategy.comm.world_size > 1:
-            run = config.model, self.tokenizer, self.actor_config, config.data, self.data.kinds
-            stand_in = blank_prompt(*run, task.maker is not None)
-        return ScorerSetup(
-            config.rewards,
-            self.tokenizer,
-            strategy=self.strategy,
-            prompts=[prompt for prompt in prompts if prompt.task == task.name],
-            actor=self.actor_config,
-            size=forward_size(config),
-            loading=loading(config),
-            value_head_prefix=config.model.value_head_prefix,
-            normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
-            input_template=config.data.input_template,
-            episodes=task.maker is not None,
-            function=self.function,
-            stand_in=stand_in,
-        )
 
 
 def _content(prompt: Prompt) -> list[object]:

@@ -12,14 +12,10 @@ from openppo.models.prefixes import share_where_exact
 from openppo.models.sampled_ids import SampledIds
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.trainer.components import (
-    has_groups,
-    load_actor,
-    load_critic,
-)
+from openppo.trainer.batch_plan import BatchPlan
 from openppo.trainer.objects import OwnObjects, Role
-from openppo.trainer.roles import critic_lora, critic_start
-from openppo.trainer.summary import BatchPlan
+from openppo.trainer.roles import critic_lora, critic_start, load_actor, load_critic
+from openppo.trainer.sharing import has_groups
 
 
 class Models(NamedTuple):

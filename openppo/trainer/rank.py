@@ -16,12 +16,14 @@ from openppo.rollout.sampling import decoder
 from openppo.rollout.tasks import TaskMaker
 from openppo.strategy.comm import InferenceStrategy
 from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.data import TaskRewards, load_tasks_data
 from openppo.trainer.engines import new_engine
+from openppo.trainer.model_checks import check_models
+from openppo.trainer.policy_inputs import run_vision
 from openppo.trainer.ppo import PPOTrainer
-from openppo.trainer.roles import check_models, loading
+from openppo.trainer.roles import loading
 from openppo.trainer.rollout_source import SHOWS_IMAGES
-from openppo.trainer.startup import run_vision
+from openppo.trainer.task_data import load_tasks_data
+from openppo.trainer.task_rewards import TaskRewards
 from openppo.types import StopCheck
 
 

@@ -34,16 +34,11 @@ from openppo.strategy.signals import SignalStop
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory.estimate import Estimate, Machine, estimate_supervised
 from openppo.trainer.memory.sizing import log_memory
+from openppo.trainer.option_checks import check_options
+from openppo.trainer.policy_inputs import load_policy_tokenizer, policy_vision
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.resume.edited_files import user_files
-from openppo.trainer.startup import (
-    check_options,
-    load_policy_tokenizer,
-    once_per_host,
-    policy_vision,
-    start_trackers,
-    tokenizing,
-)
+from openppo.trainer.row_loading import once_per_host, tokenizing
 from openppo.trainer.summary import log_supervised_start
 from openppo.trainer.supervised.loop import (
     SupervisedComponents,
@@ -51,6 +46,7 @@ from openppo.trainer.supervised.loop import (
     total_optimizer_steps,
 )
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer, SFTTrainer
+from openppo.trainer.trackers import start_trackers
 from openppo.types import Comm
 
 Example = TypeVar("Example")

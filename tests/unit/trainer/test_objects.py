@@ -15,8 +15,8 @@ from openppo.models.batching import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards.build import ScorerSetup
 from openppo.rollout.rollout import make_trajectory
+from openppo.trainer.model_checks import check_models
 from openppo.trainer.objects import GIVEN, OwnObjects
-from openppo.trainer.roles import check_models
 from openppo.types import Completion, FinishReason, Prompt, SingleProcess
 from tests.unit.trainer.conftest import SIZES, OneOf
 
