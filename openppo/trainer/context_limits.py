@@ -1,30 +1,25 @@
 """Context lengths of models."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from transformers import PreTrainedConfig
 
 from openppo.models.pretrained import context_length
-
-if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
-    pass
 
 
 def check_context(
     model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int
 ) -> None:
-    """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``model``: a flag and a name."""
+    """Raise ``ValueError`` if a prompt and its response exceed the context of ``model``, a flag and a name.
+
+    ``longest_prompt`` and ``new_tokens`` are numbers of tokens.
+    """
     text = model_config.get_text_config()
-    limits = [
-        context_length(model_config),
-        getattr(text, "keep_window_size", None),
-    ]  # beyond that of Doge, and
+    limits = [context_length(model_config)]
+
+    # Beyond these limits of Doge and Llama 4, log-probs depend on the other rows of a batch.
+    limits.append(getattr(text, "keep_window_size", None))
     if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):
-        limits.append(
-            text.floor_scale - 1
-        )  # that of Llama 4, log-probs depend on what else is in a batch
+        limits.append(text.floor_scale - 1)
+
     context = min((limit for limit in limits if limit), default=None)
     if context is not None and longest_prompt + new_tokens > context:
         raise ValueError(

@@ -1,9 +1,7 @@
 """Checks of a command's options, alike on all ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -13,49 +11,24 @@ from openppo.config import flat_dict
 from openppo.config.fields import declared_options, rules_of
 from openppo.models.lengths import decide_alike, lengths_are_exact
 from openppo.strategy.comm import collective, name_ranks
-from openppo.tracking import (
-    check_run_folder,
-    check_trackers,
-)
+from openppo.tracking import check_run_folder, check_trackers
 from openppo.trainer.callbacks import check_metric
 from openppo.types import Comm
 
-if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
-    pass
 
+def check_options(config: Any, comm: Comm, **run_facts: bool | None) -> None:
+    """Validate ``config`` on all ranks, which must have the same options and versions.
 
-def check_options(config: Any, comm: Comm, **given: bool | None) -> None:
-    """``config.validate()`` with ``given``, and ``ValueError`` if ranks have different options or versions.
-
-    Ranks with another seed or batch size would train different models or deadlock.
+    ``run_facts`` are passed to ``config.validate()``. Raises ``ValueError``: ranks with different seeds or batch sizes
+    would train different models or deadlock.
     """
-    mine = {
-        "openppo": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    mine["CUDA"] = "available" if torch.cuda.is_available() else "not available"
-    places = {
-        name
-        for name, declared in declared_options(type(config)).items()
-        if rules_of(declared).place
-    }
-    for name, value in flat_dict(config).items():
-        mine[f"--{name}"] = (
-            ("not given" if value is None else "given") if name in places else str(value)
-        )
-    everyones, differences = comm.all_gather_object(mine), []
-    for name, value in everyones[0].items():
-        if others := [rank for rank, theirs in enumerate(everyones) if theirs[name] != value]:
-            theirs = f"{everyones[others[0]][name]} on {name_ranks(comm, others)}"
-            differences.append(f"{name} is {value} on rank 0 and {theirs}")
-    if differences:
-        raise ValueError(f"{'; '.join(differences)}: start all ranks alike.")
+    _check_alike(config, comm)
     if config.deepspeed.bf16:
         decide_alike(comm.all_gather_object(lengths_are_exact()))
 
     def check() -> None:
-        config.validate(comm.world_size, **given)  # folders may differ, of which it sees some
+        # On each rank: folders may differ, and validation looks into some.
+        config.validate(comm.world_size, **run_facts)
         for condition in config.run.stop_conditions:
             check_metric(condition.metric, f"--stop_when {condition.text!r}")
         if comm.rank == 0:
@@ -63,3 +36,36 @@ def check_options(config: Any, comm: Comm, **given: bool | None) -> None:
             check_trackers(config.tracking)
 
     collective(comm, check)
+
+
+def _check_alike(config: Any, comm: Comm) -> None:
+    """Raise ``ValueError`` if ranks have different options or versions."""
+    settings_by_rank = comm.all_gather_object(_settings(config))
+    differences = []
+    for name, value in settings_by_rank[0].items():
+        others = [rank for rank, settings in enumerate(settings_by_rank) if settings[name] != value]
+        if others:
+            other_value = settings_by_rank[others[0]][name]
+            differences.append(
+                f"{name} is {value} on rank 0 and {other_value} on {name_ranks(comm, others)}"
+            )
+    if differences:
+        raise ValueError(f"{'; '.join(differences)}: start all ranks alike.")
+
+
+def _settings(config: Any) -> dict[str, str]:
+    """Versions and options of this rank as texts; of a place only whether it is given."""
+    settings = {
+        "openppo": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "CUDA": "available" if torch.cuda.is_available() else "not available",
+    }
+    declared = declared_options(type(config))
+    places = {name for name, option in declared.items() if rules_of(option).place}
+    for name, value in flat_dict(config).items():
+        text = str(value)
+        if name in places:
+            text = "not given" if value is None else "given"
+        settings[f"--{name}"] = text
+    return settings

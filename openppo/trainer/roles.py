@@ -1,4 +1,4 @@
-"""Models of a PPO run by role: from where they start, with which adapters, and whether they fit together."""
+"""Models of a PPO run by role: start, adapters, and loading by name."""
 
 from dataclasses import replace
 
@@ -10,65 +10,66 @@ from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_reg
 
 
 def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
-    """Flag and name of the model that the critic starts from; None for an estimator without one."""
+    """Flag and name of the model that the critic starts from; None for an estimator without a critic."""
     if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
         return None
-    model = config.model
-    named = {
-        "--critic_pretrain": model.critic_pretrain,
-        "--reward_pretrain": config.rewards.reward_pretrain,
-    }
-    return next(
-        ((flag, name) for flag, name in named.items() if name), ("--pretrain", model.pretrain)
-    )
-
-
-def loading(config: TrainPPOConfig) -> dict[str, bool]:
-    """How models of the run are loaded."""
-    model = config.model
-    options = {"flash_attn": model.flash_attn, "trust_remote_code": model.trust_remote_code}
-    return options | {"bf16": config.deepspeed.bf16}
-
-
-def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
-    """The critic's adapters, if it has any."""
-    rank = (
-        config.lora.lora_rank
-        if config.model.critic_lora_rank is None
-        else config.model.critic_lora_rank
-    )
-    return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+    if config.model.critic_pretrain:
+        return "--critic_pretrain", config.model.critic_pretrain
+    if config.rewards.reward_pretrain:
+        return "--reward_pretrain", config.rewards.reward_pretrain
+    return "--pretrain", config.model.pretrain
 
 
 def other_models(config: TrainPPOConfig) -> list[tuple[str, str]]:
-    """Flag and name of what critic and reference start from, where it is not the actor's model."""
-    starts = [
-        critic_start(config) or ("--pretrain", ""),
-        ("--ref_pretrain", config.model.ref_pretrain),
-    ]
-    return [(flag, name) for flag, name in starts if flag != "--pretrain" and name is not None]
+    """Flag and name of each model, other than the actor's, that critic and reference start from."""
+    others = []
+    start = critic_start(config)
+    if start is not None and start[0] != "--pretrain":
+        others.append(start)
+    if config.model.ref_pretrain is not None:
+        others.append(("--ref_pretrain", config.model.ref_pretrain))
+    return others
+
+
+def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
+    """Adapters of the critic; rank 0 is none."""
+    rank = config.model.critic_lora_rank
+    if rank is None:
+        rank = config.lora.lora_rank
+    return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+
+
+def loading(config: TrainPPOConfig) -> dict[str, bool]:
+    """Options with which all models of the run are loaded."""
+    return {
+        "flash_attn": config.model.flash_attn,
+        "trust_remote_code": config.model.trust_remote_code,
+        "bf16": config.deepspeed.bf16,
+    }
 
 
 def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
-    """The policy before training, or the ``reference`` where that is a model of its own."""
-    model = config.model
-    lora = {} if reference else vars(config.lora)
+    """Load the policy before training, or a ``reference`` with weights of its own."""
+    role = "reference" if reference else "actor"
     flag = "--pretrain"
     name = config.model.pretrain
-    if reference and model.ref_pretrain is not None:
-        flag, name = "--ref_pretrain", model.ref_pretrain
-    with model_error_context(flag, name, "reference" if reference else "actor"):
+    if reference and config.model.ref_pretrain is not None:
+        flag = "--ref_pretrain"
+        name = config.model.ref_pretrain
+
+    lora = {} if reference else vars(config.lora)
+    with model_error_context(flag, name, role):
         return Actor(name, temperature=config.generation.temperature, **loading(config), **lora)
 
 
 def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
-    """The critic before training."""
+    """Load the critic before training."""
     start = critic_start(config)
     assert start is not None, "the estimator has a critic"
-    options = {
-        "value_head_prefix": config.model.value_head_prefix,
-        **loading(config),
-        **vars(critic_lora(config)),
-    }
-    with model_error_context(*start, "critic"):
-        return get_llm_for_sequence_regression(start[1], "critic", **options)
+    flag, name = start
+    adapters = vars(critic_lora(config))
+    prefix = config.model.value_head_prefix
+    with model_error_context(flag, name, "critic"):
+        return get_llm_for_sequence_regression(
+            name, "critic", value_head_prefix=prefix, **loading(config), **adapters
+        )

@@ -10,6 +10,7 @@ from openppo.rollout.driver import Leave
 from openppo.rollout.rollout import SamplerMaker, SamplerParts
 from openppo.rollout.tasks import TaskMaker
 from openppo.trainer.components import PPOComponents
+from openppo.trainer.images import prepare_for_images
 from openppo.trainer.source import PromptSource
 from openppo.types import RolloutSource
 
@@ -32,7 +33,7 @@ def make_rollout_source(
     strategy = components.strategy
     runs_beside_training = is_async(config, maker)
 
-    vision = components.prepare_for_images(config, maker is not None)
+    vision = prepare_for_images(components, config, maker is not None)
     if strategy.is_main:
         strategy.launch.post(SHOWS_IMAGES, "no" if vision is None else "yes")
 

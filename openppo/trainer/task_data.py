@@ -1,5 +1,6 @@
 """Data of all tasks of a run."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -15,29 +16,39 @@ def load_tasks_data(
     tokenizer: PreTrainedTokenizerBase,
     actor_config: PreTrainedConfig,
     comm: Comm,
-    own: OwnObjects = NOTHING,
+    objects: OwnObjects = NOTHING,
 ) -> PPOData:
-    """What all tasks of a run read, as ``load_ppo_data``. ``ValueError`` names the task."""
-    loaded = []
+    """Load the data of all tasks of a run as ``load_ppo_data`` does; ``ValueError`` names the task."""
+    data_by_task = []
     for number, task in enumerate(tasks.tasks):
         config = task.config
-        if number > 0:  # documents are the run's
+        if number > 0:  # the documents of all are loaded with the first task
             config = replace(config, data=replace(config.data, pretrain_data=None))
         with task.named():
-            loaded.append(
-                load_ppo_data(config, tokenizer, actor_config, comm=comm, agent=task.maker, own=own)
+            data = load_ppo_data(
+                config, tokenizer, actor_config, comm=comm, agent=task.maker, objects=objects
             )
+        data_by_task.append(data)
+
     if not tasks.are_named:
-        return loaded[0]
-    named = list(zip(tasks.tasks, loaded, strict=True))
+        return data_by_task[0]
+    return _joined([task.name for task in tasks.tasks], data_by_task)
+
+
+def _joined(names: Sequence[str], data_by_task: Sequence[PPOData]) -> PPOData:
+    """Join the data of tasks with these ``names``, which prompts and fingerprints then carry."""
+    prompts = []
+    held_out = []
+    fingerprints = {}
+    for name, data in zip(names, data_by_task, strict=True):
+        prompts += [replace(prompt, task=name) for prompt in data.prompts]
+        held_out += [replace(prompt, task=name) for prompt in data.held_out]
+        for flag, fingerprint in data.fingerprints.items():
+            fingerprints[f"{flag} of task {name}"] = fingerprint
     return PPOData(
-        [replace(prompt, task=task.name) for task, data in named for prompt in data.prompts],
-        [replace(prompt, task=task.name) for task, data in named for prompt in data.held_out],
-        loaded[0].documents,
-        fingerprints={
-            f"{flag} of task {task.name}": value
-            for task, data in named
-            for flag, value in data.fingerprints.items()
-        },
-        longest=max(data.longest for data in loaded),
+        prompts,
+        held_out,
+        data_by_task[0].documents,
+        fingerprints=fingerprints,
+        longest=max(data.longest for data in data_by_task),
     )

@@ -23,7 +23,10 @@ from openppo.types import Prompt
 
 @dataclass(frozen=True)
 class TaskRewards:
-    """What the sources of rewards are made of."""
+    """Builder of the scorers of a run, from the options of each of its tasks.
+
+    ``function`` replaces the file of ``--reward_fn``.
+    """
 
     tasks: TaskMaker
     tokenizer: PreTrainedTokenizerBase
@@ -33,27 +36,31 @@ class TaskRewards:
     function: Callable[..., Any] | None = None
 
     def check(self) -> None:
-        """``ValueError`` for what ``build`` would find wrong before it loads a model; logs rewards of a few rows."""
+        """Check sources of rewards without loading models, and log the rewards of a few rows.
+
+        ``ValueError`` as of ``build``.
+        """
         for task in self.tasks.tasks:
             with task.named():
-                setup = self._setup(task)
-                scorer = setup.check()
-                if scorer is not None and task.maker is None:  # whole episodes cannot be made up
-                    self._try_out(scorer, setup.prompts)
-                rewards = task.config.rewards
-                models = {
-                    "--reward_pretrain": rewards.reward_pretrain,
-                    "--prm_pretrain": rewards.prm_pretrain,
-                }
-                for flag, model in models.items():
-                    if model is not None:
-                        logger.info(
-                            "%s %s scores no row here: a dry run reads no weights", flag, model
-                        )
+                self._check(task)
         self.build_held_out()
 
+    def _check(self, task: RunTask) -> None:
+        setup = self._setup(task)
+        scorer = setup.check()
+        if scorer is not None and task.maker is None:  # whole episodes cannot be made up
+            self._try_out(scorer, setup.prompts)
+
+        models = {
+            "--reward_pretrain": task.config.rewards.reward_pretrain,
+            "--prm_pretrain": task.config.rewards.prm_pretrain,
+        }
+        for flag, model in models.items():
+            if model is not None:
+                logger.info("%s %s scores no row here: a dry run reads no weights", flag, model)
+
     def _try_out(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
-        """Log rewards of a few prompts' labels; ``ValueError`` on all ranks where a source fails."""
+        """Log rewards of a few prompts' labels; raise ``ValueError`` on all ranks if a source fails."""
         comm = self.strategy.comm
 
         def lines() -> list[str]:
@@ -62,31 +69,46 @@ class TaskRewards:
         log_lines(collective(comm, lines, (ValueError, RuntimeError, OSError)))
 
     def build(self) -> Scorer | None:
-        """Scorer of all sources; None without any. ``ValueError`` names the flag of whatever cannot work."""
+        """Build the scorer of all sources, None without any; ``ValueError`` names the flag at fault."""
         scorers: dict[str, Scorer | None] = {}
         for task in self.tasks.tasks:
             with task.named():
                 scorers[task.name] = self._setup(task).build() if task.has_rewards else None
+
         if not any(scorers.values()) or not self.tasks.are_named:
             return next(iter(scorers.values()))
         return TaskScorer(scorers)
 
     def build_held_out(self) -> Scorer | None:
-        """Scorer of ``--eval_reward_fn``; None without it."""
-        task = self.tasks.tasks[0]  # with several the option is refused
+        """Build the scorer of ``--eval_reward_fn``; None without it."""
+        task = self.tasks.tasks[0]  # with several tasks the option is refused
         if task.config.evaluation.eval_reward_fn is None:
             return None
         setup = replace(
-            self._setup(task), source=task.config.eval_rewards, prompts=self.data.held_out
+            self._setup(task),
+            source=task.config.eval_rewards,
+            prompts=self.data.held_out,
+            function_flag="--eval_reward_fn",
         )
-        return replace(setup, function_flag="--eval_reward_fn").build()
+        return setup.build()
 
     def _setup(self, task: RunTask) -> ScorerSetup:
-        config, prompts = task.config, [*self.data.prompts, *self.data.held_out]
-        shaping, stand_in = config.shaping, None
+        """Setup of the scorers of ``task``."""
+        config = task.config
+        shaping = config.shaping
+        plays = task.maker is not None
+        prompts = [*self.data.prompts, *self.data.held_out]
+
+        stand_in = None
         if config.rewards.reward_pretrain is not None and self.strategy.comm.world_size > 1:
-            run = config.model, self.tokenizer, self.actor_config, config.data, self.data.kinds
-            stand_in = blank_prompt(*run, task.maker is not None)
+            stand_in = blank_prompt(
+                config.model,
+                self.tokenizer,
+                self.actor_config,
+                options=config.data,
+                kinds=self.data.kinds,
+                plays=plays,
+            )
         return ScorerSetup(
             config.rewards,
             self.tokenizer,
@@ -98,7 +120,7 @@ class TaskRewards:
             value_head_prefix=config.model.value_head_prefix,
             normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
             input_template=config.data.input_template,
-            episodes=task.maker is not None,
+            episodes=plays,
             function=self.function,
             stand_in=stand_in,
         )

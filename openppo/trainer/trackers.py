@@ -30,31 +30,32 @@ def start_trackers(
     headline: Sequence[str],
     total_steps: int,
     resume_step: int | None = None,
-    own: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker] = (),
 ) -> Trackers:
-    """Trackers of a command, and ``own``; its resolved options and its environment as files in ``<save_path>/logs``.
+    """Start the trackers of a command beside ``trackers``; write options and environment to ``<save_path>/logs``.
 
     Logs of a run that resumes after step ``resume_step`` are continued there; any other logs are set aside.
     """
     path = config.run.save_path
     options = flat_dict(config)
-    found = environment(strategy.comm)
+    facts = environment(strategy.comm)
 
-    def prepare(logs: Path) -> None:
-        set_aside_logs(logs) if resume_step is None else cut_logs(logs, resume_step)
-        save_run(logs, options, found)
+    def prepare_logs() -> None:
+        if not strategy.is_main:
+            return
+        logs = Path(path) / "logs"
+        if resume_step is None:
+            set_aside_logs(logs)
+        else:
+            cut_logs(logs, resume_step)
+        save_run(logs, options, facts)
 
     def failure(message: str) -> ValueError:
         return ValueError(
             f"--save_path {path}: cannot be written ({message}); choose another folder."
         )
 
-    collective(
-        strategy.comm,
-        lambda: prepare(Path(path) / "logs") if strategy.is_main else None,
-        OSError,
-        raised=failure,
-    )
+    collective(strategy.comm, prepare_logs, OSError, raised=failure)
     return make_trackers(
         path,
         config.tracking,
@@ -63,28 +64,27 @@ def start_trackers(
         headline=headline,
         total_steps=total_steps,
         resumed_after=resume_step,
-        own=own,
+        own=trackers,
     )
 
 
 def rollout_trackers(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, resume_step: int | None
 ) -> list[Tracker]:
-    """What writes ``--dump_rollouts``, on every rank, if it is given."""
-    folder, comm = config.dump.dump_rollouts, strategy.comm
+    """Make this rank's writer of ``--dump_rollouts``; none without the option."""
+    folder = config.dump.dump_rollouts
     if folder is None:
         return []
+    path = Path(folder)
+
+    def prepare() -> None:
+        if strategy.is_main:
+            prepare_rollouts(path, resume_step)
 
     def failure(message: str) -> ValueError:
         return ValueError(
             f"--dump_rollouts {folder}: cannot be written ({message}); choose another folder."
         )
 
-    path = Path(folder)
-    collective(
-        comm,
-        lambda: prepare_rollouts(path, resume_step) if strategy.is_main else None,
-        OSError,
-        raised=failure,
-    )
-    return [RolloutTracker(path, comm.rank, config.dump.dump_max_mib * 2**20)]
+    collective(strategy.comm, prepare, OSError, raised=failure)
+    return [RolloutTracker(path, strategy.comm.rank, config.dump.dump_max_mib * 2**20)]
