@@ -1,7 +1,7 @@
 """Arithmetic of a run's global and optimizer steps."""
 
-import itertools
 from dataclasses import dataclass
+from itertools import pairwise
 
 from openppo.config import TrainPPOConfig
 from openppo.types import RolloutSource
@@ -13,30 +13,30 @@ class BatchPlan:
 
     config: TrainPPOConfig
     n_ranks: int
-    steps: list[
-        int
-    ]  # prompts of each step of one episode, all of full batches except perhaps the last
+    steps: list[int]
+    """Prompts of each step of one episode: full batches, except perhaps the last."""
     episodes: int
 
     @property
     def n_steps(self) -> int:
-        """Global steps, of which ``--max_steps`` may leave out the last."""
-        n_steps, most = self.episodes * len(self.steps), self.config.ppo.max_steps
-        return n_steps if most is None else min(n_steps, most)
+        """Global steps, at most ``--max_steps``."""
+        n_steps = self.episodes * len(self.steps)
+        max_steps = self.config.ppo.max_steps
+        return n_steps if max_steps is None else min(n_steps, max_steps)
 
     def n_samples(self, n_prompts: int) -> int:
-        """Responses to so many prompts that are trained on, over all ranks."""
-        ppo, n_ranks = self.config.ppo, self.n_ranks
-        bounds = [
-            rank * n_prompts // n_ranks for rank in range(n_ranks + 1)
-        ]  # as prompts are dealt out
-        on_ranks = [
-            (end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)
-        ]
-        return sum(min(on_rank, ppo.buffer_limit or on_rank) for on_rank in on_ranks)
+        """Responses to ``n_prompts`` prompts that are trained on, over all ranks."""
+        ppo = self.config.ppo
+        bounds = [rank * n_prompts // self.n_ranks for rank in range(self.n_ranks + 1)]
+
+        n_samples = 0
+        for start, end in pairwise(bounds):
+            n_sampled = (end - start) * ppo.n_samples_per_prompt
+            n_samples += min(n_sampled, ppo.buffer_limit or n_sampled)
+        return n_samples
 
     def mini_batches(self, n_prompts: int) -> int:
-        """Optimizer steps of actor and critic in each epoch on so many prompts."""
+        """Optimizer steps of actor and critic in each epoch on ``n_prompts`` prompts."""
         return -(-self.n_samples(n_prompts) // self.config.batch.train_batch_size)
 
     def optimizer_steps(self, without: int = 0) -> int:
@@ -48,19 +48,24 @@ class BatchPlan:
 def batch_plan(
     config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None
 ) -> BatchPlan:
-    """Plan for ``n_prompts`` prompts, or full batches of a ``source`` or environment that says how many."""
-    full, has_no_end = (
-        config.prompts_per_step,
-        config.agents.environment is not None and not config.data.prompt_data,
-    )
-    if source is not None or has_no_end:
-        steps = None if source is None else source.steps
-        if not (n_steps := config.ppo.max_steps if steps is None else steps):
+    """Plan steps of ``n_prompts`` prompts.
+
+    With a ``source``, or an environment without prompts, all batches are full, as many as the source or ``--max_steps``
+    says.
+    """
+    full = config.prompts_per_step
+    is_endless = config.agents.environment is not None and not config.data.prompt_data
+    if source is not None or is_endless:
+        n_steps = None if source is None else source.steps
+        if n_steps is None:
+            n_steps = config.ppo.max_steps
+        if not n_steps:
             raise ValueError(
                 "--max_steps is missing: the source of trajectories does not say how many steps it has."
             )
         return BatchPlan(config, n_ranks, [full] * n_steps, episodes=1)
-    rest = [n_prompts % full] if n_prompts % full else []
-    return BatchPlan(
-        config, n_ranks, [full] * (n_prompts // full) + rest, episodes=config.ppo.num_episodes
-    )
+
+    steps = [full] * (n_prompts // full)
+    if n_prompts % full:
+        steps.append(n_prompts % full)
+    return BatchPlan(config, n_ranks, steps, episodes=config.ppo.num_episodes)

@@ -1,4 +1,7 @@
-"""Check of an engine: log-probs of a few sampled tokens, on which the actor must agree."""
+"""Check of an engine: log-probs of a few sampled tokens, on which the actor must agree.
+
+Otherwise PPO's ratios are wrong before the first update, without any error.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -6,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed import DistError
+from torch.nn.functional import pad
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
@@ -19,14 +23,16 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.types import Completion, SamplingParams
 
 Kind = tuple[str, bool]
-
+"""Name of an engine, and True if weights and logits are float32."""
 
 REQUESTS = (((3, 1, 0, 2, 2, 1, 3, 0, 1), 2), ((2, 3, 1), 6))
 """Prompts as places among ids, and numbers of sampled tokens: the long row ends first, the other continues alone."""
 
+LONGEST = max(len(prompt) + n_new for prompt, n_new in REQUESTS)
+"""Tokens of the longest request with its sampled tokens."""
 
-WIDER = 16  # columns of padding that must not change log-probs; on CPUs, bfloat16 rows are padded by up to 7 anyway
-
+WIDER = 16
+"""Columns of padding that must not change log-probs; on CPUs, bfloat16 rows are padded by up to 7 anyway."""
 
 BOUNDS = {
     ("hf", True): 1e-3,
@@ -34,26 +40,45 @@ BOUNDS = {
     ("vllm", True): 1e-2,
     ("vllm", False): 16 * 2**-8,
 }
-"""Differences of log-probs that count as rounding, by engine, and whether weights and logits are float32.
+"""Differences of log-probs that count as rounding, by ``Kind``.
 
-In float32 they are nats of any token. Else they are shares of the largest logit, on average over tokens: correct
-models differ by at most one step of bfloat16, 2**-8, wrong ones by at least twelve, whatever the weights' scale.
-Five times the largest difference that padding makes is allowed too: rounding may send a token to another expert.
+In float32 they are nats of any token. Otherwise they are fractions of the largest logit, on average over tokens: correct
+models differ by at most one step of bfloat16, 2**-8, wrong ones by at least twelve, at any scale of the weights. Five
+times the largest difference that padding makes is allowed too: rounding may send a token to another expert.
 """
 
 
 def check_like(engine: Engine, check: Callable[[Mapping[str, Engine]], None]) -> None:
-    """``check`` small engines like ``engine``, or itself; where recording is refused, it records no steps either."""
+    """Call ``check`` on small engines like ``engine``, or on an engine of vLLM itself.
+
+    The keys say in messages how an engine decodes. If a small engine refuses to record steps, ``engine`` records none.
+    """
     if not isinstance(engine, HFEngine):
-        return check({"": engine})
-    given = engine.model, (), 0, len(REQUESTS)
-    last = plain = HFEngine(*given, engine.any_rank)
-    checked: dict[str, Engine] = {"": plain}
+        check({"": engine})
+        return
+
+    plain = HFEngine(
+        engine.model,
+        eos_token_ids=(),
+        pad_token_id=0,
+        max_batch_size=len(REQUESTS),
+        any_rank=engine.any_rank,
+    )
+    last = plain
+    small_engines: dict[str, Engine] = {"": plain}
     if engine.new_recorder is not None:
-        checked[" with --cuda_graphs"] = last = HFEngine(*given, new_recorder=engine.new_recorder)
-    for small in checked.values():
+        last = HFEngine(
+            engine.model,
+            eos_token_ids=(),
+            pad_token_id=0,
+            max_batch_size=len(REQUESTS),
+            new_recorder=engine.new_recorder,
+        )
+        small_engines[" with --cuda_graphs"] = last
+
+    for small in small_engines.values():
         small.sampled_ids = engine.sampled_ids
-    check(checked)
+    check(small_engines)
     engine.new_recorder = last.new_recorder
 
 
@@ -63,16 +88,34 @@ def check_engines(
     actor: TrainableModel,
     engines: Mapping[str, Engine],
 ) -> None:
-    """Refuse, on all ranks, an actor that one of ``engines`` samples wrongly."""
-    kind = config.generation.rollout_engine, not (config.deepspeed.bf16 or config.lora.load_in_4bit)
-    given = config.model.pretrain, actor, engines, actor, strategy.device, kind
+    """Raise ``ValueError`` on all ranks if one of ``engines`` samples wrongly from ``actor``."""
+    is_exact = not (config.deepspeed.bf16 or config.lora.load_in_4bit)
+
+    def check() -> None:
+        check_sampling(
+            config.model.pretrain,
+            actor,
+            engines,
+            weights=actor,
+            device=strategy.device,
+            kind=(config.generation.rollout_engine, is_exact),
+        )
+
     with strategy.uncompiled():
-        collective(strategy.comm, lambda: check_sampling(*given))
+        collective(strategy.comm, check)
 
 
-def check_sampling(pretrain: str, *given: Any) -> None:
-    """Refuse a model ``pretrain`` with an ``engine_fault``, which is ``given`` its arguments."""
-    if fault := engine_fault(*given):
+def check_sampling(
+    pretrain: str,
+    actor: Any,
+    engines: Mapping[str, Engine],
+    weights: WeightSource | None,
+    device: torch.device,
+    kind: Kind,
+) -> None:
+    """Raise ``ValueError`` for a model ``pretrain`` with an ``engine_fault``, whose arguments the others are."""
+    fault = engine_fault(actor, engines, weights, device=device, kind=kind)
+    if fault is not None:
         raise ValueError(
             f"--pretrain {pretrain} cannot be sampled: {fault}. PPO's ratios, and samples, would be wrong. "
             "Take another model or engine, or skip this check with --engine_check off."
@@ -86,21 +129,18 @@ def engine_fault(
     device: torch.device,
     kind: Kind,
 ) -> str | None:
-    """Difference between ``engines`` and ``actor`` in words, if any; ``kind`` is a key of ``BOUNDS``.
+    """Difference between ``engines`` and ``actor`` in words; None if they agree within ``BOUNDS[kind]``.
 
-    Without ``weights`` the actor is whole and frozen, and its training mode is not compared. Modes of all parts and
-    random generators are as before afterwards.
+    Without ``weights`` the actor is whole and frozen, and its training mode is not compared. Modes of all modules and
+    random generators are restored afterwards.
     """
     module: torch.nn.Module = getattr(actor, "module", actor)
-    modes, state = [(part, part.training) for part in module.modules()], get_random_state()
+    modes = [(part, part.training) for part in module.modules()]
+    state = get_random_state()
     try:
         return _fault(actor, engines, weights, device=device, kind=kind)
-    except (
-        torch.OutOfMemoryError,
-        torch.AcceleratorError,
-        DistError,
-    ):  # RuntimeErrors that are not about the model
-        raise
+    except (torch.OutOfMemoryError, torch.AcceleratorError, DistError):
+        raise  # RuntimeErrors that are not about the model
     except (
         AttributeError,
         LookupError,
@@ -109,9 +149,8 @@ def engine_fault(
         TypeError,
         ValueError,
     ) as error:
-        if isinstance(error, ValueError) and "--" in str(
-            error
-        ):  # it names a flag and its own remedy
+        names_flag_and_remedy = isinstance(error, ValueError) and "--" in str(error)
+        if names_flag_and_remedy:
             raise
         logger.debug("the check of the engine failed", exc_info=True)
         return f"a tiny forward fails, {type(error).__name__}: {error}"
@@ -129,64 +168,76 @@ def _fault(
     device: torch.device,
     kind: Kind,
 ) -> str | None:
+    """Compare log-probs of decode steps, of padded and plain forwards, and of both modes; return the first fault."""
     policy: Any = getattr(actor, "module", actor).model
-    n_ids, is_exact = policy.config.get_text_config().vocab_size, kind[1]
-    for how, engine in engines.items():
+    n_ids = policy.config.get_text_config().vocab_size
+    _, is_exact = kind
+
+    for decoding, engine in engines.items():
         actor.train(False)
         rows, decoded = _sample(engine, weights, n_ids)
         sequences, mask = (tensor.to(device) for tensor in pad_right(rows, 0))
         plain = actor(sequences, mask, temperature=1.0)
-        padded = [torch.nn.functional.pad(tensor, (0, WIDER)) for tensor in (sequences, mask)]
-        rounding = (actor(*padded, temperature=1.0)[:, : plain.shape[1]] - plain).abs()
+
+        wider_sequences = pad(sequences, (0, WIDER))
+        wider_mask = pad(mask, (0, WIDER))
+        padded = actor(wider_sequences, wider_mask, temperature=1.0)[:, : plain.shape[1]]
+        rounding = (padded - plain).abs()
+
         allowed = limit = BOUNDS[kind]
-        if not is_exact:  # of the likeliest tokens' logits; others may be masked
+        if not is_exact:
+            # Scale by logits of the likeliest tokens: others may be masked.
             logits: torch.Tensor = policy(input_ids=sequences, use_cache=False).logits
             allowed *= float(logits.float().amax(-1).abs().max())
             limit = max(allowed, 5 * float(rounding.max()))
-        sampled = [
-            row[len(prompt) : len(ids)]
-            for row, ids, (prompt, _) in zip(plain, rows, REQUESTS, strict=True)
-        ]
+
+        sampled = []
+        for log_probs, ids, (prompt, _) in zip(plain, rows, REQUESTS, strict=True):
+            sampled.append(log_probs[len(prompt) : len(ids)])
+        decoding_differences = (decoded - torch.cat(sampled).cpu()).abs()
+
         actor.train(weights is not None)  # new adapters add 0, so their dropout does not show
         trained = actor(sequences, mask, temperature=1.0)
-        for what, differences, most in (
+
+        for compared, differences, bound in (
             ("forwards of rows padded to other lengths", rounding[mask], allowed),
-            (
-                f"decode steps{how} and the plain forward",
-                (decoded - torch.cat(sampled).cpu()).abs(),
-                limit,
-            ),
+            (f"decode steps{decoding} and the plain forward", decoding_differences, limit),
             ("forwards in training and evaluation mode", (trained - plain).abs()[mask], limit),
         ):
-            found = float(differences.max() if is_exact else differences.mean())
-            if not found <= most:  # also of NaN
-                how_far = "at most" if is_exact else "on average"
-                return f"log-probs of {what} differ by {found:.2g} nats, where {most:.2g} {how_far} is rounding"
+            difference = float(differences.max() if is_exact else differences.mean())
+            if not difference <= bound:  # also NaN
+                measure = "at most" if is_exact else "on average"
+                return (
+                    f"log-probs of {compared} differ by {difference:.2g} nats, "
+                    f"where {bound:.2g} {measure} is rounding"
+                )
     return None
 
 
 def _sample(
     engine: Engine, weights: WeightSource | None, n_ids: int
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Rows of prompts and sampled tokens, and the log-probs (N,) of all sampled ones.
+    """Sample ``REQUESTS``; return rows of prompts and sampled tokens, and the log-probs (N,) of all sampled ones.
 
-    Prompts are made of ids that can be sampled: others may stand for images.
+    Prompts consist of ids that can be sampled: others may stand for images.
     """
-    known = [
-        token_id
-        for token_id in engine.sampled_ids.first(1 + max(REQUESTS[0][0]))
-        if token_id < n_ids
-    ]
-    done: dict[int, Completion] = {}
+    largest_place = max(REQUESTS[0][0])
+    first_ids = engine.sampled_ids.first(1 + largest_place)
+    known_ids = [token_id for token_id in first_ids if token_id < n_ids]
+
     prompts: dict[int, list[int]] = {}
+    completions: dict[int, Completion] = {}
     with nullcontext() if weights is None else engine.with_weights(weights):
-        for seed, (prompt, n_new) in enumerate(REQUESTS):
-            token_ids = [known[number % len(known)] for number in prompt]
-            prompts[engine.submit(token_ids, SamplingParams(n_new, 1.0), seed)] = token_ids
+        for seed, (places, n_new) in enumerate(REQUESTS):
+            prompt = [known_ids[place % len(known_ids)] for place in places]
+            prompts[engine.submit(prompt, SamplingParams(n_new, 1.0), seed)] = prompt
         while engine.busy:
             engine.step()
-            done |= engine.collect()
-    rows = [[*prompt, *done[number].token_ids] for number, prompt in prompts.items()]
-    return rows, torch.tensor(
-        [log_prob for number in prompts for log_prob in done[number].log_probs]
-    )
+            completions |= engine.collect()
+
+    rows = []
+    log_probs: list[float] = []
+    for number, prompt in prompts.items():
+        rows.append([*prompt, *completions[number].token_ids])
+        log_probs += completions[number].log_probs
+    return rows, torch.tensor(log_probs)

@@ -4,7 +4,10 @@ import os
 import sys
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 from openppo.config import TrainPPOConfig
+from openppo.datasets.vision import Vision
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
 from openppo.models.merge_lora import to_bf16
@@ -16,6 +19,7 @@ from openppo.rollout.sampling import decoder
 from openppo.rollout.tasks import TaskMaker
 from openppo.strategy.comm import InferenceStrategy
 from openppo.trainer.build import build_ppo_trainer
+from openppo.trainer.data import PPOData
 from openppo.trainer.engines import new_engine
 from openppo.trainer.model_checks import check_models
 from openppo.trainer.policy_inputs import run_vision
@@ -58,16 +62,8 @@ def build_rank(
     engine = new_engine(config, policy, tokenizer, stop=StopCheck(), actor_config=actor_config)
     engine.decode = decoder(tokenizer)
 
-    vision = None
-    if strategy.launch.wait_for(SHOWS_IMAGES) == "yes":
-        vision = run_vision(
-            config.model,
-            tokenizer,
-            actor_config,
-            options=config.data,
-            kinds=data.kinds,
-            plays=maker is not None,
-        )
+    plays = maker is not None
+    vision = _vision(config, strategy, tokenizer, actor_config, data=data, plays=plays)
     parts = SamplerParts(
         engine=engine,
         tokenizer=tokenizer,
@@ -88,6 +84,27 @@ def build_rank(
         scorer=scorer,
         prompts=data.prompts,
         tasks=tasks,
+    )
+
+
+def _vision(
+    config: TrainPPOConfig,
+    strategy: InferenceStrategy,
+    tokenizer: PreTrainedTokenizerBase,
+    actor_config: PreTrainedConfig,
+    data: PPOData,
+    plays: bool,
+) -> Vision | None:
+    """Reader of images; None unless trainers post that samples may contain some."""
+    if strategy.launch.wait_for(SHOWS_IMAGES) != "yes":
+        return None
+    return run_vision(
+        config.model,
+        tokenizer,
+        actor_config,
+        options=config.data,
+        kinds=data.kinds,
+        plays=plays,
     )
 
 
