@@ -42,9 +42,10 @@ BOUNDS = {
 }
 """Differences of log-probs that count as rounding, by ``Kind``.
 
-In float32 they are nats of any token. Otherwise they are fractions of the largest logit, on average over tokens: correct
-models differ by at most one step of bfloat16, 2**-8, wrong ones by at least twelve, at any scale of the weights. Five
-times the largest difference that padding makes is allowed too: rounding may send a token to another expert.
+In float32 they are nats of any token. Otherwise they are fractions of the largest logit, on average over tokens:
+correct models differ by at most one step of bfloat16, 2**-8, wrong ones by at least twelve, whatever the scale of the
+weights. Five times the largest difference that padding makes is allowed too: rounding may send a token to another
+expert.
 """
 
 
