@@ -21,8 +21,8 @@ from openppo.trainer.callbacks import STOPPED_EARLY, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.memory.shortage import explain_shortage
-from openppo.trainer.self_check import show_examples
 from openppo.trainer.supervised.batches import StepBatch, equal_micro_batches
+from openppo.trainer.supervised.self_check import show_examples
 from openppo.trainer.update import SkippedSteps
 from openppo.types import Interrupted, StopCheck
 
