@@ -48,7 +48,7 @@ def check_samples(
 ) -> list[str]:
     """Log two of ``items``, one row each, that step number ``step`` trains on; return faults, which are logged too.
 
-    One sample ended with EOS and one was cut, if there are both. ``kl_coef`` is that of the KL penalty in their rewards,
+    One sample ended with EOS and one was cut, if there are both. ``kl_coef`` is that of the KL penalty in rewards,
     ``labels`` are those of the prompts. With ``one_score`` only the last token can have a score.
     """
     shown = _shown(items)

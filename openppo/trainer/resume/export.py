@@ -29,7 +29,7 @@ from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.trainer.policy_inputs import load_policy_tokenizer
 from openppo.trainer.resume.compatible import model_fingerprint
 from openppo.trainer.roles import critic_lora, critic_start, load_actor, load_critic
-from openppo.trainer.supervised.build import load_model
+from openppo.trainer.supervised.model import load_model
 from openppo.weight_files import holds_model
 
 _KINDS: dict[str, type] = {
