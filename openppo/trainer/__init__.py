@@ -7,9 +7,8 @@ import torch
 
 from openppo.lazy import lazy_names
 
-if (
-    not torch.cuda.is_available()
-):  # before any name loads DeepSpeed, whose search for devices is slow and loud
+# Before any name loads DeepSpeed, whose search for devices is slow and loud.
+if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 if TYPE_CHECKING:

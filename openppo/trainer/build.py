@@ -74,7 +74,7 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """Build a trainer from options; ``ValueError`` names the flag or the object at fault.
 
-    ``source`` gives trajectories, or makes the sampler that plays agents; without it the policy responds to prompts.
+    ``source`` yields trajectories, or makes the sampler of agents' episodes; without it the policy responds to prompts.
     ``trackers`` log on rank 0. ``objects`` fill ``OwnObjects``: models, a tokenizer, prompts and a reward function.
     """
     maker: SamplerMaker | None = None
@@ -112,7 +112,7 @@ class _Run:
     plan: BatchPlan
     checkpointer: Checkpointer
     samples: bool
-    """True if the run samples from its policy; False if a source of the caller gives trajectories."""
+    """True if the run samples from its policy, False with a source of the caller."""
     scorer: Any
     eval_scorer: Any
 
@@ -202,9 +202,9 @@ def _estimated(
     objects: OwnObjects,
     checked: Checked,
 ) -> tuple[TrainPPOConfig, Estimate | None, TaskRewards]:
-    """Estimate and log memory; return ``config`` with sizes that fit, the estimate, and the builder of scorers.
+    """Estimate and log memory; a dry run ends here.
 
-    A dry run ends here.
+    Returns ``config`` with sizes that fit, the estimate, and the builder of scorers.
     """
     tokenizer, actor_config, data = checked
     estimate = None
@@ -244,7 +244,10 @@ def _plan(
 def _with_models(
     run: _Run, strategy: DeepspeedStrategy, trackers: Sequence[Tracker]
 ) -> tuple[TrainPPOConfig, PPOComponents]:
-    """Load models, start the engine, and assemble the parts; return the config of features that models have."""
+    """Load models, start the engine, and assemble the parts.
+
+    Returns the parts, and the config without features that a model lacks.
+    """
     ids_of = partial(sampled_ids, run.tokenizer, run.actor_config)
     models = load_models(run.config, strategy, run.objects, plan=run.plan, ids_of=ids_of)
     actor = models.actor
@@ -304,7 +307,7 @@ def _engine(
     actor: TrainableModel,
     stop: StopCheck,
 ) -> Engine | None:
-    """Start the engine that samples with the actor's weights; None if the run does not sample."""
+    """Start the engine that samples from the actor; None if the run does not sample."""
     if not run.samples:
         return None
     return training_engine(
@@ -339,7 +342,10 @@ def _experience_maker(
     pad: int,
     hooks: Hooks,
 ) -> ExperienceMaker:
-    """Make the maker of experience; it also trains the critic if one optimizer step takes a whole rollout."""
+    """Make the experience maker.
+
+    It also trains the critic, in the same pass, on rollouts that fit into one optimizer step.
+    """
     make: Any = ExperienceMaker
     if critic_step is not None and OnePassCritic.is_exact(config):
         make = partial(OnePassCritic, critic_step)

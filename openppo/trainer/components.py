@@ -54,7 +54,7 @@ class PPOComponents:
         return None if self.critic_step is None else self.critic_step.model
 
     def weights_to_save(self) -> AbstractContextManager[None]:
-        """Give the actor the weights to save while the context is open: the average with ``--enable_ema``."""
+        """Context in which the actor has the weights to save: the average with ``--enable_ema``."""
         return nullcontext() if self.ema is None else self.ema.swapped_in()
 
     def write_policy(self, folder: Path) -> None:

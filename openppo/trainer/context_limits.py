@@ -8,9 +8,9 @@ from openppo.models.pretrained import context_length
 def check_context(
     model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int
 ) -> None:
-    """Raise ``ValueError`` if a prompt and its response exceed the context of ``model``, a flag and a name.
+    """Raise ``ValueError`` if a prompt and its response exceed the context of ``model``.
 
-    ``longest_prompt`` and ``new_tokens`` are numbers of tokens.
+    ``model`` is a flag and a name; ``longest_prompt`` and ``new_tokens`` are numbers of tokens.
     """
     text = model_config.get_text_config()
     limits = [context_length(model_config)]

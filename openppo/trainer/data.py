@@ -197,9 +197,9 @@ class _Loading:
 def _load_documents(
     config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, longest: int, show: ShowRows
 ) -> tuple[list[TokenExample], list[Any]]:
-    """Load the documents of the PTX loss, cut at ``longest`` tokens, and their contents before the cut.
+    """Load the documents of the PTX loss; without it there are none.
 
-    None without that loss.
+    Returns the documents, cut at ``longest`` tokens, and their contents before the cut.
     """
     options = config.data
     if options.pretrain_data is None or config.ppo.ptx_coef == 0:
@@ -223,7 +223,7 @@ def _load_documents(
 
 
 def _content(prompt: Prompt) -> list[object]:
-    """Content of a prompt for comparison: ids or, of a task without a prompt, its row; label and media."""
+    """Ids, label and media of a prompt; a row stands for the ids of a task without a prompt."""
     content: list[object] = [prompt.token_ids or repr(prompt.row)]
     content.append(repr(prompt.label))
     if prompt.media:

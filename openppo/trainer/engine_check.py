@@ -1,4 +1,4 @@
-"""Check of an engine: log-probs of a few sampled tokens, on which the actor must agree.
+"""Check of an engine: its log-probs of a few sampled tokens must be the actor's.
 
 Otherwise PPO's ratios are wrong before the first update, without any error.
 """
@@ -26,13 +26,19 @@ Kind = tuple[str, bool]
 """Name of an engine, and True if weights and logits are float32."""
 
 REQUESTS = (((3, 1, 0, 2, 2, 1, 3, 0, 1), 2), ((2, 3, 1), 6))
-"""Prompts as places among ids, and numbers of sampled tokens: the long row ends first, the other continues alone."""
+"""Prompts as places among ids, and numbers of sampled tokens.
+
+The long row ends first, and the other continues alone.
+"""
 
 LONGEST = max(len(prompt) + n_new for prompt, n_new in REQUESTS)
 """Tokens of the longest request with its sampled tokens."""
 
 WIDER = 16
-"""Columns of padding that must not change log-probs; on CPUs, bfloat16 rows are padded by up to 7 anyway."""
+"""Columns of padding that must not change log-probs.
+
+On CPUs, bfloat16 rows are padded by up to 7 columns anyway.
+"""
 
 BOUNDS = {
     ("hf", True): 1e-3,
@@ -169,7 +175,7 @@ def _fault(
     device: torch.device,
     kind: Kind,
 ) -> str | None:
-    """Compare log-probs of decode steps, of padded and plain forwards, and of both modes; return the first fault."""
+    """Compare log-probs of decode steps, padded forwards and both modes; return the first fault."""
     policy: Any = getattr(actor, "module", actor).model
     n_ids = policy.config.get_text_config().vocab_size
     _, is_exact = kind
@@ -218,9 +224,9 @@ def _fault(
 def _sample(
     engine: Engine, weights: WeightSource | None, n_ids: int
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Sample ``REQUESTS``; return rows of prompts and sampled tokens, and the log-probs (N,) of all sampled ones.
+    """Sample ``REQUESTS``; return the rows, and the log-probs (N,) of all sampled tokens.
 
-    Prompts consist of ids that can be sampled: others may stand for images.
+    Rows are prompts with sampled tokens. Prompts consist of ids that can be sampled: others may stand for images.
     """
     largest_place = max(REQUESTS[0][0])
     first_ids = engine.sampled_ids.first(1 + largest_place)

@@ -35,9 +35,9 @@ def training_engine(
     stop: StopCheck,
     actor_config: PreTrainedConfig,
 ) -> Engine:
-    """Make the engine of a trainer, which samples with the actor's own module, or with a copy of it in vLLM.
+    """Make the engine of a trainer, checked with ``--engine_check on``.
 
-    It is checked with ``--engine_check on``.
+    It samples with the actor's own module, or with a copy of it in vLLM.
     """
     if config.orchestrator.rollout_ranks > 0:
         # This engine only evaluates: vLLM runs on the ranks that sample.
@@ -115,7 +115,7 @@ def new_engine(
 
 
 def _max_tokens(config: TrainPPOConfig, actor_config: PreTrainedConfig) -> int:
-    """Longest row of a run or of the engine's check in tokens, within the context of the model."""
+    """Tokens of the longest row, of the run or of the engine's check, within the model's context."""
     prompt_and_response = config.data.prompt_max_len + config.generation.generate_max_len
     episode = config.agents.episode_max_len or 0
     longest = max(prompt_and_response, episode, LONGEST)

@@ -78,7 +78,7 @@ def _check_vocabularies_of_others(
     actor_config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Raise ``ValueError`` if critic or reference are read by name and have another vocabulary than the actor."""
+    """Raise ``ValueError`` if a critic or reference named by options has another vocabulary."""
     pretrain = config.model.pretrain
     trust = config.model.trust_remote_code
 

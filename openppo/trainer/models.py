@@ -55,10 +55,10 @@ def _prepared(
     objects: OwnObjects,
     ids_of: Callable[[int], SampledIds],
 ) -> Any:
-    """Take or load the model of ``role``, and wrap it: trained for ``n_steps`` optimizer steps, or frozen.
+    """Take or load the model of ``role``, and wrap it for training, or frozen as the reference.
 
-    It packs rows, and shares their beginnings, if that is exact. ``ids_of`` returns the ids that the actor can sample,
-    by the number of the model's logits.
+    It is trained for ``n_steps`` optimizer steps. It packs rows, and shares their beginnings, if that is exact.
+    ``ids_of`` returns the ids that the actor can sample, by the number of the model's logits.
     """
     module = objects.module(role, config.generation.temperature, _adapters(config, role))
     if module is None:

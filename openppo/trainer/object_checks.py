@@ -74,7 +74,7 @@ def problems_of_objects(
 
 
 def problems_of_models(config: TrainPPOConfig, models: Mapping[str, Any]) -> Iterator[str]:
-    """Messages about models, by role, that the run cannot train or read, each with a remedy."""
+    """Messages about models that the run cannot train or read, each with a remedy."""
     for role, model in models.items():
         wrapper: type = ScalarHeadModel if role == "critic" else Actor
         is_transformers = isinstance(bare(model), PreTrainedModel)
@@ -126,7 +126,7 @@ def _problems_of_weights(config: TrainPPOConfig, role: str, model: Any) -> Itera
 
 
 def _has_head(role: str, model: Any) -> bool:
-    """True if ``model`` has the head of ``role``: one value of a token, or the logits."""
+    """True if ``model`` has the head of ``role``: values or logits."""
     bare_model = bare(model)
     if role == "critic":
         head = getattr(bare_model, HEAD, None)

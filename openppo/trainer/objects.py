@@ -1,4 +1,4 @@
-"""Objects of a caller in place of names in options: models, a tokenizer, prompts, a reward function."""
+"""Objects of a caller in place of names: models, tokenizer, prompts, reward function."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -43,7 +43,7 @@ _SAMPLED = 1024
 
 @dataclass(frozen=True, eq=False)
 class OwnObjects:
-    """Objects of the caller; those that are None are read by the names that options give.
+    """Objects of the caller; None means that options name it.
 
     A model is a Hugging Face model, or an ``Actor`` or ``ScalarHeadModel`` around one; actor and critic are trained in
     place. ``prompts`` yields prompts or texts, or returns them when it is called with the tokenizer.
@@ -143,7 +143,7 @@ class OwnObjects:
     def check_vocabularies(
         self, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig
     ) -> None:
-        """Raise ``ValueError`` if critic or reference lack an embedding of a token that the actor may sample."""
+        """Raise ``ValueError`` if a model lacks an embedding of a token that the actor may sample."""
         last_of_tokenizer = max(tokenizer.get_vocab().values())
         last_of_actor = actor_config.get_text_config().vocab_size - 1
         largest = min(last_of_tokenizer, last_of_actor)
@@ -151,7 +151,7 @@ class OwnObjects:
             check_token_ids(bare(model).config, f"{role} {GIVEN}", tokenizer, rows=[[largest]])
 
     def module(self, role: Role, temperature: float, lora: LoRAConfig) -> Any:
-        """Return the model of ``role`` for training or reading, with adapters of ``lora``; None without one."""
+        """Return the model of ``role`` with adapters of ``lora``; None if it is read by name."""
         model = self.models.get(role)
         if model is None:
             return None
@@ -183,7 +183,7 @@ NOTHING = OwnObjects()
 def _prompt_of(
     item: Any, tokenizer: PreTrainedTokenizerBase, options: PromptDataConfig, empty: bool
 ) -> Prompt:
-    """Prompt of one of the caller's items, fitted to the options; ``ValueError`` if it is none."""
+    """Make a prompt of an item, fitted to the options; ``ValueError`` if that is impossible."""
     prompt = item if isinstance(item, Prompt) else render_prompt(item, tokenizer, options)
     ids = prompt.token_ids
     are_ids = isinstance(ids, list) and {*map(type, ids)} <= {int} and min(ids, default=0) >= 0

@@ -54,7 +54,7 @@ def _check_alike(config: Any, comm: Comm) -> None:
 
 
 def _settings(config: Any) -> dict[str, str]:
-    """Versions and options of this rank as texts; of a place only whether it is given."""
+    """Versions and options of this rank as texts; places are only "given" or "not given"."""
     settings = {
         "openppo": __version__,
         "torch": torch.__version__,

@@ -70,7 +70,10 @@ def blank_prompt(
     kinds: set[str],
     plays: bool,
 ) -> Prompt | None:
-    """Stand-in for prompts with images, of the arguments of ``run_vision``; None if the run has none."""
+    """Stand-in for prompts with images; None if the run has none.
+
+    The arguments are those of ``run_vision``.
+    """
     vision = run_vision(
         model,
         tokenizer,

@@ -9,7 +9,7 @@ from openppo.tracking import setup_logging
 
 
 def quiet_libraries() -> None:
-    """Log on rank 0 as the commands do; of other libraries show only errors, and no bars for quick loading.
+    """Log as the commands do, and silence other libraries but for errors.
 
     For loops of your own, called before anything is built. Without it a program has the step lines alone.
     """

@@ -63,7 +63,7 @@ def build_rank(
     engine.decode = decoder(tokenizer)
 
     plays = maker is not None
-    vision = _vision(config, strategy, tokenizer, actor_config, data=data, plays=plays)
+    vision = _vision(config, strategy, tokenizer, actor_config=actor_config, data=data, plays=plays)
     parts = SamplerParts(
         engine=engine,
         tokenizer=tokenizer,
@@ -109,7 +109,7 @@ def _vision(
 
 
 def _load_policy(config: TrainPPOConfig, strategy: InferenceStrategy) -> Any:
-    """Load the Hugging Face model that this rank samples from, in the precision of the trainers' forwards."""
+    """Load the Hugging Face model to sample from, in the precision of the trainers' forwards."""
     pretrain = config.model.pretrain
     with model_error_context("--pretrain", pretrain), strategy.loading():
         actor = Actor(pretrain, temperature=config.generation.temperature, **loading(config))

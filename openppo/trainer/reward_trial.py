@@ -16,7 +16,7 @@ _TITLE = "rewards of the first rows; the response is the label, empty without on
 def trial_lines(
     scorer: Scorer, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Score the labels of the first ``prompts`` as responses; return lines of the log with their rewards."""
+    """Score the labels of the first ``prompts`` as responses; return lines for the log."""
     samples = []
     for group, prompt in enumerate(prompts[:_ROWS]):
         samples.append(_labelled(prompt, tokenizer, group))

@@ -10,7 +10,7 @@ from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_reg
 
 
 def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
-    """Flag and name of the model that the critic starts from; None for an estimator without a critic."""
+    """Flag and name of the model that the critic starts from; None without a critic."""
     if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
         return None
     if config.model.critic_pretrain:

@@ -15,7 +15,10 @@ from openppo.trainer.source import PromptSource
 from openppo.types import RolloutSource
 
 SHOWS_IMAGES = "images"
-"""Key in the launch's store: "yes" if samples may contain images. Trainers post it, rollout ranks wait for it."""
+"""Key in the launch's store: "yes" if samples may contain images.
+
+Trainers post it, and rollout ranks wait for it.
+"""
 
 
 def is_async(config: TrainPPOConfig, maker: SamplerMaker | None) -> bool:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def tokenizing(comm: Comm) -> ShowRows:
-    """Progress of a loader: a bar on rank 0, and a sign of life from all ranks."""
+    """Progress of a loader: a bar on rank 0, a sign of life from all ranks."""
     return lambda rows: progress_bar(rows, "tokenizing", enabled=comm.rank == 0)
 
 

@@ -1,4 +1,4 @@
-"""Self-check of PPO: two samples as they are trained on, token by token, for people to check.
+"""Self-check of PPO: two samples as they are trained on, token by token.
 
 All numbers are those of the experience itself; only the KL is computed again, by k1.
 """
@@ -30,10 +30,10 @@ _BEFORE = 2  # tokens shown before the first action
 _ENDS = 3  # tokens shown at both ends of the actions
 
 _CONTEXT = 6
-"""Tokens on which the text of the next may depend: a leading blank, the bytes of one character."""
+"""Tokens before one that its text may depend on: a leading blank, bytes of a character."""
 
 _TINY = 1e-5
-"""Rounding of rewards of about 1 in float32 when the KL penalty is taken out again."""
+"""Rounding in float32 of rewards of about 1, minus the KL penalty."""
 
 
 def check_samples(
@@ -46,7 +46,7 @@ def check_samples(
     labels: Sequence[Any],
     one_score: bool = True,
 ) -> list[str]:
-    """Log two of ``items``, one row each, that step number ``step`` trains on; return faults, which are logged too.
+    """Log two of the ``items`` of step ``step``, one row each; return their faults, also logged.
 
     One sample ended with EOS and one was cut, if there are both. ``kl_coef`` is that of the KL penalty in rewards,
     ``labels`` are those of the prompts. With ``one_score`` only the last token can have a score.
@@ -76,7 +76,7 @@ def check_samples(
 
 
 def _shown(items: Sequence[Experience]) -> list[int]:
-    """Places of the samples to show: one that ended and one that was cut, if there are both."""
+    """Places of the samples to show: one ended, one cut, if there are both."""
     ended = [i for i, item in enumerate(items) if not item.truncated[0]]
     cut = [i for i, item in enumerate(items) if item.truncated[0]]
     by_rank = [*ended[:1], *cut[:1], *ended[1:2], *cut[1:2]]
@@ -127,7 +127,7 @@ class _Sample:
         ]
 
     def places(self) -> str:
-        """Numbers of the tokens of the first action, of EOS, of scores, and of the first padding."""
+        """Numbers of the tokens of first action, EOS, scores and first padding."""
         places = [f"first action {i}" for i in self.actions[:1]]
         eos = [i for i in self.actions if self.ids[i] in self.eos]
         places += [f"EOS {i}" for i in eos[-_ENDS:]]
@@ -138,7 +138,7 @@ class _Sample:
         return ", ".join(places)
 
     def faults(self, one_score: bool) -> list[str]:
-        """Claims that hold for any experience and not for this one; none of a sample left out of training."""
+        """Violations of claims that hold for any sample; none if it is left out of training."""
         if not self.actions:
             return []
 

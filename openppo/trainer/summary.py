@@ -222,7 +222,7 @@ def _supervised_facts(trainer: SupervisedTrainer[Any]) -> Facts:
 
 
 def _log(roles: Facts, facts: Facts, done: int, total: int) -> None:
-    """Log versions, the table of roles, and the table of facts; a resumed run has ``done`` steps already."""
+    """Log versions and both tables; a resumed run has ``done`` steps already."""
     if done > 0:
         facts = [*facts, ("resumes", f"after step {done:,} of {total:,}")]
     libraries = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}"

@@ -18,7 +18,7 @@ def load_tasks_data(
     comm: Comm,
     objects: OwnObjects = NOTHING,
 ) -> PPOData:
-    """Load the data of all tasks of a run as ``load_ppo_data`` does; ``ValueError`` names the task."""
+    """Load the data of all tasks of a run; ``ValueError`` names the task."""
     data_by_task = []
     for number, task in enumerate(tasks.tasks):
         config = task.config

@@ -60,7 +60,7 @@ class TaskRewards:
                 logger.info("%s %s scores no row here: a dry run reads no weights", flag, model)
 
     def _try_out(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
-        """Log rewards of a few prompts' labels; raise ``ValueError`` on all ranks if a source fails."""
+        """Log rewards of a few labels; raise ``ValueError`` on all ranks if a source fails."""
         comm = self.strategy.comm
 
         def lines() -> list[str]:

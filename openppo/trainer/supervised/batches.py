@@ -15,7 +15,7 @@ from openppo.models.padding import packing_is_exact, pad_right
 from openppo.types import Comm
 
 PACKED_ROW = 512
-"""Tokens of a row: attention costs more in longer rows, and shorter ones waste more places."""
+"""Tokens of a packed row: longer rows cost more attention, shorter ones waste more places."""
 
 _IDLE = TokenExample(token_ids=[0, 0], loss_mask=[False, False])
 """Row of a rank that has no example while others have one."""
@@ -44,7 +44,7 @@ class StepBatch:
 
     micro_batches: list[Any]
     n_targets: int
-    """Target tokens, pairs or judged steps of all ranks, over which the loss is a mean."""
+    """Target tokens, pairs or judged steps of all ranks: the loss is a mean over them."""
     n_input_tokens: int
     """Real tokens of this rank."""
 
@@ -77,7 +77,7 @@ def token_batch(
 
 
 def equal_micro_batches(examples: Sequence, micro_batch_size: int, comm: Comm) -> list[list]:
-    """Cut this rank's share of ``examples`` into micro-batches, with empty ones if other ranks have more."""
+    """Cut this rank's share of ``examples``; micro-batches are empty if other ranks have more."""
     share = shard(examples, comm.rank, comm.world_size)
     largest_share = -(-len(examples) // comm.world_size)
     starts = range(0, max(largest_share, 1), micro_batch_size)
@@ -85,9 +85,9 @@ def equal_micro_batches(examples: Sequence, micro_batch_size: int, comm: Comm) -
 
 
 def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExample]]:
-    """Pack ``examples`` into rows of at most ``max_len`` tokens, the longest first, each into the first with room.
+    """Pack ``examples`` into rows of at most ``max_len`` tokens.
 
-    A longer example has a row of its own.
+    The longest come first, each into the first row with room; a longer example has a row of its own.
     """
     rows: list[list[TokenExample]] = []
     lengths: list[int] = []
@@ -110,9 +110,9 @@ def packed_row_length(
     limit: int,
     device: torch.device,
 ) -> int | None:
-    """Length of rows of ``documents`` in tokens: at most 512 and ``limit``, at least that of the longest document.
+    """Tokens of rows that ``documents`` share; None if ``model`` mixes them, or without any.
 
-    None without documents, or if ``model`` mixes the documents of a row.
+    At most ``PACKED_ROW`` and ``limit``, but at least the longest document.
     """
     if not documents or not packing_is_exact(model, device):
         return None

@@ -42,7 +42,7 @@ _TRAINERS: dict[type, type[SupervisedTrainer[Any]]] = {
 def build_supervised_trainer(
     config: Any, strategy: DeepspeedStrategy | None = None
 ) -> SupervisedTrainer[Any]:
-    """Build the trainer of a supervised command, ready for ``fit()``; ``ValueError`` names the flag to change."""
+    """Build the trainer of a supervised command; ``ValueError`` names the flag to change."""
     if strategy is None:
         strategy = DeepspeedStrategy(config.deepspeed)
     comm = strategy.comm

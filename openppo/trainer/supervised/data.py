@@ -40,7 +40,7 @@ _LOADERS: dict[type, Callable[..., list[Any]]] = {
 
 @dataclass(frozen=True)
 class SupervisedData:
-    """Examples that the model can read, with the tokenizer and the image reader that made them."""
+    """Examples, and the tokenizer and image reader that made them."""
 
     tokenizer: PreTrainedTokenizerBase
     model_config: PreTrainedConfig
@@ -108,7 +108,7 @@ def _check_rows(
     tokenizer: PreTrainedTokenizerBase,
     model_config: PreTrainedConfig,
 ) -> int:
-    """Return the length of the longest row in tokens; raise ``ValueError`` if the model cannot read it, or an id."""
+    """Return the tokens of the longest row; raise ``ValueError`` if the model cannot read one."""
     options = config.supervised
     name = options.pretrain
     longest = max(map(len, rows))
@@ -125,9 +125,9 @@ def _check_rows(
 def load_train_and_eval(
     config: SupervisedCommand, comm: Comm, make: Callable[..., list[Example]]
 ) -> tuple[list[Example], list[Example]]:
-    """Load training and held-out examples, the same on all ranks; none are held out without ``--eval_dataset``.
+    """Load training and held-out examples, the same on all ranks.
 
-    ``make(rows, show=...)`` makes examples of rows.
+    Without ``--eval_dataset`` none are held out. ``make(rows, show=...)`` makes examples of rows.
     """
     options = config.supervised
 

@@ -31,7 +31,7 @@ Example = TypeVar("Example")
 
 @dataclass
 class SupervisedComponents(Generic[Example]):
-    """Model, data and reporting of a supervised trainer. The data are the same on all ranks."""
+    """Model, data and reporting of a supervised trainer; all ranks have the same data."""
 
     strategy: DeepspeedStrategy
     tokenizer: Any
@@ -52,7 +52,7 @@ def total_optimizer_steps(config: SupervisedCommand, n_examples: int) -> int:
 
 
 class SupervisedTrainer(ABC, Generic[Example]):
-    """Base of the three trainers: they define the loss of a batch, this class the order of steps."""
+    """Base of the three trainers, which define the loss of a batch."""
 
     kind: ClassVar[str]
     """Kind of its checkpoints, and of the command."""

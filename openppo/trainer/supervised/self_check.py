@@ -1,4 +1,4 @@
-"""Self-check of supervised training: two examples as text, for people to check."""
+"""Self-check of supervised training: two examples as text."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -20,7 +20,7 @@ Parts = list[tuple[str, str]]
 
 
 def show_examples(examples: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log the first ``examples`` of a supervised step: texts that are read, and targets of the loss."""
+    """Log the first ``examples`` of a step: texts that are read, and targets."""
     rows = []
     for number, example in enumerate(examples[:N_SHOWN], start=1):
         for name, text in _parts(example, tokenizer):

@@ -33,7 +33,7 @@ _IDLE_STEPS = ProcessExample(token_ids=[0, 0], labels=[IGNORE_INDEX, IGNORE_INDE
 
 
 class SFTTrainer(SupervisedTrainer[TokenExample]):
-    """Trains an ``Actor`` on token examples; the loss is the mean over the target tokens of each optimizer step."""
+    """Trainer of an ``Actor``; the loss is the mean over the target tokens of an optimizer step."""
 
     kind = "sft"
     headline = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
@@ -60,7 +60,7 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
         )
 
     def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
-        """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
+        """Summed negative log-likelihood of this micro-batch over the targets of the step."""
         log_probs = self.model(
             micro.sequences,
             micro.attention_mask,
@@ -73,9 +73,10 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
 
 
 class RewardModelTrainer(SupervisedTrainer[Ranked]):
-    """Trains a ``ScalarHeadModel`` of role reward.
+    """Trainer of a ``ScalarHeadModel`` of role reward.
 
-    The loss is the mean over the examples of each optimizer step, of a ranking the mean over its pairs (InstructGPT).
+    The loss is the mean over the examples of an optimizer step; that of a ranking is the mean over its pairs
+    (InstructGPT).
     """
 
     kind = "rm"
@@ -105,7 +106,7 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
         return 1
 
     def loss(self, micro: list[Ranked], n_targets: int, metrics: Metrics) -> Tensor:
-        """Summed loss of this micro-batch's examples over those of the step; all their texts in one forward."""
+        """Summed loss of this micro-batch's examples over those of the step, by one forward."""
         examples = micro or [_IDLE_PAIR]
         n = len(micro)  # 0 if only other ranks have more examples
         scores, row_of = self._scores(examples)
@@ -133,9 +134,9 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
         return loss * n / n_targets
 
     def _scores(self, examples: Sequence[Ranked]) -> tuple[Tensor, dict[tuple[int, int], int]]:
-        """Scores (N,) of all texts, and the place of text ``k`` of example ``e`` by ``(k, e)``.
+        """Scores (N,) of all texts, and the place among them of each ``(text, example)``.
 
-        All first texts come first, so the chosen ones of pairs lie beside each other.
+        The first texts of all examples come first: the chosen ones of pairs lie beside each other.
         """
         order = []
         for e, example in enumerate(examples):
@@ -180,7 +181,10 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
 
 
 class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
-    """Trains a ``ProcessRewardModel`` by the mean over judged steps; a step is judged at the placeholder after it."""
+    """Trainer of a ``ProcessRewardModel``; the loss is the mean over judged steps.
+
+    A step is judged at the placeholder after it.
+    """
 
     kind = "prm"
     headline = RewardModelTrainer.headline
