@@ -9,7 +9,7 @@ from openppo.config import TrainPPOConfig
 
 def build(config: TrainPPOConfig) -> Any:
     """What this rank runs, on responses to prompts, or on episodes of the agent that options ask for."""
-    from openppo.trainer.build import build_rank  # seconds of imports
+    from openppo.trainer.rank import build_rank  # seconds of imports
 
     if config.orchestrator.tasks is not None:
         from openppo.tasks.source import task_source

@@ -41,10 +41,12 @@ from openppo.strategy.weights import WholeWeights
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.console import write_line
 from openppo.tracking.output_files import check_output_file, replacing
-from openppo.trainer.engines import check_like, check_sampling
+from openppo.trainer.context_limits import check_context
+from openppo.trainer.engine_check import check_like, check_sampling
 from openppo.trainer.evaluation.evaluator import Grading, evaluation_table
 from openppo.trainer.evaluation.passing import PassWatch
-from openppo.trainer.startup import check_context, once_per_host, policy_vision, tokenizing
+from openppo.trainer.policy_inputs import policy_vision
+from openppo.trainer.row_loading import once_per_host, tokenizing
 from openppo.types import Comm, Prompt, StopCheck, Trajectory
 
 

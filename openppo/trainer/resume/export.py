@@ -26,11 +26,10 @@ from openppo.models.pretrained import check_model
 from openppo.strategy.checkpoint.folder import MANIFEST, damage_of, of_steps
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader
 from openppo.strategy.saving import save_model, save_tokenizer
-from openppo.trainer.components import load_actor, load_critic
+from openppo.trainer.policy_inputs import load_policy_tokenizer
 from openppo.trainer.resume.compatible import model_fingerprint
-from openppo.trainer.roles import critic_lora, critic_start
-from openppo.trainer.startup import load_policy_tokenizer
-from openppo.trainer.supervised.build import load_model
+from openppo.trainer.roles import critic_lora, critic_start, load_actor, load_critic
+from openppo.trainer.supervised.model import load_model
 from openppo.weight_files import holds_model
 
 _KINDS: dict[str, type] = {
