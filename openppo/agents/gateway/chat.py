@@ -6,7 +6,7 @@ from typing import Any
 
 from openppo.agents.gateway.requests import ROLES, Refused, as_text, read_call, read_content
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import Turn
+from openppo.agents.turn import Turn
 from openppo.datasets.templates import Message
 from openppo.types import FinishReason
 

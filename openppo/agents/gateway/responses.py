@@ -7,7 +7,7 @@ from typing import Any
 from openppo.agents.gateway.chat import FINISH, log_probs
 from openppo.agents.gateway.requests import ROLES, Refused, as_text, read_call, read_content
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import Turn
+from openppo.agents.turn import Turn
 from openppo.datasets.templates import Message, shortened
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from openppo import logger
 from openppo.agents.gateway.server import Gateway
-from openppo.agents.parsers import choose_parser
+from openppo.agents.parsers import Tools, choose_parser
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import Session, SessionSetup, Task, Tools, Turn
+from openppo.agents.session import Session, SessionSetup, Task
+from openppo.agents.turn import Turn
 from openppo.config import RowsConfig, ServeAgentConfig
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message

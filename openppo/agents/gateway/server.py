@@ -20,7 +20,8 @@ from openppo import logger
 from openppo.agents.gateway import chat, responses
 from openppo.agents.gateway.requests import Refused, read_body, read_options
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Turn
+from openppo.agents.session import EpisodeEnded, Session, SessionSetup
+from openppo.agents.turn import Turn
 from openppo.config.rollout import ALL_TOKENS
 from openppo.datasets.templates import Message, shortened
 from openppo.rewards.http_server import app_runner, body_of, serve
