@@ -33,7 +33,7 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions that a chat template may raise: it is a program too (``OverflowError``: a loop that is too long)."""
+"""Exceptions of a chat template, which is a program too (``OverflowError``: a loop that is too long)."""
 _FOLDERS = set[Path]()
 """Folders of the files loaded so far."""
 
@@ -266,7 +266,7 @@ class CallThread:
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Return the result of a coroutine function, or of a plain one, which runs on a thread of its own."""
+    """Return the result of a coroutine function, or of a plain one, run on a thread of its own."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
 

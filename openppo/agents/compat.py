@@ -29,7 +29,7 @@ from openppo.rollout.rollout import make_trajectory, sample_seed
 from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, Trajectory
 
 NotifyScore = Callable[[str, float | None, int], Any]
-"""Called at an episode's end with its id, its score (None if it failed) and its number of turns."""
+"""Called at an episode's end with its id, score (None if it failed) and number of turns."""
 BeginGroup = Callable[[int, Sequence[str]], Future[None]]
 """Called with a row's group and the ids of its episodes, which begin when the future is done."""
 

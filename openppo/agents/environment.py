@@ -31,7 +31,10 @@ class EnvironmentAgent(Agent):
         self.options = options
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Make, reset and close one environment, and step it if any text is an action; ``ValueError`` if it fails."""
+        """Try one environment: make, reset and close it, and step it if any text is an action.
+
+        ``ValueError`` if that fails.
+        """
 
         async def first_step() -> None:
             async with Environment.opened(self.make) as environment:

@@ -18,7 +18,10 @@ _SECONDS_TO_END = 5.0
 
 
 class Agent(ABC):
-    """An actor in many episodes at a time: ``run`` keeps the state of its episode in local variables."""
+    """An actor in many episodes at a time.
+
+    ``run`` keeps the state of its episode in local variables.
+    """
 
     @abstractmethod
     async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
@@ -62,7 +65,7 @@ class Played:
 
 
 async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool) -> Played:
-    """Play ``task`` to one of its ends. With ``needs_reward`` an episode without any reward is an error."""
+    """Play ``task`` to one of its ends; with ``needs_reward`` an episode without a reward is an error."""
     session = Session(setup, task)
     async with agent.slot():
         work = asyncio.get_running_loop().create_task(

@@ -23,7 +23,7 @@ _CLOUD_METADATA = (
 
 
 def is_public(address: str) -> bool:
-    """True for an IP address of the internet; one that carries an IPv4 address is as public as that."""
+    """True for an IP address of the internet; an IPv6 address is as public as the IPv4 address in it."""
     ip = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour
@@ -38,9 +38,9 @@ def is_public(address: str) -> bool:
 
 
 async def fetch(address: str) -> bytes:
-    """Load the body at ``address`` or a redirect of it; ``OSError`` if that fails, or exceeds a bound.
+    """Load the body at ``address`` or a redirect of it.
 
-    The address that a socket connects to is the one that is checked, so no name can resolve to another in between.
+    ``OSError`` if that fails or exceeds a bound. The address that a socket connects to is the one that is checked, so no name can resolve to another in between.
     """
     refused: list[str] = []
 

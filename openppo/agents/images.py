@@ -35,9 +35,9 @@ class Images:
         return tuple(self.items[media_key(part) or 0] for part in media_parts(messages))
 
     async def read(self, message: Message) -> Message:
-        """Return a copy of ``message``; if it has images, its content is parts, with a ``media_part`` for each image.
+        """Return a copy of ``message``, with its images processed.
 
-        ``ValueError`` for an image that cannot be read.
+        Content with images becomes a list of parts, with a ``media_part`` for each image. ``ValueError`` for an image that cannot be read.
         """
         if not any(media_parts([message])):
             return dict(message)

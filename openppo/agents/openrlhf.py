@@ -67,7 +67,7 @@ class OpenRLHFAgent(Agent):
             )
 
     async def run(self, task: Task, session: Session) -> None:
-        """Play an episode. Its reward is the sum over all steps, on the last action, as in OpenRLHF."""
+        """Play an episode; its reward, on the last action, is the sum over all steps, as in OpenRLHF."""
         instance = self.make()
         prompt = task.prompt.text
         label = task.prompt.label

@@ -27,7 +27,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Text around the calls, and the calls; or the whole text, and the error in one of its calls."""
+    """Calls, and the text around them; or no calls, the whole text, and the error in one of its calls."""
 
     content: str
     calls: list[ToolCall]
@@ -37,14 +37,17 @@ class Parsed:
 Parser = Callable[[str, Tools], Parsed]
 """``parse(text, tools)``, for a model's text without its reasoning, and the tools offered to it."""
 _Read = Callable[[str, re.Match[str], Tools], tuple[list[ToolCall], int]]
-"""``read(text, opening, tools)`` returns the calls that begin at a match, none if it is other text, and their end.
+"""``read(text, opening, tools)`` returns the calls that begin at the match ``opening``, and their end.
 
-``ValueError`` describes a malformed call for the model.
+There are none if it is other text. ``ValueError`` describes a malformed call for the model.
 """
 
 
 def _parser(opening: str, read: _Read) -> Parser:
-    """Make a parser of calls where ``opening`` matches outside of reasoning; all is text if one is malformed."""
+    """Make a parser of calls where ``opening`` matches outside of reasoning.
+
+    If one call is malformed, all is text.
+    """
     pattern = re.compile(rf"(?P<thought><think>(?:.*?</think>|.*))|(?:{opening})", re.DOTALL)
 
     def parse(text: str, tools: Tools) -> Parsed:
@@ -89,7 +92,7 @@ def _json(text: str, start: int) -> tuple[Any, int]:
 
 
 def _fields(value: object) -> list[dict[str, Any]]:
-    """Name, arguments and id of each call in a JSON value, which is one or a list, flat or in OpenAI's form."""
+    """Name, arguments and id of each call in a JSON value: one call or a list, flat or in OpenAI's form."""
     values = value if isinstance(value, list) else [value]
     return [_flat(each) for each in values]
 

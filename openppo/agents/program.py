@@ -124,7 +124,7 @@ class ProgramAgent(Agent):
         await self.gateway.stop()
 
     async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
-        """Run the program; rewards that it posted count, else the one in the last line of its output."""
+        """Run the program; return the reward in the last line of its output, unless it posted any."""
         key = self.gateway.open(session)
         with TemporaryFile() as output, TemporaryFile() as errors:
             try:

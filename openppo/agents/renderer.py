@@ -41,7 +41,7 @@ class TooLong(Exception):  # noqa: N818 (the text may be as intended)
 
 @dataclass(frozen=True)
 class Renderer:
-    """A tokenizer with its chat template, a parser of tool calls by name, and the ids that end a turn.
+    """A tokenizer with its chat template, a parser by name, and the ids that end a turn.
 
     ``vision`` reads images of conversations; None: there are none. Methods get the images of messages as ``media``.
     """
@@ -165,7 +165,7 @@ class Renderer:
     def parse(
         self, text: str, prompt_ids: Sequence[int], tools: Tools, number: int
     ) -> tuple[Message, str | None]:
-        """Return turn ``number``, sampled after ``prompt_ids``, as a message, and the error in its tool calls, if any.
+        """Return the message of turn ``number``, sampled after ``prompt_ids``, and the error in its calls, or None.
 
         The message is in OpenAI's form, with separate reasoning and an id for each call.
         """
@@ -261,9 +261,9 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str]:
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
-    """Split a text into reasoning (None without) and answer; if the reasoning is not closed, all belongs to it.
+    """Split a text into reasoning (None without) and answer.
 
-    ``opened``: the prompt ends inside of the reasoning.
+    ``opened``: the prompt ends inside of the reasoning. All of a text belongs to reasoning that is not closed.
     """
     start = text.lstrip()
     if not opened and not start.startswith(_THINK):
@@ -273,7 +273,10 @@ def split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
 
 
 def _in_openai_form(calls: Sequence[ToolCall], turn: int) -> list[dict[str, Any]]:
-    """Calls with ids of nine letters and digits, as Mistral's templates demand: the model's if all are such."""
+    """Format calls, with ids of nine letters and digits, as Mistral's templates demand.
+
+    The model's ids are kept if all are so.
+    """
     ids = [call.id for call in calls if re.fullmatch("[A-Za-z0-9]{9}", call.id or "")]
     if len(set(ids)) < len(calls):
         ids = [f"c{turn:05d}{place:03d}" for place in range(len(calls))]
@@ -287,7 +290,10 @@ def _in_openai_form(calls: Sequence[ToolCall], turn: int) -> list[dict[str, Any]
 
 
 def _stand_ins(answer: Message) -> list[Message]:
-    """Answers with the mark as text and in calls' arguments; then with less, as the template may refuse it."""
+    """Answers with the mark as text and in the arguments of calls.
+
+    Later ones have less of that, in case the template refuses it.
+    """
     plain: Message = {"role": "assistant", "content": MARK}
     arguments = json.dumps({"mark": MARK})
     calls = []
@@ -303,7 +309,7 @@ def _stand_ins(answer: Message) -> list[Message]:
 
 
 def _shows(text: str, messages: Sequence[Message], written: Callable[[str], str]) -> bool:
-    """True if a rendering has the texts of all messages, as they are ``written`` or in JSON."""
+    """True if a rendering has the texts of all messages, processed by ``written`` or in JSON."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else [content or ""]:

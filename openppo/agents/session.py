@@ -31,9 +31,9 @@ images of a prompt are ``media``.
 
 @dataclass(frozen=True)
 class Task:
-    """Input of an agent: a row, and the seed of this sample of it. ``task["column"]`` is the row's value.
+    """Input of an agent: a row, and the seed of this sample of it.
 
-    ``env_seed`` is for an environment, the same for all samples of a row, which are a ``group``.
+    ``task["column"]`` is the row's value. ``env_seed`` is for an environment, the same for all samples of a row, which are a ``group``.
     """
 
     prompt: Prompt
@@ -52,9 +52,9 @@ class Task:
 
 @dataclass(frozen=True)
 class SessionSetup:
-    """Settings that the sessions of a rollout share. ``longest`` and ``context`` bound the tokens of a conversation.
+    """Settings that the sessions of a rollout share.
 
-    ``stood`` returns the engine's idle seconds so far, which are excluded from time limits.
+    ``longest`` and ``context`` bound the tokens of a conversation. ``stood`` returns the engine's idle seconds so far, which are excluded from time limits.
     """
 
     renderer: Renderer
@@ -106,9 +106,9 @@ class EpisodeEnded(Exception):  # noqa: N818 (nothing need be wrong)
 
 @dataclass(eq=False)
 class Session:
-    """An agent's conversation with the model. Any recorded branch of it can be continued, several at a time.
+    """An agent's conversation with the model.
 
-    Only sampled tokens are trained on. A request whose messages begin with a recorded conversation continues its
+    Any recorded branch of it can be continued, several at a time. Only sampled tokens are trained on. A request whose messages begin with a recorded conversation continues its
     tokens. A request that cannot be bridged is rendered whole and begins a new segment.
     """
 

@@ -111,7 +111,10 @@ class ToolEpisode:
         self.state = State.PENDING
 
     async def play(self) -> None:
-        """Answer calls until the model makes none or comes to a limit, then reward; release in any case."""
+        """Answer calls until the model makes none or comes to a limit, then collect rewards.
+
+        The tools' instances are released in any case.
+        """
         try:
             async with AsyncExitStack() as self.releases:
                 await self._create()

@@ -47,7 +47,7 @@ class OpenAIFunctionToolSchema(BaseModel, extra="allow"):
     function: OpenAIFunctionSchema
 
     def offered(self) -> dict[str, Any]:
-        """The tool for a chat template: all fields that were set, and always a description and parameters."""
+        """Return the tool for a chat template, with its fields and always a description and parameters."""
         no_parameters = {"type": "object", "properties": {}}
         defaults = {"name": "", "description": "", "parameters": no_parameters}
         function = defaults | self.function.model_dump(exclude_unset=True)
@@ -82,13 +82,16 @@ class BaseTool:
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Begin an episode with the row's create_kwargs; return an id, or an id and a ``ToolResponse`` for the prompt."""
+        """Begin an episode with the row's create_kwargs; return the instance's id.
+
+        A ``ToolResponse`` for the prompt may follow it.
+        """
         return instance_id or uuid4().hex
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Answer a call with a text, a dict with "text" or a ``ToolResponse``; a reward and metrics may follow.
+        """Answer a call with a text, a dict with "text" or a ``ToolResponse``.
 
-        ``parameters`` annotated as ``str`` are JSON text.
+        A reward and a dict of metrics may follow. ``parameters`` annotated as ``str`` are JSON text.
         """
         raise NotImplementedError
 

@@ -75,7 +75,7 @@ class Refused(Exception):  # noqa: N818 (the request is at fault)
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """Read the JSON object of a request; ``Refused`` for other JSON, or a field that breaks a rule."""
+    """Read the JSON object of a request; ``Refused`` for other JSON, or against the rules."""
     try:
         body = json.loads(raw or b"{}")
         json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is no character
@@ -120,7 +120,10 @@ def _tools(requested: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_content(content: Any) -> Any:
-    """Read a string, null or a list of parts: return a text, or parts if there are images; else ``Refused``."""
+    """Return the text of a string, null or a list of parts; parts if there are images.
+
+    ``Refused`` for other content.
+    """
     if content is None:
         return ""
     if not isinstance(content, list):

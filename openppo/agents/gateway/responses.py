@@ -157,7 +157,10 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[s
     place = {"item_id": item["id"], "output_index": index}
     arguments = item.get("arguments")
     started = item | {"status": "in_progress"}
-    started |= {"content": []} if arguments is None else {"arguments": ""}
+    if arguments is None:
+        started["content"] = []
+    else:
+        started["arguments"] = ""
     yield "output_item.added", {"output_index": index, "item": started}
 
     if arguments is not None:

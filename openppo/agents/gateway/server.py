@@ -34,16 +34,16 @@ _SECONDS_TO_SEND = 60.0
 _MOST_BYTES = 64 * 2**20
 """Bytes of the longest request, with its images."""
 _BYTES_BESIDE = 4 * 2**20
-"""Bytes of a request for text that the policy does not read: earlier reasoning, which templates drop, and tools."""
+"""Bytes for text in a request that the policy does not read: tools, and reasoning that templates drop."""
 _BYTES_PER_CHARACTER = 6
 """Most bytes of a character in JSON."""
 
 
 @dataclass(eq=False)
 class _Answer:
-    """The turns for one request and its repetitions by an SDK; ``waiting`` is the number of those without an answer.
+    """The turns for one request and its repetitions by an SDK.
 
-    ``body`` is the request without its messages, and ``n`` the number of turns that it wants.
+    ``waiting`` is the number of requests that are not answered yet. ``body`` is the request without its messages, and ``n`` the number of turns that it wants.
     """
 
     digest: bytes
