@@ -40,7 +40,8 @@ def is_public(address: str) -> bool:
 async def fetch(address: str) -> bytes:
     """Load the body at ``address`` or a redirect of it.
 
-    ``OSError`` if that fails or exceeds a bound. The address that a socket connects to is the one that is checked, so no name can resolve to another in between.
+    ``OSError`` if that fails or exceeds a bound. The address that a socket connects to is the one that is checked, so
+    no name can resolve to another in between.
     """
     refused: list[str] = []
 

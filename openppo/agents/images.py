@@ -37,7 +37,8 @@ class Images:
     async def read(self, message: Message) -> Message:
         """Return a copy of ``message``, with its images processed.
 
-        Content with images becomes a list of parts, with a ``media_part`` for each image. ``ValueError`` for an image that cannot be read.
+        Content with images becomes a list of parts, with a ``media_part`` for each image. ``ValueError`` for an image
+        that cannot be read.
         """
         if not any(media_parts([message])):
             return dict(message)

@@ -92,7 +92,7 @@ def _json(text: str, start: int) -> tuple[Any, int]:
 
 
 def _fields(value: object) -> list[dict[str, Any]]:
-    """Name, arguments and id of each call in a JSON value: one call or a list, flat or in OpenAI's form."""
+    """Fields of each call in a JSON value: one call or a list, flat or in OpenAI's form."""
     values = value if isinstance(value, list) else [value]
     return [_flat(each) for each in values]
 

@@ -33,7 +33,8 @@ images of a prompt are ``media``.
 class Task:
     """Input of an agent: a row, and the seed of this sample of it.
 
-    ``task["column"]`` is the row's value. ``env_seed`` is for an environment, the same for all samples of a row, which are a ``group``.
+    ``task["column"]`` is the row's value. ``env_seed`` is for an environment, the same for all samples of a row, which
+    are a ``group``.
     """
 
     prompt: Prompt
@@ -54,7 +55,8 @@ class Task:
 class SessionSetup:
     """Settings that the sessions of a rollout share.
 
-    ``longest`` and ``context`` bound the tokens of a conversation. ``stood`` returns the engine's idle seconds so far, which are excluded from time limits.
+    ``longest`` and ``context`` bound the tokens of a conversation. ``stood`` returns the engine's idle seconds so far,
+    which are excluded from time limits.
     """
 
     renderer: Renderer
@@ -108,8 +110,9 @@ class EpisodeEnded(Exception):  # noqa: N818 (nothing need be wrong)
 class Session:
     """An agent's conversation with the model.
 
-    Any recorded branch of it can be continued, several at a time. Only sampled tokens are trained on. A request whose messages begin with a recorded conversation continues its
-    tokens. A request that cannot be bridged is rendered whole and begins a new segment.
+    Any recorded branch of it can be continued, several at a time. Only sampled tokens are trained on. A request whose
+    messages begin with a recorded conversation continues its tokens. A request that cannot be bridged is rendered whole
+    and begins a new segment.
     """
 
     setup: SessionSetup

@@ -43,7 +43,8 @@ _BYTES_PER_CHARACTER = 6
 class _Answer:
     """The turns for one request and its repetitions by an SDK.
 
-    ``waiting`` is the number of requests that are not answered yet. ``body`` is the request without its messages, and ``n`` the number of turns that it wants.
+    ``waiting`` is the number of requests that are not answered yet. ``body`` is the request without its messages, and
+    ``n`` the number of turns that it wants.
     """
 
     digest: bytes
