@@ -1,4 +1,4 @@
-"""Images of an episode, each processed once; messages have its key in its place."""
+"""Images of an episode, each processed once; messages have keys in their place."""
 
 import asyncio
 import io

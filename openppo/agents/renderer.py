@@ -158,7 +158,8 @@ class Renderer:
             return None
         if has_end and last != end_ids[0]:
             return None
-        if not calls and self._special.sub("", after[: end.start()]).strip():
+        between = self._special.sub("", after[: end.start()]).strip()
+        if between and not calls:
             return None
         return ids[1:] if last == end_ids[0] else ids
 
@@ -275,7 +276,7 @@ def split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
 def _in_openai_form(calls: Sequence[ToolCall], turn: int) -> list[dict[str, Any]]:
     """Format calls, with ids of nine letters and digits, as Mistral's templates demand.
 
-    The model's ids are kept if all are so.
+    The model's ids are kept if all of them have that form.
     """
     ids = [call.id for call in calls if re.fullmatch("[A-Za-z0-9]{9}", call.id or "")]
     if len(set(ids)) < len(calls):
@@ -292,7 +293,7 @@ def _in_openai_form(calls: Sequence[ToolCall], turn: int) -> list[dict[str, Any]
 def _stand_ins(answer: Message) -> list[Message]:
     """Answers with the mark as text and in the arguments of calls.
 
-    Later ones have less of that, in case the template refuses it.
+    The later ones have fewer marks, in case the template refuses the first.
     """
     plain: Message = {"role": "assistant", "content": MARK}
     arguments = json.dumps({"mark": MARK})
@@ -312,7 +313,8 @@ def _shows(text: str, messages: Sequence[Message], written: Callable[[str], str]
     """True if a rendering has the texts of all messages, processed by ``written`` or in JSON."""
     for message in messages:
         content = message.get("content")
-        for part in content if isinstance(content, list) else [content or ""]:
+        parts = content if isinstance(content, list) else [content or ""]
+        for part in parts:
             if media_kind(part):
                 continue
             part_text = written(text_of([part])).strip()

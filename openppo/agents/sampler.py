@@ -32,7 +32,7 @@ class AgentSampler:
         self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids, vision=parts.vision)
         self.driver = parts.own_driver()
         self._started = False
-        self._has_told_of_both = False
+        self._has_warned_of_both = False
 
     def sample(self, request: SampleRequest) -> list[Trajectory]:
         """Unscored trajectories of this rank's share of prompts, those of one prompt beside each other.
@@ -142,17 +142,17 @@ class AgentSampler:
 
     async def _play(self, task: Task, setup: SessionSetup) -> Played:
         played = await play(self.agent, task, setup, needs_reward=not self.parts.has_rewards)
-        self._tell_of_both(played)
+        self._warn_of_both(played)
         return played
 
-    def _tell_of_both(self, played: Played) -> None:
+    def _warn_of_both(self, played: Played) -> None:
         """Warn once, on one rank, that rewards of tools are added to those of other sources."""
-        if self._has_told_of_both or not self.parts.has_rewards or self.parts.comm.rank > 0:
+        if self._has_warned_of_both or not self.parts.has_rewards or self.parts.comm.rank > 0:
             return
         if not played.episode.tool_rewards or played.session.counts["rewarded_turns"] == 0:
             return
 
-        self._has_told_of_both = True
+        self._has_warned_of_both = True
         logger.warning(
             "rewards of tools (%s) are added to those of reward functions and other sources: both count. With "
             "--tool_rewards none functions only see them, as tool_rewards.",

@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 
 class State(Enum):
-    """An episode's states."""
+    """States of an episode."""
 
     PENDING = "its tools have no instances yet"
     RUNNING = "the model answers"
@@ -42,7 +42,7 @@ class State(Enum):
 
 
 class ToolAgent(Agent):
-    """A model with ``tools``, of which a row may offer some."""
+    """A model with ``tools``; a row may offer only some of them."""
 
     def __init__(self, tools: Sequence[BaseTool], options: AgentConfig) -> None:
         self.tools = {tool.name: tool for tool in tools}
@@ -88,7 +88,7 @@ class ToolAgent(Agent):
         await ToolEpisode(self, task, session).play()
 
     def warn_once(self, name: str, message: str, *values: object) -> None:
-        """Log a warning about the tool ``name``, the first of a run."""
+        """Log a warning about the tool ``name``, only the first of a run."""
         if name not in self._failing:
             self._failing.add(name)
             logger.warning(message, *values)
@@ -235,6 +235,7 @@ class ToolEpisode:
         return processed
 
     async def _parts(self, name: str, response: Any) -> Content:
+        """Images of a response, not processed yet, and the beginning of its text."""
         is_response = isinstance(response, ToolResponse)
         fields = vars(response) if is_response else response
         if not isinstance(fields, Mapping):

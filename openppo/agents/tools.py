@@ -41,7 +41,7 @@ class OpenAIFunctionSchema(BaseModel, extra="allow"):
 
 
 class OpenAIFunctionToolSchema(BaseModel, extra="allow"):
-    """A tool in OpenAI's form; keys that are not named here are kept."""
+    """A tool in OpenAI's form; other keys are kept."""
 
     type: Literal["function"] = "function"
     function: OpenAIFunctionSchema

@@ -11,7 +11,7 @@ from openppo.types import Completion, FinishReason
 
 @dataclass(eq=False)
 class Turn:
-    """One answer of the model, committed, with the tokens that were read and sampled.
+    """One answer of the model, with the tokens that were read and sampled.
 
     ``messages`` are the conversation up to the answer, which is the last, and ``fingerprints`` those of ``tools`` and
     messages. ``parent`` is the turn whose tokens ``prompt_ids`` begin with; None if the conversation was rendered

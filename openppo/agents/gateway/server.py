@@ -59,7 +59,7 @@ class _Answer:
 
 @dataclass(eq=False)
 class _Client:
-    """State of one key; answers by the numbers in their ids.
+    """State of one key, with answers by the numbers in their ids.
 
     ``ended`` gets the status with which a service completes ``attempt``.
     """
@@ -295,7 +295,7 @@ async def _sample(
         raise Refused(str(error)) from error
     finally:
         for task in tasks:
-            task.cancel()  # where one of them failed
+            task.cancel()  # the others, if one failed
 
 
 async def _send(
