@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.experience import ReplayBuffer
@@ -110,7 +110,7 @@ def make_sampler(
     """A sampler of its own, with an engine that never meets EOS."""
     engine = HFEngine(model, [], tokenizer.pad_token_id)
     engine.decode = decoder(tokenizer)
-    source = AgentSource(agent(turns, branches), AgentConfig(check_rendering="off"))
+    source = AgentPlayer(agent(turns, branches), AgentConfig(check_rendering="off"))
     parts = SamplerParts(
         engine, tokenizer, [tokenizer.eos_token_id], SingleProcess(), StopCheck(), longest=4000
     )

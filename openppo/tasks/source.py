@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from openppo.agents.build import AgentSource, Solve, agent_source
+from openppo.agents.build import AgentPlayer, Solve, agent_source
 from openppo.agents.episodes import Agent
 from openppo.config import TrainPPOConfig, from_options
 from openppo.config.agents import AgentConfig
@@ -268,10 +268,10 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
 
 def _maker(service: TaskService, config: TrainPPOConfig) -> SamplerMaker | None:
     if service.address is not None:
-        return AgentSource(ServiceAgent(service.address), config.agents)
+        return AgentPlayer(ServiceAgent(service.address), config.agents)
     if service.agent is None or isinstance(service.agent, str):
         return agent_source(config.agents)
-    return AgentSource(service.agent, config.agents)
+    return AgentPlayer(service.agent, config.agents)
 
 
 def _reward_options(reward: str | None) -> dict[str, Any]:

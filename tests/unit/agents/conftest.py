@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.rollout.engine import Engine
@@ -137,7 +137,7 @@ def make_sampler(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeSample
         has_rewards: bool = False,
         **options: Any,
     ) -> AgentSampler:
-        source = AgentSource(agent, AgentConfig(**options))
+        source = AgentPlayer(agent, AgentConfig(**options))
         source.check(chat_tokenizer)
         parts = SamplerParts(
             engine=engine(chat_tokenizer, script),

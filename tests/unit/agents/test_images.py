@@ -11,7 +11,7 @@ from aiohttp import web
 from PIL import Image
 from transformers import CLIPImageProcessorPil, LlavaProcessor
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.agents.gateway.server import Gateway
 from openppo.agents.sampler import AgentSampler
 from openppo.agents.session import Session, Task
@@ -94,7 +94,7 @@ def vision(request: Any) -> Vision:
 def sampler_of(
     vision: Vision | None, agent: Any, engine: Any, tokenizer: Any, **options: Any
 ) -> AgentSampler:
-    source = AgentSource(
+    source = AgentPlayer(
         agent, AgentConfig(**{"tool_parser": "hermes", "check_rendering": "strict", **options})
     )
     source.check(tokenizer)
@@ -313,7 +313,7 @@ def test_rows_with_images_need_a_chat(vision):
         ValueError,
         match="--image_key: agents get images in chat messages: add --apply_chat_template",
     ):
-        AgentSource(solve, AgentConfig()).check_prompts([prompt])
+        AgentPlayer(solve, AgentConfig()).check_prompts([prompt])
 
 
 def test_a_program_sends_images_as_data_urls(vision):
