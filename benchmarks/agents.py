@@ -31,7 +31,8 @@ from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
 from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import SampleRequest, SamplerParts
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SamplerParts
 from openppo.rollout.sampling import decoder
 from openppo.tracking import Metrics
 from openppo.types import Completion, Prompt, SamplingParams, SingleProcess, StopCheck, Trajectory

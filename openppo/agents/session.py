@@ -15,16 +15,16 @@ from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, shortened
 from openppo.media import Media, distinct_ids
 from openppo.rewards.scoring import LARGEST_REWARD
-from openppo.rollout.rollout import sample_seed
 from openppo.rollout.sampling import text_before_stop
+from openppo.rollout.seeds import sample_seed
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams
 
 T = TypeVar("T")
 Generate = Callable[..., Awaitable[Completion]]
-"""``generate(prompt_ids, params, seed, resume)`` samples one completion; cancelling the coroutine frees its row.
+"""``generate(prompt_ids, params, seed, continue_from)`` samples one completion; cancelling the coroutine frees its row.
 
-``resume`` is ``Completion.parked`` of an earlier request, whose prompt and tokens ``prompt_ids`` begin with. Of a
-prompt with images it gets these, too: ``media``.
+``continue_from`` is ``Completion.parked`` of an earlier request, whose prompt and tokens ``prompt_ids`` begin with. Of
+a prompt with images it gets these, too: ``media``.
 """
 
 
@@ -326,12 +326,12 @@ class Session:
         setup, renderer = self.setup, self.setup.renderer
         self._check_limits(len(prompt_ids))
         params, number = self._limited(len(prompt_ids), **limits), next(self._numbers)
-        resume, seed = (
+        continue_from, seed = (
             None if parent is None else parent.completion.parked,
             sample_seed(self.task.seed, number),
         )
         more = {"media": media} if media else {}
-        completion = await setup.generate(prompt_ids, params, seed, resume, **more)
+        completion = await setup.generate(prompt_ids, params, seed, continue_from, **more)
         self._check_limits(len(prompt_ids))
         text = text_before_stop(
             renderer.text(completion), completion.token_ids, params, decode=renderer.decode

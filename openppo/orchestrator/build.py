@@ -12,7 +12,7 @@ from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import RolloutRank, Worker
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
-from openppo.rollout.tasks import TaskMaker, TaskSampler
+from openppo.rollout.tasks import TaskPlayers, TaskSampler
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.links import connect
 from openppo.strategy.trainable_model import TrainableModel
@@ -49,7 +49,7 @@ def async_source(
     engines: Engines,
     scorer: Scorer | None,
     prompts: list[Prompt],
-    tasks: TaskMaker,
+    tasks: TaskPlayers,
 ) -> AsyncSource:
     """The source of the ranks that train; on the first also the coordinator, and without others a worker each."""
     asynchronous = config.orchestrator
@@ -90,7 +90,7 @@ def rollout_rank(
     sampler: TaskSampler,
     scorer: Scorer | None,
     prompts: list[Prompt],
-    tasks: TaskMaker,
+    tasks: TaskPlayers,
 ) -> RolloutRank:
     """What a rank that only samples runs; ``policy`` is the Hugging Face model that ``engine`` samples from."""
     launch, player = (
@@ -108,7 +108,7 @@ def rollout_rank(
     )
 
 
-def _plans(tasks: TaskMaker, prompts: list[Prompt]) -> dict[str, GroupPlan]:
+def _plans(tasks: TaskPlayers, prompts: list[Prompt]) -> dict[str, GroupPlan]:
     """The plan of each task, by its name."""
     return {
         t.name: GroupPlan.of(t, [prompt for prompt in prompts if prompt.task == t.name])

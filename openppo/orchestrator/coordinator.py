@@ -11,9 +11,9 @@ from openppo.orchestrator.groups import GroupPlan, Outcome
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import Group, WorkBuffer
 from openppo.orchestrator.workers import Pause, Workers
+from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.rollout.failures import N_SHOWN, NothingTrainedError
 from openppo.rollout.kept import as_json, from_json, is_kept_whole
-from openppo.rollout.rollout import by_episode, episode_reward
 from openppo.rollout.tasks import RunTask
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current

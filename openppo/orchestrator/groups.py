@@ -13,8 +13,9 @@ from openppo.experience.token_rewards import begin_scoring, useful_groups
 from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
 from openppo.rollout.failures import N_SHOWN
-from openppo.rollout.rollout import SampleFailed, sample_seed
+from openppo.rollout.samplers import SampleFailed
 from openppo.rollout.sampling import sampling_params
+from openppo.rollout.seeds import sample_seed
 from openppo.rollout.tasks import RunTask, TaskSampler
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current

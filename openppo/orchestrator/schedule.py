@@ -6,7 +6,7 @@ from typing import Any
 
 from openppo import logger
 from openppo.rollout.failures import GROUPS_IN_A_ROW, FailureCount, NothingTrainedError
-from openppo.rollout.tasks import Newcomer, Ratios, RunTask, TaskShare, no_newcomer
+from openppo.rollout.tasks import Newcomer, Ratios, RunTask, TaskProgress, no_newcomer
 from openppo.tracking import Metrics
 
 
@@ -31,7 +31,7 @@ class TaskSchedule:
     ``newcomer`` makes a task of what a program registers.
     """
 
-    shares: dict[str, TaskShare]
+    shares: dict[str, TaskProgress]
     automatic: Ratios | None = None
     newcomer: Newcomer = no_newcomer
     _again: list[Start] = field(default_factory=list)  # under way when the checkpoint was written

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from openppo import logger
+from openppo.rollout.episodes import by_episode
 from openppo.rollout.kept import oldest_version, without_old
-from openppo.rollout.rollout import by_episode
 from openppo.tracking import Metrics
 from openppo.types import Trajectory
 

@@ -62,7 +62,7 @@ class _Request:
     params: SamplingParams
     seed: int
     park: bool
-    resume: int | None
+    continue_from: int | None
     media: Media
     answer: asyncio.Future[Completion]
     number: int | None = None  # of the engine, once it is submitted
@@ -100,7 +100,7 @@ class EngineDriver:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         seed: int,
-        resume: int | None = None,
+        continue_from: int | None = None,
         park: bool = True,
         media: Media = (),
     ) -> Completion:
@@ -110,7 +110,7 @@ class EngineDriver:
             params,
             seed,
             park=park,
-            resume=resume,
+            continue_from=continue_from,
             media=media,
             answer=self.loop.create_future(),
         )
@@ -246,7 +246,7 @@ class EngineDriver:
 
     def _submit(self, request: _Request) -> None:
         try:
-            given = request.params, request.seed, request.park, request.resume
+            given = request.params, request.seed, request.park, request.continue_from
             more: dict[str, Any] = {"media": request.media} if request.media else {}
             number = self.engine.submit(request.prompt_ids, *given, **more)
         except ValueError as error:  # a prompt that the engine cannot read

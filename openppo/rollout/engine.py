@@ -73,15 +73,16 @@ class Engine(ABC):
         params: SamplingParams,
         seed: int,
         park: bool = False,
-        resume: int | None = None,
+        continue_from: int | None = None,
         media: Media = (),
     ) -> int:
         """Queue a request and return its number. The response depends on ``seed``, not on its neighbours.
 
         ``media`` are the images of the prompt.
+
         With ``park`` keys and values of prompt and response are kept, while memory allows it and until the weights
-        change; ``Completion.parked`` is their handle. ``resume`` is the handle of tokens that the prompt begins with,
-        which are then not read again.
+        change; ``Completion.parked`` is their handle. ``continue_from`` is the handle of tokens that the prompt
+        begins with, which are then not read again.
         """
 
     @abstractmethod

@@ -13,15 +13,10 @@ from openppo.models.attention import LengthsError
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.requests import (
-    Queue,
-    Request,
-    free_memory,
-    longest,
-    padded_left,
-    prefill_tokens,
-    whole_images,
-)
+from openppo.rollout.memory import free_memory
+from openppo.rollout.prefill import padded_left, prefill_tokens, whole_images
+from openppo.rollout.request_queue import Queue
+from openppo.rollout.requests import Request, longest
 from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, SamplingParams, StopCheck
@@ -78,7 +73,7 @@ class HFEngine(Engine):
         params: SamplingParams,
         seed: int,
         park: bool = False,
-        resume: int | None = None,
+        continue_from: int | None = None,
         media: Media = (),
     ) -> int:
         """Queue a request and return its number."""
@@ -92,7 +87,7 @@ class HFEngine(Engine):
             params,
             uniforms=uniforms,
             park=park,
-            resume=resume,
+            continue_from=continue_from,
             media=media,
         )
         self._waiting.append(request)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any
 
-from openppo.rollout.rollout import episode_numbers
+from openppo.rollout.episodes import episode_numbers
 from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
 
 _PLAIN = [

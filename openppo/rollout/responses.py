@@ -3,14 +3,10 @@
 import asyncio
 from itertools import product
 
-from openppo.rollout.rollout import (
-    SampleFailed,
-    SampleRequest,
-    SamplerParts,
-    make_trajectory,
-    rank_share,
-    sample_seed,
-)
+from openppo.rollout.engine_sampler import make_trajectory, rank_share
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SampleFailed, SamplerParts
+from openppo.rollout.seeds import sample_seed
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
 

@@ -20,7 +20,9 @@ from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.models.size import cache_elements
 from openppo.rollout.device_rows import DeviceRows
-from openppo.rollout.requests import Prefixes, States, free_memory, reads_whole
+from openppo.rollout.memory import free_memory
+from openppo.rollout.prefill import reads_whole
+from openppo.rollout.prefixes import Prefixes, States
 
 SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""

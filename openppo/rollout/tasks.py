@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from openppo.config import TrainPPOConfig
 from openppo.rollout.failures import FailureCount
 from openppo.rollout.responses import ResponseSampler
-from openppo.rollout.rollout import SampleRequest, SamplerMaker, SamplerParts, SingleSampler
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import Players, SamplerParts, SingleSampler
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
@@ -19,7 +20,7 @@ from openppo.types import Prompt, SamplingParams, Trajectory
 
 @dataclass(frozen=True)
 class RunTask:
-    """A task of a run: ``config`` are the run's options with the task's own, ``maker`` plays its episodes.
+    """A task of a run: ``config`` are the run's options with the task's own, ``players`` plays its episodes.
 
     ``ratio`` is its share of the trained episodes, ``max_concurrent`` bounds its episodes under way on all ranks, and a
     failed episode is played again ``retries`` times. A run without tasks is one without a name. ``fields`` are what a
@@ -28,7 +29,7 @@ class RunTask:
 
     name: str
     config: TrainPPOConfig
-    maker: SamplerMaker | None = None
+    players: Players | None = None
     ratio: float = 1.0
     max_concurrent: int | None = None
     retries: int = 2
@@ -40,15 +41,15 @@ class RunTask:
         return bool(self.config.rewards.names())
 
     @property
-    def share(self) -> "TaskShare":
+    def share(self) -> "TaskProgress":
         """Its part of a run that begins."""
-        return TaskShare(self.ratio, self.config.ppo.n_samples_per_prompt, self.max_concurrent)
+        return TaskProgress(self.ratio, self.config.ppo.n_samples_per_prompt, self.max_concurrent)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """``ValueError`` for prompts that cannot be played."""
         with self.named():
-            if self.maker is not None:
-                self.maker.check_prompts(prompts)
+            if self.players is not None:
+                self.players.check_prompts(prompts)
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -60,7 +61,7 @@ class RunTask:
 
 
 @dataclass(eq=False)
-class TaskShare:
+class TaskProgress:
     """A task's part of a run. ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1.
 
     ``max_concurrent`` bounds its episodes under way. Groups ``begun``, ``running`` and ``failed``, with
@@ -105,18 +106,18 @@ class TaskShare:
         return fits and self.ratio > 0 and not self.is_left_out
 
 
-Ratios = Callable[[Mapping[str, TaskShare]], Mapping[str, float]]
+Ratios = Callable[[Mapping[str, TaskProgress]], Mapping[str, float]]
 """New ratios, in any unit, of the tasks that are played; called once per global step."""
 
 
-def by_success(shares: Mapping[str, TaskShare]) -> dict[str, float]:
+def by_success(shares: Mapping[str, TaskProgress]) -> dict[str, float]:
     """More of what succeeds less: 1 less the mean reward, of a reward from 0 to 1, and 0.1 at least."""
     return {
         name: max(0.1, 1 - share.rewards / max(1, share.ended)) for name, share in shares.items()
     }
 
 
-def by_speed(shares: Mapping[str, TaskShare]) -> dict[str, float]:
+def by_speed(shares: Mapping[str, TaskProgress]) -> dict[str, float]:
     """More of what takes less time: episodes per second; before the first has ended all are alike."""
     known = [share.mean_seconds for share in shares.values() if share.mean_seconds is not None]
     usual = sum(known) / len(known) if known else 1.0
@@ -149,7 +150,7 @@ class TaskControl(Protocol):
         """Another task of the ``fields`` of a ``TaskService``; ``ValueError`` says what is wrong."""
 
 
-class TaskMaker(SamplerMaker):
+class TaskPlayers(Players):
     """Makes a sampler of several tasks; ``ratios``, if given, sets theirs anew at each step."""
 
     gives_rewards = True
@@ -159,9 +160,9 @@ class TaskMaker(SamplerMaker):
         self.tasks, self.ratios = tasks, ratios
 
     @classmethod
-    def of(cls, config: TrainPPOConfig, maker: SamplerMaker | None) -> "TaskMaker":
-        """``maker`` if it makes tasks, else one that plays it as the only one."""
-        return maker if isinstance(maker, cls) else cls([RunTask("", config, maker)])
+    def of(cls, config: TrainPPOConfig, players: Players | None) -> "TaskPlayers":
+        """``players`` if it makes tasks, else one that plays it as the only one."""
+        return players if isinstance(players, cls) else cls([RunTask("", config, players)])
 
     @property
     def are_named(self) -> bool:
@@ -172,8 +173,8 @@ class TaskMaker(SamplerMaker):
         """``ValueError`` naming the task of what cannot work."""
         for task in self.tasks:
             with task.named():
-                if task.maker is not None:
-                    task.maker.check(tokenizer)
+                if task.players is not None:
+                    task.players.check(tokenizer)
 
     def serve(self, control: TaskControl) -> Callable[[], None]:
         """Let others ask and change, on the trainers' first rank; what is returned ends it."""
@@ -238,7 +239,7 @@ class TaskSampler:
         own = replace(self.parts, has_rewards=task.has_rewards)
         with task.named():
             own.engine.sampled_ids.check_ends((), task.config.generation.stop_token_ids)
-        return ResponseSampler(own) if task.maker is None else task.maker.make(own)
+        return ResponseSampler(own) if task.players is None else task.players.make(own)
 
     def close(self) -> None:
         """End all, and the driver."""

@@ -90,12 +90,12 @@ class VLLMEngine(Engine):
         params: SamplingParams,
         seed: int,
         park: bool = False,
-        resume: int | None = None,
+        continue_from: int | None = None,
         media: Media = (),
     ) -> int:
         """Queue a request and return its number. ``ValueError`` if prompt and response may not fit.
 
-        vLLM finds kept keys and values itself: ``park`` and ``resume`` have no effect.
+        vLLM finds kept keys and values itself: ``park`` and ``continue_from`` have no effect.
         """
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")

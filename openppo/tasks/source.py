@@ -18,8 +18,8 @@ from openppo.config.data import PPODataConfig
 from openppo.config.fields import declared_options, given_options, raise_first, rules_of
 from openppo.config.rewards import NO_REWARD, RewardConfig
 from openppo.datasets import load_mixed_rows, load_tasks
-from openppo.rollout.rollout import SamplerMaker
-from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskControl, TaskMaker
+from openppo.rollout.samplers import Players
+from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskControl, TaskPlayers
 from openppo.tasks.server import TaskServer
 from openppo.tasks.service import ServiceAgent
 from openppo.types import Prompt
@@ -87,7 +87,7 @@ def task_source(
     config: TrainPPOConfig,
     services: Sequence[TaskService] | None = None,
     ratios: Ratios | None = None,
-) -> TaskMaker:
+) -> TaskPlayers:
     """The ``source`` of ``build_ppo_trainer`` that plays ``services``, or those of the file ``--tasks``.
 
     ``ratios``, or what ``--task_ratios`` names, sets the ratios anew at each step. ``ValueError`` names the task and
@@ -105,7 +105,7 @@ def task_source(
     )
 
 
-class ServedTasks(TaskMaker):
+class ServedTasks(TaskPlayers):
     """Tasks that can be watched and changed while the run lasts, and joined: ``logs/tasks.json`` says where."""
 
     def __init__(
@@ -136,10 +136,10 @@ class ServedTasks(TaskMaker):
             )
         task = _run_task(service, self.config, ratio)
         with task.named():
-            assert task.maker is not None
+            assert task.players is not None
             if task.has_rewards:
                 raise ValueError("it gives its rewards itself: leave reward out.")
-            task.maker.check(self.tokenizer)
+            task.players.check(self.tokenizer)
             data, seed = task.config.data, self.config.deepspeed.seed
             rows = load_mixed_rows(
                 data, data.prompt_data, flag="data", split=data.prompt_split, seed=seed
@@ -251,22 +251,22 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
             raise ValueError(
                 f"generate_max_len is longer than the run's --generate_max_len {most}: raise that."
             )
-        maker = _maker(service, made)
+        players = _players(service, made)
         if not service.data and made.agents.environment is None:
             raise ValueError("it has no data, and no environment: give it data.")
-        if not task.has_rewards and not (maker is not None and maker.gives_rewards):
+        if not task.has_rewards and not (players is not None and players.gives_rewards):
             raise ValueError(made.agents.why_no_reward + NO_REWARD)
     return RunTask(
         name,
         made,
-        maker,
+        players,
         ratio=ratio,
         max_concurrent=service.max_concurrent,
         retries=service.retries,
     )
 
 
-def _maker(service: TaskService, config: TrainPPOConfig) -> SamplerMaker | None:
+def _players(service: TaskService, config: TrainPPOConfig) -> Players | None:
     if service.address is not None:
         return AgentSource(ServiceAgent(service.address), config.agents)
     if service.agent is None or isinstance(service.agent, str):

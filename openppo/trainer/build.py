@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.hooks import Hooks
-from openppo.experience.maker import ExperienceMaker
+from openppo.experience.players import ExperienceMaker
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
 from openppo.models.merge_lora import to_bf16
@@ -21,9 +21,9 @@ from openppo.orchestrator.build import async_source, async_steps, rollout_rank, 
 from openppo.orchestrator.source import Engines
 from openppo.orchestrator.worker import RolloutRank
 from openppo.rollout.driver import Leave
-from openppo.rollout.rollout import SamplerMaker, SamplerParts
+from openppo.rollout.samplers import Players, SamplerParts
 from openppo.rollout.sampling import decoder
-from openppo.rollout.tasks import TaskMaker
+from openppo.rollout.tasks import TaskPlayers
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
@@ -64,20 +64,20 @@ def build_ppo_trainer(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy | None = None,
     callbacks: Sequence[Callback] = (),
-    source: RolloutSource | SamplerMaker | None = None,
+    source: RolloutSource | Players | None = None,
     trackers: Sequence[Tracker] = (),
     **objects: Unpack[Given],
 ) -> PPOTrainer:
     """A trainer; ``objects`` fill ``OwnObjects``, ``trackers`` log on rank 0. ``ValueError`` names flag or object."""
-    maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
+    players, source = (source, None) if isinstance(source, Players) else (None, source)
     strategy = strategy or DeepspeedStrategy(
         config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks
     )
-    run = _before_models(config, strategy, OwnObjects(**objects), maker=maker, source=source)
+    run = _before_models(config, strategy, OwnObjects(**objects), players=players, source=source)
     config, components = _with_models(run, strategy, trackers)
     if config.run.stop_when:
         callbacks = [*callbacks, StopWhen(config.run.stop_conditions)]
-    source = source or _source(config, components, maker, actor_config=run.actor_config)
+    source = source or _source(config, components, players, actor_config=run.actor_config)
     trainer = PPOTrainer(config, components, source, callbacks=callbacks)
     run.checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, run.plan)
@@ -107,19 +107,21 @@ def _before_models(
     strategy: DeepspeedStrategy,
     own: OwnObjects,
     *,
-    maker: SamplerMaker | None,
+    players: Players | None,
     source: RolloutSource | None,
 ) -> _Run:
     """Check options, read data, plan, and build rewards, whose models are loaded first."""
     samples = source is None
-    config = own.named(config, strategy.comm, samples, are_tasks=isinstance(maker, TaskMaker))
+    config = own.named(config, strategy.comm, samples, are_tasks=isinstance(players, TaskPlayers))
     tokenizer, actor_config, data = checked = _checked(
-        config, strategy, samples, maker=maker, own=own
+        config, strategy, samples, players=players, own=own
     )
     config, estimate, rewards = _estimated(
-        config, strategy, samples, maker=maker, own=own, checked=checked
+        config, strategy, samples, players=players, own=own, checked=checked
     )
-    plan = _plan(config, strategy.comm.world_size, len(data.prompts), source=source, maker=maker)
+    plan = _plan(
+        config, strategy.comm.world_size, len(data.prompts), source=source, players=players
+    )
     files = user_files(config, rewards.tasks.tasks)
     prints = data.fingerprints | own.fingerprints()
     return _Run(
@@ -242,20 +244,20 @@ def _checked(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     samples: bool,
-    maker: SamplerMaker | None,
+    players: Players | None,
     own: OwnObjects,
 ) -> Checked:
     """Tokenizer, the actor's config, and data, once everything has been checked that needs no weights."""
-    if samples and maker is None and config.agents.form is not None:
+    if samples and players is None and config.agents.form is not None:
         raise ValueError(
             f"--{config.agents.form}: pass source=agent_source(config.agents), of openppo.agents."
         )
-    own_rewards = None if maker is None else maker.gives_rewards
-    own_source = not samples or isinstance(maker, TaskMaker)
+    own_rewards = None if players is None else players.gives_rewards
+    own_source = not samples or isinstance(players, TaskPlayers)
     check_options(config, strategy.comm, own_source=own_source, own_rewards=own_rewards)
     tokenizer, actor_config = check_models(config, strategy, samples, own=own)
-    if maker is not None:
-        maker.check(tokenizer)
+    if players is not None:
+        players.check(tokenizer)
     if not samples:
         return (
             tokenizer,
@@ -263,7 +265,7 @@ def _checked(
             load_ppo_data(config, tokenizer, actor_config, comm=strategy.comm, prompts=False),
         )
     data = load_tasks_data(
-        TaskMaker.of(config, maker), tokenizer, actor_config, comm=strategy.comm, own=own
+        TaskPlayers.of(config, players), tokenizer, actor_config, comm=strategy.comm, own=own
     )
     if data.kinds:
         check_run_with_images(config, data, actor_config)
@@ -278,7 +280,7 @@ def _estimated(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     samples: bool,
-    maker: SamplerMaker | None,
+    players: Players | None,
     own: OwnObjects,
     checked: Checked,
 ) -> tuple[TrainPPOConfig, Estimate | None, TaskRewards]:
@@ -290,7 +292,7 @@ def _estimated(
             config, data, strategy, configs=own.configs | {"--pretrain": actor_config}
         )
     rewards = TaskRewards(
-        TaskMaker.of(config, maker),
+        TaskPlayers.of(config, players),
         tokenizer,
         strategy,
         data=data,
@@ -324,26 +326,24 @@ def _plan(
     n_ranks: int,
     n_prompts: int,
     source: RolloutSource | None,
-    maker: SamplerMaker | None,
+    players: Players | None,
 ) -> BatchPlan:
     plan = batch_plan(config, n_ranks, n_prompts, source=source)
-    if source is not None or not _is_async(config, maker):
+    if source is not None or not _is_async(config, players):
         return plan
-    n_steps = async_steps(config, n_prompts, isinstance(maker, TaskMaker))
+    n_steps = async_steps(config, n_prompts, isinstance(players, TaskPlayers))
     return replace(plan, steps=[config.prompts_per_step] * n_steps, episodes=1)
 
 
-def _is_async(config: TrainPPOConfig, maker: SamplerMaker | None) -> bool:
-    return config.orchestrator.is_async or isinstance(maker, TaskMaker)
+def _is_async(config: TrainPPOConfig, players: Players | None) -> bool:
+    return config.orchestrator.is_async or isinstance(players, TaskPlayers)
 
 
-def build_rank(
-    config: TrainPPOConfig, maker: SamplerMaker | None = None
-) -> PPOTrainer | RolloutRank:
+def build_rank(config: TrainPPOConfig, players: Players | None = None) -> PPOTrainer | RolloutRank:
     """What this rank of a launch runs: a trainer or, on the last ``--rollout_ranks``, what samples for trainers."""
     n_sampling = config.orchestrator.rollout_ranks
     if int(os.environ.get("RANK", "0")) < int(os.environ.get("WORLD_SIZE", "1")) - n_sampling:
-        return build_ppo_trainer(config, source=maker)
+        return build_ppo_trainer(config, source=players)
     if config.run.dry_run:  # estimates what trainers need
         sys.exit()
     deepspeed = config.deepspeed
@@ -351,7 +351,7 @@ def build_rank(
         deepspeed.bf16, rollout_ranks=n_sampling, fused_kernels=deepspeed.fused_kernels
     )
     tokenizer, actor_config = check_models(config, strategy)
-    tasks = TaskMaker.of(config, maker)
+    tasks = TaskPlayers.of(config, players)
     tasks.check(tokenizer)
     data = load_tasks_data(tasks, tokenizer, actor_config, comm=strategy.comm)
     scorer = (
@@ -372,7 +372,7 @@ def build_rank(
     engine = new_engine(config, policy, tokenizer, stop=StopCheck(), actor_config=actor_config)
     engine.decode = decoder(tokenizer)
     shows_images = strategy.launch.wait_for(_SHOWS_IMAGES) == "yes"
-    what = config.model, tokenizer, actor_config, config.data, data.kinds, maker is not None
+    what = config.model, tokenizer, actor_config, config.data, data.kinds, players is not None
     vision = run_vision(*what) if shows_images else None
     given = (
         engine,
@@ -403,19 +403,19 @@ def build_rank(
 def _source(
     config: TrainPPOConfig,
     components: PPOComponents,
-    maker: SamplerMaker | None,
+    players: Players | None,
     actor_config: PreTrainedConfig,
 ) -> RolloutSource:
-    """Samples responses, or what ``maker`` plays, in turn with training or beside it."""
-    vision = components.prepare_for_images(config, maker is not None)
+    """Samples responses, or what ``players`` plays, in turn with training or beside it."""
+    vision = components.prepare_for_images(config, players is not None)
     if components.strategy.is_main:
         components.strategy.launch.post(_SHOWS_IMAGES, "no" if vision is None else "yes")
     asynchronous = config.orchestrator
-    is_async, tasks = _is_async(config, maker), TaskMaker.of(config, maker)
+    is_async, tasks = _is_async(config, players), TaskPlayers.of(config, players)
     leave: Leave = asynchronous.running_requests if is_async else "abandon"
     parts = replace(_parts(components, actor_config, leave), vision=vision)
     if not is_async:
-        return PromptSource(config, components, None if maker is None else maker.make(parts))
+        return PromptSource(config, components, None if players is None else players.make(parts))
     sampler = tasks.make(parts)
     held_out = PromptSource(config, components, sampler)
     engines = Engines(held_out, sampler, held_out.with_weights)

@@ -24,8 +24,8 @@ from openppo.models.pretrained import check_model, check_token_ids, context_leng
 from openppo.rewards import Scorer
 from openppo.rewards.build import ScorerSetup
 from openppo.rewards.scoring import TaskScorer
-from openppo.rollout.rollout import SamplerMaker
-from openppo.rollout.tasks import RunTask, TaskMaker
+from openppo.rollout.samplers import Players
+from openppo.rollout.tasks import RunTask, TaskPlayers
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
 from openppo.tracking.console import log_lines
 from openppo.tracking.report.run_data import short_names
@@ -74,7 +74,7 @@ def load_ppo_data(
     actor_config: PreTrainedConfig,
     comm: Comm,
     prompts: bool = True,
-    agent: SamplerMaker | None = None,
+    agent: Players | None = None,
     own: OwnObjects = NOTHING,
 ) -> PPOData:
     """Everything that the run reads, the same on all ranks; without ``prompts`` only documents.
@@ -108,7 +108,7 @@ class _Loading:
     tokenizer: PreTrainedTokenizerBase
     actor_config: PreTrainedConfig
     reads_prompts: bool
-    agent: SamplerMaker | None
+    agent: Players | None
     own: OwnObjects
     show: ShowRows
 
@@ -208,7 +208,7 @@ def _load_documents(
 
 
 def load_tasks_data(
-    tasks: TaskMaker,
+    tasks: TaskPlayers,
     tokenizer: PreTrainedTokenizerBase,
     actor_config: PreTrainedConfig,
     comm: Comm,
@@ -222,7 +222,9 @@ def load_tasks_data(
             config = replace(config, data=replace(config.data, pretrain_data=None))
         with task.named():
             loaded.append(
-                load_ppo_data(config, tokenizer, actor_config, comm=comm, agent=task.maker, own=own)
+                load_ppo_data(
+                    config, tokenizer, actor_config, comm=comm, agent=task.players, own=own
+                )
             )
     if not tasks.are_named:
         return loaded[0]
@@ -244,7 +246,7 @@ def load_tasks_data(
 class TaskRewards:
     """What the sources of rewards are made of."""
 
-    tasks: TaskMaker
+    tasks: TaskPlayers
     tokenizer: PreTrainedTokenizerBase
     strategy: InferenceStrategy
     data: PPOData
@@ -257,7 +259,7 @@ class TaskRewards:
             with task.named():
                 setup = self._setup(task)
                 scorer = setup.check()
-                if scorer is not None and task.maker is None:  # whole episodes cannot be made up
+                if scorer is not None and task.players is None:  # whole episodes cannot be made up
                     self._try_out(scorer, setup.prompts)
                 rewards = task.config.rewards
                 models = {
@@ -305,7 +307,7 @@ class TaskRewards:
         shaping, stand_in = config.shaping, None
         if config.rewards.reward_pretrain is not None and self.strategy.comm.world_size > 1:
             run = config.model, self.tokenizer, self.actor_config, config.data, self.data.kinds
-            stand_in = blank_prompt(*run, task.maker is not None)
+            stand_in = blank_prompt(*run, task.players is not None)
         return ScorerSetup(
             config.rewards,
             self.tokenizer,
@@ -317,7 +319,7 @@ class TaskRewards:
             value_head_prefix=config.model.value_head_prefix,
             normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
             input_template=config.data.input_template,
-            episodes=task.maker is not None,
+            episodes=task.players is not None,
             function=self.function,
             stand_in=stand_in,
         )

@@ -11,7 +11,7 @@ import pytest
 
 from openppo.rollout import driver
 from openppo.rollout.driver import EngineDriver
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import FinishReason, Interrupted, Prompt, SamplingParams, StopCheck
 from tests.unit.agents.conftest import ScriptedEngine

@@ -8,7 +8,7 @@ import pytest
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.rollout.failures import GROUPS_IN_A_ROW
-from openppo.rollout.tasks import TaskShare, by_speed, by_success
+from openppo.rollout.tasks import TaskProgress, by_speed, by_success
 from openppo.types import FinishReason, Prompt, Trajectory
 
 DURATIONS = {"short": 1, "middle": 5, "long": 20}
@@ -17,7 +17,7 @@ RATIOS = {"short": 0.5, "middle": 0.3, "long": 0.2}
 
 def schedule_of(group_size=1, **limits):
     return TaskSchedule(
-        {name: TaskShare(ratio, group_size, limits.get(name)) for name, ratio in RATIOS.items()}
+        {name: TaskProgress(ratio, group_size, limits.get(name)) for name, ratio in RATIOS.items()}
     )
 
 
@@ -93,7 +93,7 @@ def test_automatic_ratios_are_reached_though_they_are_set_at_each_step():
 
 
 def test_a_task_that_teaches_nothing_is_not_played_over_and_over():
-    schedule = TaskSchedule({"solved": TaskShare(0.5, 4), "open": TaskShare(0.5, 4)})
+    schedule = TaskSchedule({"solved": TaskProgress(0.5, 4), "open": TaskProgress(0.5, 4)})
     played = []
     for number in range(40):
         start = schedule.next(number)
@@ -120,13 +120,13 @@ def test_a_task_has_no_more_episodes_under_way_than_it_may():
     schedule = schedule_of(group_size=4, short=9)
     begun = [schedule.next(number).task for number in range(12)]
     assert begun.count("short") == 2
-    schedule = TaskSchedule({"only": TaskShare(1.0, 4, max_concurrent=2)})
+    schedule = TaskSchedule({"only": TaskProgress(1.0, 4, max_concurrent=2)})
     assert schedule.next(0) == Start(0, 0, "only"), "one group, else nothing would ever begin"
     assert schedule.next(1) is None
 
 
 def test_groups_of_any_size_count_by_their_episodes():
-    schedule = TaskSchedule({"pairs": TaskShare(0.5, 2), "eights": TaskShare(0.5, 8)})
+    schedule = TaskSchedule({"pairs": TaskProgress(0.5, 2), "eights": TaskProgress(0.5, 8)})
     for number in range(100):
         start = schedule.next(number)
         schedule.accept(start, [0.0] * schedule.shares[start.task].group_size, 1.0)
@@ -162,7 +162,7 @@ def test_ten_failures_in_a_row_leave_a_task_out(caplog):
 
 
 def test_without_any_task_left_the_run_ends():
-    schedule = TaskSchedule({"only": TaskShare(1.0, 1)})
+    schedule = TaskSchedule({"only": TaskProgress(1.0, 1)})
     for number in range(GROUPS_IN_A_ROW - 1):
         schedule.fail(schedule.next(number), "no answer")
     with pytest.raises(
@@ -172,7 +172,7 @@ def test_without_any_task_left_the_run_ends():
 
 
 def test_one_success_ends_a_row_of_failures():
-    schedule = TaskSchedule({"only": TaskShare(1.0, 1)})
+    schedule = TaskSchedule({"only": TaskProgress(1.0, 1)})
     for number in range(5 * GROUPS_IN_A_ROW):
         start = schedule.next(number)
         schedule.fail(start, "no answer") if number % GROUPS_IN_A_ROW else schedule.accept(
@@ -182,10 +182,10 @@ def test_one_success_ends_a_row_of_failures():
 
 
 def test_ratios_follow_success_or_speed():
-    shares = {"easy": TaskShare(0.5, 1, ended=10, rewards=8.0, seconds=10.0)}
+    shares = {"easy": TaskProgress(0.5, 1, ended=10, rewards=8.0, seconds=10.0)}
     shares |= {
-        "hard": TaskShare(0.5, 1, ended=10, rewards=2.0, seconds=40.0),
-        "new": TaskShare(0.5, 1),
+        "hard": TaskProgress(0.5, 1, ended=10, rewards=2.0, seconds=40.0),
+        "new": TaskProgress(0.5, 1),
     }
     assert by_success(shares) == pytest.approx({"easy": 0.2, "hard": 0.8, "new": 1.0})
     assert by_speed(shares) == pytest.approx({"easy": 1.0, "hard": 0.25, "new": 0.4})
@@ -211,6 +211,6 @@ def test_a_resumed_schedule_continues_in_the_data():
     later = resumed.next(6)
     assert later.index == sum(start.task == later.task for start in starts)
     with pytest.raises(ValueError, match="the checkpoint has task long, which the file lacks"):
-        TaskSchedule({name: TaskShare(0.5, 1) for name in ("short", "middle")}).load_state_dict(
+        TaskSchedule({name: TaskProgress(0.5, 1) for name in ("short", "middle")}).load_state_dict(
             state
         )

@@ -1,0 +1,11 @@
+"""Free memory of a device."""
+
+import torch
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a GPU, with what torch's allocator gives back; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
