@@ -1,4 +1,4 @@
-"""Inputs of a prefill: padded prompts, with images that are whole."""
+"""Inputs of a prefill: the ends of prompts, padded on the left, with images that are whole."""
 
 import inspect
 from collections.abc import Sequence
@@ -10,35 +10,47 @@ from torch import Tensor
 from openppo.media import Media, model_inputs, rope_positions
 from openppo.models.padding import pad_right
 
-_PREFILL_ON_CPU, _PREFILL_ON_GPU = 4096, 16384
+_PREFILL_ON_CPU = 4096
+_PREFILL_ON_GPU = 16384
 
 
 def prefill_tokens(on_cpu: bool) -> int:
-    """Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
+    """Most prompt tokens of one forward, padding included; a single prompt may have more."""
     return _PREFILL_ON_CPU if on_cpu else _PREFILL_ON_GPU
 
 
 def reads_whole(model: Any) -> bool:
-    """Whether images attend both ways, which a forward gives them only where it reads a prompt from its start."""
+    """True if images attend both ways, which a forward allows only when it reads a prompt from its start."""
     return "token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
 def whole_images(
     model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int
 ) -> int:
-    """``width`` or more, so that no image is cut before the last tokens of ``prompts``, which are ``distinct_ids``.
+    """Smallest width, ``width`` or more, at which the ends of ``prompts`` cut no image.
 
-    With an image of a ``model`` that ``reads_whole`` it is all tokens.
+    ``prompts`` are ``distinct_ids``. If a ``model`` that ``reads_whole`` has an image to read, it is the length of the
+    longest prompt.
     """
-    reaches = []  # tokens of a prompt that are behind an image, and those from its first on
-    for ids, of_prompt in zip(prompts, media, strict=True):
-        keys = [-1 - item.key for item in of_prompt]
-        reaches += [(ids[::-1].index(key), len(ids) - ids.index(key)) for key in keys]
-    if any(behind < width for behind, _ in reaches) and reads_whole(model):
+    reaches: list[tuple[int, int]] = []  # tokens behind an image, and tokens from its first on
+    for ids, images in zip(prompts, media, strict=True):
+        for image in images:
+            key = -1 - image.key
+            n_behind = ids[::-1].index(key)
+            n_from_start = len(ids) - ids.index(key)
+            reaches.append((n_behind, n_from_start))
+
+    is_read = any(n_behind < width for n_behind, _ in reaches)
+    if is_read and reads_whole(model):
         return max(map(len, prompts))
-    while cut := [first for behind, first in reaches if behind < width < first]:
+
+    while True:
+        cut = [
+            n_from_start for n_behind, n_from_start in reaches if n_behind < width < n_from_start
+        ]
+        if not cut:
+            return width
         width = max(cut)
-    return width
 
 
 def padded_left(
@@ -46,33 +58,46 @@ def padded_left(
     prompts: Sequence[Sequence[int]],
     media: Sequence[Media],
     width: int,
-    where: dict[str, Any],
+    inputs: dict[str, Any],
 ) -> tuple[Tensor, list[int]]:
-    """Ids (prompts, width) of the last tokens of ``prompts``, which are ``distinct_ids``, padded with 0 on the left.
+    """Return ids (prompts, width) of the ends of ``prompts``, padded with 0 on the left, and position shifts.
 
-    Adds to ``where``, the inputs of a forward over them, what ``model`` gets for those of their ``media`` that are
-    among these. Also returns how far the positions of tokens that follow are above their places.
+    ``prompts`` are ``distinct_ids``. ``inputs`` of the forward get entries for those of ``media`` that lie in these
+    ends. A shift is how far the positions of tokens that follow a prompt are above their places.
     """
-    real = {-1 - item.key: item.token_id for of_prompt in media for item in of_prompt}
-    rows = [[real.get(i, i) for i in prompt] for prompt in prompts]
-    ids = torch.tensor(
-        [([0] * width + row)[-width:] for row in rows], device=where["position_ids"].device
-    )
-    shifts, seeing = [0] * len(rows), [i for i, of_prompt in enumerate(media) if of_prompt]
-    if not seeing:
+    token_ids = {-1 - image.key: image.token_id for images in media for image in images}
+    rows = [_with_tokens(prompt, token_ids) for prompt in prompts]
+    ends = [([0] * width + row)[-width:] for row in rows]
+    ids = torch.tensor(ends, device=inputs["position_ids"].device)
+    shifts = [0] * len(rows)
+    with_images = [i for i, images in enumerate(media) if images]
+    if not with_images:
         return ids, shifts
-    last = [prompt[-width:] for prompt in prompts]
+
     shown = [
-        tuple(item for item in of if -1 - item.key in seen)
-        for of, seen in zip(media, last, strict=True)
+        _images_in(images, prompt[-width:]) for images, prompt in zip(media, prompts, strict=True)
     ]
-    where |= model_inputs(model, ids, shown)
-    right, _ = pad_right([rows[i] for i in seeing], 0)
-    places = rope_positions(model, right, [media[i] for i in seeing])
-    if places is not None:
-        where["position_ids"] = where["position_ids"].expand(3, -1, -1).clone()
-        for k, i in enumerate(seeing):
-            own = places[:, k, : len(rows[i])]
-            where["position_ids"][:, i, -len(rows[i]) :] = own[:, -width:]
-            shifts[i] = int(own.max()) + 1 - len(rows[i])
+    inputs |= model_inputs(model, ids, shown)
+
+    right, _ = pad_right([rows[i] for i in with_images], 0)
+    positions = rope_positions(model, right, [media[i] for i in with_images])
+    if positions is None:
+        return ids, shifts
+
+    inputs["position_ids"] = inputs["position_ids"].expand(3, -1, -1).clone()
+    for k, i in enumerate(with_images):
+        length = len(rows[i])
+        row_positions = positions[:, k, :length]
+        inputs["position_ids"][:, i, -length:] = row_positions[:, -width:]
+        shifts[i] = int(row_positions.max()) + 1 - length
     return ids, shifts
+
+
+def _with_tokens(prompt: Sequence[int], token_ids: dict[int, int]) -> list[int]:
+    """``prompt`` with the placeholder tokens of its images in place of their distinct ids."""
+    return [token_ids.get(token, token) for token in prompt]
+
+
+def _images_in(images: Media, ids: Sequence[int]) -> Media:
+    """Those of ``images`` that occur in ``ids``."""
+    return tuple(image for image in images if -1 - image.key in ids)

@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 from openppo.rollout.requests import Request
 
-_ROOM_TO_REFILL = (
-    1 / 8
-)  # share of the rows that must be free before waiting requests interrupt the others
+_ROOM_TO_REFILL = 1 / 8
+"""Share of the rows that must be free before a prefill interrupts the rows that decode."""
 
 
 class Queue(list[Request]):
@@ -17,26 +16,34 @@ class Queue(list[Request]):
     def take(
         self, running: int, rows: int, n_kept: Callable[[Request], int], most: int
     ) -> list[Request]:
-        """Take out the first, as many as one forward should read; none if too few rows are free to interrupt others.
+        """Pop the requests of the next prefill; none while too few rows are free to justify one.
 
-        ``running`` counts the taken ``rows``. ``n_kept`` tells how many of a prompt's tokens need not be read; equal
-        prompts are read once. ``most`` tokens are read.
+        ``running`` of the ``rows`` are in use. ``n_kept`` returns how many tokens of a prompt need not be read; equal
+        prompts are read once. The prefill reads at most ``most`` tokens, padding included.
         """
         free = rows - running
         enough = 1 if self._filling else max(1, _ROOM_TO_REFILL * rows)
         self._filling = free >= min(len(self), enough) > 0
-        n_taken, width = 0, 0
+        if not self._filling:
+            return []
+
+        n_taken = 0
+        width = 0
         prompts: set[tuple[int, ...]] = set()
-        for request in self[:free] if self._filling else ():
+        for request in self[:free]:
             request.n_kept = n_kept(request)
             length = request.n_unread
             n_tokens = len(prompts | {request.known_ids}) * max(width, length)
-            wasteful = len(prompts) * width > most / 4 and not 0.8 * width < length <= width
-            if n_taken > 0 and (n_tokens > most or wasteful):
+            is_full = n_tokens > most
+            is_similar = 0.8 * width < length <= width
+            is_wasteful = len(prompts) * width > most / 4 and not is_similar
+            if n_taken > 0 and (is_full or is_wasteful):
                 break
+
             prompts.add(request.known_ids)
             width = max(width, length)
             n_taken += 1
-        taken = self[:n_taken]
+
+        entering = self[:n_taken]
         del self[:n_taken]
-        return taken
+        return entering

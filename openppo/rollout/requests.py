@@ -11,34 +11,36 @@ from openppo.types import SamplingParams
 
 @dataclass
 class Request:
-    """A prompt, and what is sampled for it. ``park`` and ``continue_from`` as in ``Engine.submit``.
+    """A prompt and its response so far. ``park`` and ``continue_from`` as in ``Engine.submit``.
 
-    ``prompt_ids`` are ``distinct_ids``, so that prompts are equal where their images are.
+    ``prompt_ids`` are ``distinct_ids``, so that prompts are equal only if their images are.
     """
 
     number: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    uniforms: Tensor  # float64, one for each token at most
+    uniforms: Tensor
+    """A float64 number for each token of the longest response."""
     park: bool = False
     continue_from: int | None = None
     media: Media = ()
-    n_kept: int = 0  # of the prompt's tokens, whose keys and values need not be computed
+    n_kept: int = 0
+    """First tokens of the prompt whose keys and values are kept, so that no forward reads them."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     @property
     def known_ids(self) -> tuple[int, ...]:
-        """The prompt, and what was sampled before the weights changed: what a forward reads before the next token."""
+        """Prompt and tokens sampled before the weights changed: the context of the next token."""
         return (*self.prompt_ids, *self.token_ids)
 
     @property
     def n_unread(self) -> int:
-        """Tokens that a forward must read."""
+        """Number of tokens that a forward must read."""
         return len(self.prompt_ids) + len(self.token_ids) - self.n_kept
 
 
 def longest(requests: Sequence[Request]) -> int:
-    """Tokens that the longest of these may have."""
+    """Largest number of tokens that one of ``requests`` may have, prompt and response."""
     return max(len(request.prompt_ids) + request.params.max_new_tokens for request in requests)

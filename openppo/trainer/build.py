@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.hooks import Hooks
-from openppo.experience.players import ExperienceMaker
+from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
 from openppo.models.merge_lora import to_bf16
