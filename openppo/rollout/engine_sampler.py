@@ -6,35 +6,38 @@ from dataclasses import dataclass
 from openppo.rollout.engine import Engine
 from openppo.rollout.sample_request import SampleRequest
 from openppo.rollout.seeds import sample_seed
-from openppo.types import (
-    Comm,
-    Completion,
-    Prompt,
-    SamplingParams,
-    Trajectory,
-)
+from openppo.types import Comm, Completion, Prompt, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True)
 class EngineSampler:
-    """One response of the engine to each sample of a prompt."""
+    """Sampler of single responses, for an engine without a driver."""
 
     engine: Engine
     comm: Comm
 
-    def sample(self, asked: SampleRequest) -> list[Trajectory]:
-        """This rank's share."""
-        return sample_trajectories(self.engine, *asked[:5], self.comm)
+    def sample(self, request: SampleRequest) -> list[Trajectory]:
+        """Return this rank's share of the samples."""
+        return sample_trajectories(
+            self.engine,
+            request.prompts,
+            request.params,
+            n_samples=request.n_samples,
+            seed=request.seed,
+            first_group=request.first_group,
+            comm=self.comm,
+        )
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing."""
 
 
 def rank_share(
     prompts: Sequence[Prompt], first_group: int, comm: Comm
 ) -> tuple[Sequence[Prompt], int]:
-    """This rank's share of ``prompts``, and the group of its first."""
-    start, end = (rank * len(prompts) // comm.world_size for rank in (comm.rank, comm.rank + 1))
+    """Return this rank's share of ``prompts``, and the group of its first."""
+    start = comm.rank * len(prompts) // comm.world_size
+    end = (comm.rank + 1) * len(prompts) // comm.world_size
     return prompts[start:end], first_group + start
 
 
@@ -47,36 +50,42 @@ def sample_trajectories(
     first_group: int = 0,
     comm: Comm | None = None,
 ) -> list[Trajectory]:
-    """``n_samples`` responses for each prompt, those of one prompt beside each other; with ``comm`` this rank's share.
+    """Sample ``n_samples`` responses for each prompt, or with ``comm`` for each of this rank's share.
 
-    ``first_group`` is the number in the whole run of the first prompt; group and seeds follow from it, so that a
-    response does not depend on the number of ranks.
+    Responses of one prompt are beside each other. ``first_group`` is the number of the first prompt in the whole run;
+    groups and seeds follow from it, so that a response does not depend on the number of ranks.
     """
     if comm is not None:
         prompts, first_group = rank_share(prompts, first_group, comm)
-    repeated = [
-        (prompt, first_group + i) for i, prompt in enumerate(prompts) for _ in range(n_samples)
-    ]
-    seeds = [sample_seed(seed, first_group * n_samples + i) for i in range(len(repeated))]
-    media = [prompt.media for prompt, _ in repeated]
-    more = {"media": media} if any(media) else {}
+
+    repeated: list[Prompt] = []
+    groups: list[int] = []
+    for group, prompt in enumerate(prompts, first_group):
+        repeated += [prompt] * n_samples
+        groups += [group] * n_samples
+    first_sample = first_group * n_samples
+    seeds = [sample_seed(seed, first_sample + i) for i in range(len(repeated))]
+
+    media = [prompt.media for prompt in repeated]
+    images = {"media": media} if any(media) else {}
     completions = engine.generate(
-        [prompt.token_ids for prompt, _ in repeated], params, seeds, **more
+        [prompt.token_ids for prompt in repeated], params, seeds, **images
     )
-    sampled = zip(repeated, completions, strict=True)
     return [
-        make_trajectory(prompt, made, group, stop=params.stop) for (prompt, group), made in sampled
+        make_trajectory(prompt, completion, group, stop=params.stop)
+        for prompt, completion, group in zip(repeated, completions, groups, strict=True)
     ]
 
 
 def make_trajectory(
     prompt: Prompt, completion: Completion, group: int, stop: tuple[str, ...] = ()
 ) -> Trajectory:
-    """A trajectory of one turn: prompt, then a completion whose every token is an action.
+    """Return a trajectory of one turn: the prompt, then a completion whose tokens are all actions.
 
     ``stop`` are texts that end a response.
     """
-    n_prompt, n_response = len(prompt.token_ids), len(completion.token_ids)
+    n_prompt = len(prompt.token_ids)
+    n_response = len(completion.token_ids)
     return Trajectory(
         token_ids=prompt.token_ids + completion.token_ids,
         action_mask=[False] * n_prompt + [True] * n_response,

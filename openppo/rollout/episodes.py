@@ -2,23 +2,25 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from openppo.types import (
-    Trajectory,
-)
+from openppo.types import Trajectory
 
 
 def episode_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
-    """The number of each trajectory's episode, counted from 0 in their order; one that is of none is alone."""
+    """Number the episodes from 0, in their order; return the number of each trajectory's.
+
+    A trajectory without an episode gets a number of its own.
+    """
     numbers: dict[tuple[str, int], int] = {}
-    keys = [
-        ("row", i) if t.episode is None else ("episode", id(t.episode))
-        for i, t in enumerate(trajectories)
-    ]
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
+    by_trajectory: list[int] = []
+    for i, trajectory in enumerate(trajectories):
+        episode = trajectory.episode
+        key = ("row", i) if episode is None else ("episode", id(episode))
+        by_trajectory.append(numbers.setdefault(key, len(numbers)))
+    return by_trajectory
 
 
 def by_episode(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """The parts of each episode, both in order."""
+    """Return the parts of each episode, both in order."""
     parts: dict[int, list[Trajectory]] = {}
     for number, trajectory in zip(episode_numbers(trajectories), trajectories, strict=True):
         parts.setdefault(number, []).append(trajectory)
@@ -26,12 +28,11 @@ def by_episode(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def episode_reward(parts: Sequence[Trajectory], weights: Mapping[str, float]) -> float:
-    """All that an episode earned: its score, which each of its ``parts`` has, and the rewards of all their tokens."""
+    """Return the total reward of an episode: its score, which each part has, plus all token rewards."""
     return parts[-1].total_score(weights) + sum(sum(part.token_rewards or []) for part in parts)
 
 
 def whole_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[float]:
-    """Reward of the whole episode that each trajectory is a part of."""
-    numbers = episode_numbers(trajectories)
+    """Return for each trajectory the total reward of its episode."""
     rewards = [episode_reward(parts, weights) for parts in by_episode(trajectories)]
-    return [rewards[number] for number in numbers]
+    return [rewards[number] for number in episode_numbers(trajectories)]

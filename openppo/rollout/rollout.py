@@ -5,19 +5,15 @@ from contextlib import suppress
 from typing import Any
 
 from openppo.tracking import Metrics
-from openppo.types import (
-    Interrupted,
-    StopCheck,
-    Trajectory,
-)
+from openppo.types import Interrupted, StopCheck, Trajectory
 
 
 class Rollout(list[Trajectory]):
-    """This rank's trajectories of one step, whose scores may be under way: whoever reads one waits for them.
+    """This rank's trajectories of one step; reading one blocks until all scores are there.
 
-    Code that runs on several ranks calls ``wait_for_scores`` before it reads.
-    ``metrics`` are what their source measured. ``write_scores`` blocks until scores are there and puts them into the
-    trajectories. ``failed`` stand for a few episodes that are not trained on, for logs.
+    Code that runs on several ranks calls ``wait_for_scores`` before it reads. ``metrics`` are measurements of the
+    source. ``write_scores`` blocks until scores are there and writes them into the trajectories. ``failed`` are
+    stand-ins, for logs, for a few episodes that are not trained on.
     """
 
     def __init__(
@@ -34,11 +30,11 @@ class Rollout(list[Trajectory]):
 
     @property
     def unscored(self) -> list[Trajectory]:
-        """The same trajectories at once, for work that needs no scores."""
+        """The same trajectories without waiting, for work that needs no scores."""
         return list(super().__iter__())
 
     def wait(self) -> None:
-        """Block until scores are there, on this rank alone; raise what the source of rewards raised."""
+        """Block until scores are there, on this rank alone; raise the errors of the source of rewards."""
         if self._write_scores is not None:
             self._write_scores()
             self._write_scores = None
@@ -60,7 +56,9 @@ class Rollout(list[Trajectory]):
 
 def wait_for_scores(trajectories: Sequence[Trajectory], stop: StopCheck) -> None:
     """Block until scores are there, all ranks together; ``Interrupted`` on all if one of them has a signal."""
-    if isinstance(trajectories, Rollout):
-        with suppress(Interrupted):  # other ranks may not know of the signal yet
-            trajectories.wait()
-        stop()
+    if not isinstance(trajectories, Rollout):
+        return
+
+    with suppress(Interrupted):  # other ranks may not know of the signal yet
+        trajectories.wait()
+    stop()

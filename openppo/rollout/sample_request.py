@@ -1,25 +1,21 @@
-"""The request for samples of a batch of prompts."""
+"""The request for samples of prompts."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from openppo.tracking import Metrics
-from openppo.types import (
-    Prompt,
-    SamplingParams,
-    Trajectory,
-)
+from openppo.types import Prompt, SamplingParams, Trajectory
 
 
 def _ignore(failed: Trajectory) -> None:
-    """Take no note."""
+    """Ignore a failed sample."""
 
 
 class SampleRequest(NamedTuple):
-    """``n_samples`` of each prompt, asked alike on all ranks.
+    """A request for ``n_samples`` of each prompt, the same on all ranks.
 
-    ``first_group`` is the number in the whole run of the first prompt; groups and seeds follow from it and ``seed``, so
-    that a sample does not depend on the number of ranks. An ``evaluation`` keeps samples that failed; else
+    ``first_group`` is the number of the first prompt in the whole run; groups and seeds follow from it and ``seed``, so
+    that a sample does not depend on the number of ranks. An ``evaluation`` keeps failed samples; otherwise
     ``note_failed`` gets a stand-in for each.
     """
 

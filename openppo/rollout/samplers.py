@@ -1,4 +1,4 @@
-"""Interfaces of samplers, and the parts that they are made of."""
+"""Interfaces of samplers and of their factories."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,22 +11,16 @@ from openppo.rollout.driver import EngineDriver, Leave
 from openppo.rollout.engine import Engine
 from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
-from openppo.types import (
-    Comm,
-    Prompt,
-    SamplingParams,
-    StopCheck,
-    Trajectory,
-)
+from openppo.types import Comm, Prompt, SamplingParams, StopCheck, Trajectory
 
 
 @dataclass(frozen=True)
 class SamplerParts:
-    """What a sampler works with. ``longest`` is the most tokens that a prompt and its response may have.
+    """Parts of a custom sampler. ``longest`` bounds the tokens of a prompt with its response.
 
-    ``has_rewards`` tells whether sources of rewards score what is sampled. ``leave`` is what ``EngineDriver.drive``
-    does with requests of others that are under way when a batch of samples is complete. ``driver`` is shared by the
-    samplers of several tasks. ``vision`` (a ``datasets.media.Vision``) reads images of agents, if they may have any.
+    ``has_rewards``: sources of rewards score the samples. ``leave`` is what ``EngineDriver.drive`` does with running
+    requests of others when a batch of samples is complete. ``driver`` is shared by the samplers of several tasks.
+    ``vision`` (a ``datasets.media.Vision``) reads images of agents, if they may have any.
     """
 
     engine: Engine
@@ -42,22 +36,22 @@ class SamplerParts:
     vision: Any = None
 
     def own_driver(self) -> EngineDriver:
-        """The driver that is given, or a new one."""
+        """Return ``driver``, or a new one if there is none."""
         return self.driver or EngineDriver(self.engine, self.stop)
 
 
 class Sampler(Protocol):
-    """How prompts become trajectories without scores. All ranks call every method together."""
+    """Interface of samplers: prompts in, trajectories without scores out. All ranks call every method together."""
 
-    def sample(self, asked: SampleRequest) -> list[Trajectory]:
-        """This rank's share, those of one prompt beside each other."""
+    def sample(self, request: SampleRequest) -> list[Trajectory]:
+        """Return this rank's share of the samples, those of one prompt beside each other."""
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release resources."""
 
 
 class SampleFailed(Exception):  # noqa: N818 (it says nothing about the policy)
-    """A sample that cannot be trained on; the message says why, and ``trajectory`` stands for it in logs."""
+    """A sample that cannot be trained on, and why; ``trajectory`` stands for it in logs."""
 
     def __init__(self, message: str, trajectory: Trajectory | None = None) -> None:
         super().__init__(message)
@@ -65,17 +59,17 @@ class SampleFailed(Exception):  # noqa: N818 (it says nothing about the policy)
 
 
 class SingleSampler(Sampler, Protocol):
-    """A sampler that also makes one sample at a time, while the engine of its driver is driven."""
+    """Interface of samplers that can also make one sample at a time, inside ``EngineDriver.drive``."""
 
     @property
     def driver(self) -> EngineDriver:
-        """Its ``drive`` runs coroutines, ``sample_one`` among them."""
+        """The driver whose ``drive`` runs coroutines such as ``sample_one``."""
 
     async def start(self) -> None:
-        """Get ready for ``sample_one``."""
+        """Prepare for ``sample_one``."""
 
     async def end(self) -> None:
-        """Release what ``start`` took."""
+        """Release the resources of ``start``."""
 
     async def sample_one(
         self,
@@ -86,14 +80,14 @@ class SingleSampler(Sampler, Protocol):
         group: int,
         metrics: Metrics,
     ) -> list[Trajectory]:
-        """The parts of one unscored sample; ``SampleFailed`` if it cannot be trained on. Not collective.
+        """Return the parts of one unscored sample; ``SampleFailed`` if it cannot be trained on. Not collective.
 
-        ``env_seed`` is that of an environment, the same for the samples of one ``group``.
+        ``env_seed`` is the seed of an environment, the same for all samples of a ``group``.
         """
 
 
 class Players(ABC):
-    """Makes a sampler of a kind of its own, from parts that a trainer or an evaluation has loaded.
+    """Factory of a custom sampler, such as one that plays episodes of agents.
 
     ``gives_rewards``: no source of rewards is needed. ``needs_prompts``: rows must have a prompt.
     """
@@ -103,11 +97,11 @@ class Players(ABC):
 
     @abstractmethod
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """``ValueError`` naming the option for what cannot work, before any model is loaded."""
+        """Raise ``ValueError`` for options that cannot work, before any model is loaded."""
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:  # noqa: B027 (most take any)
-        """``ValueError`` for rows that cannot be used, before any model is loaded."""
+        """Raise ``ValueError`` for rows that cannot be used, before any model is loaded."""
 
     @abstractmethod
     def make(self, parts: SamplerParts) -> SingleSampler:
-        """The sampler."""
+        """Make the sampler from loaded ``parts``."""
