@@ -280,7 +280,7 @@ def test_a_task_joins_once_also_where_a_state_is_taken_back(plan):
         arrived(resumed)
         resumed.schedule.newcomer = newcomer
         resumed.load_state_dict(after)
-        assert resumed.schedule.shares["new"].ratio == 0.5
+        assert resumed.schedule.tasks["new"].ratio == 0.5
 
 
 def test_single_failures_are_replaced(plan):

@@ -31,9 +31,9 @@ class Run:
 
     def go_on(self, n_episodes):
         """Until so many more are accepted; how many of each task."""
-        before = {name: share.accepted for name, share in self.schedule.shares.items()}
+        before = {name: task.accepted for name, task in self.schedule.tasks.items()}
         while (
-            sum(share.accepted for share in self.schedule.shares.values())
+            sum(task.accepted for task in self.schedule.tasks.values())
             < sum(before.values()) + n_episodes
         ):
             for _ in range(self.buffer.room()):
@@ -66,7 +66,7 @@ class Run:
                 self.on_step()
                 self.buffer.advance(self.buffer.version + 1)
                 self.buffer.sync(self.buffer.version)
-        return {name: share.accepted - before[name] for name, share in self.schedule.shares.items()}
+        return {name: task.accepted - before[name] for name, task in self.schedule.tasks.items()}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4, 16])
@@ -105,14 +105,14 @@ def test_a_task_that_teaches_nothing_is_not_played_over_and_over():
 def test_a_task_left_out_comes_back_with_a_ratio_only():
     schedule = schedule_of()
     for number in range(GROUPS_IN_A_ROW):
-        schedule.shares["short"].running += 1
+        schedule.tasks["short"].running += 1
         schedule.fail(Start(number, number, "short"), "no answer")
-    schedule.shares["short"].running += 1
+    schedule.tasks["short"].running += 1
     schedule.accept(Start(99, 99, "short"), [1.0], 1.0)
     schedule.change("short", None, 5)
-    assert schedule.shares["short"].is_left_out, "a late success is no other chance"
+    assert schedule.tasks["short"].is_left_out, "a late success is no other chance"
     schedule.change("short", 0.5, None)
-    assert not schedule.shares["short"].is_left_out
+    assert not schedule.tasks["short"].is_left_out
     assert "short" in {schedule.next(100 + i).task for i in range(4)}
 
 
@@ -129,15 +129,15 @@ def test_groups_of_any_size_count_by_their_episodes():
     schedule = TaskSchedule({"pairs": TaskProgress(0.5, 2), "eights": TaskProgress(0.5, 8)})
     for number in range(100):
         start = schedule.next(number)
-        schedule.accept(start, [0.0] * schedule.shares[start.task].group_size, 1.0)
-    pairs, eights = (share.accepted for share in schedule.shares.values())
+        schedule.accept(start, [0.0] * schedule.tasks[start.task].group_size, 1.0)
+    pairs, eights = (task.accepted for task in schedule.tasks.values())
     assert abs(pairs - eights) <= 8
 
 
 def test_one_ratio_changes_and_the_others_with_it():
     schedule = schedule_of()
     schedule.set_ratio("long", 0.6)
-    assert {name: share.ratio for name, share in schedule.shares.items()} == pytest.approx(
+    assert {name: task.ratio for name, task in schedule.tasks.items()} == pytest.approx(
         {"short": 0.25, "middle": 0.15, "long": 0.6}
     )
 
@@ -145,15 +145,15 @@ def test_one_ratio_changes_and_the_others_with_it():
 def test_ten_failures_in_a_row_leave_a_task_out(caplog):
     schedule = schedule_of()
     number = 0
-    while not schedule.shares["middle"].is_left_out:
+    while not schedule.tasks["middle"].is_left_out:
         start = schedule.next(number)
         number += 1
         if start.task == "middle":
             schedule.fail(start, "no answer")
         else:
             schedule.accept(start, [1.0], 1.0)
-    assert schedule.shares["middle"].failed == GROUPS_IN_A_ROW
-    assert {name: share.ratio for name, share in schedule.shares.items()} == pytest.approx(
+    assert schedule.tasks["middle"].failed == GROUPS_IN_A_ROW
+    assert {name: task.ratio for name, task in schedule.tasks.items()} == pytest.approx(
         {"short": 5 / 7, "middle": 0.0, "long": 2 / 7}
     )
     assert "10 groups of task middle in a row failed; the last: no answer" in caplog.text
@@ -178,7 +178,7 @@ def test_one_success_ends_a_row_of_failures():
         schedule.fail(start, "no answer") if number % GROUPS_IN_A_ROW else schedule.accept(
             start, [1.0], 1.0
         )
-    assert not schedule.shares["only"].is_left_out
+    assert not schedule.tasks["only"].is_left_out
 
 
 def test_ratios_follow_success_or_speed():
@@ -191,7 +191,7 @@ def test_ratios_follow_success_or_speed():
     assert by_speed(shares) == pytest.approx({"easy": 1.0, "hard": 0.25, "new": 0.4})
     schedule = TaskSchedule(shares, by_success)
     schedule.advance()
-    assert {name: share.ratio for name, share in schedule.shares.items()} == pytest.approx(
+    assert {name: task.ratio for name, task in schedule.tasks.items()} == pytest.approx(
         {"easy": 0.1, "hard": 0.4, "new": 0.5}
     )
 
@@ -205,8 +205,8 @@ def test_a_resumed_schedule_continues_in_the_data():
     resumed = schedule_of()
     resumed.load_state_dict(state)
     assert [resumed.next(6), resumed.next(6)] == starts[4:]
-    assert {name: share.accepted for name, share in resumed.shares.items()} == {
-        name: share.accepted for name, share in schedule.shares.items()
+    assert {name: task.accepted for name, task in resumed.tasks.items()} == {
+        name: task.accepted for name, task in schedule.tasks.items()
     }
     later = resumed.next(6)
     assert later.index == sum(start.task == later.task for start in starts)

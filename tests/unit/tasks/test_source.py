@@ -89,7 +89,7 @@ def test_a_task_has_the_options_of_the_run_and_its_own(config):
         "e.jsonl",
         64,
     )
-    assert (two.share.group_size, two.share.max_concurrent, two.retries) == (3, 5, 0)
+    assert (two.progress.group_size, two.progress.max_concurrent, two.retries) == (3, 5, 0)
     assert two.players.options.agent_timeout == 4
     assert not two.has_rewards
 
