@@ -81,9 +81,11 @@ def timed(engine: Any) -> Timed:
         found.seconds += time.perf_counter() - began
         found.steps += 1
 
-    def recorded(prompt_ids: Sequence[int], *rest: Any) -> int:
-        found.journal.append((list(prompt_ids), rest[3]))
-        return submit(prompt_ids, *rest)
+    def recorded(
+        prompt_ids: Sequence[int], *arguments: Any, continue_from: int | None, **options: Any
+    ) -> int:
+        found.journal.append((list(prompt_ids), continue_from))
+        return submit(prompt_ids, *arguments, continue_from=continue_from, **options)
 
     engine.step, engine.submit = timed_step, recorded
     return found

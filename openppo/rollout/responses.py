@@ -26,7 +26,7 @@ class ResponseSampler:
         prompts, first_group = rank_share(request.prompts, request.first_group, self.parts.comm)
         with self.driver.hold():
             work = [
-                asyncio.ensure_future(self._sample_numbered(request, prompt, group, sample))
+                asyncio.ensure_future(self._sample_numbered(request, prompt, group, sample=sample))
                 for group, prompt in enumerate(prompts, first_group)
                 for sample in range(request.n_samples)
             ]

@@ -129,8 +129,8 @@ class Stalling(ScriptedEngine):
     def busy(self):
         return bool(self.running or self.held)
 
-    def submit(self, prompt_ids, *rest):
-        number = super().submit(prompt_ids, *rest)
+    def submit(self, prompt_ids, *arguments, **options):
+        number = super().submit(prompt_ids, *arguments, **options)
         task, what = (
             self.tokenizer.decode(prompt_ids)
             .split("<|im_start|>user\n")[-1]
