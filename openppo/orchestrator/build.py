@@ -24,7 +24,7 @@ _COORDINATOR = "coordinator"
 
 
 def async_steps(config: TrainPPOConfig, n_prompts: int, are_tasks: bool) -> int:
-    """Return the number of global steps; batches may mix groups of several passes over the prompts."""
+    """Return the number of global steps, whose batches may span passes over the prompts."""
     has_endless_prompts = config.agents.environment is not None and not config.data.prompt_data
     if are_tasks or has_endless_prompts:
         return config.ppo.max_steps or 0
@@ -39,7 +39,7 @@ def async_steps(config: TrainPPOConfig, n_prompts: int, are_tasks: bool) -> int:
 
 
 def scored_by_trainers(config: TrainPPOConfig) -> bool:
-    """True if batches are scored when they are trained on, since reward models are on the ranks that train."""
+    """True if trainers score batches, since reward models are on the ranks that train."""
     return bool(config.rewards.reward_pretrain or config.rewards.prm_pretrain)
 
 
@@ -101,7 +101,7 @@ def rollout_rank(
     prompts: list[Prompt],
     tasks: TaskPlayers,
 ) -> RolloutRank:
-    """Build the job of a rank that only samples; ``policy`` is the Hugging Face model of ``engine``."""
+    """Build the job of a rank that only samples, with ``policy`` the Hugging Face model of ``engine``."""
     launch = strategy.launch
     player = _player(config, sampler, _plans(tasks, prompts), scorer=scorer)
     link = connect(launch.wait_for(_COORDINATOR))

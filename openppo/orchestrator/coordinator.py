@@ -1,4 +1,4 @@
-"""The coordinator, on the trainers' first rank: it hands out groups and cuts batches from complete ones."""
+"""The coordinator of workers and batches, on the trainers' first rank."""
 
 import threading
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ _IN_VAIN = "--dynamic_sampling: {} groups in a row had equal rewards: use other 
 
 
 class Coordinator:
-    """Owner of all groups; it hands them out to workers and cuts batches from complete ones.
+    """Coordinator that hands out groups to workers and cuts batches from complete ones.
 
-    Public methods run on the training thread, ``_come`` and ``_gone`` on a thread of each worker, all under one lock.
-    A group is handed out as soon as the buffer has room, of the task that ``schedule`` names. ``most`` bounds the
-    groups of the whole run, ``plans`` are those of the tasks. With ``pauses`` workers train too: they leave their
-    engines when a batch is complete.
+    Public methods run on the training thread, ``_come`` and ``_gone`` on a thread of each worker, all under one lock. A
+    group is handed out as soon as the buffer has room, of the task that ``schedule`` names. ``most`` bounds the groups
+    of the whole run, ``plans`` are those of the tasks. With ``pauses`` workers train too: they leave their engines when
+    a batch is complete.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Coordinator:
             self._hand_out()
 
     def pause_for(self, version: int) -> None:
-        """Tell all workers to leave their engines for the weights of ``version``; wait until all are connected."""
+        """Tell all workers, once connected, to leave their engines for the weights of ``version``."""
         with self._changed:
             while not self.workers.are_here and self._fault is None:
                 self._wait()
@@ -80,7 +80,7 @@ class Coordinator:
             self._hand_out()  # groups that were too old have left room
 
     def wait_for_batch(self, stop: StopCheck) -> tuple[list[Group], Metrics] | None:
-        """Return the groups of the wanted batch, in order, and their metrics; None if a signal comes first.
+        """Return the groups of the wanted batch and their metrics; None if a signal comes first.
 
         ``NothingTrainedError`` if only failures come back, ``DistNetworkError`` if a worker is gone.
         """
@@ -127,7 +127,7 @@ class Coordinator:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; groups that were running then are played again once a batch is wanted."""
+        """Restore a state; groups that were running are played again once a batch is wanted."""
         with self._changed:
             for fields in state["joined"]:
                 if fields["name"] not in self.plans:

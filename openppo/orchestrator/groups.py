@@ -28,9 +28,10 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Plan of the groups of a task, the same on all ranks; ``index`` is a group's place among them.
+    """Plan of the groups of a task, the same on all ranks.
 
-    With ``most_in_vain`` above 0 groups of equal rewards are left out; as many in a row end the run.
+    ``index`` is a group's place among them. With ``most_in_vain`` above 0 groups of equal rewards are left out; as many
+    in a row end the run.
     """
 
     prompts: Sequence[Prompt]
@@ -76,9 +77,10 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a group after ``seconds``: scored trajectories, none that teach, or None if it failed.
+    """Outcome of a group after ``seconds``.
 
-    ``failed`` are stand-ins for some of its failed attempts.
+    ``trajectories`` are scored; without any the group teaches nothing, and None stands for a failed group. ``failed``
+    are stand-ins for some of its failed attempts.
     """
 
     number: int
@@ -180,7 +182,7 @@ class GroupPlayer:
         return None
 
     async def _score(self, trajectories: list[Trajectory], metrics: Metrics) -> None:
-        """Score in the background; groups that wait meanwhile are scored together, since sources have one thread."""
+        """Score in the background; groups that wait meanwhile are scored together."""
         if self.scorer is None:
             return
 

@@ -1,4 +1,4 @@
-"""A schedule that gives each task its share of the accepted episodes, as far as the tasks' limits allow."""
+"""A schedule that gives each task its share of the accepted episodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from openppo.tracking import Metrics
 
 @dataclass(frozen=True)
 class Start:
-    """A group to be played: its ``number`` in the run, and its ``index`` among the groups of its task."""
+    """A group to be played, with its ``number`` in the run and ``index`` in its task."""
 
     number: int
     index: int
@@ -24,11 +24,11 @@ _SAVED = ("begun", "failed", "accepted", "ended", "rewards", "seconds")
 
 @dataclass(eq=False)
 class TaskSchedule:
-    """Deficit round-robin: the next group is of the task whose accepted episodes are furthest behind its ratio.
+    """Deficit round-robin: the next group is of the task furthest behind its ratio.
 
-    Running episodes count as accepted, minus a task's usual number of running ones; otherwise tasks with long episodes
-    would always look ahead. ``automatic`` sets new ratios at each step, ``newcomer`` makes a task from the fields that
-    a program registers.
+    Limits of tasks come first. Running episodes count as accepted, minus a task's usual number of running ones;
+    otherwise tasks with long episodes would always look ahead. ``automatic`` sets new ratios at each step, ``newcomer``
+    makes a task from the fields that a program registers.
     """
 
     tasks: dict[str, TaskProgress]
@@ -38,7 +38,7 @@ class TaskSchedule:
     """Groups that were running when the checkpoint was written."""
 
     def next(self, number: int) -> Start | None:
-        """Begin a group, the ``number``-th of the run unless a checkpoint gave it a number; None without room."""
+        """Begin a group, with ``number`` unless it has one of a checkpoint; None without room."""
         if self._again:
             start = self._again.pop(0)
             self.tasks[start.task].running += 1
@@ -55,7 +55,7 @@ class TaskSchedule:
         return Start(number, task.begun - 1, name)
 
     def accept(self, start: Start, rewards: Sequence[float], seconds: float) -> None:
-        """Note that a group has ended, with the rewards of its episodes; none if they teach nothing."""
+        """Note that a group has ended, with rewards of its episodes, or none if it teaches nothing."""
         task = self.tasks[start.task]
         n_episodes = len(rewards)
         task.running -= 1
@@ -121,7 +121,7 @@ class TaskSchedule:
             self.set_ratios(self.automatic(self._played()), keep_deficit=True)
 
     def change(self, name: str, ratio: float | None, max_concurrent: int | None) -> None:
-        """Change a task as ``TaskControl.change`` does; with a ratio, a task that was left out is played again."""
+        """Change a task as ``TaskControl.change`` does; a ratio brings back a task that was left out."""
         task = self.tasks[name]
         task.max_concurrent = max_concurrent or task.max_concurrent
         if ratio is not None:
@@ -159,7 +159,7 @@ class TaskSchedule:
         return {"shares": shares, "again": [vars(start) for start in again]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, but for ratios and limits; tasks that were left out are played again."""
+        """Restore a state, but for ratios and limits, and bring back tasks that were left out."""
         missing = state["shares"].keys() - self.tasks.keys()
         if missing:
             raise ValueError(
@@ -179,7 +179,10 @@ class TaskSchedule:
         return {name: task for name, task in self.tasks.items() if not task.is_left_out}
 
     def _usually_running(self) -> dict[str, float]:
-        """Episodes of each task among the running ones if all have their ratios: as many as its share of the time."""
+        """Return how many of the running episodes each task has when all have their ratios.
+
+        Its share of them is its share of the time.
+        """
         known = [task.mean_seconds for task in self.tasks.values() if task.mean_seconds is not None]
         unknown = sum(known) / len(known) if known else 1.0
         times = {

@@ -23,8 +23,8 @@ class WorkBuffer:
 
     ``version`` counts the global steps trained, ``synced`` is the version that samplers have. Admission keeps samples
     from growing old (AReaL, arXiv 2505.24298, section 5.1); the check when a batch is cut guarantees their age. At
-    every event each submitted group is in one place:
-    ``submitted = trained + filtered + stale + failed + buffered + running``.
+    every event each submitted group is in one place: ``submitted = trained + filtered + stale + failed + buffered +
+    running``.
     """
 
     batch: int
@@ -124,7 +124,7 @@ class WorkBuffer:
         return groups
 
     def measure(self, metrics: Metrics) -> None:
-        """Add the counts of groups to ``metrics``, and the share of stale episodes since the last call, by length."""
+        """Add counts of groups to ``metrics``, and the share of stale episodes since the last call."""
         for name in _OUTCOMES[1:]:
             metrics.add(f"async/{name}_groups", self.counts[name])
         metrics.add("async/buffered_groups", len(self.buffered))
@@ -161,7 +161,7 @@ class WorkBuffer:
         self._check()
 
     def _fresh_part(self, group: Group, oldest: int) -> Group:
-        """Return the episodes of a group that are fresh enough; none if fewer than two of several are left."""
+        """Return the fresh episodes of a group; none if fewer than two of several are left."""
         episodes = by_episode(group)
         fresh: list[list[Trajectory]] = []
         for parts in episodes:

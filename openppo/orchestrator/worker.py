@@ -1,4 +1,4 @@
-"""The worker of a rank that samples: it plays groups of the coordinator, with weights of the trainers."""
+"""The worker of a rank that samples, which plays groups of the coordinator."""
 
 import asyncio
 import threading
@@ -45,7 +45,7 @@ class Worker:
         threading.Thread(target=self._receive, name="messages", daemon=True).start()
 
     def drive(self) -> Pause:
-        """Sample until the coordinator sends a pause; raise the error that ended the playing of a group."""
+        """Sample until the coordinator sends a pause; raise the errors of groups."""
         pause = self.driver.drive(self._pauses.get(), self._show, self.leave)
         if isinstance(pause, BaseException):
             raise pause
@@ -116,7 +116,7 @@ class Worker:
             self.link.send(group.result())
 
     def _measure(self, metrics: Metrics) -> None:
-        """Add to ``metrics`` the share of the time since the last group in which the engine had no requests."""
+        """Add to ``metrics`` the engine's share of idle time since the last group."""
         now = time.monotonic()
         wait = self.driver.waited
         seconds = now - self._measured_at

@@ -17,7 +17,7 @@ from openppo.types import Prompt
 
 @dataclass(frozen=True)
 class Play:
-    """Message to play groups; tasks that have ``joined`` since the last one come with their prompts."""
+    """Message to play groups, with prompts of tasks that have ``joined`` since the last one."""
 
     starts: list[Start]
     joined: list[tuple[RunTask, list[Prompt]]]
@@ -25,7 +25,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Pause:
-    """Message to leave the engine: for ``weights`` of ``version``, for a complete ``batch``, or at the ``end``."""
+    """Message to leave the engine for ``weights`` of ``version``, a complete ``batch`` or the ``end``."""
 
     reason: Literal["weights", "batch", "end"]
     version: int = -1
@@ -70,7 +70,7 @@ class Workers:
                 link.send(pause)
 
     def play(self, starts: Sequence[Start]) -> None:
-        """Hand each group to the worker that plays fewest, those of one worker in one message."""
+        """Hand each group to the worker that plays fewest; send each worker one message."""
         by_rank: dict[int, list[Start]] = defaultdict(list)
         for start in starts:
             rank = min(self._links, key=lambda rank: (self._running_groups[rank], rank))

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: the kernels of a forward take less time than launching them one by one."""
+"""Decode steps as CUDA graphs, which save the launches of single kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Recorder = Callable[[Forward], Forward]
 
 @dataclass(eq=False)
 class DecodeGraphs:
-    """Forwards over one token per row of ``cache``, recorded once for each shape and replayed from then on.
+    """Forwards over one token per row of ``cache``, recorded once for each shape.
 
     A graph always has the same shapes and addresses. So rows are rounded up to a power of two, and columns, for
     attention with a mask, to ``COLUMNS_TOGETHER``. Inputs that differ between steps lie in one small tensor. Weights
@@ -40,7 +40,7 @@ class DecodeGraphs:
         self._recorded: dict[tuple[int, int], tuple[Tensor, Forward]] = {}
 
     def __call__(self, last: Tensor) -> Tensor:
-        """Logits (rows, V) after the ids ``last`` (rows,), one of each row; valid until the next call."""
+        """Return logits (rows, V) after ``last`` ids (rows,), valid until the next call."""
         self.cache.make_room()
         n_rows = len(last)
         column = self.cache.window.end
@@ -68,7 +68,7 @@ class DecodeGraphs:
         return min(power_of_two, rows), columns
 
     def _forward(self, columns: int, inputs: Tensor) -> Tensor:
-        """Run the forward; ``inputs`` (rows, 4) int64 are token id, shift, first and current column of each row."""
+        """Run a forward on ``inputs`` (rows, 4) int64: token id, shift, first and current column."""
         ids = inputs[:, 0]
         shifts = inputs[:, 1]
         starts = inputs[:, 2]
@@ -95,7 +95,7 @@ class CannotRecordError(RuntimeError):
 
 
 class CUDARecorder:
-    """Records forwards as CUDA graphs that share their memory: they never run at the same time.
+    """Recorder of CUDA graphs that share their memory, since they never run together.
 
     Release its graphs together: torch gives up a memory pool that no graph uses any more.
     """
@@ -138,7 +138,10 @@ class CUDARecorder:
 def choose_recorder(
     choice: str, config: PreTrainedConfig, device: torch.device, in_lockstep: bool = False
 ) -> Callable[[], Recorder] | None:
-    """Return a factory of recorders for ``--cuda_graphs``; None, with a log line on a GPU, to launch steps."""
+    """Return a factory of recorders for ``--cuda_graphs``; None to launch steps one by one.
+
+    On a GPU, a log line says why there is none.
+    """
     if choice == "on" and device.type != "cuda":
         raise ValueError(
             "--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out."
@@ -160,7 +163,7 @@ def choose_recorder(
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """Raise ``ValueError`` for models with windowed layers: the start of a window changes with each step."""
+    """Raise ``ValueError`` for models with windowed layers, whose windows start elsewhere at each step."""
     windowed = sorted(layer_kinds(config) - {"full_attention", "global"})
     if windowed:
         raise ValueError(

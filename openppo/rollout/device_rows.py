@@ -19,7 +19,7 @@ from openppo.types import FinishReason, SamplingParams
 
 
 def steps_late(device: torch.device) -> int:
-    """Number of forwards launched before the host reads the tokens of an earlier one; a CPU gains nothing by it."""
+    """Number of forwards that are launched before the host reads the tokens of an earlier one."""
     return 1 if device.type == "cuda" else 0
 
 
@@ -30,7 +30,7 @@ class Sampled:
     requests: list[Request]
     version: int
     packed: Tensor
-    """(3, requests) float64: token id, log-prob, and 1 where the token is EOS or a stop token."""
+    """(3, requests) float64: token id, log-prob, and 1 for EOS and stop tokens."""
     copied: torch.cuda.Event | None
 
     def record(
@@ -65,7 +65,7 @@ class Sampled:
 
 
 class DeviceRows:
-    """Last ids (B,), numbers of sampled tokens (B,) and uniform numbers (B, longest), in the order of the rows.
+    """Last ids (B,), numbers of sampled tokens (B,) and uniform numbers (B, longest) of rows.
 
     ``arrived`` hands out sampled tokens; on a GPU, only when the next forward has been launched. So a row that ends is
     decoded once more, and that token is dropped.
@@ -80,7 +80,7 @@ class DeviceRows:
         self._unread: deque[Sampled] = deque()
         self._ends: dict[SamplingParams, Tensor] = {}
         self._rows_by_params: list[tuple[SamplingParams, Tensor | slice]] = []
-        """Of all rows; empty after rows have changed."""
+        """Split of all rows; empty after rows have changed."""
 
     def enter(self, requests: Sequence[Request]) -> None:
         """Add rows, with their uniform numbers."""

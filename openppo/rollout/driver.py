@@ -1,4 +1,4 @@
-"""A driver that steps an engine on its caller's thread, for coroutines in an event loop on another."""
+"""A driver that steps an engine for coroutines in an event loop on another thread."""
 
 import asyncio
 import math
@@ -18,20 +18,20 @@ from openppo.types import Completion, SamplingParams, StopCheck
 
 T = TypeVar("T")
 Leave = Literal["abandon", "drain", "continue", "abort"]
-"""Fate of running requests when the work is done: abandon cancels them, abort restarts them at the next ``drive``."""
+"""Fate of running requests when the work is done; abort restarts them at the next ``drive``."""
 
 LONGEST_WAIT = 0.02
-"""Seconds that the engine waits for requests before ranks agree again on whether any of them has work."""
+"""Seconds to wait for requests before ranks exchange again if any of them has work."""
 _SECONDS_TO_END = 5.0
-"""Time for cancelled coroutines to clean up when the loop ends."""
+"""Seconds for cancelled coroutines to clean up when the loop ends."""
 _SECONDS_TO_CLEAN_UP = 10.0
-"""Time after which work that a signal has cancelled is cancelled again: libraries sometimes lose a cancellation."""
+"""Seconds before work is cancelled again after a signal, since libraries sometimes lose a cancellation."""
 
 _EPISODE: ContextVar[object] = ContextVar("episode", default=None)
 
 
 def episode_context() -> Context:
-    """Return a context for the code of one episode, in which it can cancel only its own tasks."""
+    """Return a context in which the code of an episode can cancel only its own tasks."""
     context = copy_context()
     context.run(_EPISODE.set, object())
     return context
@@ -149,10 +149,10 @@ class EngineDriver:
         show: Callable[[], None] = current.progress,
         leave: Leave = "abandon",
     ) -> T:
-        """Run ``work`` in the loop while this thread steps the engine; return its result. All ranks together.
+        """Run ``work`` in the loop while this thread steps the engine; return its result.
 
-        ``show`` is called between steps, as long as the loop runs. A signal raises ``Interrupted`` on all ranks: the
-        work is cancelled, repeatedly if it swallows that.
+        All ranks call it together. ``show`` is called between steps, as long as the loop runs. A signal raises
+        ``Interrupted`` on all ranks: the work is cancelled, repeatedly if it swallows that.
         """
         self._stood = self.stood
         self._left_at = math.inf
@@ -277,7 +277,7 @@ class EngineDriver:
                 self.loop.call_soon_threadsafe(self._ended.put_nowait, (request, completion))
 
     async def _hand_over(self) -> None:
-        """Settle one request in each pass of the loop, so that other coroutines need not wait for all of a step."""
+        """Settle one request in each pass of the loop, so that other coroutines run in between."""
         while True:
             request, completion = await self._ended.get()
             if not request.answer.done():

@@ -16,12 +16,12 @@ from openppo.types import Completion, SamplingParams, StopCheck
 
 
 class WeightSource(Protocol):
-    """Weights of the trained policy, for an engine to sample with. All ranks call every method together."""
+    """Weights of the policy for an engine. All ranks call every method together."""
 
     def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
-        """Gather the policy's weights; inside, each rank may call its module alone, or ``in_lockstep`` all together.
+        """Gather the policy's weights, with adapters perhaps merged.
 
-        Adapters may be merged inside.
+        Inside, each rank may call the module alone, or ``in_lockstep`` all together.
         """
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
@@ -80,13 +80,13 @@ class Engine(ABC):
         continue_from: int | None = None,
         media: Media = (),
     ) -> int:
-        """Queue a request and return its number; its response depends on ``seed``, not on its neighbours.
+        """Queue a request and return its number.
 
-        ``media`` are the images of the prompt.
+        Its response depends on ``seed``, not on its neighbours. ``media`` are the images of the prompt.
 
         With ``park`` keys and values of prompt and response are kept, while memory allows it and until the weights
-        change; ``Completion.parked`` is their handle. ``continue_from`` is the handle of tokens that the prompt
-        begins with, which are then not read again.
+        change; ``Completion.parked`` is their handle. ``continue_from`` is the handle of tokens that the prompt begins
+        with, which are then not read again.
         """
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Engine(ABC):
 
     @abstractmethod
     def with_weights(self, weights: WeightSource) -> AbstractContextManager[None]:
-        """Load the current weights; inside, the engine may decode, on each rank by itself or in lockstep."""
+        """Load the current weights; inside, ranks may decode, each by itself or in lockstep."""
 
     @abstractmethod
     def _drop_all(self) -> None:

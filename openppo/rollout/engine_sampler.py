@@ -80,7 +80,7 @@ def sample_trajectories(
 def make_trajectory(
     prompt: Prompt, completion: Completion, group: int, stop: tuple[str, ...] = ()
 ) -> Trajectory:
-    """Return a trajectory of one turn: the prompt, then a completion whose tokens are all actions.
+    """Return a trajectory of one turn, in which all tokens of the completion are actions.
 
     ``stop`` are texts that end a response.
     """

@@ -28,7 +28,7 @@ def by_episode(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def episode_reward(parts: Sequence[Trajectory], weights: Mapping[str, float]) -> float:
-    """Return the total reward of an episode: its score, which each part has, plus all token rewards."""
+    """Return the total reward of an episode: its score plus the token rewards of its parts."""
     return parts[-1].total_score(weights) + sum(sum(part.token_rewards or []) for part in parts)
 
 

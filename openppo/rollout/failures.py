@@ -51,7 +51,7 @@ class FailureCount:
         self._has_good_group = False
 
     def groups_message(self, task: str = "") -> str | None:
-        """Message for a task or run with too many failed groups in a row; None for fewer."""
+        """Message about too many failed groups in a row, of a task or run; None for fewer."""
         if self.groups < GROUPS_IN_A_ROW:
             return None
         of_task = f" of task {task}" if task else ""

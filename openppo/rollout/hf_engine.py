@@ -29,9 +29,9 @@ class HFEngine(Engine):
     """``Engine`` over a causal language model of transformers.
 
     Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or ``rows_that_fit`` when
-    decoding begins). Waiting requests take the rows of those that have ended; equal prompts are read once. A sampled
-    id in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places, so it may
-    equal EOS.
+    decoding begins). Waiting requests take the rows of those that have ended; equal prompts are read once. A sampled id
+    in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places, so it may equal
+    EOS.
 
     ``any_rank`` is for partitioned weights that cannot be gathered. Without it ``new_recorder`` may record decode
     steps.
@@ -126,7 +126,7 @@ class HFEngine(Engine):
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
-        """Gather whole weights under ZeRO-3, unless ranks decode in lockstep; inside, the module may be called."""
+        """Gather weights that ZeRO-3 partitions, unless ranks decode in lockstep."""
         with (
             weights.gathered(in_lockstep=self.any_rank is not None),
             _without_flash_attention(self.model),
@@ -154,7 +154,7 @@ class HFEngine(Engine):
         self._cache = self._graphs = None
 
     def _reread_rows(self) -> None:
-        """Drop all keys and values; a prefill reads running rows again, prompt and response, and they continue."""
+        """Drop all keys and values; a prefill then reads running rows again."""
         self._accept(late=0)
         self._waiting[:0] = self._running
         self._running = []
@@ -191,7 +191,7 @@ class HFEngine(Engine):
         )
 
     def _prefill(self, requests: list[Request]) -> None:
-        """Run one forward over the tokens of ``requests`` that are not kept, and sample a token for each."""
+        """Run one forward over the unread tokens of ``requests``, and sample a token for each."""
         cache = self._cache
         assert cache is not None
         everyone = [*self._running, *requests, *self._waiting]
@@ -249,7 +249,7 @@ class HFEngine(Engine):
         return self._next_logits(cache)  # it overwrites the column of the forward that failed
 
     def _accept(self, late: int | None = None) -> None:
-        """Record the tokens that have arrived, but for the last ``late`` steps, and free rows that ended."""
+        """Record sampled tokens, but for the last ``late`` steps, and free rows that ended."""
         cache = self._cache
         if cache is None:
             return
@@ -290,7 +290,7 @@ class HFEngine(Engine):
 
 @contextmanager
 def _without_flash_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Replace flash attention by SDPA, since it copies keys and values of padded rows in each step."""
+    """Replace flash attention, which copies keys and values of padded rows in each step."""
     chosen = model.config._attn_implementation
     if chosen == "flash_attention_2":
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")

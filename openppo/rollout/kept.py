@@ -27,7 +27,7 @@ _PLAIN = [
 
 
 def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return the trajectories of one group as JSON; of their prompt, only its place and its tokens."""
+    """Return the trajectories of one group as JSON, without the content of their prompt."""
     greedy = group[0].greedy
     rows = [*group, *greedy]
     numbers = episode_numbers(rows)
@@ -41,7 +41,7 @@ def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def is_kept_whole(group: Sequence[Trajectory], prompt: Prompt) -> bool:
-    """True if ``as_json`` holds all of a group with ``prompt``: it lacks images that an agent has shown."""
+    """True if ``as_json`` holds all of a group, whose rows then have no images but those of ``prompt``."""
     keys = _image_keys(prompt)
     return all(_image_keys(row.prompt) == keys for row in group)
 

@@ -1,4 +1,4 @@
-"""Inputs of a prefill: the ends of prompts, padded on the left, with images that are whole."""
+"""Inputs of a prefill: padded ends of prompts with whole images."""
 
 import inspect
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def prefill_tokens(on_cpu: bool) -> int:
 
 
 def reads_whole(model: Any) -> bool:
-    """True if images attend both ways, which a forward allows only when it reads a prompt from its start."""
+    """True if images attend both ways, so that prompts with new images are read from their start."""
     return "token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
@@ -60,7 +60,7 @@ def padded_left(
     width: int,
     inputs: dict[str, Any],
 ) -> tuple[Tensor, list[int]]:
-    """Return ids (prompts, width) of the ends of ``prompts``, padded with 0 on the left, and position shifts.
+    """Return left-padded ids (prompts, width) of the ends of ``prompts``, and position shifts.
 
     ``prompts`` are ``distinct_ids``. ``inputs`` of the forward get entries for those of ``media`` that lie in these
     ends. A shift is how far the positions of tokens that follow a prompt are above their places.

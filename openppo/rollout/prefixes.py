@@ -10,7 +10,7 @@ from openppo.rollout.memory import free_memory
 from openppo.rollout.requests import Request
 
 PARKED_BYTES_ON_CPU = 2 * 2**30
-"""Most bytes that each process keeps; on a GPU it is a quarter of the memory that is free at the first."""
+"""Most bytes that each process keeps on a CPU."""
 _SHARE_OF_GPU = 0.25
 
 States = list[tuple[Tensor, Tensor]]
@@ -33,8 +33,8 @@ class _Kept:
 class Prefixes:
     """Cache of keys and values; the least recently used are dropped when memory is full.
 
-    A handle is the number of the request that ended. A request that continued from another has its states too, so
-    these are kept once. ``reads_whole``: the model reads prompts with new images from their start.
+    A handle is the number of the request that ended. A request that continued from another has its states too, so these
+    are kept once. ``reads_whole``: the model reads prompts with new images from their start.
     """
 
     def __init__(self, device: torch.device, reads_whole: bool = False) -> None:
@@ -49,7 +49,7 @@ class Prefixes:
         return len(self._by_use)
 
     def park(self, request: Request, states: States) -> int:
-        """Keep the states of an ended request, whose last token has none yet; return the handle."""
+        """Keep the states of an ended request, for all but its last token; return the handle."""
         if self._max_bytes is None:
             free = free_memory(self._device)
             self._max_bytes = PARKED_BYTES_ON_CPU if free is None else int(_SHARE_OF_GPU * free)

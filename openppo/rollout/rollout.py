@@ -55,7 +55,7 @@ class Rollout(list[Trajectory]):
 
 
 def wait_for_scores(trajectories: Sequence[Trajectory], stop: StopCheck) -> None:
-    """Block until scores are there, all ranks together; ``Interrupted`` on all if one of them has a signal."""
+    """Block until scores are there; ``Interrupted`` on all ranks if one of them has a signal."""
     if not isinstance(trajectories, Rollout):
         return
 

@@ -112,7 +112,7 @@ class _Layer(DynamicLayer):
 
 
 class RowCache(Cache):
-    """Keys and values of the rows that are decoded, with room for the rows that ``reserve`` was called for.
+    """Keys and values of the rows that are decoded; ``reserve`` makes room for more.
 
     All are of weights of one ``version``. ``starts`` are the first columns of the rows, and ``shifts`` are how far
     their tokens' positions are above their places, since images may take fewer positions. There are ``max_rows`` at
@@ -181,7 +181,7 @@ class RowCache(Cache):
         self.max_rows = rows_that_fit(self.free, row_bytes, self.max_rows)
 
     def reserve(self, n_rows: int, length: int) -> bool:
-        """Make room for ``n_rows`` rows of ``length`` tokens, beside the current ones; True if buffers are new."""
+        """Make room for ``n_rows`` rows of ``length`` tokens; return True if buffers are new."""
         old_rows, old_columns = self.shape
         wanted_rows = old_rows if n_rows <= old_rows else max(n_rows, 2 * old_rows)
         rows = min(self.max_rows, wanted_rows)
@@ -197,7 +197,7 @@ class RowCache(Cache):
         return True
 
     def begin(self, lengths: Sequence[int], n_new: int, kept: Sequence[States]) -> dict[str, Any]:
-        """Return inputs of a forward over the last ``n_new`` places of prompts of these ``lengths``, padded left.
+        """Return inputs of a forward over the last ``n_new`` places of left-padded prompts.
 
         ``kept`` are states of each prompt's first tokens, at least of those before these places. Where a prompt has
         more, the forward computes them again in place of padding, so that each row is in one piece. Inputs are a bool
@@ -298,10 +298,11 @@ class RowCache(Cache):
     def inputs(
         self, starts: Tensor, shifts: Tensor, column: Tensor | int, columns: slice
     ) -> dict[str, Any]:
-        """Return inputs of a forward over a token per row in ``column``, the last of ``columns`` that any row sees.
+        """Return inputs of a forward over one token per row, in ``column``.
 
-        They are position ids (rows, 1) and a bool mask (rows, columns); for attention by lengths, int32 offsets of the
-        rows in the flat buffers of (rows x columns), and lengths of the rows.
+        Rows see ``columns``, of which it is the last. Inputs are position ids (rows, 1) and a bool mask (rows,
+        columns); for attention by lengths, int32 offsets of the rows in the flat buffers of (rows x columns), and
+        lengths of the rows.
         """
         inputs: dict[str, Any] = {
             "position_ids": (column - starts + shifts)[:, None],
@@ -326,7 +327,7 @@ class RowCache(Cache):
         return self.sampled_ids.mask(next_logits(model, self.head, input_ids=ids, **inputs))
 
     def device_starts(self) -> Tensor:
-        """Return ``starts`` and ``shifts`` (2, rows) on the device; a copy is made when rows have changed."""
+        """Return ``starts`` and ``shifts`` (2, rows) on the device, copied if rows have changed."""
         if self._device_starts is None:
             self._device_starts = torch.tensor([self.starts, self.shifts], device=self.device)
         return self._device_starts
@@ -362,7 +363,7 @@ class RowCache(Cache):
 
 
 def rows_that_fit(free: int, row: int, most: int) -> int:
-    """Number of rows of ``row`` bytes that fit into half of ``free`` bytes, at least 1 and at most ``most``.
+    """Number of rows of ``row`` bytes that fit into half of ``free`` bytes, from 1 to ``most``.
 
     Above 8 it is rounded down to a multiple of 8, unless it is ``most``: a small difference in free memory then does
     not change how samples are batched.

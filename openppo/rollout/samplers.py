@@ -80,9 +80,9 @@ class SingleSampler(Sampler, Protocol):
         group: int,
         metrics: Metrics,
     ) -> list[Trajectory]:
-        """Return the parts of one unscored sample; ``SampleFailed`` if it cannot be trained on. Not collective.
+        """Return the parts of one unscored sample; ``SampleFailed`` if it cannot be trained on.
 
-        ``env_seed`` is the seed of an environment, the same for all samples of a ``group``.
+        It is not collective. ``env_seed`` is the seed of an environment, the same for all samples of a ``group``.
         """
 
 

@@ -1,4 +1,4 @@
-"""Sampling of the next token (temperature, top-k, top-p, one uniform number per row), and the end of a response."""
+"""Sampling of the next token, and the end of a response."""
 
 from collections.abc import Callable, Sequence
 
@@ -71,7 +71,7 @@ def warp_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Replace ``logits`` (B, V) by -inf, except those of tokens whose likelier ones sum to less than ``top_p``.
+    """Keep ``logits`` (B, V) of tokens whose likelier ones sum to less than ``top_p``; others get -inf.
 
     The last token kept and all less likely ones, V at most, have a probability of at least ``1 - top_p`` together. So
     that token has at least ``(1 - top_p) / V``, and only tokens with as much are sorted.
@@ -96,8 +96,8 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 def sample(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
-    ``logits`` (B, V), ``uniforms`` float (B,) in [0, 1). Returns token ids (B,) and their log-probs (B,) float32
-    under the distribution sampled from (all 0 for the greedy choice of temperature 0).
+    ``logits`` (B, V), ``uniforms`` float (B,) in [0, 1). Returns token ids (B,) and their log-probs (B,) float32 under
+    the distribution sampled from (all 0 for the greedy choice of temperature 0).
     """
     if params.temperature == 0:
         tokens = logits.argmax(-1)
@@ -114,7 +114,7 @@ def sample(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Te
 
 
 def _invert_by_blocks(probs: Tensor, shares: Tensor) -> Tensor:
-    """Token ids (B, 1) at which the sums of ``probs`` (B, V) pass ``shares`` (B, 1): first a block, then inside it."""
+    """Token ids (B, 1) at which sums of ``probs`` (B, V) pass ``shares`` (B, 1), found by blocks."""
     n_ids = probs.shape[-1]
     n_in_blocks = n_ids - n_ids % _BLOCK
     sums = probs[:, :n_in_blocks].unflatten(-1, (-1, _BLOCK)).sum(-1)
@@ -133,10 +133,10 @@ def _invert_by_blocks(probs: Tensor, shares: Tensor) -> Tensor:
 
 
 def _invert(cumulative: Tensor, shares: Tensor) -> Tensor:
-    """Places (B, 1) at which ``cumulative`` sums (B, N) pass ``shares`` (B, 1), below 1, of the last sum.
+    """Places (B, 1) at which ``cumulative`` sums (B, N) pass ``shares`` (B, 1) of the last sum.
 
-    An entry at such a place is above 0: a share of at most ``1 - 2**-53`` is below the last sum, and the sum at the
-    place is above the share.
+    Shares are below 1.     An entry at such a place is above 0: a share of at most ``1 - 2**-53`` is below the last
+    sum, and the sum at the place is above the share.
     """
     places = torch.searchsorted(cumulative, shares * cumulative[:, -1:], right=True)
     return places.clamp_(max=cumulative.shape[-1] - 1)  # NaN: past the end
@@ -145,7 +145,7 @@ def _invert(cumulative: Tensor, shares: Tensor) -> Tensor:
 def finish_reason(
     token_ids: Sequence[int], params: SamplingParams, is_end: bool, decode: Decode | None
 ) -> FinishReason | None:
-    """Return the reason for which a response ends with the last of ``token_ids``; None if it continues.
+    """Return why a response ends with the last of ``token_ids``; None if it continues.
 
     ``is_end``: the last is EOS or a stop token.
     """

@@ -20,11 +20,12 @@ from openppo.types import Prompt, SamplingParams, Trajectory
 
 @dataclass(frozen=True)
 class RunTask:
-    """A task of a run: ``config`` are the run's options with the task's own, ``players`` make its sampler.
+    """A task of a run.
 
-    ``ratio`` is its share of the trained episodes, ``max_concurrent`` bounds its running episodes on all ranks, and a
-    failed episode is played again up to ``retries`` times. A run without tasks has one with an empty name. ``fields``
-    are those with which a program has registered it.
+    ``config`` are the run's options with the task's own, ``players`` make its sampler. ``ratio`` is its share of the
+    trained episodes, ``max_concurrent`` bounds its running episodes on all ranks, and a failed episode is played again
+    up to ``retries`` times. A run without tasks has one with an empty name. ``fields`` are those with which a program
+    has registered it.
     """
 
     name: str
@@ -63,12 +64,12 @@ class RunTask:
 
 @dataclass(eq=False)
 class TaskProgress:
-    """Progress of a task. ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1.
+    """Progress of a task.
 
-    ``max_concurrent`` bounds its running episodes. ``begun``, ``running`` and ``failed`` count groups, ``failures``
-    those that failed in a row. ``accepted`` counts episodes; ``counted`` is that count, less the episodes that its
-    earlier ratios entitled it to. ``rewards`` and ``seconds`` are sums over episodes that have ``ended``, also if they
-    were too old to train on.
+    ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1. ``max_concurrent`` bounds its running
+    episodes. ``begun``, ``running`` and ``failed`` count groups, ``failures`` those that failed in a row. ``accepted``
+    counts episodes; ``counted`` is that count, less the episodes that its earlier ratios entitled it to. ``rewards``
+    and ``seconds`` are sums over episodes that have ``ended``, also if they were too old to train on.
     """
 
     ratio: float
@@ -113,11 +114,14 @@ class TaskProgress:
 
 
 Ratios = Callable[[Mapping[str, TaskProgress]], Mapping[str, float]]
-"""Returns new ratios, in any unit, of the tasks that are played; called once per global step."""
+"""Function of the tasks that are played to their new ratios, in any unit, called once per step."""
 
 
 def by_success(tasks: Mapping[str, TaskProgress]) -> dict[str, float]:
-    """Prefer tasks with little reward: 1 less the mean reward, of a reward from 0 to 1, and at least 0.1."""
+    """Prefer tasks with little reward.
+
+    The ratio is 1 less the mean reward, of rewards from 0 to 1, and at least 0.1.
+    """
     ratios: dict[str, float] = {}
     for name, task in tasks.items():
         mean_reward = task.rewards / max(1, task.ended)
@@ -126,7 +130,7 @@ def by_success(tasks: Mapping[str, TaskProgress]) -> dict[str, float]:
 
 
 def by_speed(tasks: Mapping[str, TaskProgress]) -> dict[str, float]:
-    """Prefer fast tasks: episodes per second; those without an ended episode count as of mean speed."""
+    """Prefer fast tasks: the ratio is episodes per second, their mean before the first has ended."""
     known = [task.mean_seconds for task in tasks.values() if task.mean_seconds is not None]
     usual = sum(known) / len(known) if known else 1.0
     return {name: 1 / max(1e-3, task.mean_seconds or usual) for name, task in tasks.items()}
@@ -136,7 +140,7 @@ RATIOS: dict[str, Ratios] = {"success": by_success, "speed": by_speed}
 """Values of ``--task_ratios`` besides functions of the user."""
 
 Newcomer = Callable[[Mapping[str, Any]], tuple[RunTask, list[Prompt]]]
-"""Makes a task and its prompts from the fields that a program registers; ``ValueError`` names a wrong field."""
+"""Function of the fields that a program registers to a task and its prompts."""
 
 
 def no_newcomer(fields: Mapping[str, Any]) -> tuple[RunTask, list[Prompt]]:
@@ -158,7 +162,7 @@ class TaskControl(Protocol):
 
 
 class TaskPlayers(Players):
-    """Factory of the sampler of several tasks; ``ratios``, if not None, sets their ratios at each step."""
+    """Factory of the sampler of several tasks; ``ratios`` may set their ratios at each step."""
 
     gives_rewards = True
     newcomer: Newcomer = staticmethod(no_newcomer)
@@ -169,7 +173,7 @@ class TaskPlayers(Players):
 
     @classmethod
     def of(cls, config: TrainPPOConfig, players: Players | None) -> "TaskPlayers":
-        """Return ``players`` if they are of tasks, or else make them those of the only task."""
+        """Return ``players`` if they are ``TaskPlayers``, or make those of a single task."""
         if isinstance(players, cls):
             return players
         return cls([RunTask("", config, players)])
@@ -187,7 +191,7 @@ class TaskPlayers(Players):
                     task.players.check(tokenizer)
 
     def serve(self, control: TaskControl) -> Callable[[], None]:
-        """Give others access to ``control``, on the trainers' first rank; return the function that ends it."""
+        """Publish ``control``, on the trainers' first rank; return the function that ends it."""
         return lambda: None
 
     def make(self, parts: SamplerParts) -> "TaskSampler":

@@ -40,8 +40,8 @@ def check_vllm() -> None:
 class VLLMEngine(Engine):
     """``Engine`` over a copy of the policy in vLLM.
 
-    Each rank has a copy and decodes alone, or ``vllm_tensor_parallel_size`` ranks share one and decode in lockstep.
-    All ranks make their engines together, in an initialized process group.
+    Each rank has a copy and decodes alone, or ``vllm_tensor_parallel_size`` ranks share one and decode in lockstep. All
+    ranks make their engines together, in an initialized process group.
 
     ``name`` is a folder or hub name with the config of the policy, and for a policy that ``reads_images`` its tokenizer
     and processor; its weights are not read. A prompt and its response have at most ``max_tokens``. Weights come through
@@ -131,7 +131,7 @@ class VLLMEngine(Engine):
                 self._record(output)
 
     def _record(self, output: Any) -> None:
-        """Take an output of vLLM's step; if its response has ended, keep the completion for ``collect``."""
+        """Keep the completion of an output of vLLM's step if its response has ended."""
         under_way = self._requests.under_way
         name = output.request_id
         params = under_way[name]
@@ -163,9 +163,9 @@ class VLLMEngine(Engine):
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
-        """Load the current weights; inside, requests can be decoded. At the end, running ones are dropped.
+        """Load the current weights; inside, requests can be decoded.
 
-        All ranks enter together.
+        At the end, running requests are dropped. All ranks enter together.
         """
         try:
             self._hand_over(weights)
@@ -196,10 +196,10 @@ class VLLMEngine(Engine):
         self._asleep = True
 
     def _check_sleep(self, weights: WeightSource) -> int:
-        """Return sleep level 2, which takes no host memory, if a completion is the same after it; otherwise 1.
+        """Return sleep level 2 if a completion is the same after it; otherwise 1.
 
-        Level 2 has returned gibberish (vllm#29341): it drops all tensors, and only weights are handed over. All ranks
-        hand over equally often, whatever the result.
+        Level 2 takes no host memory, but has returned gibberish (vllm#29341): it drops all tensors, and only weights
+        are handed over. All ranks hand over equally often, whatever the result.
         """
         [kept] = self._llm.collective_rpc(_copy_other_tensors)
         before = self._greedy_ids()
@@ -248,7 +248,7 @@ def _start(
     reads_images: bool,
     ids: SampledIds = ALL_IDS,
 ) -> Any:
-    """Start an ``LLM`` in this process and process group; ``ValueError`` if vLLM refuses model or options."""
+    """Start an ``LLM`` in this process group; ``ValueError`` if vLLM refuses model or options."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM reads these variables at its import
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -326,7 +326,7 @@ def _copy_other_tensors(worker: Any) -> dict[tuple[Any, str], Tensor]:
 
 
 def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load ``weights`` in vLLM's worker; ``ValueError`` if they and those of its model differ in name."""
+    """Load ``weights`` in vLLM's worker; ``ValueError`` if their names differ from its model's."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import (

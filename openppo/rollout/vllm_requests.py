@@ -103,9 +103,10 @@ def add_request(llm: Any, request: VLLMRequest, eos_token_ids: Sequence[int]) ->
 
 
 def masking(ids: SampledIds) -> type:
-    """Return a logits processor of vLLM that masks all but ``ids``, for all requests at once.
+    """Return a logits processor of vLLM that masks all but ``ids``.
 
-    It runs before temperature, top-k and top-p. A logit bias would be copied to the GPU for each request.
+    It masks the logits of all requests at once, and runs before temperature, top-k and top-p. A logit bias would be
+    copied to the GPU for each request.
     """
     from vllm.v1.sample.logits_processor import LogitsProcessor
 

@@ -23,7 +23,7 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _Running:
-    """A group that has begun: ids of episodes without an end, and turns of the scored ones."""
+    """A group that has begun: ids of running episodes, and turns of scored ones."""
 
     missing: set[str]
     n_samples: int

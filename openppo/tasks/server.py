@@ -1,4 +1,4 @@
-"""An HTTP server for the tasks of a run: their progress, changes of ratios, and programs that join."""
+"""An HTTP server to watch, change and join the tasks of a run."""
 
 import asyncio
 import hmac

@@ -27,11 +27,11 @@ class ServiceError(Exception):
 
 
 class ServiceAgent(Agent):
-    """Agent whose episodes the program at ``url`` plays, one for each ``POST url/run``, with the model at ``base_url``.
+    """Agent whose episodes a program plays, one for each ``POST url/run``.
 
-    The program answers 202 at once, and ends the episode with ``POST {base_url}/complete``: ``{"reward": ...,
-    "attempt": ...}``, or ``{"status": "failed"}``. Its later requests have no effect, nor have those after the time
-    limit, since its key is revoked.
+    It has the model at ``base_url``. It answers 202 at once, and ends the episode with ``POST {base_url}/complete``:
+    ``{"reward": ..., "attempt": ...}``, or ``{"status": "failed"}``. Its later requests have no effect, nor have those
+    after the time limit, since its key is revoked.
     """
 
     def __init__(self, url: str) -> None:

@@ -59,9 +59,9 @@ class TaskService:
     ``--prompt_data``. ``reward``: path.py[:name] of a reward function, the name of a verifier, or the address of a
     reward server; None: the agent's results. ``ratio``: share of the episodes that are trained on; of all tasks they
     sum to 1, or all are None. ``group_size``: as ``--n_samples_per_prompt``. ``max_concurrent``: episodes under way on
-    all ranks. ``timeout``: seconds for one episode. ``retries``: times that a failed one is played again.
-    ``sampling``: generate_max_len, stop, stop_token_ids. ``options``: further options of train_ppo by name, of agents,
-    data and rewards.
+    all ranks. ``timeout``: seconds for one episode. ``retries``: times that a failed one is played again. ``sampling``:
+    generate_max_len, stop, stop_token_ids. ``options``: further options of train_ppo by name, of agents, data and
+    rewards.
     """
 
     name: str
@@ -110,7 +110,7 @@ def task_source(
 
 
 class ServedTasks(TaskPlayers):
-    """Tasks that can be watched, changed and joined while the run lasts, at the address in ``logs/tasks.json``."""
+    """Tasks that can be watched, changed and joined at the address in ``logs/tasks.json``."""
 
     def __init__(
         self, config: TrainPPOConfig, tasks: Sequence[RunTask], ratios: Ratios | None
@@ -124,7 +124,7 @@ class ServedTasks(TaskPlayers):
         self.tokenizer = tokenizer
 
     def newcomer(self, fields: Mapping[str, Any]) -> tuple[RunTask, list[Prompt]]:
-        """Make the task that a program registers with the ``fields`` of a ``TaskService``, and its prompts."""
+        """Make a task and its prompts from the ``fields`` of a ``TaskService``."""
         where = "a task that joins a run"
         (service,) = _services([fields], where)
         ratio = service.ratio
@@ -283,7 +283,7 @@ def _task_options(service: TaskService) -> dict[str, Any]:
 
 
 def _check_options(config: TrainPPOConfig, run_config: TrainPPOConfig) -> None:
-    """Raise ``ValueError`` for options of a task that cannot work, alone or with those of the run."""
+    """Raise ``ValueError`` for options of a task that cannot work in this run."""
     for group in (config.agents, config.data, config.rewards, config.generation):
         group.validate()
     raise_first(
