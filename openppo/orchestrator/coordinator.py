@@ -207,7 +207,7 @@ class Coordinator:
     def _take(self, outcome: Outcome) -> None:
         number = outcome.number
         self._failed = [*self._failed, *outcome.failed][-N_SHOWN:]
-        if number not in self.buffer.running:  # of an attempt given up
+        if number not in self.buffer.running:  # load_state_dict() has dropped it
             return
 
         if outcome.trajectories is None:

@@ -22,9 +22,10 @@ class WorkBuffer:
     """Bookkeeping of groups by number; it has no thread.
 
     ``version`` counts the global steps trained, ``synced`` is the version that samplers have. Admission keeps samples
-    from growing old (AReaL, arXiv 2505.24298, section 5.1); the check when a batch is cut guarantees their age. At
-    every event each submitted group is in one place: ``submitted = trained + filtered + stale + failed + buffered +
-    running``.
+    from growing old (AReaL, arXiv 2505.24298, section 5.1); the check when a batch is cut guarantees their age.
+
+    At every event each submitted group is in one place:
+    ``submitted = trained + filtered + stale + failed + buffered + running``.
     """
 
     batch: int

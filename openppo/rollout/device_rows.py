@@ -137,7 +137,7 @@ class DeviceRows:
         self._unread.append(Sampled(requests, version, packed, copied=copied))
 
     def arrived(self, late: int | None = None) -> Iterator[Sampled]:
-        """Sampled tokens, oldest first, but for the last ``late`` steps."""
+        """Yield sampled tokens, oldest first, but for the last ``late`` steps."""
         n_unread = self.late if late is None else late
         while len(self._unread) > n_unread:
             yield self._unread.popleft()
@@ -157,10 +157,10 @@ class DeviceRows:
 
         split: list[tuple[SamplingParams, Tensor | slice]] = []
         for params, rows in by_params.items():
-            is_only = len(by_params) == 1
-            split.append(
-                (params, slice(None) if is_only else torch.tensor(rows, device=self.device))
-            )
+            row_index: Tensor | slice = slice(None)
+            if len(by_params) > 1:
+                row_index = torch.tensor(rows, device=self.device)
+            split.append((params, row_index))
         if are_all:
             self._rows_by_params = split
         return split

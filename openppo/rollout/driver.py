@@ -21,7 +21,7 @@ Leave = Literal["abandon", "drain", "continue", "abort"]
 """Fate of running requests when the work is done; abort restarts them at the next ``drive``."""
 
 LONGEST_WAIT = 0.02
-"""Seconds to wait for requests before ranks exchange again if any of them has work."""
+"""Seconds to wait for requests before ranks check again if any of them has work."""
 _SECONDS_TO_END = 5.0
 """Seconds for cancelled coroutines to clean up when the loop ends."""
 _SECONDS_TO_CLEAN_UP = 10.0

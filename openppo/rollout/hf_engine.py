@@ -231,7 +231,7 @@ class HFEngine(Engine):
         self._accept()
 
     def _next_logits(self, cache: RowCache) -> Tensor:
-        """Logits (rows, V), from a recorded forward or a launched one."""
+        """Return logits (rows, V) of a recorded forward or a launched one."""
         try:
             if self.new_recorder is None:
                 return cache.logits(self.model, cache.on_device.last[:, None], cache.next_column())

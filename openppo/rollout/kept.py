@@ -27,7 +27,7 @@ _PLAIN = [
 
 
 def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return the trajectories of one group as JSON, without the content of their prompt."""
+    """Return the trajectories of one group as JSON, with only the tokens of their prompts."""
     greedy = group[0].greedy
     rows = [*group, *greedy]
     numbers = episode_numbers(rows)
@@ -41,7 +41,7 @@ def as_json(group: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def is_kept_whole(group: Sequence[Trajectory], prompt: Prompt) -> bool:
-    """True if ``as_json`` holds all of a group, whose rows then have no images but those of ``prompt``."""
+    """True if ``as_json`` holds all of a group: it has no images except those of ``prompt``."""
     keys = _image_keys(prompt)
     return all(_image_keys(row.prompt) == keys for row in group)
 
@@ -71,6 +71,18 @@ def from_json(saved: dict[str, Any], prompt: Prompt) -> list[Trajectory]:
     return sampled
 
 
+def oldest_version(trajectory: Trajectory) -> int | None:
+    """Version of the oldest action that is trained on; None without such actions."""
+    return min(compress(trajectory.versions, trajectory.loss_mask), default=None)
+
+
+def without_old(trajectory: Trajectory, oldest: int) -> Trajectory:
+    """Return a copy that is trained on from version ``oldest`` on; rewards still read all actions."""
+    actions = zip(trajectory.versions, trajectory.loss_mask, strict=True)
+    trained_mask = [is_trained and version >= oldest for version, is_trained in actions]
+    return replace(trajectory, trained_mask=trained_mask)
+
+
 def _row_as_json(row: Trajectory) -> dict[str, Any]:
     plain = {name: vars(row)[name] for name in _PLAIN}
     converted = {
@@ -92,15 +104,3 @@ def _episode(saved: dict[str, Any]) -> Episode:
 
 def _image_keys(prompt: Prompt) -> list[int]:
     return [item.key for item in prompt.media]
-
-
-def oldest_version(trajectory: Trajectory) -> int | None:
-    """Version of the oldest action that is trained on; None without such actions."""
-    return min(compress(trajectory.versions, trajectory.loss_mask), default=None)
-
-
-def without_old(trajectory: Trajectory, oldest: int) -> Trajectory:
-    """Return a copy that is trained on from version ``oldest`` on; rewards still read all actions."""
-    actions = zip(trajectory.versions, trajectory.loss_mask, strict=True)
-    trained_mask = [is_trained and version >= oldest for version, is_trained in actions]
-    return replace(trajectory, trained_mask=trained_mask)

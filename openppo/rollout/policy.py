@@ -39,7 +39,6 @@ class FrozenPolicy:
         self.tokenizer = load_tokenizer(
             self.pretrain,
             "--pretrain",
-            None,
             trust_remote_code=trust,
             template_kwargs=parse_template_kwargs(options.chat_template_kwargs),
             chat_template=options.chat_template,

@@ -25,7 +25,7 @@ from openppo.rollout.prefill import reads_whole
 from openppo.rollout.prefixes import Prefixes, States
 
 SLACK_COLUMNS = 64
-"""Columns beyond the longest row: decode steps before rows must move back to the first column."""
+"""Columns beyond the longest row, one for each decode step before rows must move back."""
 _SHARE_FOR_ROWS = 0.5
 """Share of free memory for the rows of a rollout."""
 _SHARE_TO_KEEP = 0.125
@@ -34,7 +34,7 @@ _SHARE_TO_KEEP = 0.125
 
 @dataclass
 class _Window:
-    """Place of the rows in all layers: ``n_rows`` rows in columns ``start`` to ``end``, excluded.
+    """Place of the rows in all layers: ``n_rows`` rows in columns ``start`` to ``end`` (excluded).
 
     A forward sees ``rows`` and ``columns`` of the buffers, which have the ``shape`` (rows, columns), and writes the
     columns ``new``. ``fixed`` is (number of rows, number of columns, column): layers see the first rows and columns,

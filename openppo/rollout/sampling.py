@@ -135,8 +135,8 @@ def _invert_by_blocks(probs: Tensor, shares: Tensor) -> Tensor:
 def _invert(cumulative: Tensor, shares: Tensor) -> Tensor:
     """Places (B, 1) at which ``cumulative`` sums (B, N) pass ``shares`` (B, 1) of the last sum.
 
-    Shares are below 1.     An entry at such a place is above 0: a share of at most ``1 - 2**-53`` is below the last
-    sum, and the sum at the place is above the share.
+    Shares are at most ``1 - 2**-53``, and so below the last sum. An entry at such a place is above 0, since the sum at
+    the place is above the share.
     """
     places = torch.searchsorted(cumulative, shares * cumulative[:, -1:], right=True)
     return places.clamp_(max=cumulative.shape[-1] - 1)  # NaN: past the end

@@ -283,7 +283,7 @@ def _start(
         options = f"--rollout_engine vllm with --vllm_gpu_memory_utilization {memory_share}"
         raise ValueError(f"{options}: vLLM cannot start on {name}: {error}") from error
 
-    # Its finalizer would destroy the trainer's process group, at the latest at exit.
+    # vLLM's finalizer would destroy the trainer's process group, at the latest at exit.
     for value in vars(llm.llm_engine.engine_core).values():
         if isinstance(value, weakref.finalize):
             value.detach()
