@@ -19,7 +19,7 @@ from openppo.rollout.request_queue import Queue
 from openppo.rollout.requests import Request, longest
 from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
-from openppo.types import Completion, SamplingParams, StopCheck
+from openppo.types import SamplingParams, StopCheck
 
 ROWS_ON_CPU = 64
 ROWS_ON_GPU = 256
@@ -30,11 +30,9 @@ class HFEngine(Engine):
 
     Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or ``rows_that_fit`` when
     decoding begins). Waiting requests take the rows of those that have ended; equal prompts are read once. A sampled id
-    in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places, so it may equal
-    EOS.
+    in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places: it may be EOS.
 
-    ``any_rank`` is for partitioned weights that cannot be gathered. Without it ``new_recorder`` may record decode
-    steps.
+    ``any_rank`` is for partitioned weights that cannot be gathered; without it ``new_recorder`` can record steps.
     """
 
     def __init__(
@@ -55,9 +53,7 @@ class HFEngine(Engine):
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pad_token_id = pad_token_id
-        self.max_batch_size = max_batch_size or (
-            ROWS_ON_CPU if self._device.type == "cpu" else ROWS_ON_GPU
-        )
+        self.max_batch_size = max_batch_size or _default_rows(self._device)
         self.new_recorder = new_recorder
         self._sizes_itself = max_batch_size is None
         self._waiting = Queue()
@@ -100,9 +96,8 @@ class HFEngine(Engine):
     def cancel(self, number: int) -> None:
         """Drop a request and free its row; nothing happens if it has ended."""
         self._waiting[:] = [request for request in self._waiting if request.number != number]
-        self._free_rows(
-            [row for row, request in enumerate(self._running) if request.number == number]
-        )
+        rows = [row for row, request in enumerate(self._running) if request.number == number]
+        self._free_rows(rows)
 
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
@@ -262,13 +257,7 @@ class HFEngine(Engine):
                 if request.park:
                     states = cache.park(rows[request.number], len(request.known_ids) - 1)
                     parked = cache.prefixes.park(request, states)
-                self._ended[request.number] = Completion(
-                    request.token_ids,
-                    request.log_probs,
-                    request.versions,
-                    finish_reason=reason,
-                    parked=parked,
-                )
+                self._ended[request.number] = request.completion(reason, parked)
             self._free_rows([rows[request.number] for request, _ in ended])
 
     def _free_rows(self, rows: list[int]) -> None:
@@ -286,6 +275,10 @@ class HFEngine(Engine):
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def _default_rows(device: torch.device) -> int:
+    return ROWS_ON_CPU if device.type == "cpu" else ROWS_ON_GPU
 
 
 @contextmanager

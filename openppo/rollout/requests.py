@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from openppo.media import Media
-from openppo.types import SamplingParams
+from openppo.types import Completion, FinishReason, SamplingParams
 
 
 @dataclass
@@ -39,6 +39,16 @@ class Request:
     def n_unread(self) -> int:
         """Number of tokens that a forward must read."""
         return len(self.prompt_ids) + len(self.token_ids) - self.n_kept
+
+    def completion(self, reason: FinishReason, parked: int | None) -> Completion:
+        """Return the response, which has ended; ``parked`` is the handle of its keys and values."""
+        return Completion(
+            self.token_ids,
+            self.log_probs,
+            self.versions,
+            finish_reason=reason,
+            parked=parked,
+        )
 
 
 def longest(requests: Sequence[Request]) -> int:
