@@ -17,13 +17,8 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.media import Media, distinct_ids, media_url
 from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
-from openppo.rollout.rollout import (
-    Rollout,
-    by_episode,
-    episode_numbers,
-    episode_reward,
-    whole_rewards,
-)
+from openppo.rollout.episodes import by_episode, episode_numbers, episode_reward, whole_rewards
+from openppo.rollout.rollout import Rollout
 from openppo.tracking import json_form
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.self_check import check_samples, token_columns, token_texts

@@ -14,18 +14,13 @@ from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import begin_scoring, check_rewarded, useful_groups
+from openppo.rollout.engine_sampler import EngineSampler, rank_share
+from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.rollout.failures import N_SHOWN, FailureCount, NothingTrainedError
-from openppo.rollout.requests import free_memory
-from openppo.rollout.rollout import (
-    EngineSampler,
-    Rollout,
-    Sampler,
-    SampleRequest,
-    by_episode,
-    episode_reward,
-    rank_share,
-    wait_for_scores,
-)
+from openppo.rollout.memory import free_memory
+from openppo.rollout.rollout import Rollout, wait_for_scores
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import Sampler
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.tracking.phase import timed

@@ -12,7 +12,8 @@ from openppo import logger
 from openppo.config import EvaluateConfig, EvaluationConfig, RewardConfig
 from openppo.experience.measure import measure_scores
 from openppo.rewards import Scorer
-from openppo.rollout.rollout import Rollout, by_episode, episode_reward
+from openppo.rollout.episodes import by_episode, episode_reward
+from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names

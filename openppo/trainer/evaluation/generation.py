@@ -24,17 +24,11 @@ from openppo.rewards.build import ScorerSetup
 from openppo.rewards.response_text import response_text
 from openppo.rewards.scoring import answer_text
 from openppo.rollout.decode_graphs import choose_recorder
+from openppo.rollout.engine_sampler import EngineSampler, sample_trajectories
+from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.rollout.policy import FrozenPolicy
-from openppo.rollout.rollout import (
-    EngineSampler,
-    Sampler,
-    SampleRequest,
-    SamplerMaker,
-    SamplerParts,
-    by_episode,
-    episode_reward,
-    sample_trajectories,
-)
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import Players, Sampler, SamplerParts
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.weights import WholeWeights
@@ -54,16 +48,16 @@ class _Job:
     """Tokenizer, prompts and process group of a command; ``_load_policy`` adds model and engine."""
 
     def __init__(
-        self, options: PromptsConfig, output_path: str | None, maker: SamplerMaker | None = None
+        self, options: PromptsConfig, output_path: str | None, players: Players | None = None
     ) -> None:
         self.options, model = options, f"--pretrain {options.pretrain}"
         self.output = None if output_path is None else check_output(options, output_path)
         self.strategy = InferenceStrategy(options.bf16, fused_kernels=options.fused_kernels)
         self.comm, self.policy = self.strategy.comm, FrozenPolicy(options)
         self.tokenizer = tokenizer = self.policy.tokenizer
-        if maker is not None:
-            maker.check(tokenizer)
-        self.prompts = once_per_host(self.comm, options, lambda: self._load_prompts(maker))
+        if players is not None:
+            players.check(tokenizer)
+        self.prompts = once_per_host(self.comm, options, lambda: self._load_prompts(players))
         ids = [prompt.token_ids for prompt in self.prompts]
         check_context(
             self.policy.config, model, max(map(len, ids)), new_tokens=options.generate_max_len
@@ -76,8 +70,8 @@ class _Job:
             options.seed,
         )
 
-    def _load_prompts(self, maker: SamplerMaker | None) -> list[Prompt]:
-        """Rows of ``--prompt_data`` as prompts, or as tasks of what ``maker`` plays."""
+    def _load_prompts(self, players: Players | None) -> list[Prompt]:
+        """Rows of ``--prompt_data`` as prompts, or as tasks of what ``players`` plays."""
         options = self.options
         flag = "--prompt_data"
         split = self.options.prompt_split
@@ -86,7 +80,7 @@ class _Job:
         rows = load_mixed_rows(
             options, options.prompt_data, flag=flag, split=split, seed=options.seed
         )
-        load_rows = load_prompts if maker is None or maker.needs_prompts else load_tasks
+        load_rows = load_prompts if players is None or players.needs_prompts else load_tasks
         return load_rows(rows, self.tokenizer, options, tokenizing(self.comm), self._vision())
 
     def _vision(self) -> RowVision:
@@ -165,7 +159,7 @@ class GenerateJob(_Job):
 class EvaluateJob(_Job):
     """Generates responses to held-out prompts, scores them, and writes them if asked to."""
 
-    def __init__(self, config: EvaluateConfig, source: SamplerMaker | None = None) -> None:
+    def __init__(self, config: EvaluateConfig, source: Players | None = None) -> None:
         """Load everything, ``source`` to play episodes; ``ValueError`` names the flag to change."""
         self.agents = config.agents
         super().__init__(config, config.output_path, source)
@@ -221,10 +215,10 @@ class EvaluateJob(_Job):
         self.sampler.close()
         super().close()
 
-    def _load_prompts(self, maker: SamplerMaker | None) -> list[Prompt]:
-        prompts = super()._load_prompts(maker) or seed_prompts(self.agents.eval_n_envs)
-        if maker is not None:
-            maker.check_prompts(prompts)
+    def _load_prompts(self, players: Players | None) -> list[Prompt]:
+        prompts = super()._load_prompts(players) or seed_prompts(self.agents.eval_n_envs)
+        if players is not None:
+            players.check_prompts(prompts)
         return prompts
 
     def _parts(self) -> SamplerParts:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from openppo import logger
-from openppo.rollout.rollout import by_episode
+from openppo.rollout.episodes import by_episode
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.types import Comm, Trajectory
 

@@ -9,7 +9,7 @@ from openppo.models.batching import MicroBatchSize
 from openppo.models.size import ModelSize
 from openppo.rollout.decode_graphs import COLUMNS_TOGETHER
 from openppo.rollout.hf_engine import ROWS_ON_CPU, ROWS_ON_GPU
-from openppo.rollout.requests import prefill_tokens
+from openppo.rollout.prefill import prefill_tokens
 from openppo.rollout.row_cache import SLACK_COLUMNS, rows_that_fit
 from openppo.trainer.memory.estimate import (
     Estimate,
