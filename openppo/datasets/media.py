@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from openppo.datasets.conversation import render_chat
 from openppo.datasets.media_files import UNREADABLE, given_in, values_of
+from openppo.datasets.message_parts import media_kind, media_part, media_parts
 from openppo.datasets.prompts import prompt_text, render_prompt
 from openppo.datasets.row_formats import RowFields
 from openppo.datasets.templates import (
@@ -20,7 +21,7 @@ from openppo.datasets.templates import (
 )
 from openppo.datasets.turns import Chat, join_turns, render_response, render_turns
 from openppo.datasets.vision import Vision
-from openppo.media import KINDS, MediaItem, media_kind, media_part, media_parts
+from openppo.media import KINDS, MediaItem
 from openppo.types import Prompt
 
 T = TypeVar("T", Prompt, TokenExample)

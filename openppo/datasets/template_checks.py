@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.datasets.conversation import MARK, Render, example_call, example_tool, render_chat
+from openppo.datasets.message_parts import media_kind
 from openppo.datasets.templates import Message, function_of, shortened, text_of
-from openppo.media import media_kind
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 

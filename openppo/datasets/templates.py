@@ -14,7 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.media import Media, media_kind
+from openppo.datasets.message_parts import media_kind
+from openppo.media import Media
 from openppo.user_code import TEMPLATE_ERRORS
 
 Message = dict[str, Any]

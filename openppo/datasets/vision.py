@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import RowsConfig
+from openppo.datasets.image_families import check_images
 from openppo.datasets.media_files import read_frames, read_image, thumbnail, within_pixels
+from openppo.datasets.message_parts import media_kind, media_parts
 from openppo.datasets.templates import Message, apply_template, encode_bare, encode_start, text_of
-from openppo.media import MediaItem, check_images, media_kind, media_parts
+from openppo.media import MediaItem
 from openppo.types import Prompt
 
 _TEXT = "Zq7textqZ"  # letters and a digit, which no template changes

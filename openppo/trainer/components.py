@@ -9,12 +9,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
+from openppo.datasets.image_families import check_images
 from openppo.datasets.media import RowVision
 from openppo.experience.maker import ExperienceMaker
-from openppo.media import check_images, placeholders
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.models.vision_models import placeholders
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
-from openppo.media import placeholders
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import (
     base_model_of,
@@ -24,6 +23,7 @@ from openppo.models.pretrained import (
     pad_token_id,
     sampled_ids,
 )
+from openppo.models.vision_models import placeholders
 from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine

@@ -18,9 +18,9 @@ from openppo.config import ModelConfig, RowsConfig, TrainPPOConfig, flat_dict, p
 from openppo.config.fields import declared_options, rules_of
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
-from openppo.media import placeholders
 from openppo.models.lengths import decide_alike, lengths_are_exact
 from openppo.models.pretrained import context_length, load_processor, load_tokenizer
+from openppo.models.vision_models import placeholders
 from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
     RolloutTracker,

@@ -16,8 +16,8 @@ from openppo.datasets import (
     load_process_examples,
     load_sft_examples,
 )
+from openppo.datasets.image_families import check_images
 from openppo.datasets.media import RowVision
-from openppo.media import check_images, n_patches
 from openppo.models.actor import Actor
 from openppo.models.loading import freeze_vision, load_options, model_error_context
 from openppo.models.padding import pack_where_exact
@@ -28,6 +28,7 @@ from openppo.models.scalar_head import (
     get_llm_for_sequence_regression,
 )
 from openppo.models.size import ModelSize
+from openppo.models.vision_models import n_patches
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
