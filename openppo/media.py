@@ -47,10 +47,8 @@ def distinct_ids(token_ids: Sequence[int], media: Media = ()) -> list[int]:
 
 def item_places(token_ids: Sequence[int], media: Media) -> Iterator[tuple[MediaItem, list[int]]]:
     """Yield each item with the places of its tokens."""
-    unassigned = {
-        token_id: iter(_places_of(token_id, token_ids))
-        for token_id in {item.token_id for item in media}
-    }
+    placeholders = {item.token_id for item in media}
+    unassigned = {token_id: iter(_places_of(token_id, token_ids)) for token_id in placeholders}
     for item in media:
         yield item, list(islice(unassigned[item.token_id], item.n_tokens))
 
