@@ -122,7 +122,10 @@ def _wants_short_ids(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 
 def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Shorten the ids of calls, and give results the ids of their calls; those without an id answer in order."""
+    """Shorten the ids of calls and of their results.
+
+    Results without an id answer the open calls in order.
+    """
     short_ids: dict[Any, str] = {}
     shortened_turns = []
     open_ids: list[str] = []
@@ -200,7 +203,7 @@ def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """Read the arguments of a call from JSON text; any other text, and any other value, stays as it is."""
+    """Read the arguments of a call from JSON text; anything else stays as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -37,8 +37,8 @@ def load_prompts(
     reader = RowReader(rows, "prompts", options, keys=keys, also=options.label_key)
 
     def render(fields: RowFields) -> Prompt:
-        reading = vision or RowVision(None, (), tokenizer, options=options)
-        return reading.render(fields)
+        reader_of_images = vision or RowVision(None, (), tokenizer, options=options)
+        return reader_of_images.render(fields)
 
     rendered = reader.make(render, Prompt, show, tokenizer=tokenizer)
     prompts = []
@@ -103,22 +103,22 @@ def fitted_prompt(
 ) -> Prompt:
     """Cut ``prompt`` to ``--prompt_max_len`` as ``--prompt_truncation`` says; a BOS in front and messages stay."""
     ids = prompt.token_ids
-    most = options.prompt_max_len
+    max_len = options.prompt_max_len
     side = options.prompt_truncation
-    if len(ids) <= most or side == "drop":
+    if len(ids) <= max_len or side == "drop":
         return prompt
     if side == "error":
         raise ValueError(
-            f"{len(ids)} tokens, above --prompt_max_len {most}: raise it, or use --prompt_truncation drop."
+            f"{len(ids)} tokens, above --prompt_max_len {max_len}: raise it, or use --prompt_truncation drop."
         )
     if prompt.media:
         raise ValueError(
-            f"{len(ids)} tokens, those of its images included, above --prompt_max_len {most}, and images cannot be "
+            f"{len(ids)} tokens, those of its images included, above --prompt_max_len {max_len}, and images cannot be "
             "cut: raise it, or use --prompt_truncation drop."
         )
 
-    n_bos = 1 if most > 1 and ids[0] == tokenizer.bos_token_id else 0
-    room = most - n_bos
+    n_bos = 1 if max_len > 1 and ids[0] == tokenizer.bos_token_id else 0
+    room = max_len - n_bos
     n_head = {"left": 0, "right": room, "middle": room // 2}[side]  # as in verl
     n_tail = room - n_head
     ids = [*ids[: n_bos + n_head], *ids[len(ids) - n_tail :]]
@@ -127,7 +127,7 @@ def fitted_prompt(
 
 def seed_prompts(n: int) -> list[Prompt]:
     """Make prompts without text, for the seeds of an environment."""
-    return [Prompt("", [], index=i) for i in range(n)]
+    return [Prompt("", [], index=number) for number in range(n)]
 
 
 def load_sft_examples(
@@ -182,10 +182,9 @@ def load_documents(
 ) -> list[TokenExample]:
     """Load documents of ``--pretrain_data`` for the PTX loss: BOS if the tokenizer adds one, text, EOS.
 
-    All tokens are targets.
-    The text is column ``key``, else recognized. A document is cut after ``max_len`` tokens; an empty one is left out.
-    Raises ``ValueError`` naming the flag and the row for a missing column or a value that is not text, or if all
-    documents are empty.
+    All tokens are targets. The text is column ``key``, else recognized. A document is cut after ``max_len`` tokens;
+    an empty one is left out. Raises ``ValueError`` naming the flag and the row for a missing column or a value that
+    is not text, or if all documents are empty.
     """
     flag = "--pretrain_data"
     keys = None if key is None else {"whole": (key, "--pretrain_key")}

@@ -47,7 +47,7 @@ class Place:
 
     @property
     def last_name(self) -> str:
-        """Name of the file or folder without those that it is in."""
+        """Name of the file or folder, without its parents."""
         return PurePosixPath(self.path).name
 
     def inside(self, name: str) -> "Place":
@@ -144,7 +144,7 @@ def is_data_file(place: Place) -> bool:
 
 
 def _split_of_name(name: str, wanted: str) -> str:
-    """Split that a word in the name of a file means; "train" without one.
+    """Split named by a word in the name of a file; "train" without one.
 
     >>> _split_of_name("gsm8k-dev.jsonl", "test")
     'validation'
@@ -208,7 +208,7 @@ def _lines(file: IO[bytes], where: str) -> Iterator[str]:
 
 
 def _read_json(file: IO[bytes], where: str) -> Iterator[Row]:
-    """Read rows of an array, of an object of columns or with an array "data", or one row on each line."""
+    """Read rows of an array or of an object of columns, or one row on each line."""
     whole = "".join(_lines(file, where))
     if whole.lstrip().startswith("["):
         yield from _rows_of([whole], where, array=True)
@@ -222,7 +222,10 @@ def _read_json(file: IO[bytes], where: str) -> Iterator[Row]:
 
 
 def _rows_of_object(text: str, where: str) -> list[Row] | None:
-    """Read rows of a file that is one object: its array "data", or its columns as pandas writes them; else None."""
+    """Read rows of a file that is one object; None for any other file.
+
+    They are its array "data", or its columns as pandas writes them.
+    """
     objects = _Objects()
     try:
         value = json.loads(text, object_pairs_hook=objects)

@@ -1,9 +1,9 @@
-"""Families of models that rows with images are for."""
+"""Families of models that are tested with images."""
 
 from typing import Any
 
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "idefics3")
-"""Types of models whose sampling and training with images are tested."""
+"""Types of models; tests compare their sampling and training with images."""
 
 
 def check_images(config: Any, model: str) -> None:

@@ -87,7 +87,7 @@ class RowVision(Vision):
         return self.without_media(render_text(fields), str(text))
 
     def without_media(self, rendered: T, text: str = "") -> T:
-        """Return a prompt or example without images; ``ValueError`` if its text has a place for one."""
+        """Return ``rendered``, which has no images; ``ValueError`` if its text has a place for one."""
         has_mark = "<image>" in text or (self.options.video_key is not None and "<video>" in text)
         if self.token_ids and (has_mark or not {*self.token_ids}.isdisjoint(rendered.token_ids)):
             raise ValueError(

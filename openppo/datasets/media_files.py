@@ -45,7 +45,7 @@ def _is_missing(value: object) -> bool:
 
 
 def given_in(part: dict[str, Any]) -> Any:
-    """Return the image or video in a part of a content, or in a dict of ``datasets``; None if there is none."""
+    """Find the image or video in a part of a content, or in a dict of ``datasets``; None without one."""
     values = (part[name] for name in _NAMES if not _is_missing(part.get(name)))
     value = next(values, None)
     return given_in(value) if isinstance(value, dict) else value
@@ -111,9 +111,9 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 
 
 def read_frames(
-    value: object, fps: float, most: int, near: str = ""
+    value: object, fps: float, max_frames: int, near: str = ""
 ) -> tuple[list[Image.Image], float]:
-    """Read evenly spaced frames of a video, at most ``most``; return them and their rate per second.
+    """Read evenly spaced frames of a video, at most ``max_frames``; return them and their rate per second.
 
     ``value`` is a file in any form that an image may have, of which ``fps`` frames of each second are read, or a list
     of frames with that rate.
@@ -121,7 +121,7 @@ def read_frames(
     if isinstance(value, dict):
         value = given_in(value)
     if isinstance(value, list):
-        return _read_list_of_frames(value, fps, most, near=near)
+        return _read_list_of_frames(value, fps, max_frames, near=near)
 
     content = content_of(value, near)
     if not isinstance(content, bytes | bytearray):
@@ -138,7 +138,7 @@ def read_frames(
         with av.open(io.BytesIO(content), "r") as file:
             start, end = _times(file.demux(video=0))
             length = end - start
-            n = max(1, min(most, round(length * fps)))
+            n = max(1, min(max_frames, round(length * fps)))
             file.seek(0)
             frames = []
             for frame in _evenly_spaced(file.decode(video=0), n, start, length=length):
@@ -149,9 +149,9 @@ def read_frames(
 
 
 def _read_list_of_frames(
-    values: list[Any], fps: float, most: int, near: str
+    values: list[Any], fps: float, max_frames: int, near: str
 ) -> tuple[list[Image.Image], float]:
-    n = min(most, len(values))
+    n = min(max_frames, len(values))
     frames = []
     for number in range(n):
         value = values[number * len(values) // n]
@@ -175,9 +175,9 @@ def _times(packets: Iterable[Any]) -> tuple[float, float]:
 
 
 def _evenly_spaced(frames: Iterator[Any], n: int, start: float, length: float) -> Iterator[Any]:
-    """Choose ``n`` frames of a video that begins at ``start``: the first frame in or after each of ``n`` equal parts.
+    """Choose ``n`` evenly spaced frames of a video that begins at ``start``.
 
-    Raises ``ValueError`` if there are no frames.
+    They are the first in or after each of ``n`` equal parts. Raises ``ValueError`` if there are no frames.
     """
     n_chosen = 0
     last = None
@@ -230,12 +230,14 @@ def _from_base64(text: str) -> bytes:
         raise ValueError(f"{shortened(text)} is neither a file that exists nor base64") from error
 
 
-def within_pixels(image: Image.Image, least: int | None, most: int | None) -> Image.Image:
-    """Scale ``image`` to at least ``least`` and at most ``most`` pixels; its shape stays."""
+def within_pixels(
+    image: Image.Image, min_pixels: int | None, max_pixels: int | None
+) -> Image.Image:
+    """Scale ``image`` to at least ``min_pixels`` and at most ``max_pixels``; its shape stays."""
     n_pixels = image.width * image.height
-    n_wanted = max(n_pixels, least or 0)
-    if most:
-        n_wanted = min(n_wanted, most)
+    n_wanted = max(n_pixels, min_pixels or 0)
+    if max_pixels:
+        n_wanted = min(n_wanted, max_pixels)
     if n_wanted == n_pixels:
         return image
 

@@ -15,12 +15,12 @@ def media_kind(part: object) -> str | None:
 
 
 def media_part(kind: str, key: int) -> dict[str, Any]:
-    """The part that stands for an item, in OpenAI's form: clients hand it on as it is."""
+    """Part that stands for an item, in OpenAI's form: clients pass it on unchanged."""
     return {"type": f"{kind}_url", f"{kind}_url": {"url": media_url(key)}}
 
 
 def media_url(key: int) -> str:
-    """The address that stands for an item in messages.
+    """Address that stands for an item in messages.
 
     >>> media_url(7)
     'openppo:7'

@@ -46,7 +46,7 @@ class PreferenceExample:
 
 @dataclass(frozen=True)
 class RankingExample:
-    """Token ids of several responses to a prompt, as of ``PreferenceExample``, and a score of each."""
+    """Token ids of several responses to a prompt, encoded as in ``PreferenceExample``, and a score of each."""
 
     texts: list[list[int]]
     scores: list[float]
@@ -70,12 +70,13 @@ def load_preferences(
     show: ShowRows = iter,
     vision: RowVision | None = None,
 ) -> list[PreferenceExample | RankingExample]:
-    """Load one pair or ranking per row, in order; those with a side above ``supervised.max_len`` tokens are dropped.
+    """Load one pair or ranking per row, in order.
 
-    The sides are responses to the row's prompt, whose images ``vision`` reads, or whole texts where it has none. With
-    ``supervised.apply_chat_template`` they may be lists of messages: whole conversations, or the assistant's turns.
-    Raises ``ValueError`` naming the data's flag and the row for a missing column, a malformed value, a margin or score
-    that is not a number, and ``--max_len`` if nothing is left.
+    Rows with a side above ``supervised.max_len`` tokens are dropped. The sides are responses to the row's prompt,
+    whose images ``vision`` reads, or whole texts where it has none. With ``supervised.apply_chat_template`` they may
+    be lists of messages: whole conversations, or the assistant's turns. Raises ``ValueError`` naming the data's flag
+    and the row for a missing column, a malformed value, a margin or score that is not a number, and ``--max_len`` if
+    nothing is left.
     """
     reader = RowReader(rows, "pairs", supervised, keys=_named_keys(data), also=data.margin_key)
 
@@ -88,19 +89,20 @@ def load_preferences(
         )
         return PreferenceExample(chosen.token_ids, rejected.token_ids, media=chosen.media)
 
+    rendered = reader.make(render, _example, show, tokenizer=tokenizer)
     examples = []
-    for row, example in zip(
-        rows, reader.make(render, _example, show, tokenizer=tokenizer), strict=True
-    ):
+    for row, example in zip(rows, rendered, strict=True):
         with naming_row(row):
             _refuse_null_prompt(reader.read(row), row.row, data.prompt_key)
             if data.margin_key is not None:
                 example = _with_margin(example, row.row, data.margin_key)
             examples.append(example)
     _log_equal(rows, examples)
-    return reader.within(
-        ("--max_len", supervised.max_len), examples, lambda example: max(map(len, example.texts))
-    )
+    return reader.within(("--max_len", supervised.max_len), examples, _length_of_longest)
+
+
+def _length_of_longest(example: PreferenceExample | RankingExample) -> int:
+    return max(map(len, example.texts))
 
 
 def _named_keys(data: PreferenceConfig) -> Keys:

@@ -157,7 +157,10 @@ def _kinds_of_labels(example: ProcessExample) -> set[type]:
 def single_token_id(
     tokenizer: PreTrainedTokenizerBase, token: str, flag: str, flag_of_model: str = "--pretrain"
 ) -> int:
-    """Return the id of ``token``; ``ValueError`` naming both flags if it is not one token of the model's tokenizer."""
+    """Return the id of ``token``.
+
+    Raises ``ValueError`` naming both flags if it is not one token of the model's tokenizer.
+    """
     ids = encode_bare(tokenizer, token)
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         is_unknown = tokenizer.unk_token_id in ids

@@ -116,7 +116,7 @@ def _alpaca(row: Row, chat: bool) -> RowFields:
 
 
 def _instruction(row: Row, chat: bool) -> str | list[Message]:
-    """Join history, instruction and input, as far as there are any: line by line, or as turns of a chat."""
+    """Join history, instruction and input: line by line, or as turns of a chat."""
     text = as_text(row["instruction"])
     if row.get("input"):
         text += f"\n{as_text(row['input'])}"
@@ -164,7 +164,7 @@ def extra_info(row: Mapping[str, Any]) -> Any:
 
 
 def kto_column(row: Row) -> str:
-    """Name of the column that rates the answer of a KTO row as good or bad; empty for any other row.
+    """Name of the column that rates the answer of a KTO row; empty for any other row.
 
     Texts "true" and "false", as CSV files have them, count where they are no answers: in ``kto_tag``, or beside a
     completion.
@@ -197,7 +197,7 @@ def with_system(fields: RowFields, row: Row, chat: bool) -> RowFields:
 
 
 def _parts_of_chat(conversation: Any) -> RowFields:
-    """Divide a conversation before its last turn, the response if it is the assistant's."""
+    """Divide a conversation into prompt and response: its last turn, if that is the assistant's."""
     turns = as_messages(conversation)
     last = turns[-1]
     if last["role"] != "assistant":
@@ -302,20 +302,20 @@ def _is_transcript(row: Row) -> bool:
 
 def _hh(row: Row, chat: bool) -> RowFields:
     """Divide transcripts after the last "Assistant:" that they share."""
-    chosen: Any = as_text(row["chosen"])
-    rejected: Any = as_text(row["rejected"])
-    prompt: Any
+    chosen = as_text(row["chosen"])
+    rejected = as_text(row["rejected"])
     prompt, answer, _ = shared_start(chosen, rejected).rpartition(HH_ANSWER)
     if not chat:
         prompt += answer
+    better = chosen[len(prompt) :]
+    worse = rejected[len(prompt) :]
+    if not chat:
+        return RowFields(prompt=prompt or None, response=better, chosen=better, rejected=worse)
 
-    chosen = chosen[len(prompt) :]
-    rejected = rejected[len(prompt) :]
-    if chat:
-        prompt = _turns_of_transcript(prompt)
-        chosen = _turns_of_transcript(chosen)
-        rejected = _turns_of_transcript(rejected)
-    return RowFields(prompt=prompt or None, response=chosen, chosen=chosen, rejected=rejected)
+    messages = _turns_of_transcript(prompt)
+    turns = _turns_of_transcript(better)
+    worse_turns = _turns_of_transcript(worse)
+    return RowFields(prompt=messages or None, response=turns, chosen=turns, rejected=worse_turns)
 
 
 def _turns_of_transcript(text: str) -> list[Message]:

@@ -66,10 +66,11 @@ def _is_empty(value: Any) -> bool:
 
 
 class RowReader:
-    """Reader of the rows of one data flag: from columns ``keys``, or in the format of the first row of their source.
+    """Reader of the rows of one data flag.
 
-    ``options`` name the format, or 'auto' recognizes it; it is logged once for each source, with its columns. Column
-    ``also`` is read by the caller. Raises ``ValueError`` naming the flag and the columns if no format fits.
+    It reads columns ``keys``, or the format of the first row of each source. ``options`` name that format, or 'auto'
+    recognizes it; it is logged once for each source, with its columns. Column ``also`` is read by the caller. Raises
+    ``ValueError`` naming the flag and the columns if no format fits.
     """
 
     def __init__(
@@ -115,12 +116,12 @@ class RowReader:
     def _possible_formats(self) -> list[RowFormat]:
         """Formats of the task, or the one of them that ``--data_format`` names."""
         name = self.options.data_format
-        possible = [each for each in ROW_FORMATS if self.task in each.needs]
+        possible = [row_format for row_format in ROW_FORMATS if self.task in row_format.needs]
         if name == "auto":
             return possible
-        candidates = [each for each in possible if each.name == name]
+        candidates = [row_format for row_format in possible if row_format.name == name]
         if not candidates:
-            others = ", ".join(sorted({each.name for each in possible}))
+            others = ", ".join(sorted({row_format.name for row_format in possible}))
             raise ValueError(f"--data_format {name} is not for this command: use {others}.")
         return candidates
 
@@ -185,9 +186,10 @@ class RowReader:
         tokenizer: PreTrainedTokenizerBase,
         settings: object = None,
     ) -> list[T]:
-        """Render each row, in order; a ``ValueError`` of ``render`` gets the flag of the data and the row in front.
+        """Render each row to an example, in order.
 
-        With ``--dataset_num_proc`` other processes make the attributes of ``kind``, or they are kept from before.
+        A ``ValueError`` of ``render`` is raised again with the flag of the data and the row. With
+        ``--dataset_num_proc`` other processes make the attributes of ``kind``, or the cache of an earlier run has them.
         ``render`` depends on ``tokenizer``, options of templates and ``settings``.
         """
         if self.options.dataset_num_proc == 0:
@@ -250,13 +252,13 @@ class RowReader:
         length: Callable[[Any], int] = lambda example: len(example.token_ids),
     ) -> list[T]:
         """Keep the ``examples`` up to ``limit``, a flag and its tokens; ``ValueError`` if none is left."""
-        limit_flag, most = limit
+        limit_flag, max_len = limit
         flag = self.rows[0].flag
-        kept = [example for example in examples if length(example) <= most]
+        kept = [example for example in examples if length(example) <= max_len]
         if not kept:
             shortest = min(map(length, examples))
             raise ValueError(
-                f"{flag}: all {len(examples)} rows are longer than {limit_flag} {most}; the shortest has "
+                f"{flag}: all {len(examples)} rows are longer than {limit_flag} {max_len}; the shortest has "
                 f"{shortest} tokens. Raise {limit_flag}."
             )
 
@@ -328,7 +330,10 @@ def _has_prompt(fields: RowFields) -> bool:
 
 
 def _has_text(value: Any) -> bool:
-    """True if ``value`` has a text or messages; blanks and numbers, which are texts in CSV files, do not count."""
+    """True if ``value`` has a text or messages.
+
+    Blanks and numbers, which are texts in CSV files, do not count.
+    """
     if isinstance(value, list):
         return any(isinstance(item, dict) or _has_text(item) for item in value)
     if not isinstance(value, str):

@@ -1,4 +1,7 @@
-"""Order of the data: a function of seed, epoch and position alone, so any run can resume and all ranks agree."""
+"""Order of the data, a function of seed, epoch and position alone.
+
+So any run can resume, and all ranks agree.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Data sources named on the command line -> rows in their order: files, folders, and what ``datasets`` reads."""
+"""Data sources named on the command line -> rows in their order: files, folders, and data sets of ``datasets``."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,7 +56,7 @@ class SourceRow:
 
 
 ShowRows = Callable[[Sequence[SourceRow]], Iterable[SourceRow]]
-"""Iterates over rows with a progress bar: tokenizing many takes minutes."""
+"""Iterator over rows with a progress bar: tokenizing many takes minutes."""
 
 
 def number_rows(rows: Iterable[Row], source: str = "", flag: str = "--dataset") -> list[SourceRow]:
@@ -141,7 +141,10 @@ def _rows_of_table(
 
 
 def value_of(row: Row, key: str, flag: str) -> Any:
-    """Return the value in column ``key``, which ``flag`` names, or raise ``ValueError``; dots descend into objects."""
+    """Return the value in column ``key``, which ``flag`` names; dots descend into objects.
+
+    Raises ``ValueError`` if the column is missing.
+    """
     values = descend(row, key)
     if not values:
         columns = ", ".join(map(str, row))
@@ -152,7 +155,7 @@ def value_of(row: Row, key: str, flag: str) -> Any:
 
 
 def descend(value: Any, key: str) -> list[Any]:
-    """Return the value that ``key`` names in an object, in a list, which is empty without one.
+    """Return the value that ``key`` names in an object, as a list of one, or an empty list.
 
     The longest name at each level counts, so a name with dots wins.
 
@@ -178,7 +181,7 @@ def descend(value: Any, key: str) -> list[Any]:
 
 @contextmanager
 def naming_row(row: SourceRow) -> Iterator[None]:
-    """Name the data's flag, the row and its source in front of any ``ValueError`` raised inside."""
+    """Name flag, row and source of the data in any ``ValueError`` raised inside."""
     try:
         yield
     except ValueError as error:

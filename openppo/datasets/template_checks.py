@@ -103,7 +103,7 @@ def require_whole(message: Message, number: int, rendered: str) -> None:
 
 
 def left_out(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """List those of "tools", "calls" and "results" that the chat template does not write; all if it refuses them."""
+    """Set of "tools", "calls" and "results", as far as the chat template leaves them out; all if it refuses them."""
     result = {"role": "tool", "content": f"{MARK} result", "tool_call_id": "c00000000"}
     with suppress(ValueError):
         messages = [*example_call(f"{MARK} call"), result]
@@ -115,7 +115,7 @@ def left_out(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 def name_rendered(
     prompts: Iterable[object], tokenizer: PreTrainedTokenizerBase, source: str
 ) -> None:
-    """Warn, once, if texts among ``prompts`` begin as the chat template begins, which is applied to them again."""
+    """Warn, once, of texts among ``prompts`` that the chat template has written already."""
     beginnings = _beginnings(tokenizer)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     rendered = [text for text in texts if text.lstrip().startswith(beginnings)]

@@ -140,9 +140,10 @@ def _has_name(call: object) -> bool:
 
 
 def text_of(content: object) -> str:
-    """Text of a message's content for people: a string, None (empty), or a list of parts, whose texts are joined.
+    """Text of a message's content for people.
 
-    An image is ``<image>`` in it. Raises ``ValueError`` for any other content.
+    A content is a string, None (empty), or a list of parts, whose texts are joined; an image becomes ``<image>``.
+    Raises ``ValueError`` for any other content.
 
     >>> text_of([{"type": "image"}, {"type": "text", "text": "Who is it?"}])
     '<image>Who is it?'
@@ -225,10 +226,10 @@ def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int
 def encode_cut(
     tokenizer: PreTrainedTokenizerBase, text: str, cuts: Sequence[int], *, add_special_tokens: bool
 ) -> tuple[list[int], list[int]]:
-    """Encode ``text`` with a token starting at each of the rising positions ``cuts``; return the ids and its places.
+    """Encode ``text`` so that a token starts at each of the rising positions ``cuts``.
 
-    The ids of the whole text are kept, unless the text before a cut, which is all that generation sees, has other ids
-    alone: then both sides of that cut are tokenized apart.
+    Returns the ids, and the places of these tokens. The ids of the whole text are kept, unless the text before a
+    cut, which is all that generation sees, has other ids alone: then both sides of that cut are tokenized apart.
     """
     encode = encode_start if add_special_tokens else encode_bare
     ids = encode(tokenizer, text)

@@ -1,6 +1,6 @@
-"""Fields of rows -> examples in several processes, kept on disk by content: once for all ranks, and for later runs.
+"""Fields of rows -> examples in several processes, cached on disk by content.
 
-``datasets`` maps and stores them, in its cache folder.
+The cache serves all ranks and later runs. ``datasets`` maps the rows and stores the examples, in its cache folder.
 """
 
 import json

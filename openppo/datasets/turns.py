@@ -37,7 +37,7 @@ Expand = Callable[..., tuple[str, list[int]]]
 """``Vision.expanded`` with the images of a row."""
 
 TRAINING_MARKS = ("weight", "train", "trainable", "loss_mask")
-"""Keys of a message that are 0 or false where it is not trained."""
+"""Keys of a message that are 0 or false if it is not trained on."""
 _MARK = "\ue000\ue001\ue000"
 """Text that replaces a turn's to find its place: private characters, which no template changes or writes."""
 
@@ -117,7 +117,10 @@ class Chat:
 
 
 def join_turns(prompt: list[Message], turns: list[Message]) -> Chat:
-    """Join a prompt and the turns after it; the first continues a turn of the assistant that the prompt ends in."""
+    """Join a prompt and the turns after it.
+
+    The first turn continues a turn of the assistant that the prompt ends in.
+    """
     *before, last = prompt
     following, *others = turns
     if last["role"] != "assistant" or following["role"] != "assistant" or last.get("tool_calls"):

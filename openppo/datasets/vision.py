@@ -195,9 +195,9 @@ class Vision:
     def expanded(
         self, text: str, items: Sequence[MediaItem], cuts: Sequence[int] = ()
     ) -> tuple[str, list[int]]:
-        """Put the tokens of ``items`` in their places in ``text``; return the text and the positions ``cuts`` in it.
+        """Put the tokens of ``items`` in their places in ``text``.
 
-        ``ValueError`` for other numbers of places.
+        Returns the longer text, and the positions ``cuts`` in it. Raises ``ValueError`` for other numbers of places.
         """
         places = list(self._places.finditer(text))
         for kind, token in self.tokens.items():
@@ -315,7 +315,7 @@ def _video_arguments(frames: list[Image.Image], fps: float) -> dict[str, Any]:
 
 
 def _hash_of(kind: str, inputs: Mapping[str, torch.Tensor]) -> int:
-    """48 bits of a hash of all that the model reads: equal for equal items, and for no others."""
+    """Hash (48 bits) of all that the model reads: equal for equal items, and for no others."""
     digest = hashlib.sha256(kind.encode())
     for name, tensor in inputs.items():
         numbers = tensor.contiguous().view(torch.uint8).numpy().tobytes()

@@ -14,7 +14,7 @@ from openppo.models.vision_models import placeholders
 
 
 def model_inputs(model: Any, input_ids: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
-    """Arguments of ``model``'s forward beside ``input_ids`` (B, L) for the ``media`` of its rows, on the ids' device.
+    """Arguments of ``model``'s forward for the ``media`` of its rows, beside ``input_ids`` (B, L), on their device.
 
     Models that tell kinds of tokens get those, int64 (B, L): 0 text, 1 image, 2 video.
     """
