@@ -9,7 +9,7 @@ from openppo import logger
 from openppo.config import RowsConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig
 from openppo.datasets.media import RowVision
-from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_fields import RowFields
 from openppo.datasets.row_reader import Keys, RowReader
 from openppo.datasets.sources import ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import TokenExample, as_text

@@ -11,7 +11,7 @@ from openppo.datasets.conversation import render_chat
 from openppo.datasets.media_files import UNREADABLE, given_in, values_of
 from openppo.datasets.message_parts import media_kind, media_part, media_parts
 from openppo.datasets.prompts import prompt_text, render_prompt
-from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_fields import RowFields
 from openppo.datasets.templates import (
     Message,
     TokenExample,

@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import PreferenceConfig, SupervisedConfig
+from openppo.datasets.file_formats import Row
 from openppo.datasets.media import RowVision, has_media
-from openppo.datasets.row_formats import PROMPT_COLUMNS, RowFields
+from openppo.datasets.row_fields import RowFields
+from openppo.datasets.row_formats import PROMPT_COLUMNS
 from openppo.datasets.row_reader import Keys, RowReader
-from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
+from openppo.datasets.sources import ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.templates import TokenExample, as_messages, shortened
 from openppo.datasets.turns import TRAINING_MARKS, render_response, render_whole
 from openppo.media import Media

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo.config import ProcessConfig, RowsConfig, SupervisedConfig
 from openppo.datasets.conversation import render_chat, with_answer
 from openppo.datasets.prompts import render_prompt
-from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_fields import RowFields
 from openppo.datasets.row_reader import RowReader
 from openppo.datasets.sources import ShowRows, SourceRow, naming_row
 from openppo.datasets.templates import (

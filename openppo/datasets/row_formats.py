@@ -4,39 +4,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from openppo.datasets.sources import Row
-from openppo.datasets.templates import Message, Tools, as_messages, as_text, shared_start, shortened
+from openppo.datasets.file_formats import Row
+from openppo.datasets.row_fields import RowFields
+from openppo.datasets.templates import Message, as_messages, as_text, shared_start, shortened
 from openppo.datasets.turns import TRAINING_MARKS
 
 Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
 """Purpose of the rows."""
-
-
-@dataclass(frozen=True)
-class RowFields:
-    """Content of a row in any format; None for missing parts.
-
-    ``prompt``, ``response``, ``chosen`` and ``rejected`` are texts or lists of chat messages; without a prompt,
-    ``chosen`` and ``rejected`` are whole. ``conversation`` is a whole chat, ``whole`` a text without a response. For
-    process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements. A
-    ranking has its responses in ``ranked``, and in ``label`` their scores. ``tools`` come from column ``--tools_key``.
-    ``media`` come from ``--image_key`` and ``--video_key``, by kind; their paths may be beside the ``source``.
-    """
-
-    prompt: Any = None
-    response: Any = None
-    chosen: Any = None
-    rejected: Any = None
-    label: Any = None
-    conversation: list[Message] | None = None
-    whole: Any = None
-    ranked: Any = None
-    tools: Tools | None = None
-    media: Mapping[str, Any] = field(default_factory=dict)
-    source: str = ""
 
 
 Columns = tuple[tuple[str, ...], ...]

@@ -11,16 +11,17 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config.data import RowsConfig
 from openppo.config.fields import NUMBER
+from openppo.datasets.file_formats import Row
+from openppo.datasets.row_fields import RowFields
 from openppo.datasets.row_formats import (
     PROMPT_COLUMNS,
     ROW_FORMATS,
-    RowFields,
     RowFormat,
     Task,
     kto_column,
     with_system,
 )
-from openppo.datasets.sources import Row, ShowRows, SourceRow, descend, naming_row, value_of
+from openppo.datasets.sources import ShowRows, SourceRow, descend, naming_row, value_of
 from openppo.datasets.template_checks import name_rendered
 from openppo.datasets.templates import read_tools
 from openppo.datasets.tokenization import to_json, tokenize, tokenizing_content

@@ -20,15 +20,14 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 
 from openppo.config import RowsConfig, parse_probs
+from openppo.datasets.file_formats import Row, without_added_keys
 from openppo.datasets.files import (
     Place,
-    Row,
     files_of_split,
     find_place,
     is_data_file,
     read_file,
     require_split,
-    without_added_keys,
 )
 from openppo.user_code import leaving_no_trace, load_callable
 

@@ -18,7 +18,7 @@ import transformers
 from datasets import Dataset, disable_progress_bars, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
-from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_fields import RowFields
 
 ROWS_AT_ONCE = 20_000
 """Rows of one file of the cache; progress is shown after each."""

@@ -23,6 +23,8 @@ from openppo.types import Prompt
 
 _TEXT = "Zq7textqZ"
 """Text of trial messages: letters and a digit, which no template changes."""
+_QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>")
+"""Marks around the token of an item."""
 _NOT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 """Tensors of a processor that are not inputs of a single item."""
 
@@ -77,9 +79,8 @@ class Vision:
         before, _, after = self._try_template([text]).partition(_TEXT)
         ending = _TEXT + after
 
-        marks = ("<|vision_start|>", "<|vision_end|>")
-        has_marks = {*marks} <= self.tokenizer.get_vocab().keys()
-        start, end = marks if has_marks else ("", "")
+        has_marks = {*_QWEN_MARKS} <= self.tokenizer.get_vocab().keys()
+        start, end = _QWEN_MARKS if has_marks else ("", "")
 
         placeholders = {}
         for kind, token in self.tokens.items():
@@ -167,10 +168,9 @@ class Vision:
         return "".join(texts)
 
     def for_agents(self, config: Any, model: str) -> "Vision | None":
-        """Return itself if agents can get images; else None, with a warning.
+        """Return itself if its family is tested with images and its processor loads; else None, with a warning.
 
-        The family of ``config`` must be tested with images, and its processor must load. ``model`` is a flag and a
-        name.
+        ``model`` is a flag and a name.
         """
         if not self.reads:
             return None
@@ -208,14 +208,7 @@ class Vision:
                     f"{n_places} places for {kind}s, and {n_items} {kind}s. Correct or remove the row."
                 )
 
-        added = []
-        for place, item in zip(places, items, strict=True):
-            added.append((place.start(), len(item.text) - len(place[0])))
-        moved = []
-        for cut in cuts:
-            n_added = sum(n for start, n in added if start < cut)
-            moved.append(cut + n_added)
-
+        moved = _moved_cuts(cuts, places, items)
         texts = iter([item.text for item in items])
         return self._places.sub(lambda _: next(texts), text), moved
 
@@ -259,14 +252,6 @@ class Vision:
 
     def _item(self, processed: Any, kind: str, picture: str) -> MediaItem:
         """Make an item of one ``processed`` image or video."""
-        inputs = {}
-        for name, value in processed.items():
-            if isinstance(value, torch.Tensor) and name not in _NOT_INPUTS:
-                inputs[name] = value
-        # Idefics 3 and SmolVLM have a dimension of rows before that of tiles.
-        if "pixel_attention_mask" in inputs:
-            inputs = {name: tensor[0] for name, tensor in inputs.items()}
-
         ids = processed["input_ids"][0].tolist()
         counts = {token_id: ids.count(token_id) for token_id in self.token_ids if token_id in ids}
         if len(counts) != 1:
@@ -277,6 +262,7 @@ class Vision:
 
         as_written = {"clean_up_tokenization_spaces": False, "spaces_between_special_tokens": False}
         text = str(self.tokenizer.decode(ids, **as_written))
+        inputs = _inputs_of(processed)
         return MediaItem(
             inputs,
             token_id,
@@ -298,6 +284,34 @@ class Vision:
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)))
+
+
+def _moved_cuts(
+    cuts: Sequence[int], places: Sequence[re.Match[str]], items: Sequence[MediaItem]
+) -> list[int]:
+    """Positions ``cuts`` of a text, once the tokens of ``items`` are in their ``places``."""
+    added = []
+    for place, item in zip(places, items, strict=True):
+        n_characters = len(item.text) - len(place[0])
+        added.append((place.start(), n_characters))
+
+    moved = []
+    for cut in cuts:
+        n_before = sum(n_characters for start, n_characters in added if start < cut)
+        moved.append(cut + n_before)
+    return moved
+
+
+def _inputs_of(processed: Any) -> dict[str, torch.Tensor]:
+    """Inputs of the model's forward for one ``processed`` item."""
+    inputs = {}
+    for name, value in processed.items():
+        if isinstance(value, torch.Tensor) and name not in _NOT_INPUTS:
+            inputs[name] = value
+    # Idefics 3 and SmolVLM have a dimension of rows before that of tiles.
+    if "pixel_attention_mask" in inputs:
+        inputs = {name: tensor[0] for name, tensor in inputs.items()}
+    return inputs
 
 
 def _video_arguments(frames: list[Image.Image], fps: float) -> dict[str, Any]:
