@@ -131,6 +131,7 @@ def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
     open_ids: list[str] = []
     for number, message in enumerate(messages):
         turn = dict(message)
+
         calls = message.get("tool_calls")
         if calls:
             turn["tool_calls"] = []
@@ -145,6 +146,7 @@ def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
             new_id = open_ids[0] if call_id is None else short_ids.get(call_id, call_id)
             turn["tool_call_id"] = new_id
             open_ids = [open_id for open_id in open_ids if open_id != new_id]
+
         shortened_turns.append(turn)
     return shortened_turns
 

@@ -106,6 +106,7 @@ def _rows_of(texts: Iterable[str], where: str, array: bool = False) -> Iterator[
         for line, text in enumerate(texts, start=1):
             if not text.strip():
                 continue
+
             value = _parse(text.rstrip(), where, line, objects=objects)
             rows = value if array else [value]
             for number, row in enumerate(rows, start=1):

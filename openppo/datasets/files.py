@@ -174,6 +174,7 @@ def read_file(file: Place, flag: str) -> Iterator[Row]:
         raise ValueError(
             f"{where}: unknown kind of file. Use .jsonl, .json or .csv (each also with .gz), or .parquet."
         )
+
     try:
         with file.open() as opened:
             is_packed = file.last_name.lower().endswith(".gz")

@@ -115,10 +115,12 @@ class RowVision(Vision):
         template = self.options.input_template
         messages = fields.conversation or as_messages(fields.prompt, "user", template)
         messages, items = self._placed(messages, fields)
+
         if fields.conversation is not None:
             chat = Chat(messages)
         else:
             chat = join_turns(messages, as_messages(fields.response, "assistant"))
+
         example = render_turns(
             chat,
             self.tokenizer,

@@ -70,6 +70,7 @@ def read_image(value: object, near: str = "") -> Image.Image:
     Raises ``ValueError`` for any other value.
     """
     image = content_of(value, near)
+
     try:
         if isinstance(image, bytes | bytearray):
             image = Image.open(io.BytesIO(image))
@@ -78,6 +79,7 @@ def read_image(value: object, near: str = "") -> Image.Image:
     # Messages of these errors have a buffer's address, or dtypes.
     except (UnidentifiedImageError, TypeError) as error:
         raise ValueError(f"{shortened(value)} is no image that PIL can read") from error
+
     if not isinstance(image, Image.Image):
         forms = "bytes, base64, a path, an image of datasets or PIL, or an array of bytes"
         raise ValueError(f"{shortened(image)} is no image: give {forms}")

@@ -216,6 +216,7 @@ def _load_by_datasets(place: Place, flag: str, split: str, max_samples: int | No
             raise FileNotFoundError("not a name on the hub")
         else:
             splits = {split: load_dataset(name[1], name[2], split=split)}
+
         rows: list[Row] = []
         n_rows = len(splits.get(split, ()))
         if n_rows:
@@ -237,5 +238,6 @@ def _load_by_datasets(place: Place, flag: str, split: str, max_samples: int | No
                     "has written."
                 )
         raise ValueError(f"{flag} {source}: {problem} ({error!r}). {remedy}") from error
+
     require_split(split, splits, flag, name=place.name)
     return rows

@@ -66,6 +66,7 @@ def as_messages(
     """
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": fill_template(value, input_template)}]
+
     if not isinstance(value, list):
         problem = f"neither a text nor a list of chat messages but {type(value).__name__}: {shortened(value)}"
         raise ValueError(f"{problem}. Correct or remove the row, or choose another column.")
@@ -284,6 +285,7 @@ def apply_template(
             "--apply_chat_template: the tokenizer has no chat template. Leave the flag out, or use a model whose "
             "tokenizer has one."
         )
+
     try:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": for_generation}
         # Without tools those of --chat_template_kwargs count, if it names some.
@@ -295,6 +297,7 @@ def apply_template(
         raise ValueError(
             f"the chat template refuses messages with the roles {roles}: {error}"
         ) from error
+
     text.encode()  # ValueError for half a surrogate pair
     return text
 

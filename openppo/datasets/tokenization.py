@@ -102,6 +102,7 @@ def _kept(rendering: _Rendering, fields: list[str], content: str, processes: int
     digest = sha256(json.dumps([content, fields]).encode()).hexdigest()
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "openppo_tokens" / digest
     disable_progress_bars()
+
     try:
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +115,7 @@ def _kept(rendering: _Rendering, fields: list[str], content: str, processes: int
                 new_fingerprint=digest[:32],
             )
             _write(examples, folder)
+
         return list(load_from_disk(str(folder))["example"])
     except OSError as error:
         remedy = "Choose another folder with HF_DATASETS_CACHE."
