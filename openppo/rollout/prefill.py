@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openppo.media import Media, model_inputs, rope_positions
+from openppo.media import Media
+from openppo.models.media_inputs import model_inputs, rope_positions
 from openppo.models.padding import pad_right
 
 _PREFILL_ON_CPU = 4096

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
+from openppo.datasets.message_parts import media_url
 from openppo.datasets.templates import text_of
 from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.media import Media, distinct_ids, media_url
+from openppo.media import Media, distinct_ids
 from openppo.models.log_probs import policy_ratio
 from openppo.models.pretrained import eos_token_ids
 from openppo.rollout.episodes import by_episode, episode_numbers, episode_reward, whole_rewards

@@ -13,11 +13,11 @@ import torch
 from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets.image_families import check_images
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
 from openppo.experience.reward_names import RewardNames
 from openppo.experience.token_rewards import begin_scoring, check_rewarded
-from openppo.media import check_images
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup

@@ -13,9 +13,9 @@ from openppo import logger
 from openppo.config import TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
-from openppo.media import n_patches
 from openppo.models.pretrained import check_model
 from openppo.models.size import ModelSize, model_size
+from openppo.models.vision_models import n_patches
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.data import PPOData
 from openppo.trainer.memory.estimate import Estimate, Machine
