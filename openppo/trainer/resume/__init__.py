@@ -1,1 +1,1 @@
-"""What a run must share with its checkpoint, and export of a checkpoint as a model."""
+"""State of a run that resumes, its match with a checkpoint, and export of a checkpoint as a model."""
