@@ -181,7 +181,7 @@ class Export:
     @torch.no_grad()
     def _fill(self) -> None:
         """Load the checkpoint's weights into the trained parameters."""
-        role = "model" if self.is_supervised else self.options.role
+        role: str = "model" if self.is_supervised else self.options.role
         prefix = "weight/"
         if role == "actor" and self.run.ppo.enable_ema:
             role, prefix = "ema", ""
