@@ -121,8 +121,8 @@ class OnePassCritic(ExperienceMaker):
         if samples is not None:
             buffer.append(samples)
         batch = next(mini_batches(buffer, self.config, n_done))
+        # values (L,) by place among the samples of all ranks
         values_by_place: dict[int, Tensor] = {}
-        """Values (L,) by place among the samples of all ranks."""
 
         def with_returns(number: int, micro: Experience, values: Tensor) -> Experience:
             values = torch.where(micro.action_mask, values, 0.0)
