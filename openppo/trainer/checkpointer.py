@@ -132,22 +132,22 @@ class Checkpointer:
 
     def _find(self) -> None:
         """Find the newest checkpoint, and check that this run matches it."""
-        found = self.folder.newest()
-        if found is None and self.evaluates_only:
+        newest = self.folder.newest()
+        if newest is None and self.evaluates_only:
             raise ValueError(
                 f"--val_only: no checkpoint in {self.folder.folder}: leave out --load_checkpoint."
             )
-        if found is None:
+        if newest is None:
             logger.info(
                 "--load_checkpoint: no checkpoint in %s, starting from the beginning",
                 self.folder.folder,
             )
             return
 
-        self.found = found
-        self.state = json.loads((found / _STATE).read_text(encoding="utf-8"))
+        self.found = newest
+        self.state = json.loads((newest / _STATE).read_text(encoding="utf-8"))
         self.found_step = int(self.state["step"])
-        collective(self.comm, lambda: check_compatible(found, self.state, self.identity))
+        collective(self.comm, lambda: check_compatible(newest, self.state, self.identity))
 
     def attach(
         self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None

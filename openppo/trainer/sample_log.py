@@ -61,7 +61,7 @@ class StepDiagnostics:
         n_dropped = len(self.trained_on) - len(buffer)  # by --buffer_limit
         kept = list(self.trained_on)[n_dropped:]
         if self._checks_next:
-            self._check(step, kept, buffer, metrics)
+            self._check(step, kept, buffer, metrics=metrics)
 
         chosen = choose(kept) if self.comm.rank == 0 else []
         earned = whole_rewards(kept, self.weights)
