@@ -64,6 +64,7 @@ class _Job:
             players.check(self.tokenizer)
         self.prompts = once_per_host(self.comm, options, lambda: self._load_prompts(players))
         self._check_prompts()
+        self.params = sampling_params(options)
 
     def _check_prompts(self) -> None:
         """Refuse prompts that the model cannot read."""
@@ -126,7 +127,6 @@ class _Job:
 
     def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
         """Make the line of this rank's response ``number``; its text ends before a stop string."""
-        params = sampling_params(self.options)
         ids = response.response_ids
         text = response_text(response, self.tokenizer)
         return {
@@ -134,7 +134,7 @@ class _Job:
             "row": response.prompt.index,
             "sample": number % self.options.n_samples_per_prompt,
             "prompt": response.prompt.text,
-            "response": text_before_stop(text, ids, params, decode=decoder(self.tokenizer)),
+            "response": text_before_stop(text, ids, self.params, decode=decoder(self.tokenizer)),
             "finish_reason": response.finish_reason.value,
             "n_tokens": len(ids),
             "label": response.prompt.label,
@@ -157,7 +157,7 @@ class GenerateJob(_Job):
             responses = sample_trajectories(
                 self.policy.engine,
                 self.prompts,
-                sampling_params(self.options),
+                self.params,
                 n_samples=self.options.n_samples_per_prompt,
                 seed=self.options.seed,
                 comm=self.comm,
@@ -221,7 +221,7 @@ class EvaluateJob(_Job):
         """Generate, score and write, and return the metrics, the same on all ranks."""
         request = SampleRequest(
             self.prompts,
-            sampling_params(self.options),
+            self.params,
             self.options.n_samples_per_prompt,
             seed=self.options.seed,
             first_group=0,
