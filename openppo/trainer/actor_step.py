@@ -92,11 +92,12 @@ class ActorStep:
         kl_coef: float = 0.0,
         on_policy: bool = False,
     ) -> float:
-        """Update the actor on one mini-batch, and on documents if there are any. Returns the gradient's norm.
+        """Update the actor on one mini-batch, and return the gradient's norm.
 
-        ``kl_coef`` is the coefficient of the KL loss, if there is one. ``on_policy``: no update has happened since
-        sampling. If old log-probs are missing, this forward's are used, in later updates the engine's; those that were
-        not recomputed are compared with the engine's. Nothing changes when the norm is not finite.
+        ``ptx_batch`` adds the loss of documents. ``kl_coef`` is the coefficient of the KL loss, if there is one.
+        ``on_policy``: no update has happened since sampling. If old log-probs are missing, this forward's are used, in
+        later updates the engine's; those that were not recomputed are compared with the engine's. Nothing changes when
+        the norm is not finite.
         """
         metrics.add("actor_learning_rate", self.model.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1

@@ -37,7 +37,10 @@ class Callback:
         """After a model was written to ``folder``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this callback's state for a checkpoint, as JSON, the same on all ranks; it is restored by class."""
+        """Return the callback's state for a checkpoint, as JSON, the same on all ranks.
+
+        It is restored by class.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -48,10 +51,11 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Stops when ``metric`` has not become better by more than ``min_delta`` for ``patience`` reports in a row.
+    """Stops when ``metric`` has not improved for ``patience`` reports in a row.
 
-    Reports are the steps that have the metric; a metric of evaluations, "eval...", is in evaluated steps alone.
-    ``mode`` is "max" if larger is better, "min" if smaller is.
+    It has improved if it is better than the best by more than ``min_delta``. Reports are the steps that have the
+    metric; a metric of evaluations, "eval...", is in evaluated steps alone. ``mode`` is "max" if larger is better,
+    "min" if smaller is.
     """
 
     def __init__(
@@ -166,20 +170,20 @@ def notify(callbacks: Sequence[Callback], hook: str, *arguments: Any) -> None:
 
 
 def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, Any]]) -> bool:
-    """Give each callback the next ``saved`` state of its class; True if the classes are the same as then."""
-    were = [state["class"] for state in saved]
-    are = [type(callback).__name__ for callback in callbacks]
-    left = list(saved)
-    for callback, name in zip(callbacks, are, strict=True):
-        state = next((state for state in left if state["class"] == name), None)
+    """Restore callbacks by class, in order; return True if the classes are those of ``saved``."""
+    saved_names = [state["class"] for state in saved]
+    names = [type(callback).__name__ for callback in callbacks]
+    unused = list(saved)
+    for callback, name in zip(callbacks, names, strict=True):
+        state = next((state for state in unused if state["class"] == name), None)
         if state is not None:
-            left.remove(state)
+            unused.remove(state)
             callback.load_state_dict(state["state"])
 
-    if were != are:
+    if saved_names != names:
         logger.warning(
             "callbacks were %s and are %s: those of one class resume in their order, others start anew",
-            ", ".join(were) or "none",
-            ", ".join(are) or "none",
+            ", ".join(saved_names) or "none",
+            ", ".join(names) or "none",
         )
-    return were == are
+    return saved_names == names

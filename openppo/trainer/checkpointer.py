@@ -67,7 +67,7 @@ def ended_by_failures(failure: NothingTrainedError, checkpoint: Path) -> Nothing
 def ensure_checkpoint_on_save_error(
     checkpointer: Checkpointer, step: int, save_checkpoint: Callable[[], Path]
 ) -> Iterator[None]:
-    """Name a checkpoint of ``step`` where the block fails to save the model, and write it if there is none.
+    """Name a checkpoint of ``step``, or write one, where the block fails to save the model.
 
     The block must fail on all ranks.
     """
@@ -152,7 +152,7 @@ class Checkpointer:
     def attach(
         self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None
     ) -> None:
-        """Name the models to save and load, the actor first; ``ValueError`` if the disk is too full."""
+        """Attach the models to save and load, the actor first; ``ValueError`` if the disk is too full."""
         self.models = {role: model for role, model in models.items() if model is not None}
         self.ema = ema
         needed = self._needed_bytes()
@@ -160,8 +160,8 @@ class Checkpointer:
         folder = self.folder.folder
 
         def check() -> None:
-            place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-            free = shutil.disk_usage(place).free
+            existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+            free = shutil.disk_usage(existing).free
             if free < needed + _SLACK_BYTES:
                 sizes = f"a checkpoint takes {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there"
                 raise ValueError(f"{flag} {folder}: {sizes}: make room, or give another {flag}.")
@@ -180,7 +180,10 @@ class Checkpointer:
         return needed
 
     def begin(self, load: Callable[[], None]) -> None:
-        """``load`` the checkpoint, or set aside the models of an earlier run; call it when the start cannot fail."""
+        """``load`` the checkpoint, or set aside an earlier run's models.
+
+        Call it when the start can no longer fail.
+        """
         if self.found is not None:
             load()
             return
@@ -227,8 +230,8 @@ class Checkpointer:
         ``state`` is JSON, the same on all ranks; ``write_model`` writes the model of ``--save_hf_ckpt``;
         ``random_state`` replaces the current one.
         """
-        everyones = self.comm.all_gather_object(random_state or get_random_state())
-        whole = {
+        random_states = self.comm.all_gather_object(random_state or get_random_state())
+        contents = {
             **self.identity,
             "step": step,
             "models": {role: model_numbers(model) for role, model in self.models.items()},
@@ -241,8 +244,8 @@ class Checkpointer:
                 write_model(folder / MODEL)
             self._write_fragments(folder)
             if self.strategy.is_main:
-                save_tensors(_by_rank(everyones), folder / _RANDOM)
-                text = json.dumps(whole, default=_as_text)
+                save_tensors(_by_rank(random_states), folder / _RANDOM)
+                text = json.dumps(contents, default=_as_text)
                 (folder / _STATE).write_text(text, encoding="utf-8")
 
         path = self.folder.save(step, write)
@@ -282,7 +285,10 @@ class Checkpointer:
         return dict(self.state["trainer"])
 
     def _restore_random_state(self, file: Path) -> None:
-        """Restore this rank's random state; a rank that was not there gets a new stream, unlike that of its start."""
+        """Restore this rank's random state; a rank without one gets a new stream.
+
+        It differs from the stream that the rank has started with.
+        """
         prefix = f"{self.comm.rank}/"
         random_state = {
             name.removeprefix(prefix): tensor
@@ -354,6 +360,6 @@ def _by_rank(random_states: Sequence[RandomState]) -> dict[str, Tensor]:
 
 
 def _as_text(value: object) -> str:
-    """Return text for a value that is no JSON, as in a callback's state: a save upon a signal must not fail."""
+    """Return text for a value that is no JSON: a save upon a signal must not fail."""
     logger.warning("the checkpoint has %r as text: the state of a callback must be JSON", value)
     return str(value)

@@ -1,4 +1,4 @@
-"""Optimizer steps of the critic with a clipped value loss, after the values or in one pass with them."""
+"""Optimizer steps of the critic: clipped value loss, also in one pass with its values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,11 +83,12 @@ class CriticStep:
 
 
 class OnePassCritic(ExperienceMaker):
-    """Maker that trains the critic while it makes experience, where one optimizer step takes the whole rollout.
+    """Maker that trains the critic while it makes experience.
 
-    The step's forward runs with the weights that experience is made with, so its outputs are the values, and no other
-    forward is needed. ``critic_step.train`` then only reports the step. Longer rollouts are made and trained on as
-    usual. ``build_ppo_trainer`` chooses it; nothing else depends on it.
+    It does so where one optimizer step takes the whole rollout. The step's forward runs with the weights that
+    experience is made with, so its outputs are the values, and no other forward is needed. ``critic_step.train`` then
+    only reports the step. Longer rollouts are made and trained on as usual. ``build_ppo_trainer`` chooses it; nothing
+    else depends on it.
     """
 
     def __init__(self, critic_step: CriticStep, **parts: Any) -> None:
@@ -96,7 +97,7 @@ class OnePassCritic(ExperienceMaker):
 
     @staticmethod
     def is_exact(config: TrainPPOConfig) -> bool:
-        """True if both ways give the same: no sample is dropped after values, and adapters have no dropout."""
+        """True if both ways agree: no sample is dropped after its values, and adapters have no dropout."""
         dropped = config.shaping.overlong_filter or config.ppo.buffer_limit > 0
         return not dropped and config.lora.lora_dropout == 0
 
@@ -139,13 +140,13 @@ class OnePassCritic(ExperienceMaker):
         norm = self.critic_step.train(batch, metrics, clip, complete=with_returns)
         self.critic_step.taken = norm, metrics
 
-        everyones: dict[int, Tensor] = {}
+        all_values: dict[int, Tensor] = {}
         counts = []
         for n_samples, values in self.comm.all_gather_object((len(buffer), values_by_place)):
             counts.append(n_samples)
-            everyones |= values
+            all_values |= values
         first = sum(counts[: self.comm.rank])
         return [
-            row.with_fields(values=everyones[place][None, : row.sequences.shape[1]])
+            row.with_fields(values=all_values[place][None, : row.sequences.shape[1]])
             for place, row in enumerate(buffer.items, start=first)
         ]

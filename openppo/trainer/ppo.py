@@ -47,15 +47,7 @@ class PPOTrainer:
         self.comm = components.strategy.comm
         self.state = components.state
         self.maker = components.maker
-        estimator = self.maker.estimator
-        self.replay_buffer = ReplayBuffer(
-            self.comm,
-            limit=config.ppo.buffer_limit,
-            cpu_offload=config.ppo.buffer_cpu_offload,
-            zero_stage=config.deepspeed.zero_stage,
-            normalizes=estimator.normalizes(config.advantage.normalize_advantages),
-            shares_prompts=config.ppo.share_prompts == "auto",
-        )
+        self.replay_buffer = _replay_buffer(config, components)
         self.update = Update(config, components)
         self.planned_steps = source.steps or self.total_steps
         self.view = StepDiagnostics(config, components, self.total_steps)
@@ -79,12 +71,12 @@ class PPOTrainer:
                 self.source.publish(self.global_step)
 
     def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
-        """Take a global step on responses to ``prompts``, and return its metrics, the same on all ranks."""
+        """Take a global step on responses to ``prompts``; return its metrics, the same on all ranks."""
         return self.train_on(self.rollout(prompts))
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sample and score responses to this rank's share of ``prompts``; reading one waits for its score."""
-        return self._prompt_source.rollout(prompts)
+        return _prompt_source(self.source).rollout(prompts)
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Take a global step on the trajectories of all ranks, and return its metrics."""
@@ -190,7 +182,7 @@ class PPOTrainer:
         """
         if self.state.unreported is not None:
             self.report(self.state.unreported)
-        batches = self._prompt_source.prompt_batches()
+        batches = _prompt_source(self.source).prompt_batches()
         for _ in range(self.total_steps - self.global_step):
             batch = next(batches, None)
             if batch is None or self.global_step >= self.total_steps:
@@ -213,14 +205,6 @@ class PPOTrainer:
         """Global steps of the whole run, with dynamic sampling at most."""
         limits = (self.source.steps, self.config.ppo.max_steps)
         return min(n for n in limits if n is not None)
-
-    @property
-    def _prompt_source(self) -> PromptSource:
-        if not isinstance(self.source, PromptSource):
-            raise TypeError(
-                f"{type(self.source).__name__} takes no prompts: iterate over trainer.source instead."
-            )
-        return self.source
 
     def _passes_done(self) -> float:
         """Passes over the prompts; steps that dynamic sampling has used up count as done."""
@@ -290,3 +274,26 @@ class PPOTrainer:
     def _mark(self) -> None:
         """Snapshot source and random state; signals and failures roll back to them."""
         self._before = self.source.state_dict(), get_random_state()
+
+
+def _replay_buffer(config: TrainPPOConfig, components: PPOComponents) -> ReplayBuffer:
+    """Make the empty replay buffer of this rank."""
+    ppo = config.ppo
+    estimator = components.maker.estimator
+    return ReplayBuffer(
+        components.strategy.comm,
+        limit=ppo.buffer_limit,
+        cpu_offload=ppo.buffer_cpu_offload,
+        zero_stage=config.deepspeed.zero_stage,
+        normalizes=estimator.normalizes(config.advantage.normalize_advantages),
+        shares_prompts=ppo.share_prompts == "auto",
+    )
+
+
+def _prompt_source(source: RolloutSource) -> PromptSource:
+    """Return ``source`` as one that takes prompts; ``TypeError`` if it does not."""
+    if not isinstance(source, PromptSource):
+        raise TypeError(
+            f"{type(source).__name__} takes no prompts: iterate over trainer.source instead."
+        )
+    return source

@@ -39,7 +39,7 @@ class StepDiagnostics:
         """Numbers (L,) of the last epoch's forwards, by ``sample_key``."""
 
     def observe(self, micro: Experience, log_probs: Tensor, entropy: Tensor | None) -> None:
-        """Keep ratio and entropy (B, L) of a training forward, if the step is logged token by token."""
+        """Keep ratio and entropy (B, L) of a training forward, if tokens of the step are logged."""
         if not self._shows_tokens(self.components.state.global_step + 1):
             return
         ratio = policy_ratio(log_probs.detach(), micro.old_or_rollout_log_probs, micro.action_mask)
@@ -77,8 +77,8 @@ class StepDiagnostics:
         self._dump(step, "train", self.trained_on, weights=self.weights)
 
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
-            of_episodes = [episode_reward(parts, self.weights) for parts in by_episode(kept)]
-            histograms = experience_histograms(buffer.items, of_episodes, self.comm)
+            episode_rewards = [episode_reward(parts, self.weights) for parts in by_episode(kept)]
+            histograms = experience_histograms(buffer.items, episode_rewards, self.comm)
             self.components.trackers.log_histograms(step, histograms)
         buffer.clear()
         self.trained_on = None
@@ -105,7 +105,7 @@ class StepDiagnostics:
         buffer: ReplayBuffer,
         metrics: Mapping[str, float],
     ) -> None:
-        """Check samples of a first step that were not cut off by the limit of an episode."""
+        """Check samples, except those that the limit of an episode has cut off."""
         plain = [
             i
             for i, trajectory in enumerate(kept)

@@ -26,9 +26,10 @@ Row = dict[str, Any]
 
 
 def choose(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Choose at most ``N_SAMPLES``, as indices: one sample, or two of a group, of the same prompts in each pass.
+    """Return indices of at most ``N_SAMPLES``: one sample, or two of a group, for each prompt.
 
-    They are the prompts with the smallest checksums. An episode in several parts counts by its last.
+    Prompts are those with the smallest checksums, so the same return in each pass over the data. An episode in several
+    parts counts by its last.
     """
     groups: dict[int, list[int]] = {}
     last_parts = {number: i for i, number in enumerate(episode_numbers(trajectories))}
@@ -58,7 +59,7 @@ def sample_row(
     reward: float,
     experience: Experience | None = None,
 ) -> Row:
-    """Make a line of samples.jsonl, with the KL of the ``experience`` (1, L) if there is one.
+    """Make a line of samples.jsonl, with the KL of the ``experience`` (1, L) if given.
 
     ``reward`` is that of the whole episode, of which the trajectory may be a part.
     """
@@ -96,7 +97,7 @@ def sample_row(
 
 
 def rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Decode a prompt as models read it, with special tokens and tools; equal image tokens are counted."""
+    """Decode a prompt with special tokens and tools; equal tokens of an image are counted."""
     images = {item.token_id for item in prompt.media}
     parts = []
     for is_image, run in groupby(prompt.token_ids, images.__contains__):
@@ -110,9 +111,10 @@ def rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
 def rollout_row(
     trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, reward: float, tokens: bool
 ) -> Row:
-    """Make a line of ``--dump_rollouts``, with the same columns and types in any run: all files make one table.
+    """Make a line of ``--dump_rollouts``, with the same columns and types in any run.
 
-    Values that may have any type in a row of data are text: labels, and as JSON rewards, extras and messages.
+    So all files make one table. Values that may have any type in a row of data are text: labels, and as JSON rewards,
+    extras and messages.
     """
     prompt = trajectory.prompt
     row = sample_row(trajectory, tokenizer, reward)
@@ -150,7 +152,7 @@ def token_row(
     experience: Experience | None = None,
     observed: Mapping[str, Tensor] | None = None,
 ) -> Row:
-    """Make a line of tokens.jsonl: lists over the response's tokens, null where a token is not trained on.
+    """Make a line of tokens.jsonl: lists over the response's tokens, null for untrained ones.
 
     Thumbnails are by the address of the image in messages. Numbers are those of the ``experience`` (1, L), else the
     engine's, and of training forwards that were ``observed``, (L,).

@@ -152,10 +152,7 @@ class PromptSource:
 
         grading = self.components.grading
         if grading.scorer is not None:  # an agent may have given rewards
-            for response in responses:
-                response.scores = {}
-                response.token_rewards = None
-                response.step_ends = None
+            _drop_rewards(responses)
         rollout = begin_scoring(
             grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_"
         )
@@ -191,13 +188,8 @@ class PromptSource:
             with timed("sync"):
                 stack.enter_context(self.engine.with_weights(self.components.actor))
             if self.config.deepspeed.deterministic and self.engine.free is None:
-                self.engine.free = self._free_memory()
+                self.engine.free = _least_free_memory(self.comm, self.components.strategy.device)
             yield
-
-    def _free_memory(self) -> int | None:
-        """Bytes free on all ranks now; later rollouts keep the number, since other rows change last bits."""
-        everyones = self.comm.all_gather_object(free_memory(self.components.strategy.device))
-        return min((free for free in everyones if free is not None), default=None)
 
     def _next_prompts(self) -> PromptBatch | None:
         """Return the next batch and count it as consumed; None if there is none."""
@@ -234,7 +226,7 @@ class PromptSource:
         with self.timer.phase("generation"), self.with_weights():
             sampled = self.sampled_by.sample(request)
             if self.estimator.needs_greedy:
-                sampled = self._with_greedy(sampled, request)
+                sampled = _with_greedy(self.sampled_by, sampled, request)
         self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))
         self.consumed_prompts += len(ready)
         shown = self._count_groups(rank_share(ready, first_group, self.comm), sampled, failed)
@@ -246,49 +238,22 @@ class PromptSource:
         self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in sampled))
         return rollout
 
-    def _with_greedy(
-        self, sampled: Sequence[Trajectory], request: SampleRequest
-    ) -> list[Trajectory]:
-        """Add a greedy response to each group, as its baseline; a group without one is dropped."""
-        params = dataclasses.replace(request.params, temperature=0.0)
-        greedy = self.sampled_by.sample(
-            request._replace(params=params, n_samples=1, metrics=Metrics())
-        )
-        by_group = {parts[-1].group: tuple(parts) for parts in by_episode(greedy)}
-        kept = [trajectory for trajectory in sampled if trajectory.group in by_group]
-        for trajectory in kept:
-            trajectory.greedy = by_group[trajectory.group]
-        return kept
-
     def _count_groups(
         self,
         share: tuple[Sequence[Prompt], int],
         sampled: Sequence[Trajectory],
         failed: Sequence[Trajectory],
     ) -> list[Trajectory]:
-        """Count the groups of all ranks in their order, and return a few of all ``failed`` episodes.
+        """Count the groups of all ranks in order, and return a few ``failed`` episodes.
 
         ``share`` are this rank's prompts and the group of the first. ``NothingTrainedError`` after many failures.
         """
-        prompts, first = share
-        good = {trajectory.group for trajectory in sampled}
-        errors = {
-            trajectory.group: trajectory.episode.failure
-            for trajectory in failed
-            if trajectory.episode is not None
-        }
-        outcomes: dict[int, str | None] = dict.fromkeys(good)
-        for group in range(first, first + len(prompts)):
-            if group not in good:
-                outcomes[group] = errors.get(group, "its sampler returned no sample")
+        outcomes = _outcomes(share, sampled, failed)
+        outcomes_by_rank = self.comm.all_gather_object((outcomes, failed[:N_SHOWN]))
+        episodes = chain.from_iterable(few_failed for _, few_failed in outcomes_by_rank)
+        shown = list(episodes)[:N_SHOWN]
 
-        of_ranks = self.comm.all_gather_object((outcomes, failed[:N_SHOWN]))
-        shown: list[Trajectory] = []
-        for _, failed_on_rank in of_ranks:
-            shown += failed_on_rank
-        shown = shown[:N_SHOWN]
-
-        for outcomes, _ in of_ranks:
+        for outcomes, _ in outcomes_by_rank:
             for group in sorted(outcomes):
                 self.failures.add_group(outcomes[group])
                 message = self.failures.groups_message()
@@ -332,21 +297,71 @@ class PromptSource:
         return Rollout(first_groups(kept, wanted, self.comm), metrics, failed=failed[:N_SHOWN])
 
 
-def first_groups(trajectories: Sequence[Trajectory], most: int, comm: Comm) -> list[Trajectory]:
+def _with_greedy(
+    sampler: Sampler, sampled: Sequence[Trajectory], request: SampleRequest
+) -> list[Trajectory]:
+    """Add a greedy response to each group, as its baseline; a group without one is dropped."""
+    params = dataclasses.replace(request.params, temperature=0.0)
+    greedy = sampler.sample(request._replace(params=params, n_samples=1, metrics=Metrics()))
+    by_group = {parts[-1].group: tuple(parts) for parts in by_episode(greedy)}
+    kept = [trajectory for trajectory in sampled if trajectory.group in by_group]
+    for trajectory in kept:
+        trajectory.greedy = by_group[trajectory.group]
+    return kept
+
+
+def _drop_rewards(responses: Sequence[Trajectory]) -> None:
+    """Remove all scores and rewards."""
+    for response in responses:
+        response.scores = {}
+        response.token_rewards = None
+        response.step_ends = None
+
+
+def _outcomes(
+    share: tuple[Sequence[Prompt], int],
+    sampled: Sequence[Trajectory],
+    failed: Sequence[Trajectory],
+) -> dict[int, str | None]:
+    """Failure of each of this rank's groups; None for a group with samples."""
+    prompts, first = share
+    good = {trajectory.group for trajectory in sampled}
+    errors = {
+        trajectory.group: trajectory.episode.failure
+        for trajectory in failed
+        if trajectory.episode is not None
+    }
+    outcomes: dict[int, str | None] = dict.fromkeys(good)
+    for group in range(first, first + len(prompts)):
+        if group not in good:
+            outcomes[group] = errors.get(group, "its sampler returned no sample")
+    return outcomes
+
+
+def _least_free_memory(comm: Comm, device: torch.device) -> int | None:
+    """Bytes that are free on all ranks; None without GPUs.
+
+    Later rollouts keep the number: with other rows the last bits would differ.
+    """
+    free_by_rank = comm.all_gather_object(free_memory(device))
+    return min((free for free in free_by_rank if free is not None), default=None)
+
+
+def first_groups(trajectories: Sequence[Trajectory], n_groups: int, comm: Comm) -> list[Trajectory]:
     """Return this rank's part of the first groups of all ranks, dealt like prompts. Collective."""
-    everyones = list(chain.from_iterable(comm.all_gather_object(list(trajectories))))
-    groups = sorted({trajectory.group for trajectory in everyones})[:most]
+    gathered = list(chain.from_iterable(comm.all_gather_object(list(trajectories))))
+    groups = sorted({trajectory.group for trajectory in gathered})[:n_groups]
     if not groups and comm.rank == 0:
         logger.warning("no prompt's responses got different rewards: nothing to train on")
-    of_this_rank = set(shard(groups, comm.rank, comm.world_size))
-    dealt = [trajectory for trajectory in everyones if trajectory.group in of_this_rank]
+    rank_groups = set(shard(groups, comm.rank, comm.world_size))
+    dealt = [trajectory for trajectory in gathered if trajectory.group in rank_groups]
     return sorted(dealt, key=lambda trajectory: trajectory.group)
 
 
 def as_prompt(
     prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig
 ) -> Prompt:
-    """Return a text as a prompt, made by the options of ``data``; ``ValueError`` if it is too long."""
+    """Make a prompt of a text by the options ``data``; ``ValueError`` if it is too long."""
     if isinstance(prompt, Prompt):
         return prompt
     options = dataclasses.replace(data, input_key="prompt", label_key=None)

@@ -1,4 +1,4 @@
-"""Metrics of scored responses to held-out prompts: mean rewards and pass@k, in all and by data source."""
+"""Metrics of responses to held-out prompts: rewards and pass@k, in all and by source."""
 
 import math
 import sys
@@ -28,7 +28,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_ks(n: int) -> list[int]:
-    """Return the k for which pass@k of ``n`` responses is reported: 1, 2, 4, ... and ``n``."""
+    """Return each k of pass@k for ``n`` responses: 1, 2, 4, ... and ``n``."""
     return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
@@ -122,7 +122,7 @@ class Grading:
 
 
 def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> list[str]:
-    """Return a table with a line for each metric, and columns for all prompts and for each source.
+    """Return lines of a table: a row for each metric, columns for all prompts and each source.
 
     ``sources`` has the source of each prompt; ``metrics`` are named as ``Grading`` names them.
     """

@@ -308,7 +308,7 @@ def _is_row(beginning: bytes) -> bool:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], comm: Comm) -> None:
-    """Write the rows of all ranks as lines of JSON, in rank order; ``path`` is replaced when they are complete."""
+    """Write the rows of all ranks as lines of JSON, in rank order; ``path`` is never incomplete."""
     rows_of_ranks = comm.all_gather_object(rows)
     if comm.rank != 0:
         return

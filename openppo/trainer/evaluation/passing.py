@@ -10,7 +10,7 @@ from openppo.trainer.evaluation.evaluator import Grading
 from openppo.types import Comm, Trajectory
 
 _EVALUATIONS = 3
-"""Evaluations after which a run without a passing response is suspicious."""
+"""Evaluations without a passing response before the warning."""
 
 
 @dataclass(eq=False)
@@ -25,9 +25,9 @@ class PassWatch:
     has_warned: bool = False
 
     def look(self, grading: Grading, trajectories: Sequence[Trajectory], is_last: bool) -> None:
-        """Warn once, at the last evaluation or the third, if rewards differ and none has passed. Collective.
+        """Warn once, at the last evaluation or the third, if no response has passed. Collective.
 
-        Equal rewards mean only that no response is right so far.
+        Rewards must differ: equal rewards mean only that no response is right so far.
         """
         if grading.pass_reward is None or self.has_warned:
             return
@@ -40,8 +40,8 @@ class PassWatch:
         highest = max(rewards, default=-math.inf)
         score_names = set().union(*(parts[-1].scores for parts in episodes))
 
-        of_ranks = self.comm.all_gather_object((lowest, highest, score_names))
-        for smallest, largest, names in of_ranks:
+        gathered = self.comm.all_gather_object((lowest, highest, score_names))
+        for smallest, largest, names in gathered:
             self.smallest = min(self.smallest, smallest)
             self.largest = max(self.largest, largest)
             self.names = self.names | names

@@ -1,4 +1,4 @@
-"""Estimated memory of a run, from its options and its models' configs alone: the formulas of docs/memory.md.
+"""Estimated memory of a run from its options and model configs: the formulas of docs/memory.md.
 
 States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0.19.8, activations arXiv 2205.05198.
 """
@@ -27,7 +27,7 @@ _WORKSPACES = 2**28
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks and devices of a run, and how models lie on them; ``memory`` is in bytes on each rank."""
+    """Ranks and devices of a run, with ``memory`` in bytes on each rank."""
 
     options: DeepSpeedConfig
     n_ranks: int = 1
@@ -63,7 +63,7 @@ class Machine:
         return -(-n // self.n_ranks)
 
     def pinned(self, n: int, piece: int) -> int:
-        """Host bytes of ``n`` float32 numbers in tensors of ``piece``; torch pins powers of two of bytes."""
+        """Host bytes of ``n`` float32 numbers in tensors of ``piece``, pinned on GPUs."""
         if n <= 0:
             return 0
         if self.on_cpu:
@@ -255,9 +255,9 @@ def pass_bytes(
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one rank by role and at the peak of each phase; ``checkpoint`` is of all ranks.
+    """Bytes on one rank by role and at the peak of each phase.
 
-    ``host`` is in the host's memory; phases of CPUs include it.
+    ``checkpoint`` is of all ranks. ``host`` is in the host's memory; phases of CPUs include it.
     """
 
     roles: dict[str, int]

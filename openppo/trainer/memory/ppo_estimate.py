@@ -165,7 +165,7 @@ class _PPOMemory:
         return in_use + weights + self._decoding(max(0, free - weights))
 
     def _vllm(self) -> int:
-        """The part of the GPU that vLLM reserves, or its copy of the weights if that is larger."""
+        """Memory that vLLM reserves, or its copy of the weights if that is larger."""
         options = self.config.generation
         weights = self.machine.element * self.sizes["actor"].n_parameters
         copy = weights // options.vllm_tensor_parallel_size
@@ -173,7 +173,7 @@ class _PPOMemory:
         return max(reserved, copy)
 
     def _sampled_weights(self, free: int) -> int:
-        """Weights that sampling adds to ``free`` memory: gathered ones, and with LoRA merged copies if they fit."""
+        """Weights that sampling adds: gathered ones, and with LoRA merged copies if they fit ``free``."""
         lora = self.config.lora
         gathered = self.models["actor"].gathered
         if gathered > free // 2:
@@ -191,8 +191,8 @@ class _PPOMemory:
         element = machine.element
 
         row = element * actor.cache * (self.longest + SLACK_COLUMNS)
-        most = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU
-        rows = min(self.samples, options.max_num_seqs or rows_that_fit(free, row, most))
+        max_rows = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU
+        rows = min(self.samples, options.max_num_seqs or rows_that_fit(free, row, max_rows))
 
         is_cut = options.top_p < 1 or options.top_k is not None
         sampling = rows * actor.vocabulary * (element + (32 if is_cut else 16))
@@ -202,7 +202,7 @@ class _PPOMemory:
         return rows * row + max(sampling, prefill) + self._graphs(rows)
 
     def _graphs(self, rows: int) -> int:
-        """Logits of the recorded decode steps: one for each width of the cache, each for ``rows``, half of them, ..."""
+        """Logits of recorded decode steps: for ``rows``, half of them, ..., by width of the cache."""
         if self.config.generation.cuda_graphs == "off" or self.machine.on_cpu:
             return 0
         logits = 2 * rows * self.sizes["actor"].vocabulary * self.machine.element

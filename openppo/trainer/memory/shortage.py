@@ -1,4 +1,4 @@
-"""The memory section of a fault report: estimated beside measured bytes, and the holders of the rest."""
+"""Memory section of a fault report: estimated and measured bytes, and holders of the rest."""
 
 import torch
 
@@ -12,7 +12,7 @@ _UNNOTICED = 2**29
 
 
 def explain_shortage(estimate: Estimate | None, phase: str) -> MemoryView:
-    """Return the estimate's table, and on a GPU the bytes beyond it, inside and outside of PyTorch."""
+    """Return the estimate's table, and on a GPU the bytes that exceed it."""
     if estimate is None:
         return MemoryView()
     if estimate.machine.on_cpu or not torch.cuda.is_available():

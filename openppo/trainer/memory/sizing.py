@@ -1,4 +1,4 @@
-"""Memory estimates in the log, before models are loaded, and on GPUs the batch sizes that they allow."""
+"""Memory estimates before models are loaded, and batch sizes that fit a GPU."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ _PROCESS = "process reward model"
 """The role that always computes whole logits."""
 
 ModelNames = Mapping[str, tuple[str, str | None]]
-"""Flag and name of each model by role; a role without a model has the name None."""
+"""Flag and name of models by role; None as a name: there is no such model."""
 
 
 def token_budgets(actor: ModelSize) -> Sequence[int]:

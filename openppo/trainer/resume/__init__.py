@@ -1,1 +1,1 @@
-"""State of a run that resumes, its match with a checkpoint, and export of a checkpoint as a model."""
+"""Resume of a run from a checkpoint, and export of a checkpoint as a model."""

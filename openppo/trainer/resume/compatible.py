@@ -23,21 +23,21 @@ Changes = dict[str, tuple[Any, Any]]
 """Old and new value of options that have changed, by name."""
 
 
-def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Compare a checkpoint with this run, and log the differences that are allowed.
 
-    ``saved`` and ``now`` have a ``kind``, ``options`` and ``contents``: fingerprints by flag of what options name, and
-    by role of models given in Python. A folder that has moved is the same, another one under an old name is not. Raises
-    ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
+    ``saved`` and ``current`` have a ``kind``, ``options`` and ``contents``: fingerprints by flag of what options name,
+    and by role of models given in Python. A folder that has moved is the same, another one under an old name is not.
+    Raises ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
     """
-    if saved["kind"] != now["kind"]:
+    if saved["kind"] != current["kind"]:
         raise ValueError(
-            f"--load_checkpoint: {path} is a checkpoint of train_{saved['kind']}, not of train_{now['kind']}: give "
+            f"--load_checkpoint: {path} is a checkpoint of train_{saved['kind']}, not of train_{current['kind']}: give "
             f"another --ckpt_path. {_start_from_weights(path, saved)}"
         )
 
-    changes = _changes(saved["options"], now["options"])
-    wrong = _wrong_options(changes, now) + _wrong_contents(changes, saved, now)
+    changes = _changes(saved["options"], current["options"])
+    wrong = _wrong_options(changes, current) + _wrong_contents(changes, saved, current)
     if wrong:
         raise ValueError(
             f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(dict.fromkeys(wrong))}. "
@@ -54,30 +54,30 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
             "options that differ from the checkpoint's, in force from now on: %s",
             ", ".join(allowed),
         )
-    edited = edits(saved.get("user_files", {}), now.get("user_files", {}))
+    edited = edits(saved.get("user_files", {}), current.get("user_files", {}))
     if edited:
         logger.info(
             "files edited since the checkpoint, in force from now on: %s", ", ".join(edited)
         )
 
 
-def _wrong_options(changes: Changes, now: Mapping[str, Any]) -> list[str]:
+def _wrong_options(changes: Changes, current: Mapping[str, Any]) -> list[str]:
     """Describe changed options that must match, except those whose contents are compared."""
     rules = training_rules()
     return [
         _describe(name, change)
         for name, change in changes.items()
-        if rules[name].resume == "must match" and f"--{name}" not in now["contents"]
+        if rules[name].resume == "must match" and f"--{name}" not in current["contents"]
     ]
 
 
 def _wrong_contents(
-    changes: Changes, saved: Mapping[str, Any], now: Mapping[str, Any]
+    changes: Changes, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> list[str]:
     """Describe models and data with other contents, wherever they lie."""
     rules = training_rules()
     wrong: list[str] = []
-    for flag, fingerprint in now["contents"].items():
+    for flag, fingerprint in current["contents"].items():
         option = flag.removeprefix("--")
         before = saved["contents"].get(flag)
         # as with --ptx_coef 0
@@ -92,11 +92,11 @@ def _wrong_contents(
         if causes:
             wrong += causes
         else:
-            place = now["options"].get(option, "(given in Python)")
+            place = current["options"].get(option, "(given in Python)")
             wrong.append(f"{flag} {place} has other contents")
 
     for role in saved["contents"]:
-        if not role.startswith("--") and role not in now["contents"]:
+        if not role.startswith("--") and role not in current["contents"]:
             wrong.append(f"{role} was given in Python, and is not")
     return wrong
 
@@ -116,21 +116,21 @@ def _start_from_weights(path: Path, saved: Mapping[str, Any]) -> str:
     )
 
 
-def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the options for which evaluations under ``now`` and ``saved`` cannot be compared.
+def measured_otherwise(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return the options for which evaluations under ``current`` and ``saved`` cannot be compared.
 
     They differ, or a file that they name was edited.
     """
-    files = edits(saved.get("user_files", {}), now.get("user_files", {}))
-    of_files = {text.split()[0].removeprefix("--") for text in files}
-    changed = _changes(saved["options"], now["options"]).keys() | of_files
+    files = edits(saved.get("user_files", {}), current.get("user_files", {}))
+    edited_options = {text.split()[0].removeprefix("--") for text in files}
+    changed = _changes(saved["options"], current["options"]).keys() | edited_options
     return [name for name, rules in training_rules().items() if rules.measures and name in changed]
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Changes:
     """Find the options that both have, with different values."""
     old = json.loads(json.dumps(saved))  # tuples become lists
-    new = json.loads(json.dumps(now))
+    new = json.loads(json.dumps(current))
     return {
         name: (old[name], value)
         for name, value in new.items()
@@ -139,7 +139,10 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def model_fingerprint(name: str) -> str:
-    """Digest a local folder's config and the names, sizes and parts of its weights; of a hub name return the commit."""
+    """Return a digest of a local folder, or the name and commit of a model on the hub.
+
+    The digest covers its config, and names, sizes and parts of its weights.
+    """
     folder = Path(name)
     if not folder.is_dir():
         return _hub_fingerprint(name)
@@ -160,7 +163,7 @@ def model_fingerprint(name: str) -> str:
 
 
 def _hub_fingerprint(name: str) -> str:
-    """Name and commit of a model in the hub's cache; the name alone where it is not there."""
+    """Name and commit of a model in the hub's cache, else its name."""
     with suppress(HFValidationError):  # no name of the hub either: loading it says so
         cached = try_to_load_from_cache(name, "config.json")
         if isinstance(cached, str):

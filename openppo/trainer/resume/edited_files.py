@@ -1,4 +1,4 @@
-"""Files that users write and may edit between a run and its resume: code, tools, templates, tasks."""
+"""Users' files that may change before a resume: code, tools, templates, tasks."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ _OPTIONS = (
 
 
 def user_files(config: Options, tasks: Sequence[RunTask] = ()) -> dict[str, Any]:
-    """Return the contents of a run's files, as checkpoints keep them: ``hashes`` by flag and name, ``tasks`` by field.
+    """Return ``hashes`` of a run's files by flag and name, and its ``tasks`` by field, for a checkpoint.
 
     ``{"hashes": {"--reward_fn": {"reward.py": "9f86..."}}, "tasks": {"math": {"ratio": 0.5}}}``
     """
@@ -45,21 +45,21 @@ def user_files(config: Options, tasks: Sequence[RunTask] = ()) -> dict[str, Any]
     return {"hashes": hashes, "tasks": _task_fields(options.get("tasks"))}
 
 
-def edits(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def edits(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """List the files that differ between two results of ``user_files``, and tasks with each changed field.
 
     Options that only one of them has are new or gone; options are compared elsewhere.
     """
-    hashes = _edited_hashes(saved.get("hashes", {}), now.get("hashes", {}))
-    return hashes + _edited_tasks(saved.get("tasks", {}), now.get("tasks", {}))
+    hashes = _edited_hashes(saved.get("hashes", {}), current.get("hashes", {}))
+    return hashes + _edited_tasks(saved.get("tasks", {}), current.get("tasks", {}))
 
 
 def _edited_hashes(
-    saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
+    saved: Mapping[str, Mapping[str, str]], current: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
     """Flag and name of each file with another hash."""
     edited = []
-    for flag, hashes in now.items():
+    for flag, hashes in current.items():
         before = saved.get(flag, {})
         for name, digest in hashes.items():
             if before.get(name, digest) != digest:
@@ -70,7 +70,10 @@ def _edited_hashes(
 def _edited_tasks(
     old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Tasks that are new or gone, and each field that has changed with both values; none without old or new tasks."""
+    """Tasks that are new or gone, and changed fields with both values.
+
+    There are none if only one run has tasks.
+    """
     if not old or not new:
         return []
     edited = []
@@ -98,7 +101,7 @@ def _hashes(value: str) -> dict[str, str]:
 
 
 def _files(value: str) -> list[Path]:
-    """A Python or other file; a YAML file with its class and scripts; or the scripts of a command."""
+    """A file, with a YAML file its class and scripts; or the scripts of a command."""
     file = Path(re.sub(r"(\.py):\w*$", r"\1", value)).expanduser()
     if not os.path.isfile(file):  # a command, which may be longer than a path
         return _scripts_in(value)
@@ -118,7 +121,7 @@ def _scripts_in(text: str) -> list[Path]:
 
 
 def _task_fields(file: str | None) -> dict[str, dict[str, Any]]:
-    """Fields of each task in a file of ``--tasks``, by task; nested ones are named like ``options.max_turns``."""
+    """Fields by task in a file of ``--tasks``; nested ones are named like ``options.max_turns``."""
     if file is None:
         return {}
     rows = yaml.safe_load(Path(file).read_text(encoding="utf-8"))["tasks"]

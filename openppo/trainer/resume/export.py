@@ -111,7 +111,7 @@ class Export:
         """Do nothing: there is no process group to leave."""
 
     def _run(self) -> tuple[Any, str]:
-        """Return the run's options with the models' present paths, and the flag that named its critic's start."""
+        """Return the run's options with present paths of models, and the flag of its critic's start."""
         options = self.options
         kind = self.state["kind"]
         try:
@@ -125,17 +125,17 @@ class Export:
         if options.role == "critic" and critic is None:
             raise ValueError(f"--role critic: the run of {self.checkpoint} had none; leave it out.")
 
-        now: dict[str, Any] = {
+        present: dict[str, Any] = {
             "flash_attn": False,
             "load_in_4bit": False,
             "trust_remote_code": options.trust_remote_code,
         }
         if options.pretrain:
-            now["pretrain"] = options.pretrain
+            present["pretrain"] = options.pretrain
         if options.critic_pretrain:
-            now["critic_pretrain"] = options.critic_pretrain
+            present["critic_pretrain"] = options.critic_pretrain
         critic_flag, _ = critic or ("", None)
-        return from_options(_KINDS[kind], **self.state["options"] | now), critic_flag
+        return from_options(_KINDS[kind], **self.state["options"] | present), critic_flag
 
     def _check_start(self, flag: str, name: str, remedy: str) -> None:
         """Refuse a missing or changed model that the run started from."""
@@ -208,10 +208,10 @@ def _check_sizes(trained: Mapping[str, Tensor], sizes: Mapping[str, int], prefix
     """Raise ``ValueError`` for the first trained parameter whose size in the checkpoint differs."""
     saved = {name: size for name, size in sizes.items() if name.startswith(prefix)}
     needed = {name: parameter.numel() for name, parameter in trained.items()}
-    odd = sorted(name for name, _ in saved.items() ^ needed.items())
-    if odd:
+    mismatches = sorted(name for name, _ in saved.items() ^ needed.items())
+    if mismatches:
         raise ValueError(
-            f"{odd[0].removeprefix(prefix)} is missing in one of them, or of another size"
+            f"{mismatches[0].removeprefix(prefix)} is missing in one of them, or of another size"
         )
 
 

@@ -1,4 +1,4 @@
-"""State of a PPO trainer in a checkpoint, beside its models: counters, source, maker, skipped steps, callbacks."""
+"""A PPO trainer's state in a checkpoint: counters, source, maker, skipped steps, callbacks."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
