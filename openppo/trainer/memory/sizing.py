@@ -86,9 +86,9 @@ def estimated_ppo(
     strategy: DeepspeedStrategy,
     configs: Mapping[str, PreTrainedConfig],
 ) -> tuple[TrainPPOConfig, Estimate | None]:
-    """Return ``sizes_for_gpu`` and the memory of a train_ppo run.
+    """Return the result of ``sizes_for_gpu`` and the estimate of a train_ppo run.
 
-    Without prompts they count as ``--prompt_max_len`` tokens. ``configs`` are those known already, by flag.
+    Without prompts a prompt has ``--prompt_max_len`` tokens. ``configs`` are those of models that are known, by flag.
     """
     sizes = _count(_models(config), config, configs)
     if sizes is None:
@@ -127,7 +127,7 @@ def _models(config: TrainPPOConfig) -> ModelNames:
 
 
 def _lengths(config: TrainPPOConfig, data: PPOData, policy: PreTrainedConfig | None) -> Lengths:
-    """Token and patch counts of the data; ``policy`` is the config by which images are cut."""
+    """Token and patch counts of the data; ``policy`` is the config that cuts images into patches."""
     prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
     documents = [len(document.token_ids) for document in data.documents]
     patches = [n_patches(prompt.media, policy) for prompt in data.prompts if prompt.media]
