@@ -347,10 +347,10 @@ def _least_free_memory(comm: Comm, device: torch.device) -> int | None:
     return min((free for free in free_by_rank if free is not None), default=None)
 
 
-def first_groups(trajectories: Sequence[Trajectory], n_groups: int, comm: Comm) -> list[Trajectory]:
+def first_groups(trajectories: Sequence[Trajectory], most: int, comm: Comm) -> list[Trajectory]:
     """Return this rank's part of the first groups of all ranks, dealt like prompts. Collective."""
     gathered = list(chain.from_iterable(comm.all_gather_object(list(trajectories))))
-    groups = sorted({trajectory.group for trajectory in gathered})[:n_groups]
+    groups = sorted({trajectory.group for trajectory in gathered})[:most]
     if not groups and comm.rank == 0:
         logger.warning("no prompt's responses got different rewards: nothing to train on")
     rank_groups = set(shard(groups, comm.rank, comm.world_size))
