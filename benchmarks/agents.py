@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.experience import ReplayBuffer
@@ -31,7 +31,8 @@ from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
 from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import SampleRequest, SamplerParts
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SamplerParts
 from openppo.rollout.sampling import decoder
 from openppo.tracking import Metrics
 from openppo.types import Completion, Prompt, SamplingParams, SingleProcess, StopCheck, Trajectory
@@ -80,9 +81,11 @@ def timed(engine: Any) -> Timed:
         found.seconds += time.perf_counter() - began
         found.steps += 1
 
-    def recorded(prompt_ids: Sequence[int], *rest: Any) -> int:
-        found.journal.append((list(prompt_ids), rest[3]))
-        return submit(prompt_ids, *rest)
+    def recorded(
+        prompt_ids: Sequence[int], *arguments: Any, continue_from: int | None, **options: Any
+    ) -> int:
+        found.journal.append((list(prompt_ids), continue_from))
+        return submit(prompt_ids, *arguments, continue_from=continue_from, **options)
 
     engine.step, engine.submit = timed_step, recorded
     return found
@@ -110,7 +113,7 @@ def make_sampler(
     """A sampler of its own, with an engine that never meets EOS."""
     engine = HFEngine(model, [], tokenizer.pad_token_id)
     engine.decode = decoder(tokenizer)
-    source = AgentSource(agent(turns, branches), AgentConfig(check_rendering="off"))
+    source = AgentPlayer(agent(turns, branches), AgentConfig(check_rendering="off"))
     parts = SamplerParts(
         engine, tokenizer, [tokenizer.eos_token_id], SingleProcess(), StopCheck(), longest=4000
     )

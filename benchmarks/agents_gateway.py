@@ -85,8 +85,8 @@ def _cpu_of_turns(costs: list[float]) -> Iterator[None]:
         spent.set([0.0])
         connect(*args, **kwargs)
 
-    async def counted_send(*args: Any) -> Any:
-        sent = await send(*args)
+    async def counted_send(*args: Any, **kwargs: Any) -> Any:
+        sent = await send(*args, **kwargs)
         costs.append(spent.get()[0])
         spent.get()[0] = 0.0
         return sent

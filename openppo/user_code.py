@@ -1,4 +1,4 @@
-"""Code of users: loaded without side effects on the run, and called on threads of its own."""
+"""User code: loaded without side effects on the run, and called on threads of its own."""
 
 import asyncio
 import inspect
@@ -33,8 +33,9 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions that a chat template may raise: it is a program too (``OverflowError``: a loop that is too long)."""
-_FOLDERS = set[Path]()  # of files that were loaded
+"""Exceptions of a chat template, which is a program too (``OverflowError``: a loop that is too long)."""
+_FOLDERS = set[Path]()
+"""Folders of the files loaded so far."""
 
 
 def load_callable(location: str, flag: str, default_name: str | None = None) -> Callable[..., Any]:
@@ -42,7 +43,8 @@ def load_callable(location: str, flag: str, default_name: str | None = None) -> 
 
     ``ValueError`` naming ``flag`` if there is none, or if the file cannot be imported.
     """
-    return find_callable(location, flag, () if default_name is None else (default_name,)).value
+    default_names = () if default_name is None else (default_name,)
+    return find_callable(location, flag, default_names).value
 
 
 class FoundCallable(NamedTuple):
@@ -62,17 +64,21 @@ def find_callable(location: str, flag: str, default_names: Sequence[str] = ()) -
     names = [name] if location.endswith(f":{name}") else list(default_names)
     members = vars(load_module(file, f"{flag} {location}"))
     for name in names:
-        if callable(value := members.get(name)):
+        value = members.get(name)
+        if callable(value):
             return FoundCallable(file, name, value)
-    functions = sorted(
-        key for key, value in members.items() if callable(value) and not key.startswith("_")
+
+    missing = " or ".join(map(repr, names))
+    callables = [name for name, value in members.items() if callable(value)]
+    public = sorted(name for name in callables if not name.startswith("_"))
+    raise ValueError(
+        f"{flag} {location}: {file} has no function {missing}. It has: {', '.join(public) or 'none'}. "
+        f"Name one of them as {file}:NAME."
     )
-    has = f"{file} has no function {' or '.join(map(repr, names))}. It has: {', '.join(functions) or 'none'}."
-    raise ValueError(f"{flag} {location}: {has} Name one of them as {file}:NAME.")
 
 
 def split_location(location: str, flag: str, default_name: str | None = None) -> tuple[Path, str]:
-    """File and name of ``path.py:name``; ``ValueError`` naming ``flag`` for anything else."""
+    """Return file and name of ``path.py:name``; ``ValueError`` naming ``flag`` for anything else."""
     parts = re.fullmatch(r"(.+\.py)(?::(\w*))?", location)
     name = (parts[2] if parts else None) or default_name
     if parts is None or name is None:
@@ -87,12 +93,13 @@ def load_module(file: Path, source: str) -> ModuleType:
     """
     if not file.is_file():
         raise ValueError(f"{source}: no such file {file}. Check the path.")
+
     flag = source.partition(" ")[0].removeprefix("--")
     spec = spec_from_file_location(f"{flag}_{file.stem}", file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
-    module = sys.modules[spec.name] = module_from_spec(
-        spec
-    )  # dataclasses and pickle look it up there
+
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
     with leaving_no_trace(source):
         try:
             _import_beside(file.resolve(), source)
@@ -107,18 +114,20 @@ def load_module(file: Path, source: str) -> ModuleType:
 def _import_beside(file: Path, source: str) -> None:
     """Let ``file`` import modules of its folder, at any time, where nothing else has their names.
 
-    Of two folders with a module of one name the second is a ``ValueError``; an installed one goes before, with a
-    warning.
+    If two folders have a module of one name, the second is a ``ValueError``. An installed module takes precedence over
+    one in the folder, with a warning.
     """
     folder = file.parent
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     _FOLDERS.add(folder)
+
     for name in _names_beside(file):
         homes = _homes(find_spec(name))
-        if other := sorted(homes & _FOLDERS - {folder}):
+        other_folders = sorted(homes & _FOLDERS - {folder})
+        if other_folders:
             raise ValueError(
-                f"{source}: it imports {name}, which is in {folder} and in {other[0]}. Rename one."
+                f"{source}: it imports {name}, which is in {folder} and in {other_folders[0]}. Rename one."
             )
         if folder not in homes:
             logger.warning(
@@ -129,66 +138,77 @@ def _import_beside(file: Path, source: str) -> None:
 
 
 def _names_beside(file: Path) -> list[str]:
-    """Names of the modules and packages in its folder that ``file`` imports, itself or through others of them."""
-    names, files = dict[str, None](), [file]
-    while files:
-        for name in _imported(files.pop()):
-            module, package = file.with_name(f"{name}.py"), file.with_name(name)
-            if (
-                name not in names
-                and module != file
-                and (module.is_file() or any(package.glob("*.py")))
-            ):
-                names[name] = None
-                files += [each for each in (module, package / "__init__.py") if each.is_file()]
+    """Modules and packages in the folder of ``file`` that it imports, directly or through each other."""
+    names = dict[str, None]()
+    to_read = [file]
+    while to_read:
+        for name in _imported(to_read.pop()):
+            module = file.with_name(f"{name}.py")
+            package = file.with_name(name)
+            if name in names or module == file:
+                continue
+            if not module.is_file() and not any(package.glob("*.py")):
+                continue
+
+            names[name] = None
+            sources = (module, package / "__init__.py")
+            to_read += [source for source in sources if source.is_file()]
     return list(names)
 
 
 def source_files(file: Path) -> list[Path]:
-    """A Python ``file``, and the modules beside it that it imports, itself or through others of them."""
+    """A Python ``file``, and the modules beside it that it imports, directly or through each other."""
     files = [file]
-    with suppress(SyntaxError, ValueError):  # loading the file says so
+    with suppress(SyntaxError, ValueError):  # loading the file reports them
         for name in _names_beside(file):
-            module, package = file.with_name(f"{name}.py"), file.with_name(name)
+            module = file.with_name(f"{name}.py")
+            package = file.with_name(name)
             files += [module] if module.is_file() else sorted(package.rglob("*.py"))
     return files
 
 
 def _imported(file: Path) -> list[str]:
-    """First parts of the names of all modules that a file imports, inside functions too."""
-    names, codes = list[str](), [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)]
+    """Top-level names of all modules that a file imports, inside functions too."""
+    names = list[str]()
+    codes = [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)]
     while codes:
         code = codes.pop()
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        steps = [step for step in get_instructions(code) if step.opname != "EXTENDED_ARG"]
-        for place, step in enumerate(steps):
-            if (
-                step.opname == "IMPORT_NAME" and steps[place - 2].argval == 0
-            ):  # the level: no relative import
-                names.append(str(step.argval).partition(".")[0])
+
+        instructions = [each for each in get_instructions(code) if each.opname != "EXTENDED_ARG"]
+        for place, instruction in enumerate(instructions):
+            if instruction.opname != "IMPORT_NAME":
+                continue
+            is_absolute = instructions[place - 2].argval == 0  # the level of the import
+            if is_absolute:
+                names.append(str(instruction.argval).partition(".")[0])
     return names
 
 
 def _homes(spec: ModuleSpec | None) -> set[Path]:
-    """Folders that a module comes from; several for a package without ``__init__.py``, none for a built-in one."""
+    """Folders of a module: several for a package without ``__init__.py``, none for a built-in one."""
     if spec is None:
         return set()
     if spec.submodule_search_locations is not None:
-        return {Path(place).resolve().parent for place in spec.submodule_search_locations}
-    return {Path(spec.origin).resolve().parent} if spec.has_location and spec.origin else set()
+        return {Path(folder).resolve().parent for folder in spec.submodule_search_locations}
+    if spec.has_location and spec.origin:
+        return {Path(spec.origin).resolve().parent}
+    return set()
 
 
 @contextmanager
 def leaving_no_trace(source: str) -> Iterator[None]:
-    """Undo changes of gradient mode, default dtype and device, and seeds.
+    """Restore gradient mode, default dtype and device, and seeds at the end.
 
     ``sys.exit()`` in it is a ``ValueError`` naming ``source``. For the thread that trains, before training.
     """
     grad = torch.is_grad_enabled()
     dtype = torch.get_default_dtype()
     device = torch.get_default_device()
-    state, numpy_state = random.getstate(), np.random.get_state()
+    state = random.getstate()
+    numpy_state = np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
     try:
         with torch.random.fork_rng(gpus):
             yield
@@ -201,11 +221,12 @@ def leaving_no_trace(source: str) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             torch.set_default_device(None if device.type == "cpu" else device)
+
         random.setstate(state)
         np.random.set_state(numpy_state)
 
 
-class Worker:
+class CallThread:
     """One daemon thread for calls in order: a call that hangs does not keep the process alive."""
 
     def __init__(self) -> None:
@@ -214,10 +235,10 @@ class Worker:
         Thread(target=self._run, name="code of users", daemon=True).start()
 
     async def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Result of a function; a coroutine is awaited in the event loop."""
+        """Return the result of a function; a coroutine is awaited in the event loop."""
         self.last = self.begin(function, *arguments, **named)
-        made = await asyncio.wrap_future(self.last)
-        return await made if inspect.isawaitable(made) else made
+        result = await asyncio.wrap_future(self.last)
+        return await result if inspect.isawaitable(result) else result
 
     def begin(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> "Future[Any]":
         """Queue a call."""
@@ -230,25 +251,27 @@ class Worker:
         self._calls.put(None)
 
     def _run(self) -> None:
-        while (begun := self._calls.get()) is not None:
-            future, work = begun
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:  # noqa: BLE001 (raised again where it is awaited)
-                    # A coroutine cannot raise StopIteration, and what is no Exception would end the event loop.
-                    is_one = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                    future.set_exception(
-                        error if is_one else RuntimeError(f"{type(error).__name__}: {error}")
-                    )
+        while (queued := self._calls.get()) is not None:
+            future, work = queued
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 (raised again where it is awaited)
+                # A coroutine cannot raise StopIteration; a BaseException would end the event loop.
+                if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                    future.set_exception(error)
+                else:
+                    future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Result of a coroutine function, or of a plain one, which runs on a thread of its own."""
+    """Return the result of a coroutine function, or of a plain one, run on a thread of its own."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
-    worker = Worker()
+
+    thread = CallThread()
     try:
-        return await worker.call(function, *arguments, **named)
+        return await thread.call(function, *arguments, **named)
     finally:
-        worker.end()
+        thread.end()

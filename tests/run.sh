@@ -18,7 +18,7 @@ if [ "$chosen" -eq 0 ]; then
     bash tests/audit.sh
     python -m tests.rules.totals || echo "the package's totals cannot be printed" >&2 # they bound nothing
 fi
-xdist=(-n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder) # many wait for ranks of their own
+xdist=(-n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder --max-worker-restart=3) # many wait for ranks of their own
 CUDA_VISIBLE_DEVICES="" python -m pytest "${xdist[@]}" "$@" # the CPU is what the tests are written for
 if [ "$chosen" -eq 0 ]; then # by themselves: tests/processors/conftest.py says why
     torchvision="$(python -c 'import sys; print(sys.prefix)')/torchvision"

@@ -74,8 +74,17 @@ def end(process: "subprocess.Popen[bytes]") -> None:
             with suppress(OSError):
                 os.kill(pid, number)
         latest = time.time() + patience
-        while time.time() < latest and process.poll() is None:
+        while time.time() < latest and (process.poll() is None or any(map(is_running, pids))):
             time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    """True for a process that has not ended; one that nobody has waited for yet has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 class Plan:

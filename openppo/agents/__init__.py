@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.agents.build import AgentSource as AgentSource, agent_source as agent_source
+    from openppo.agents.build import AgentPlayer as AgentPlayer, agent_source as agent_source
     from openppo.agents.episodes import Agent as Agent
     from openppo.agents.session import (
         EpisodeEnded as EpisodeEnded,
         Session as Session,
         Task as Task,
-        Turn as Turn,
     )
+    from openppo.agents.turn import Turn as Turn
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

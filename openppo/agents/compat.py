@@ -1,6 +1,6 @@
-"""verl's Agent/Env interface: agents fill a queue of prompts, and a loop of one's own generates and trains.
+"""verl's Agent/Env interface: agents fill a queue of prompts, and the user's own loop generates and trains.
 
-Names as in verl's issue 1172 and pull request 808; prompts are token ids, which continue those of earlier turns.
+Names as in verl's issue 1172 and pull request 808. Prompts are token ids that continue those of earlier turns.
 """
 
 import asyncio
@@ -18,26 +18,29 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
-from openppo.agents.build import AgentSource
+from openppo.agents.build import AgentPlayer
 from openppo.agents.episodes import play
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config import PPODataConfig
 from openppo.datasets import load_mixed_rows, load_tasks
 from openppo.rollout.driver import agent_loop, end_tasks
-from openppo.rollout.rollout import make_trajectory, sample_seed
+from openppo.rollout.engine_sampler import make_trajectory
+from openppo.rollout.seeds import sample_seed
 from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, Trajectory
 
 NotifyScore = Callable[[str, float | None, int], Any]
-"""Called at an episode's end with its id, its score (None if it failed) and its number of turns."""
-BeginGroup = Callable[
-    [int, Sequence[str]], Future[None]
-]  # of a row's group and episodes: they begin when it is done
+"""Called at an episode's end with its id, score (None if it failed) and number of turns."""
+BeginGroup = Callable[[int, Sequence[str]], Future[None]]
+"""Called with a row's group and the ids of its episodes, which begin when the future is done."""
 
 
 @dataclass(eq=False)
 class PromptRequest:
-    """A turn that an agent waits for. ``request_id`` is that of its episode, the same for all its turns."""
+    """A turn that an agent waits for. ``request_id`` names the episode: all its turns have the same.
+
+    ``received``: the agent has got the answer.
+    """
 
     request_id: str
     prompt: Prompt
@@ -45,11 +48,11 @@ class PromptRequest:
     seed: int
     group: int
     answer: Future[Completion] = field(default_factory=Future)
-    taken: bool = False
+    received: bool = False
 
 
 class BufferDataset(IterableDataset[Any]):
-    """The items of a queue without end, for a DataLoader with ``collate_fn=list``; waits for each."""
+    """Endless items of a queue, for a DataLoader with ``collate_fn=list``; waits for each."""
 
     def __init__(self, buffer: "Queue[Any] | None" = None) -> None:
         self.buffer: Queue[Any] = buffer or Queue()
@@ -59,13 +62,13 @@ class BufferDataset(IterableDataset[Any]):
             yield self.buffer.get()
 
     def take(self, most: int, timeout: float | None = None) -> list[Any]:
-        """All items up to ``most``; waits for the first, and returns none after ``timeout`` seconds."""
-        taken: list[Any] = []
+        """Return the queued items, at most ``most``; waits for the first, up to ``timeout`` seconds."""
+        items: list[Any] = []
         with suppress(Empty):
-            taken.append(self.buffer.get(timeout=timeout))
-            while len(taken) < most:
-                taken.append(self.buffer.get_nowait())
-        return taken
+            items.append(self.buffer.get(timeout=timeout))
+            while len(items) < most:
+                items.append(self.buffer.get_nowait())
+        return items
 
 
 class MultiRoundBufferDataset(BufferDataset):
@@ -78,7 +81,7 @@ class MultiRoundBufferDataset(BufferDataset):
     def put_batch(
         self, requests: Sequence[PromptRequest], completions: Sequence[Completion]
     ) -> None:
-        """Answer ``requests``; those that were given up meanwhile are left out."""
+        """Answer ``requests``; those that were cancelled meanwhile are left out."""
         for request, completion in zip(requests, completions, strict=True):
             if request.answer.set_running_or_notify_cancel():
                 turn = make_trajectory(request.prompt, completion, request.group)
@@ -95,30 +98,33 @@ class MultiRoundBufferDataset(BufferDataset):
     def scored(
         self, request_id: str, score: float | None, total_round_count: int | None
     ) -> list[Trajectory]:
-        """The turns of an episode that has ended, which are forgotten here."""
+        """Remove and return the turns of an ended episode, with its score."""
         rounds = self._rounds.pop(request_id, [])
         if score is None:
             return []
-        turns = [turn for request, turn in rounds if request.taken and turn.action_ids][
-            :total_round_count
-        ]
-        total = sum(len(turn.action_ids) for turn in turns)
+
+        turns = [turn for request, turn in rounds if request.received and turn.action_ids]
+        turns = turns[:total_round_count]
+        n_actions = sum(len(turn.action_ids) for turn in turns)
         episode = Episode([], Ending.COMPLETED, len(turns))
         for turn in turns:
             turn.scores = {"score": score}
             turn.episode = episode
-            turn.share = len(turn.action_ids) / total
+            turn.share = len(turn.action_ids) / n_actions
         return turns
 
 
 class TaskPool:
-    """Plays an agent on rows. What it asks the model waits in ``prompt_queue`` until ``put_batch`` answers."""
+    """Plays an agent on rows. Its requests wait in ``prompt_queue`` until ``put_batch`` answers them.
+
+    ``longest`` bounds the tokens of an episode.
+    """
 
     def __init__(
         self,
-        source: AgentSource,
+        source: AgentPlayer,
         tokenizer: PreTrainedTokenizerBase,
-        longest: int = 4096,  # tokens of an episode
+        longest: int = 4096,
         notify_score_fn: NotifyScore = lambda *_: None,
         begin_group_fn: BeginGroup | None = None,
     ) -> None:
@@ -126,9 +132,11 @@ class TaskPool:
         self.source = source
         self.tokenizer = tokenizer
         self.longest = longest
-        self.notify, self.begin_group = notify_score_fn, begin_group_fn
+        self.notify = notify_score_fn
+        self.begin_group = begin_group_fn
         self.renderer = Renderer(tokenizer, source.parser, [tokenizer.eos_token_id])
         self.prompt_queue: Queue[PromptRequest] = Queue()
+
         self._groups = count()
         self._episodes = count()
         self._loop = agent_loop()
@@ -163,24 +171,22 @@ class TaskPool:
         for prompt, group in zip(prompts, self._groups, strict=False):
             numbers = list(islice(self._episodes, n_samples))
             if self.begin_group is not None:
-                await asyncio.wrap_future(
-                    self.begin_group(group, [str(number) for number in numbers])
-                )
-            episodes += [
-                asyncio.create_task(self._play(prompt, group, number)) for number in numbers
-            ]
+                begun = self.begin_group(group, [str(number) for number in numbers])
+                await asyncio.wrap_future(begun)
+
+            for number in numbers:
+                episodes.append(asyncio.create_task(self._play(prompt, group, number)))
         await asyncio.gather(*episodes)
 
     async def _play(self, prompt: Prompt, group: int, number: int) -> None:
         async def generate(
-            ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None
+            ids: Sequence[int], params: SamplingParams, seed: int, continue_from: int | None
         ) -> Completion:
-            request = PromptRequest(
-                str(number), replace(prompt, token_ids=list(ids)), params, seed=seed, group=group
-            )
+            turn_prompt = replace(prompt, token_ids=list(ids))
+            request = PromptRequest(str(number), turn_prompt, params, seed=seed, group=group)
             self.prompt_queue.put(request)
             completion = await asyncio.wrap_future(request.answer)
-            request.taken = True
+            request.received = True
             return completion
 
         setup = SessionSetup(
@@ -190,21 +196,23 @@ class TaskPool:
             options=self.source.options,
             longest=self.longest,
         )
-        task = Task(prompt, sample_seed(0, number), sample_seed(0, group) % 2**31, group=group)
+        env_seed = sample_seed(0, group) % 2**31
+        task = Task(prompt, sample_seed(0, number), env_seed, group=group)
         played = await play(self.source.agent, task, setup, needs_reward=True)
-        score, episode = None, played.episode
+
+        session, episode = played.session, played.episode
+        score = None
         if episode.ending.is_trained:
-            score = sum(played.session.rewards.values()) + sum(
-                turn.reward for turn in played.session.turns
-            )
+            turn_rewards = sum(turn.reward for turn in session.turns)
+            score = sum(session.rewards.values()) + turn_rewards
         else:
             logger.warning("episode %d: %s: %s", number, episode.ending.value, episode.error)
         self.notify(str(number), score, episode.n_turns)
 
 
 def create_and_launch_task_pool(
-    source: AgentSource, tokenizer: PreTrainedTokenizerBase, **options: Any
+    source: AgentPlayer, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> tuple[TaskPool, threading.Thread]:
-    """A pool with the options of ``TaskPool``, and the thread in which it plays."""
-    server = TaskPool(source, tokenizer, **options)
-    return server, server.thread
+    """Return a pool with the options of ``TaskPool``, and the thread in which it plays."""
+    pool = TaskPool(source, tokenizer, **options)
+    return pool, pool.thread

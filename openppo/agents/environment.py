@@ -10,7 +10,7 @@ from openppo.agents.session import Session, Task
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, text_of
 from openppo.types import Ending, Prompt
-from openppo.user_code import Worker
+from openppo.user_code import CallThread
 
 UNREADABLE = "Your answer could not be read as an action. Answer again."
 FORM = """Write
@@ -20,22 +20,26 @@ where step takes any text, or add 'def parse(self, text)', which gives an action
 
 
 class EnvironmentAgent(Agent):
-    """Plays an environment of its own in each episode; ``make`` makes it.
+    """Plays a new environment in each episode, the result of ``make()``.
 
-    An action is the model's whole text, or what ``parse(text)`` of the environment makes of it: None for a text that
-    is no action, which costs the format penalty and is no ``step``; the model is told ``unreadable``.
+    An action is the model's whole text, or the result of the environment's ``parse(text)``. If that is None, the text
+    is no action: it costs the format penalty, nothing is stepped, and the model reads ``unreadable``.
     """
 
     def __init__(self, make: Callable[[], Any], options: AgentConfig) -> None:
-        self.make, self.options = make, options
+        self.make = make
+        self.options = options
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Make, reset and close one environment, and step it if any text is an action; ``ValueError`` if it fails."""
+        """Try one environment: make, reset and close it, and step it if any text is an action.
+
+        ``ValueError`` if that fails.
+        """
 
         async def first_step() -> None:
             async with Environment.opened(self.make) as environment:
                 await environment.reset(Task(prompts[0], 0))
-                if not hasattr(environment.made, "parse"):
+                if not environment.has_parse:
                     await environment.step("-")
 
         try:
@@ -45,100 +49,112 @@ class EnvironmentAgent(Agent):
             raise ValueError(f"--environment: {failed}. {FORM}") from error
 
     async def run(self, task: Task, session: Session) -> float:
-        """Play to the environment's end. Its rewards are those of turns; a single one, of the last step, the whole's.
+        """Play to the environment's end, and return a reward of the whole episode.
 
-        That lies on the same token, and estimators that compare groups then compare outcomes.
+        Rewards belong to turns; a single reward at the end belongs to the episode. Both lie on the same token, but
+        estimators that compare groups then compare outcomes.
         """
-        session.counts["unreadable_actions"], paid = 0, False
+        session.counts["unreadable_actions"] = 0
+        turns_are_rewarded = False
         async with Environment.opened(self.make) as environment:
-            said = await environment.reset(task)
+            messages = await environment.reset(task)
             while True:
-                turn = await session.chat(said)
-                said = list(turn.messages)
+                turn = await session.chat(messages)
+                messages = list(turn.messages)
                 action = await environment.action(str(turn.message.get("content") or ""))
                 if action is None:
                     session.counts["unreadable_actions"] += 1
                     session.add_turn_reward(-self.options.format_penalty)
-                    said.append(
-                        {
-                            "role": "user",
-                            "content": getattr(environment.made, "unreadable", UNREADABLE),
-                        }
-                    )
+                    messages.append({"role": "user", "content": environment.unreadable})
                     continue
-                seen, reward, terminated, truncated = await environment.step(action)
-                session.output = "\n".join(text_of(message.get("content")) for message in seen)
-                said += seen
+
+                observation, reward, terminated, truncated = await environment.step(action)
+                session.output = "\n".join(text_of(each.get("content")) for each in observation)
+                messages += observation
+
+                has_ended = terminated or truncated
                 if truncated and not terminated:
                     session.close(Ending.ENV_TRUNCATED)
-                if (terminated or truncated) and not paid:
+                if has_ended and not turns_are_rewarded:
                     return reward
                 if reward != 0:
-                    paid = True
+                    turns_are_rewarded = True
                     session.add_turn_reward(reward)
-                if terminated or truncated:
+                if has_ended:
                     return 0.0
 
 
 class Environment:
-    """A user's environment: what it returns is checked, and its methods run on a thread of its own.
+    """A user's environment, with results checked and methods run on a thread of its own.
 
-    One that waits, for a browser or a network, would stop all episodes in their event loop; and SQLite, Playwright and
-    others are bound to the thread that made them.
+    A method that waits, for a browser or a network, would otherwise stop all episodes in their event loop; and SQLite,
+    Playwright and others are bound to the thread that made them.
     """
 
-    def __init__(self, made: Any, worker: Worker) -> None:
-        self.made, self.call = made, worker.call
+    def __init__(self, environment: Any, thread: CallThread) -> None:
+        self.environment = environment
+        self.call = thread.call
+
+    @property
+    def has_parse(self) -> bool:
+        """True if the environment reads actions in texts."""
+        return hasattr(self.environment, "parse")
+
+    @property
+    def unreadable(self) -> Any:
+        """Message for a text that is no action."""
+        return getattr(self.environment, "unreadable", UNREADABLE)
 
     @classmethod
     @asynccontextmanager
     async def opened(cls, make: Callable[[], Any]) -> AsyncIterator["Environment"]:
-        """One that ``make`` makes, closed at the end, without waiting for one that hangs."""
-        made: Any = None
-        worker = Worker()
+        """Make an environment, and close it at the end, without waiting for one that hangs."""
+        environment: Any = None
+        thread = CallThread()
         try:
-            made = await worker.call(make)
-            yield cls(made, worker)
+            environment = await thread.call(make)
+            yield cls(environment, thread)
         finally:
-            if hasattr(made, "close") and worker.last.running():
-                worker.begin(made.close)  # behind a call that may hang
-            elif hasattr(made, "close"):
-                await worker.call(made.close)
-            worker.end()
+            if hasattr(environment, "close") and thread.last.running():
+                thread.begin(environment.close)  # behind a call that may hang
+            elif hasattr(environment, "close"):
+                await thread.call(environment.close)
+            thread.end()
 
     async def reset(self, task: Task) -> list[Message]:
-        """The first observation, as messages; options are the task's row, if there is one."""
-        made = await self.call(
-            self.made.reset, seed=task.env_seed, options=dict(task.prompt.row) or None
-        )
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise TypeError(f"reset returned {made!r:.80}, not two values")
-        return messages_of(made[0])
+        """Return the first observation, as messages; the task's row, if there is one, becomes ``options``."""
+        options = dict(task.prompt.row) or None
+        result = await self.call(self.environment.reset, seed=task.env_seed, options=options)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"reset returned {result!r:.80}, not two values")
+        return messages_of(result[0])
 
     async def action(self, text: str) -> Any:
-        """The action that a text is; None if it is none."""
-        return await self.call(self.made.parse, text) if hasattr(self.made, "parse") else text
+        """Return the action in a text, or None."""
+        if self.has_parse:
+            return await self.call(self.environment.parse, text)
+        return text
 
     async def step(self, action: Any) -> tuple[list[Message], float, bool, bool]:
-        """Observation, as messages, reward, terminated, truncated."""
-        made = await self.call(self.made.step, action)
-        if not isinstance(made, tuple) or len(made) != 5:
-            raise TypeError(f"step returned {made!r:.80}, not five values")
-        return messages_of(made[0]), float(made[1]), bool(made[2]), bool(made[3])
+        """Return observation, as messages, reward, terminated, truncated."""
+        result = await self.call(self.environment.step, action)
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise TypeError(f"step returned {result!r:.80}, not five values")
+        observation, reward, terminated, truncated, _ = result
+        return messages_of(observation), float(reward), bool(terminated), bool(truncated)
 
 
 def messages_of(observation: Any) -> list[Message]:
-    """An observation, a text or a list of chat messages, as messages."""
-    messages = (
-        [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    )
-    if (
-        isinstance(messages, list)
-        and messages
-        and all(isinstance(m, Mapping) and "role" in m for m in messages)
-    ):
-        return [dict(message) for message in messages]
+    """Return an observation, a text or a list of chat messages, as messages."""
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if isinstance(observation, list) and observation and all(map(_is_message, observation)):
+        return [dict(message) for message in observation]
     raise TypeError(
         f"a model cannot read the observation {observation!r:.80}: return a text or a list of chat messages, "
         "with gymnasium.ObservationWrapper if the environment is not yours"
     )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value

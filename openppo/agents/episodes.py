@@ -1,4 +1,4 @@
-"""Playing one episode: it ends exactly once, and its turns become the trajectories that are trained on."""
+"""Playing one episode, which ends exactly once, and its trajectories for training."""
 
 import asyncio
 import time
@@ -8,26 +8,30 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task, Turn
+from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task
+from openppo.agents.turn import Turn
 from openppo.rollout.driver import episode_context
 from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
 
 _SECONDS_TO_END = 5.0
-"""For an agent that was cancelled to clean up."""
+"""Time for a cancelled agent to clean up."""
 
 
 class Agent(ABC):
-    """What acts in episodes, many at a time: ``run`` keeps what belongs to one in local variables."""
+    """An actor in many episodes at a time.
+
+    ``run`` keeps the state of its episode in local variables.
+    """
 
     @abstractmethod
     async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
-        """Play an episode; the reward of the whole, or rewards by name, or None."""
+        """Play an episode; return the reward of the whole, rewards by name, or None."""
 
     def check(self, prompts: Sequence[Prompt]) -> None:  # noqa: B027 (most need nothing)
-        """``ValueError`` for rows that cannot be played, before any model is loaded."""
+        """Raise ``ValueError`` for rows that cannot be played, before any model is loaded."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """Held while an episode is played; its time limit begins inside."""
+        """Return a context to hold while an episode is played; the episode's time limit begins inside."""
         return nullcontext()
 
     async def start(self) -> None:  # noqa: B027
@@ -43,15 +47,25 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Played:
-    """An episode that has ended, and its trajectories, none for one without turns."""
+    """An ended episode and its trajectories; none for an episode without turns."""
 
     episode: Episode
     session: Session
     trajectories: list[Trajectory]
 
+    @property
+    def group(self) -> int:
+        """Group of the episode's task."""
+        return self.session.task.group
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the episode ended in a way that is trained on."""
+        return self.episode.ending.is_trained
+
 
 async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool) -> Played:
-    """Play ``task`` to one of its ends. With ``needs_reward`` an episode that nothing rewards is an error."""
+    """Play ``task`` to one of its ends; with ``needs_reward`` an episode without a reward is an error."""
     session = Session(setup, task)
     async with agent.slot():
         work = asyncio.get_running_loop().create_task(
@@ -59,60 +73,83 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, needs_reward: bool
         )
         end = time.monotonic() - setup.stood() + setup.options.agent_timeout
         try:
-            while not work.done() and (left := end + setup.stood() - time.monotonic()) > 0:
-                await asyncio.wait([work], timeout=left)
+            while not work.done():
+                remaining = end + setup.stood() - time.monotonic()
+                if remaining <= 0:
+                    break
+                await asyncio.wait([work], timeout=remaining)
         finally:
             ended_in_time = work.done()
             if not ended_in_time:
                 session.close(Ending.TIMEOUT)
                 work.cancel()
                 await asyncio.wait([work], timeout=_SECONDS_TO_END)
-    error = ""
-    if not ended_in_time:
-        error = f"no end within {setup.options.agent_timeout:g} s"
-    elif (
-        work.cancelled()
-    ):  # by a library that it uses: tasks of their own have nobody else to cancel them
-        session.close(Ending.CANCELLED)
-        error = "its own code, or a library that it uses, cancelled it"
-    elif (raised := work.exception()) is None:
-        session.close(Ending.COMPLETED)
-    elif isinstance(raised, EpisodeEnded):
-        session.close(raised.ending)
-    else:
-        session.close(Ending.AGENT_ERROR)
-        if isinstance(raised, ToolError):
-            session.ending = Ending.TOOL_ERROR  # also after a limit, which tools rewarded
-        error = f"{type(raised).__name__}: {raised}"
+
+    error = f"no end within {setup.options.agent_timeout:g} s"
+    if ended_in_time:
+        error = _end(session, work)
     return await _played(session, error, needs_reward)
 
 
 async def _run(agent: Agent, task: Task, session: Session) -> None:
-    """Run the agent and keep the rewards that it returns."""
+    """Run the agent and record the rewards that it returns."""
     try:
         result = await agent.run(task, session)
     except SystemExit as error:  # it would end the event loop of all episodes
         raise RuntimeError("the agent called sys.exit()") from error
-    named = result if isinstance(result, Mapping) else {} if result is None else {"reward": result}
-    session.reward_all({str(name): value for name, value in named.items()})
+
+    if isinstance(result, Mapping):
+        session.reward_all({str(name): value for name, value in result.items()})
+    elif result is not None:
+        session.reward_all({"reward": result})
+
+
+def _end(session: Session, work: asyncio.Task[None]) -> str:
+    """Close the session of finished ``work``; return its error, or an empty text."""
+    # Only a library that the agent uses can have cancelled it: nobody else has its task.
+    if work.cancelled():
+        session.close(Ending.CANCELLED)
+        return "its own code, or a library that it uses, cancelled it"
+
+    raised = work.exception()
+    if raised is None:
+        session.close(Ending.COMPLETED)
+        return ""
+    if isinstance(raised, EpisodeEnded):
+        session.close(raised.ending)
+        return ""
+
+    session.close(Ending.AGENT_ERROR)
+    if isinstance(raised, ToolError):
+        session.ending = Ending.TOOL_ERROR  # also after a limit, because tools give rewards there
+    return f"{type(raised).__name__}: {raised}"
 
 
 async def _played(session: Session, error: str, needs_reward: bool) -> Played:
+    """Settle how the episode ended, and make its trajectories."""
     assert session.ending is not None
-    ending, turns = session.ending, session.turns
-    rewarded = bool(session.rewards) or session.counts["rewarded_turns"] > 0
+    ending = session.ending
+    turns = session.turns
+    lacks_reward = needs_reward and not session.rewards and session.counts["rewarded_turns"] == 0
+
     if ending.is_trained and not any(turn.trained for turn in turns):
-        ending, error = Ending.AGENT_ERROR, error or "the agent requested no turn, or received none"
-    elif ending is Ending.COMPLETED and needs_reward and not rewarded:
-        ending, error = Ending.AGENT_ERROR, "nothing gave a reward"
-    elif ending.is_trained and needs_reward and not rewarded:
+        ending = Ending.AGENT_ERROR
+        error = error or "the agent requested no turn, or received none"
+    elif ending is Ending.COMPLETED and lacks_reward:
+        ending = Ending.AGENT_ERROR
+        error = "nothing gave a reward"
+    elif ending.is_trained and lacks_reward:
         session.reward(0.0)  # a limit ended it before its agent could give one
+
     mismatch = None
-    if ending.is_trained and session.setup.options.check_rendering != "off":
+    check_rendering = session.setup.options.check_rendering
+    if ending.is_trained and check_rendering != "off":
         mismatch = await asyncio.to_thread(first_difference, session)
         session.counts["rerender_mismatch"] = int(mismatch is not None)
-        if mismatch is not None and session.setup.options.check_rendering == "strict":
-            ending, error = Ending.AGENT_ERROR, mismatch
+        if mismatch is not None and check_rendering == "strict":
+            ending = Ending.AGENT_ERROR
+            error = mismatch
+
     messages = turns[-1].messages if turns else list(session.task.messages)
     episode = Episode(
         messages,
@@ -126,43 +163,50 @@ async def _played(session: Session, error: str, needs_reward: bool) -> Played:
 
 
 def segments(session: Session, episode: Episode) -> list[Trajectory]:
-    """Trajectories of an episode: one for each turn that nothing continues, with the turns that lead to it.
+    """Trajectories of an episode: one for each turn that nothing continues, with the turns before it.
 
-    The prompt of each has all its images. A turn of several of them is trained on in the first. Each has its share of
-    the episode's action tokens, and all have the episode's rewards; a turn's reward lies on its last action.
+    The prompt of each has all its images. A turn shared by several segments is trained in the first. Each has its share
+    of the episode's action tokens, and all have the episode's rewards; a turn's reward lies on its last action.
     """
-    taken: set[Turn] = set()
-    made = []
+    covered: set[Turn] = set()
+    trajectories = []
     for leaf in session.leaves:
-        fresh = [
-            turn
-            for turn in leaf.path
-            if turn not in taken and turn.trained and turn.completion.token_ids
-        ]
+        fresh = [turn for turn in leaf.path if turn not in covered and _has_actions(turn)]
         if fresh:
-            taken.update(leaf.path)
-            made.append(_trajectory(session, episode, leaf, fresh=fresh))
-    total = sum(sum(trajectory.action_mask) for trajectory in made)
-    for trajectory in made:
-        trajectory.share = sum(trajectory.action_mask) / total
-    return made
+            covered.update(leaf.path)
+            trajectories.append(_trajectory(session, episode, leaf, fresh=fresh))
+
+    n_actions = sum(sum(trajectory.action_mask) for trajectory in trajectories)
+    for trajectory in trajectories:
+        trajectory.share = sum(trajectory.action_mask) / n_actions
+    return trajectories
+
+
+def _has_actions(turn: Turn) -> bool:
+    return turn.trained and len(turn.completion.token_ids) > 0
 
 
 def _trajectory(
     session: Session, episode: Episode, leaf: Turn, fresh: Sequence[Turn]
 ) -> Trajectory:
+    """All tokens up to the end of ``leaf``, with the actions of the ``fresh`` turns."""
     ids = leaf.token_ids
-    mask, versions = [False] * len(ids), [-1] * len(ids)
+    mask = [False] * len(ids)
+    versions = [-1] * len(ids)
     log_probs = [0.0] * len(ids)
     rewards = [0.0] * len(ids)
     ends = [False] * len(ids)
     for turn in fresh:
-        start, n = len(turn.prompt_ids), len(turn.completion.token_ids)
+        n = len(turn.completion.token_ids)
+        start = len(turn.prompt_ids)
+        last = start + n - 1
         span = slice(start, start + n)
         mask[span] = [True] * n
         versions[span] = turn.completion.versions
         log_probs[span] = turn.completion.log_probs
-        rewards[start + n - 1], ends[start + n - 1] = turn.reward, True
+        rewards[last] = turn.reward
+        ends[last] = True
+
     has_rewards = any(turn.rewarded for turn in session.turns)
     return Trajectory(
         token_ids=ids,
@@ -180,13 +224,13 @@ def _trajectory(
 
 
 def failed(played: Played) -> Trajectory:
-    """A trajectory without actions, of reward 0, that stands for an episode that failed."""
-    task, turns = played.session.task, played.session.turns
-    prompt = (
-        replace(task.prompt, token_ids=turns[0].prompt_ids, media=turns[0].media)
-        if turns
-        else task.prompt
-    )
+    """Stand-in for a failed episode: a trajectory without actions, of reward 0."""
+    task = played.session.task
+    turns = played.session.turns
+    prompt = task.prompt
+    if turns:
+        prompt = replace(prompt, token_ids=turns[0].prompt_ids, media=turns[0].media)
+
     ids = list(prompt.token_ids) or [0]
     return Trajectory(
         token_ids=ids,
@@ -202,19 +246,21 @@ def failed(played: Played) -> Trajectory:
 
 
 def first_difference(session: Session) -> str | None:
-    """Where the recorded tokens of a conversation differ from its rendering as a whole; None where none does."""
+    """Describe the first place where recorded tokens differ from the rendered conversation; None if all agree."""
     renderer = session.setup.renderer
     for leaf in session.leaves:
+        recorded = leaf.token_ids
         try:
-            whole = renderer.rendered(leaf.messages, leaf.tools, for_generation=False)
-            recorded, rendered = leaf.token_ids, renderer.encode(whole, leaf.media)
-        except ValueError as error:  # such as two calls where it takes one: the policy's doing
+            text = renderer.rendered(leaf.messages, leaf.tools, for_generation=False)
+            rendered = renderer.encode(text, leaf.media)
+        except ValueError as error:  # such as two calls where the template takes one
             return str(error)
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(recorded, rendered, strict=False))
-        if (place := len(list(same))) < len(recorded):
-            ours, theirs = (
-                renderer.decode(ids[place : place + 12]) for ids in (recorded, rendered)
-            )
+
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(recorded, rendered, strict=False))
+        place = len(list(equal))
+        if place < len(recorded):
             before = renderer.decode(recorded[max(0, place - 12) : place])
+            ours = renderer.decode(recorded[place : place + 12])
+            theirs = renderer.decode(rendered[place : place + 12])
             return f"recorded and rendered tokens differ from token {place} on, after {before!r}: {ours!r}, {theirs!r}"
     return None

@@ -1,4 +1,4 @@
-"""Images from addresses that messages name, which anybody may have written: public addresses alone, within bounds."""
+"""Images from addresses in messages, which anybody may have written: public addresses only, within bounds."""
 
 import asyncio
 import socket
@@ -14,49 +14,51 @@ _MOST_SECONDS = 30.0
 _MOST_BYTES = 20 * 2**20
 _MOST_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
-_UNICAST, _NAT64 = ip_network("2000::/3"), ip_network("64:ff9b::/96")
-_OF_CLOUDS = (
-    ip_network("192.0.0.0/24"),
-    ip_network("168.63.129.16/32"),
-)  # metadata of Oracle's, of Azure's machines
+_UNICAST = ip_network("2000::/3")
+_NAT64 = ip_network("64:ff9b::/96")
+_CLOUD_METADATA = (
+    ip_network("192.0.0.0/24"),  # Oracle
+    ip_network("168.63.129.16/32"),  # Azure
+)
 
 
 def is_public(address: str) -> bool:
-    """Test for an IP address of the internet; one that carries an IPv4 address is as public as that."""
+    """True for an IP address of the internet; an IPv6 address is as public as the IPv4 address in it."""
     ip = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv6Address):
-        inner = (
-            IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour
-        )
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if ip in _NAT64:
+            inner = IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is None:
             return ip in _UNICAST and ip.is_global
         ip = inner
-    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _OF_CLOUDS)
+
+    is_metadata = any(ip in network for network in _CLOUD_METADATA)
+    return ip.is_global and not ip.is_multicast and not is_metadata
 
 
 async def fetch(address: str) -> bytes:
-    """Body of what ``address`` or a redirect of it gives; ``OSError`` if that fails, or is outside the bounds.
+    """Load the body at ``address`` or a redirect of it.
 
-    The address that a socket connects to is the one that is checked, so no name can resolve to another in between.
+    ``OSError`` if that fails or exceeds a bound. The address that a socket connects to is the one that is checked, so
+    no name can resolve to another in between.
     """
     refused: list[str] = []
 
     def open_socket(info: Any) -> socket.socket:
-        family, kind, protocol, _, place = info
-        if not is_public(place[0]):
-            refused.append(place[0])
-            raise OSError(f"{place[0]} is not public")
+        family, kind, protocol, _, (host, *_) = info
+        if not is_public(host):
+            refused.append(host)
+            raise OSError(f"{host} is not public")
         return socket.socket(family, kind, protocol)
 
-    connector = aiohttp.TCPConnector(socket_factory=open_socket)
-    headers = {"Accept-Encoding": "identity"}  # a small body cannot become a large one
+    client = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(socket_factory=open_socket),
+        headers={"Accept-Encoding": "identity"},  # a small body cannot become a large one
+        auto_decompress=False,
+    )
     try:
-        async with (
-            asyncio.timeout(_MOST_SECONDS),
-            aiohttp.ClientSession(
-                connector=connector, headers=headers, auto_decompress=False
-            ) as client,
-        ):
+        async with asyncio.timeout(_MOST_SECONDS), client:
             return await _followed(client, address)
     except TimeoutError as error:
         raise OSError(
@@ -74,7 +76,7 @@ async def fetch(address: str) -> bytes:
 
 
 async def _followed(client: aiohttp.ClientSession, url: str) -> bytes:
-    """Body at ``url``, or where its redirects lead."""
+    """Load the body at ``url``, or at the end of its redirects."""
     for _ in range(1 + _MOST_REDIRECTS):
         async with client.get(url, allow_redirects=False) as answer:
             if answer.status not in _REDIRECTS:

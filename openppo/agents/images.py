@@ -1,4 +1,4 @@
-"""Images of an episode: each is processed once, and messages have its key in its place."""
+"""Images of an episode, each processed once; messages have keys in their place."""
 
 import asyncio
 import io
@@ -11,34 +11,35 @@ from PIL import Image, UnidentifiedImageError
 
 from openppo.agents.fetching import fetch
 from openppo.datasets.media_files import UNREADABLE, content_of, given_in, read_image
+from openppo.datasets.message_parts import media_key, media_kind, media_part, media_parts
 from openppo.datasets.templates import Message, shortened, text_of
 from openppo.datasets.vision import Vision
-from openppo.media import Media, MediaItem, media_key, media_kind, media_part, media_parts
+from openppo.media import Media, MediaItem
 from openppo.types import Prompt
 
 _MOST_PIXELS = 2**26
 
 
 class Images:
-    """Images of the ``prompt``, and those that ``read`` finds in messages; with ``fetches`` from addresses too."""
+    """Images of the ``prompt``, and those that ``read`` finds in messages; with ``fetches`` from URLs too."""
 
     def __init__(self, vision: Vision | None, prompt: Prompt, fetches: bool) -> None:
         self.vision = vision
         self.fetches = fetches
         self.near = prompt.source
         self.items = {item.key: item for item in prompt.media}
-        self._work: dict[
-            str | bytes, asyncio.Task[Any]
-        ] = {}  # by address what was fetched, by digest the item
+        # Fetched bytes by URL, items by digest.
+        self._work: dict[str | bytes, asyncio.Task[Any]] = {}
 
     def of(self, messages: Sequence[Message]) -> Media:
-        """Those of messages that were read, in the order of their places."""
+        """Images of messages that were read, in their order there."""
         return tuple(self.items[media_key(part) or 0] for part in media_parts(messages))
 
     async def read(self, message: Message) -> Message:
-        """``message`` as it was given, or with parts as content, in which ``media_part`` stands for an image.
+        """Return a copy of ``message``, with its images processed.
 
-        ``ValueError`` for an image that cannot be read.
+        Content with images becomes a list of parts, with a ``media_part`` for each image. ``ValueError`` for an image
+        that cannot be read.
         """
         if not any(media_parts([message])):
             return dict(message)
@@ -49,7 +50,8 @@ class Images:
         return {**message, "content": [await self._read(part) for part in message["content"]]}
 
     async def _read(self, part: Any) -> dict[str, Any]:
-        if (kind := media_kind(part)) is None:
+        kind = media_kind(part)
+        if kind is None:
             return {"type": "text", "text": text_of([part])}
         if media_key(part) in self.items:
             return dict(part)
@@ -57,6 +59,7 @@ class Images:
             raise ValueError(
                 f"{shortened(part)}: agents get images, no videos: give some of its frames."
             )
+
         value = given_in(part)
         try:
             item = await self._item(value)
@@ -75,14 +78,17 @@ class Images:
             content: Any = await self._once(value, lambda: fetch(value))
         else:
             content = content_of(value, self.near)
+
         if isinstance(content, bytes | bytearray):
             digest = sha256(content).digest()
         else:
             content = read_image(content)
             digest = sha256(f"{content.size}".encode() + content.tobytes()).digest()
-        item: MediaItem = await self._once(
-            digest, lambda: asyncio.to_thread(self._processed, content)
-        )
+
+        def process() -> Coroutine[Any, Any, MediaItem]:
+            return asyncio.to_thread(self._processed, content)
+
+        item: MediaItem = await self._once(digest, process)
         return item
 
     def _processed(self, content: Any) -> MediaItem:
@@ -92,10 +98,11 @@ class Images:
         return self.vision.item(content)
 
     async def _once(self, key: str | bytes, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """The result of ``work``, which is done once for a ``key`` unless it fails."""
+        """Return the result of ``work``, which runs once for a ``key`` unless it fails."""
         task = self._work.get(key)
         if task is None:
-            task = self._work[key] = asyncio.ensure_future(work())
+            task = asyncio.ensure_future(work())
+            self._work[key] = task
         try:
             return await asyncio.shield(task)
         except UNREADABLE:
@@ -104,7 +111,7 @@ class Images:
 
 
 def check_pixels(content: bytes | bytearray) -> None:
-    """``ValueError`` for an image of more pixels than anybody's message may have decoded; only its header is read."""
+    """Raise ``ValueError`` for an image of too many pixels to be decoded; only its header is read."""
     with suppress(UnidentifiedImageError), Image.open(io.BytesIO(content)) as image:
         if image.width * image.height > _MOST_PIXELS:
             size = f"{image.width} x {image.height} pixels"

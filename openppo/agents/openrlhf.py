@@ -1,4 +1,4 @@
-"""OpenRLHF's agent files: an instance for each episode, whose feedback is text after the recorded tokens."""
+"""OpenRLHF's agent files: an instance for each episode, with feedback as text after the recorded tokens."""
 
 import re
 from abc import ABC, abstractmethod
@@ -21,16 +21,16 @@ class AgentInstanceBase(ABC):
         pass
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The first text that the model reads, ``observation``; of the prompt unless overridden."""
+        """Return the first text for the model as ``observation``; the prompt's unless overridden."""
         return states
 
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """``rewards``, ``environment_feedback`` and ``done`` after the model's ``action_text``."""
+        """Return ``rewards``, ``environment_feedback`` and ``done`` after the model's ``action_text``."""
 
 
 class MultiTurnAgentExecutor:
-    """Names the class of the instances, which ``OpenRLHFAgent`` steps."""
+    """The class of the instances, which ``OpenRLHFAgent`` steps."""
 
     def __init__(
         self, agent_instance_cls: type[AgentInstanceBase] | None = None, *_: Any, **__: Any
@@ -38,25 +38,28 @@ class MultiTurnAgentExecutor:
         self.agent_instance_cls = agent_instance_cls
 
 
+_IMPORTS_OPENRLHF = re.compile(r"^\s*(from|import) openrlhf\b", re.MULTILINE)
+
+
 class OpenRLHFAgent(Agent):
     """Steps an instance of a file's ``AgentInstance``, or of the class that its ``AgentExecutor`` names."""
 
     def __init__(self, location: str) -> None:
         file = Path(location).expanduser()
-        if file.is_file() and re.search(
-            r"^\s*(from|import) openrlhf\b", file.read_text("utf-8"), flags=re.MULTILINE
-        ):
+        if file.is_file() and _IMPORTS_OPENRLHF.search(file.read_text("utf-8")):
             raise ValueError(
                 f"--agent {location} imports OpenRLHF: write 'from openppo.agents.openrlhf import ...'."
             )
-        named = vars(load_module(file, f"--agent {location}"))
-        executor = named.get("AgentExecutor", MultiTurnAgentExecutor)
+
+        members = vars(load_module(file, f"--agent {location}"))
+        executor = members.get("AgentExecutor", MultiTurnAgentExecutor)
         if hasattr(executor, "execute"):
             logger.warning(
                 "--agent %s: AgentExecutor.execute is not run; instances are stepped as usual",
                 location,
             )
-        self.make: Any = named.get("AgentInstance") or executor().agent_instance_cls
+
+        self.make: Any = members.get("AgentInstance") or executor().agent_instance_cls
         if not (isinstance(self.make, type) and issubclass(self.make, AgentInstanceBase)):
             raise ValueError(
                 f"--agent {location}: it has no AgentInstance, an AgentInstanceBase of openppo.agents.openrlhf. "
@@ -64,16 +67,18 @@ class OpenRLHFAgent(Agent):
             )
 
     async def run(self, task: Task, session: Session) -> None:
-        """Play an episode. Its reward is the sum of all steps', on the last action, as in OpenRLHF."""
+        """Play an episode; its reward, on the last action, is the sum over all steps, as in OpenRLHF."""
         instance = self.make()
-        prompt, label = task.prompt.text, task.prompt.label
+        prompt = task.prompt.text
+        label = task.prompt.label
         states = {"observation": prompt, "prompt": prompt, "label": label}
         text = str((await instance.reset(states))["observation"])
-        total = 0.0
-        sampling = _of_vllm(session.setup.params)
-        turn = await session.extend(
-            None, await session.encode(text), {"role": "user", "content": text}
-        )
+
+        sampling = _vllm_params(session.setup.params)
+        token_ids = await session.encode(text)
+        turn = await session.extend(None, token_ids, {"role": "user", "content": text})
+
+        total_reward = 0.0
         while True:
             states = {
                 "observation_text": text,
@@ -81,40 +86,47 @@ class OpenRLHFAgent(Agent):
                 "label": label,
                 "sampling_params": sampling,
             }
-            made = await instance.step(states)
-            total += float(made["rewards"])
-            session.reward(total)
-            measured = {"scores": made.get("scores", total), **(made.get("extra_logs") or {})}
-            session.metrics |= {name: float(value) for name, value in measured.items()}
-            feedback = session.output = str(made["environment_feedback"])
-            if made["done"]:
+            result = await instance.step(states)
+            total_reward += float(result["rewards"])
+            session.reward(total_reward)
+
+            logs = {"scores": result.get("scores", total_reward)}
+            logs |= result.get("extra_logs") or {}
+            session.metrics |= {name: float(value) for name, value in logs.items()}
+
+            feedback = str(result["environment_feedback"])
+            session.output = feedback
+            if result["done"]:
                 return
+
             text += turn.text + feedback
-            sampling = made.get("sampling_params") or sampling
-            session.counts["sampling_overridden"] += _is_other(
-                sampling, _of_vllm(session.setup.params)
-            )
-            said = {"role": "user", "content": feedback}
-            most = sampling.max_tokens
-            stop = sampling.stop or ()
+            sampling = result.get("sampling_params") or sampling
+            is_overridden = _differs(sampling, _vllm_params(session.setup.params))
+            session.counts["sampling_overridden"] += is_overridden
             turn = await session.extend(
-                turn, await session.encode(feedback), said, max_tokens=most, stop=stop
+                turn,
+                await session.encode(feedback),
+                {"role": "user", "content": feedback},
+                max_tokens=sampling.max_tokens,
+                stop=sampling.stop or (),
             )
 
 
-def _is_other(sampling: Any, ours: Any) -> bool:
-    """Whether two parameters in vLLM's names sample from different distributions."""
-    same_top_k = sampling.top_k == ours.top_k or {sampling.top_k, ours.top_k} == {*ALL_TOKENS}
-    return not same_top_k or (sampling.temperature, sampling.top_p) != (
-        ours.temperature,
-        ours.top_p,
-    )
+def _differs(sampling: Any, ours: Any) -> bool:
+    """True if two parameters in vLLM's names sample from different distributions."""
+    if sampling.top_k != ours.top_k and {sampling.top_k, ours.top_k} != {*ALL_TOKENS}:
+        return True
+    return bool(sampling.temperature != ours.temperature or sampling.top_p != ours.top_p)
 
 
-def _of_vllm(params: SamplingParams) -> SimpleNamespace:
-    """Parameters by vLLM's names."""
-    top_k, stop = params.top_k or -1, list(params.stop)
-    named = {"temperature": params.temperature, "top_p": params.top_p, "top_k": top_k, "stop": stop}
+def _vllm_params(params: SamplingParams) -> SimpleNamespace:
+    """Sampling parameters under vLLM's names."""
     return SimpleNamespace(
-        **named, max_tokens=params.max_new_tokens, min_tokens=params.min_new_tokens, logprobs=1
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or -1,
+        stop=list(params.stop),
+        max_tokens=params.max_new_tokens,
+        min_tokens=params.min_new_tokens,
+        logprobs=1,
     )

@@ -1,6 +1,6 @@
-"""Tool calls in the text of a model, by the format that its chat template asks for.
+"""Tool calls in a model's text, in the format of its chat template.
 
-Readers are as strict as those of inference servers: a model must not learn calls that fail where it is deployed.
+Parsers are as strict as those of inference servers: a model must not learn calls that fail where it is deployed.
 """
 
 import json
@@ -18,7 +18,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Name and arguments of a call, and the id that the model gave it, where its format has one."""
+    """Name and arguments of a call, and the id that the model wrote, if its format has one."""
 
     name: str
     arguments: dict[str, Any]
@@ -27,7 +27,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Text around the calls, and the calls; or the whole text, and why a call in it cannot be read."""
+    """Calls, and the text around them; or no calls, the whole text, and the error in one of its calls."""
 
     content: str
     calls: list[ToolCall]
@@ -35,27 +35,39 @@ class Parsed:
 
 
 Parser = Callable[[str, Tools], Parsed]
-"""``parse(text, tools)``: a model's text, without its reasoning, and the tools that it was offered."""
+"""``parse(text, tools)``, for a model's text without its reasoning, and the tools offered to it."""
 _Read = Callable[[str, re.Match[str], Tools], tuple[list[ToolCall], int]]
-"""Calls that begin at a match, none if it is other text, and where they end; ``ValueError`` tells the model why not."""
+"""``read(text, opening, tools)`` returns the calls that begin at the match ``opening``, and their end.
+
+There are none if it is other text. ``ValueError`` describes a malformed call for the model.
+"""
 
 
 def _parser(opening: str, read: _Read) -> Parser:
-    """A parser that reads calls wherever ``opening`` matches outside of reasoning; all is text if one is malformed."""
+    """Make a parser of calls where ``opening`` matches outside of reasoning.
+
+    If one call is malformed, all is text.
+    """
     pattern = re.compile(rf"(?P<thought><think>(?:.*?</think>|.*))|(?:{opening})", re.DOTALL)
 
     def parse(text: str, tools: Tools) -> Parsed:
         calls: list[ToolCall] = []
-        content, done = "", 0
-        while found := pattern.search(text, done):
+        content = ""
+        done = 0
+        while match := pattern.search(text, done):
+            if match["thought"] is not None:
+                content += text[done : match.end()]
+                done = match.end()
+                continue
+
             try:
-                more, end = (
-                    read(text, found, tools) if found["thought"] is None else ([], found.end())
-                )
+                new_calls, end = read(text, match, tools)
             except ValueError as problem:
                 return Parsed(text, [], str(problem))
-            content += text[done : found.start() if more else end]
-            calls, done = calls + more, end
+            content += text[done : match.start() if new_calls else end]
+            calls += new_calls
+            done = end
+
         content += text[done:]
         return Parsed(content.strip() if calls else content, calls)
 
@@ -63,55 +75,56 @@ def _parser(opening: str, read: _Read) -> Parser:
 
 
 def _past(pattern: str, text: str, start: int) -> int:
-    """The end of ``pattern`` at ``start``; ``start`` if it is not there."""
-    found = re.compile(pattern).match(text, start)
-    return found.end() if found else start
+    """Return the end of ``pattern`` at ``start``; ``start`` if it is not there."""
+    match = re.compile(pattern).match(text, start)
+    return match.end() if match else start
 
 
 def _json(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value of ``text`` after blanks at ``start``, and its end."""
+    """Read the JSON value of ``text`` after blanks at ``start``; return it and its end."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, _past(r"\s*", text, start))
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also NaN, half a surrogate pair, numbers of many digits
+    # Also for NaN, half a surrogate pair, numbers of many digits.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"The call is not valid JSON: {error}.") from error
     return value, end
 
 
 def _fields(value: object) -> list[dict[str, Any]]:
-    """Name, arguments and id of each call in a JSON value, which is one or a list, flat or in OpenAI's form."""
-    calls = [
-        one if isinstance(one, dict) else {}
-        for one in (value if isinstance(value, list) else [value])
-    ]
-    return [
-        call | call["function"] if isinstance(call.get("function"), dict) else call
-        for call in calls
-    ]
+    """Fields of each call in a JSON value: one call or a list, flat or in OpenAI's form."""
+    values = value if isinstance(value, list) else [value]
+    return [_flat(each) for each in values]
+
+
+def _flat(call: object) -> dict[str, Any]:
+    """Fields of a call, with those of its ``function``."""
+    if not isinstance(call, dict):
+        return {}
+    function = call.get("function")
+    return call | function if isinstance(function, dict) else call
 
 
 def _calls(fields: list[dict[str, Any]]) -> list[ToolCall]:
-    return [
-        _call(each.get("name"), each.get("arguments", each.get("parameters")), each.get("id"))
-        for each in fields
-    ]
+    calls = []
+    for call in fields:
+        arguments = call.get("arguments", call.get("parameters"))
+        calls.append(_call(call.get("name"), arguments, call.get("id")))
+    return calls
 
 
-def _call(name: object, arguments: object, its_id: object = None) -> ToolCall:
+def _call(name: object, arguments: object, call_id: object = None) -> ToolCall:
     if isinstance(arguments, str):
         arguments, _ = _json(arguments, 0)
     if not isinstance(name, str) or not name.strip():
         raise ValueError('The call lacks the name of a function, a text in "name".')
     if not isinstance(arguments, dict):
         raise ValueError(f'The arguments of the call of "{name}" must be a JSON object.')
-    return ToolCall(name.strip(), arguments, its_id if isinstance(its_id, str) else None)
+    return ToolCall(name.strip(), arguments, call_id if isinstance(call_id, str) else None)
 
 
 def _closed(text: str, end: int, closing: str) -> int:
-    """The end of ``closing`` after a call; it may be missing at the end of the text."""
+    """Return the end of ``closing`` after a call; it may be missing at the end of the text."""
     place = _past(r"\s*", text, end)
     if not text.startswith(closing, place) and place < len(text):
         raise ValueError(f"{closing} must follow the JSON object of a call.")
@@ -127,10 +140,11 @@ _JSON = r'(?:```(?:json)?\s*)?(?P<json>(?:\[\s*)?\{\s*"(?:name|type|function|id|
 
 
 def _bare(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
-    """JSON without a mark of its own is a call if it has a name and arguments."""
+    """Read JSON; without a mark it is a call only if it has a name and arguments."""
     value, end = _json(text, opening.start("json") if opening["json"] else opening.end())
     fields = _fields(value)
-    if opening["json"] and not all({"arguments", "parameters"} & each.keys() for each in fields):
+    have_arguments = all("arguments" in call or "parameters" in call for call in fields)
+    if opening["json"] and not have_arguments:
         return [], end
     return _calls(fields), _past(r"\s*(?:```|;)", text, end)
 
@@ -139,11 +153,11 @@ _MISTRAL = r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<i
 
 
 def _mistral(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
-    """A list of calls in JSON, or, in newer models, name and arguments."""
+    """Read a list of calls in JSON, or, in newer models, name and arguments."""
     value, end = _json(text, opening.end())
-    return [_call(opening["name"], value, opening["id"])] if opening["name"] else _calls(
-        _fields(value)
-    ), end
+    if opening["name"]:
+        return [_call(opening["name"], value, opening["id"])], end
+    return _calls(_fields(value)), end
 
 
 _DEEPSEEK = (
@@ -153,15 +167,17 @@ _DEEPSEEK = (
 
 
 def _deepseek(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
-    """Type, name and a block of JSON (V3, R1), or name and JSON (V3.1)."""
-    if (name := opening["typed"] or opening["name"]) is None:
+    """Read type, name and a block of JSON (V3, R1), or name and JSON (V3.1)."""
+    name = opening["typed"] or opening["name"]
+    if name is None:
         raise ValueError(
             "The name of a function and <｜tool▁sep｜> must follow <｜tool▁call▁begin｜>."
         )
+
     arguments, end = _json(text, opening.end())
-    end = _closed(
-        text, _past(r"\s*```", text, end) if opening["typed"] else end, "<｜tool▁call▁end｜>"
-    )
+    if opening["typed"]:
+        end = _past(r"\s*```", text, end)
+    end = _closed(text, end, "<｜tool▁call▁end｜>")
     return [_call(name, arguments)], _past(r"\s*<｜tool▁calls▁end｜>", text, end)
 
 
@@ -172,23 +188,35 @@ _PARAMETER = re.compile(
 
 
 def _qwen3_coder(text: str, opening: re.Match[str], tools: Tools) -> tuple[list[ToolCall], int]:
-    """A function in tags, with parameters in tags, whose types are in the tool's schema."""
-    if (function := opening["name"]) is None:
+    """Read a function in tags, with parameters in tags; their types are in the tool's schema."""
+    function = opening["name"]
+    if function is None:
         raise ValueError("<function=NAME> must follow <tool_call>.")
-    offered = [
-        tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == function
-    ]
-    schemas = (offered[0] or {}).get("properties") or {} if offered else {}
-    arguments, end = {}, opening.end()
-    while found := _PARAMETER.match(text, end):
-        name, value = found[1], found[2].removeprefix("\n").removesuffix("\n")
+
+    schemas = _parameter_schemas(function, tools)
+    arguments = {}
+    end = opening.end()
+    while match := _PARAMETER.match(text, end):
+        name = match[1]
+        value = match[2].removeprefix("\n").removesuffix("\n")
         if "<parameter=" in value:
             raise ValueError(f'</parameter> of "{name}" is missing.')
-        arguments[name], end = _typed(name, value, _types(schemas.get(name))), found.end()
+        arguments[name] = _typed(name, value, _types(schemas.get(name)))
+        end = match.end()
+
     closed = _past(r"\s*</function>(?:\s*</tool_call>)?", text, end)
     if closed == end:
         raise ValueError(f'In the call of "{function}" a parameter or </function> is missing.')
     return [_call(function, arguments)], closed
+
+
+def _parameter_schemas(function: str, tools: Tools) -> Mapping[str, Any]:
+    """JSON schemas of a function's parameters by name; empty for a function that was not offered."""
+    for tool in tools:
+        if tool["function"]["name"] == function:
+            parameters = tool["function"].get("parameters") or {}
+            return parameters.get("properties") or {}
+    return {}
 
 
 _AS_JSON = {"True": "true", "False": "false", "None": "null"}
@@ -197,12 +225,13 @@ _TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
 
 def _typed(name: str, text: str, types: set[str]) -> Any:
-    """``text`` as it is where that is permitted, or nothing is known; else as JSON."""
+    """Return ``text`` unchanged if ``types`` permit that or are unknown; else as JSON."""
     text_in_json = _AS_JSON.get(text, text)
     if "null" in types and text_in_json == "null":
         return None
     if "string" in types or not types - {"null"}:
         return text
+
     with suppress(ValueError):
         value, end = _json(text_in_json, 0)
         if not text_in_json[end:].strip():
@@ -213,13 +242,15 @@ def _typed(name: str, text: str, types: set[str]) -> Any:
 
 
 def _types(schema: Mapping[str, Any] | None) -> set[str]:
-    """Names of the types that a JSON schema permits; empty if it says none that JSON has."""
-    schema = schema or {}
-    own, parts = (
-        schema.get("type") or (),
-        [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())],
-    )
-    return _TYPES.intersection([own] if isinstance(own, str) else own).union(*map(_types, parts))
+    """Names of the types that a JSON schema permits; empty if it names none of JSON's."""
+    if not schema:
+        return set()
+
+    type_names = schema.get("type") or ()
+    if isinstance(type_names, str):
+        type_names = [type_names]
+    alternatives = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    return _TYPES.intersection(type_names).union(*map(_types, alternatives))
 
 
 PARSERS: dict[str, Parser] = {
@@ -230,7 +261,7 @@ PARSERS: dict[str, Parser] = {
     "deepseek": _parser(_DEEPSEEK, _deepseek),
     "json": _parser(_JSON, _bare),
 }
-"""By the names of ``--tool_parser``."""
+"""Parsers by the names of ``--tool_parser``."""
 _SIGNS = {
     "<｜tool▁call▁begin｜>": "deepseek",
     "[TOOL_CALLS]": "mistral",
@@ -240,13 +271,13 @@ _SIGNS = {
     "<|python_tag|>": "llama3_json",
     "<|start_header_id|>": "llama3_json",
 }
-"""What only the template of a format has; the first that occurs decides."""
+"""Parsers by a text that only templates of its format have; the first that occurs decides."""
 
 
 def choose_parser(template: str | None, chosen: str, flag: str) -> str:
-    """The parser that ``--tool_parser`` means; "auto" is the one whose format the chat template asks for.
+    """Return the name of the parser ``chosen``; "auto" is the one for the chat template's format.
 
-    ``ValueError``, naming ``flag``, without a template; a warning where it has no known format.
+    ``ValueError``, naming ``flag``, without a template; a warning for a template without a known format.
     """
     if not template:
         raise ValueError(
@@ -255,6 +286,7 @@ def choose_parser(template: str | None, chosen: str, flag: str) -> str:
         )
     if chosen != "auto":
         return chosen
+
     name = next((name for sign, name in _SIGNS.items() if sign in template), "")
     if not name:
         logger.warning(

@@ -1,4 +1,4 @@
-"""A program that nobody changed, which talks to the gateway, as an agent."""
+"""An unmodified program as an agent: it talks to the gateway."""
 
 import asyncio
 import json
@@ -24,10 +24,12 @@ from openppo.types import Ending, Prompt
 
 _COLUMN = re.compile(r"(?<!\$)\{([\w.-]+)\}")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
+_SCRIPT_FILE = re.compile(r"[\w./-]+\.(py|sh|js|ts)")
 _USUAL = set(
     "PATH HOME USER LOGNAME SHELL TERM TZ LANG LANGUAGE TMPDIR TEMP TMP VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH "
     "SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY".split()
 )
+"""Environment variables that every program gets, beside those that begin with ``_USUAL_STARTS``."""
 _USUAL_STARTS = ("LC_", "PYTHON", "XDG_")
 
 
@@ -36,38 +38,53 @@ class ProgramError(Exception):
 
 
 class Command:
-    """A command line for ``/bin/sh`` in which ``{column}`` stands for a row's value, one argument whatever it is."""
+    """A command line for ``/bin/sh``, in which ``{column}`` stands for a row's value, always one argument."""
 
     def __init__(self, text: str) -> None:
         self.columns = list(dict.fromkeys(_COLUMN.findall(text)))
         # Values are parameters, which a shell does not read as its language.
-        self.script = _COLUMN.sub(lambda found: f'"${{{1 + self.columns.index(found[1])}}}"', text)
-        if inside := _COLUMN.search(" ".join(_QUOTED.findall(text))):
+        self.script = _COLUMN.sub(self._parameter, text)
+
+        quoted_column = _COLUMN.search(" ".join(_QUOTED.findall(text)))
+        if quoted_column:
             raise ValueError(
-                f"--agent_command: leave the quotes around {inside[0]} out; its value gets its own."
+                f"--agent_command: leave the quotes around {quoted_column[0]} out; its value gets its own."
             )
-        try:
-            words = [word for word in shlex.split(text) if not re.match(r"\w+=", word)]
-        except ValueError as error:
-            raise ValueError(f"--agent_command {text}: {error}. Correct the quotes.") from error
-        program, file = [*words, "", ""][:2]
-        find = ["/bin/sh", "-c", 'command -v "$1" > /dev/null', "sh", program]
-        if re.fullmatch(r"[\w./-]*", program) and subprocess.call(find) != 0:
-            raise ValueError(
-                f"--agent_command: there is no program {program!r}. Install it, or write its whole path."
-            )
-        if re.fullmatch(r"[\w./-]+\.(py|sh|js|ts)", file) and not Path(file).is_file():
-            raise ValueError(
-                f"--agent_command: there is no file {file} in {Path.cwd()}. Write its whole path."
-            )
+        _check_files(text)
+
+    def _parameter(self, column: re.Match[str]) -> str:
+        """The shell parameter for a ``{column}``, in quotes."""
+        number = 1 + self.columns.index(column[1])
+        return f'"${{{number}}}"'
 
     def arguments(self, row: Mapping[str, Any]) -> list[str]:
-        """What is executed for ``row``, once it reads ``RELEASE``: texts as they are, other values as JSON."""
-        values = [row[column] for column in self.columns]
-        texts = [
-            value if isinstance(value, str) else json.dumps(value, default=str) for value in values
-        ]
+        """Arguments to execute for ``row``, which wait for ``RELEASE``: texts unchanged, other values as JSON."""
+        texts = []
+        for column in self.columns:
+            value = row[column]
+            texts.append(value if isinstance(value, str) else json.dumps(value, default=str))
         return ["/bin/sh", "-c", HOLD + self.script, "sh", *texts]
+
+
+def _check_files(text: str) -> None:
+    """Raise ``ValueError`` if the program of a command line, or the script that it runs, is missing."""
+    try:
+        words = [word for word in shlex.split(text) if not re.match(r"\w+=", word)]
+    except ValueError as error:
+        raise ValueError(f"--agent_command {text}: {error}. Correct the quotes.") from error
+
+    program = words[0] if words else ""
+    find = ["/bin/sh", "-c", 'command -v "$1" > /dev/null', "sh", program]
+    if re.fullmatch(r"[\w./-]*", program) and subprocess.call(find) != 0:
+        raise ValueError(
+            f"--agent_command: there is no program {program!r}. Install it, or write its whole path."
+        )
+
+    file = words[1] if len(words) > 1 else ""
+    if _SCRIPT_FILE.fullmatch(file) and not Path(file).is_file():
+        raise ValueError(
+            f"--agent_command: there is no file {file} in {Path.cwd()}. Write its whole path."
+        )
 
 
 class ProgramAgent(Agent):
@@ -77,13 +94,16 @@ class ProgramAgent(Agent):
         assert options.agent_command is not None
         self.command = Command(options.agent_command)
         self.environment = usual_environment(options.agent_env)
-        cores, ranks = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.running = asyncio.Semaphore(options.agent_concurrency or max(1, 4 * cores // ranks))
+        n_cores = os.cpu_count() or 1
+        n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        concurrency = options.agent_concurrency or max(1, 4 * n_cores // n_ranks)
+        self.running = asyncio.Semaphore(concurrency)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """``ValueError`` for a row without a column that the command names."""
+        """Raise ``ValueError`` for a row that lacks a column of the command."""
         for prompt in prompts:
-            if missing := sorted(set(self.command.columns) - prompt.row.keys()):
+            missing = sorted(set(self.command.columns) - prompt.row.keys())
+            if missing:
                 known = ", ".join(prompt.row) or "none"
                 raise ValueError(
                     f"--agent_command: {{{missing[0]}}} is no column of row {prompt.index + 1} of {prompt.source}, "
@@ -91,7 +111,7 @@ class ProgramAgent(Agent):
                 )
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """One of ``--agent_concurrency``."""
+        """Return the semaphore of ``--agent_concurrency``."""
         return self.running
 
     async def start(self) -> None:
@@ -100,11 +120,11 @@ class ProgramAgent(Agent):
         await self.gateway.start()
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Close the port."""
         await self.gateway.stop()
 
     async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
-        """Run the program; its reward is what it posted, else of the last line of its output."""
+        """Run the program; return the reward in the last line of its output, unless it posted any."""
         key = self.gateway.open(session)
         with TemporaryFile() as output, TemporaryFile() as errors:
             try:
@@ -112,21 +132,26 @@ class ProgramAgent(Agent):
             finally:
                 self.gateway.close(key)
                 session.output = _end_of(errors, 4096)
+
             if status != 0 and session.ending is not Ending.COMPLETED:
-                raise ProgramError(
-                    f"exit status {status}: {(session.output.splitlines() or ['no output'])[-1]}"
-                )
-            return None if session.rewards else printed_reward(_end_of(output, 65536))
+                last_line = (session.output.splitlines() or ["no output"])[-1]
+                raise ProgramError(f"exit status {status}: {last_line}")
+            if session.rewards:
+                return None
+            return printed_reward(_end_of(output, 65536))
 
     async def _finished(self, task: Task, key: str, output: IO[bytes], errors: IO[bytes]) -> int:
-        """Exit status. All that the program started is killed at the end, when this is cancelled, and with the rank."""
+        """Run the program and return its exit status.
+
+        All its processes are killed at the end, when this coroutine is cancelled, and when the rank ends.
+        """
         texts = [text_of(message.get("content")) for message in task.messages]
         process = await asyncio.create_subprocess_exec(
             *self.command.arguments(task.prompt.row),
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=errors,
-            env=self.environment | self._of_episode(task, key),
+            env=self.environment | self._episode_environment(task, key),
             start_new_session=True,
         )
         try:
@@ -137,13 +162,13 @@ class ProgramAgent(Agent):
             process_groups.kill(process.pid)
             await process.wait()
 
-    def _of_episode(self, task: Task, key: str) -> dict[str, str]:
-        url, direct = self.gateway.base_url(key), "127.0.0.1,localhost"
-        bypass = ",".join(
-            filter(
-                None, [self.environment.get("NO_PROXY", self.environment.get("no_proxy")), direct]
-            )
-        )
+    def _episode_environment(self, task: Task, key: str) -> dict[str, str]:
+        """Environment variables of one episode: its row, and how to reach the gateway."""
+        url = self.gateway.base_url(key)
+        bypass = "127.0.0.1,localhost"
+        users_bypass = self.environment.get("NO_PROXY", self.environment.get("no_proxy"))
+        if users_bypass:
+            bypass = f"{users_bypass},{bypass}"
         return {
             "OPENPPO_TASK": row_json(task.prompt.row),
             "OPENAI_BASE_URL": url,
@@ -155,28 +180,33 @@ class ProgramAgent(Agent):
         }
 
 
-def usual_environment(more: Sequence[str] = ()) -> dict[str, str]:
-    """Variables of this process that a program gets, and ``more``: no rank, device or token."""
-    if unset := sorted(set(more) - os.environ.keys()):
+def usual_environment(names: Sequence[str] = ()) -> dict[str, str]:
+    """Variables of this process for a program: usual ones and ``names``, but no rank, device or token."""
+    unset = sorted(set(names) - os.environ.keys())
+    if unset:
         raise ValueError(
             f"--agent_env {unset[0]} is not set: export it before the run, or leave it out."
         )
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.upper() in _USUAL or name.startswith(_USUAL_STARTS) or name in more
-    }
+
+    environment = {}
+    for name, value in os.environ.items():
+        is_usual = name.upper() in _USUAL or name.startswith(_USUAL_STARTS)
+        if is_usual or name in names:
+            environment[name] = value
+    return environment
 
 
 def row_json(row: Mapping[str, Any]) -> str:
-    """A row in JSON, in which images that are no texts are null."""
-    return json.dumps(
-        row, default=lambda value: None if isinstance(value, bytes | Image) else str(value)
-    )
+    """Return a row as JSON; images that are no texts become null."""
+
+    def as_json(value: Any) -> str | None:
+        return None if isinstance(value, bytes | Image) else str(value)
+
+    return json.dumps(row, default=as_json)
 
 
 def printed_reward(output: str) -> float | dict[str, float] | None:
-    """``reward`` of the JSON object that is the last line; None without one."""
+    """Return ``reward`` of the JSON object in the last line; None without one."""
     try:
         printed = json.loads(output.strip().rpartition("\n")[2])
     except ValueError:
@@ -185,5 +215,7 @@ def printed_reward(output: str) -> float | dict[str, float] | None:
 
 
 def _end_of(file: IO[bytes], n_bytes: int) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - n_bytes))
+    """Return the last ``n_bytes`` of a file as text."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - n_bytes))
     return file.read().decode(errors="replace").strip()

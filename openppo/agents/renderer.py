@@ -1,4 +1,4 @@
-"""Conversations to token ids, whole or as the continuation of recorded ones, and sampled tokens to messages."""
+"""Conversations to token ids, whole or continuing recorded ones, and sampled tokens to messages."""
 
 import asyncio
 import json
@@ -15,22 +15,24 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.agents.parsers import PARSERS, Parsed, ToolCall, Tools
 from openppo.datasets.conversation import MARK, read_arguments, render_chat
+from openppo.datasets.message_parts import media_key, media_kind, media_parts
 from openppo.datasets.template_checks import require_shown
 from openppo.datasets.templates import Message, encode_bare, text_of
 from openppo.datasets.text_bound import TextBound, text_bound
 from openppo.datasets.vision import Vision
-from openppo.media import Media, media_key, media_kind, media_parts
+from openppo.media import Media
 from openppo.types import Completion, FinishReason
 
 T = TypeVar("T")
-_THINK, _THOUGHT = "<think>", "</think>"
+_THINK = "<think>"
+_THOUGHT = "</think>"
 SHORT = 2**15
-"""Characters that are tokenized in milliseconds, on the event loop."""
+"""Most characters to tokenize on the event loop: it takes milliseconds."""
 _HUGE = 2**20
-"""Characters of texts that wait for each other only, and not in front of shorter ones."""
+"""Longer texts have a thread of their own, so that shorter ones need not wait for them."""
 
 
-class TooLong(Exception):  # noqa: N818 (the text may be what was wanted)
+class TooLong(Exception):  # noqa: N818 (the text may be as intended)
     """A text has at least ``n_tokens`` tokens, which are too many; it was not tokenized."""
 
     def __init__(self, n_tokens: int) -> None:
@@ -40,9 +42,9 @@ class TooLong(Exception):  # noqa: N818 (the text may be what was wanted)
 
 @dataclass(frozen=True)
 class Renderer:
-    """A tokenizer with its chat template, a parser of tool calls by name, and the ids that end a turn.
+    """A tokenizer with its chat template, a parser by name, and the ids that end a turn.
 
-    ``vision`` reads images of conversations; None: there are none. Methods get the items of messages as ``media``.
+    ``vision`` reads images of conversations; None: there are none. Methods get the images of messages as ``media``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -51,7 +53,7 @@ class Renderer:
     vision: Vision | None = None
 
     async def aside(self, work: Callable[[], T], n_characters: int) -> T:
-        """Result of ``work``, which tokenizes about so many characters: many in a thread, so that the loop goes on."""
+        """Return the result of ``work``, which tokenizes ``n_characters``: many in a thread, beside the event loop."""
         if n_characters <= SHORT:
             return work()
         thread = self._threads[n_characters > _HUGE]
@@ -64,9 +66,9 @@ class Renderer:
         media: Media = (),
         most: int = sys.maxsize,
     ) -> list[int]:
-        """Token ids of a conversation up to where the model answers.
+        """Return the token ids of a conversation up to where the model answers.
 
-        ``ValueError`` if the template refuses it, or leaves out what the model should read; ``TooLong`` as of
+        ``ValueError`` if the template refuses it, or leaves out what the model should read; ``TooLong`` as in
         ``encode``.
         """
         require_shown(messages, partial(self.rendered, tools=tools))
@@ -75,7 +77,7 @@ class Renderer:
     def rendered(
         self, messages: Sequence[Message], tools: Tools = (), for_generation: bool = True
     ) -> str:
-        """Text of a conversation; ``ValueError`` if the template refuses it."""
+        """Return the text of a conversation; ``ValueError`` if the template refuses it."""
         offered = [dict(tool) for tool in tools] or None
 
         def render(content: Callable[[Any], Any]) -> str:
@@ -87,7 +89,9 @@ class Renderer:
                 content=content,
             )
 
-        return render(text_of) if self.vision is None else self.vision.write(messages, render, True)
+        if self.vision is None:
+            return render(text_of)
+        return self.vision.write(messages, render, True)
 
     def bridge(
         self,
@@ -98,28 +102,32 @@ class Renderer:
         media: Media = (),
         most: int = sys.maxsize,
     ) -> list[int] | None:
-        """Token ids that follow a ``completion``, the last of ``recorded`` messages, so that ``new`` ones follow it.
+        """Return the token ids that add ``new`` messages after ``completion``, the last of ``recorded`` messages.
 
-        The conversation is rendered with a stand-in for that answer, and cut after the special token that ends it: what
-        follows one is tokenized independently of what precedes it. None if there is no such token, or another one was
-        sampled, or ``new`` has other answers, so that the conversation must be rendered whole. ``media`` are those of
-        ``new``. ``TooLong`` as of ``encode``.
+        The conversation is rendered with a stand-in for that answer, and cut after the special token that ends it: the
+        text after such a token is tokenized independently of the text before. None if there is no such token, another
+        one was sampled, or ``new`` has other answers; the conversation must then be rendered whole. ``media`` are the
+        images of ``new``. ``TooLong`` as in ``encode``.
         """
         if any(message["role"] == "assistant" for message in new):
             return None
-        *asked, answer = recorded
-        for before in (
-            asked,
-            [{"role": "user", "content": "-"}],
-        ):  # the template may refuse what came before
+
+        *history, answer = recorded
+        minimal: list[Message] = [{"role": "user", "content": "-"}]
+        for before in (history, minimal):  # the template may refuse the history
             for stand_in in _stand_ins(answer):
                 with suppress(ValueError):
                     text = self.rendered([*before, stand_in, *new], tools)
-                    if MARK in text:
-                        after, calls = text.rpartition(MARK)[2], "tool_calls" in stand_in
-                        return self._continued(
-                            after, completion, new, calls=calls, media=media, most=most
-                        )
+                    if MARK not in text:
+                        continue
+                    return self._continued(
+                        text.rpartition(MARK)[2],
+                        completion,
+                        new,
+                        calls="tool_calls" in stand_in,
+                        media=media,
+                        most=most,
+                    )
         return None
 
     def _continued(
@@ -131,69 +139,77 @@ class Renderer:
         media: Media,
         most: int,
     ) -> list[int] | None:
-        """Token ids of ``after``, what follows the stand-in, from where the turn of ``completion`` ended."""
+        """Token ids of ``after``, the text behind the stand-in, from where the turn of ``completion`` ended."""
         last = completion.token_ids[-1] if completion.token_ids else None
-        ended = last in self.eos_token_ids
-        found = self._special.search(after)
-        while (
-            found and (ended or calls) and found[0] not in self._ends
-        ):  # tokens around texts and calls
-            found = self._special.search(after, found.end())
-        if found is None or not _shows(
-            after[found.end() :], new, self.vision.guarded if self.vision else str
-        ):
+        has_end = last in self.eos_token_ids
+
+        end = self._special.search(after)
+        if has_end or calls:
+            while end and end[0] not in self._ends:  # tokens around texts and calls
+                end = self._special.search(after, end.end())
+        if end is None:
             return None
-        end, ids = self.encode(found[0]), self.encode(after[found.start() :], media, most)
-        between = "" if calls else self._special.sub("", after[: found.start()])
-        if between.strip() or len(end) != 1 or ids[:1] != end or (ended and last != end[0]):
+        written = self.vision.guarded if self.vision else str
+        if not _shows(after[end.end() :], new, written):
             return None
-        return ids[1:] if last == end[0] else ids
+
+        end_ids = self.encode(end[0])
+        ids = self.encode(after[end.start() :], media, most)
+        if len(end_ids) != 1 or ids[:1] != end_ids:
+            return None
+        if has_end and last != end_ids[0]:
+            return None
+        between = self._special.sub("", after[: end.start()]).strip()
+        if between and not calls:
+            return None
+        return ids[1:] if last == end_ids[0] else ids
 
     def parse(
         self, text: str, prompt_ids: Sequence[int], tools: Tools, number: int
     ) -> tuple[Message, str | None]:
-        """Turn ``number``, sampled after ``prompt_ids``, as a message, and why a tool call could not be read.
+        """Return the message of turn ``number``, sampled after ``prompt_ids``, and the error in its calls, or None.
 
-        The message is in OpenAI's form, with reasoning apart and calls with ids of their own.
+        The message is in OpenAI's form, with separate reasoning and an id for each call.
         """
         opened = self.decode(prompt_ids[-16:]).rstrip().endswith(_THINK)
-        thoughts, said = split_reasoning(text, opened)
-        parsed = PARSERS[self.parser](said, tools) if tools else Parsed(said, [])
-        plain = self._structure.sub("", parsed.content).strip()
-        message: Message = {"role": "assistant", "content": plain}
-        if thoughts is not None:
-            message["reasoning_content"] = thoughts
+        reasoning, answer = split_reasoning(text, opened)
+        parsed = PARSERS[self.parser](answer, tools) if tools else Parsed(answer, [])
+
+        content = self._structure.sub("", parsed.content).strip()
+        message: Message = {"role": "assistant", "content": content}
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
         if parsed.calls:
-            message |= {
-                "content": plain or None,
-                "tool_calls": _in_openai_form(parsed.calls, number),
-            }
+            message["content"] = content or None
+            message["tool_calls"] = _in_openai_form(parsed.calls, number)
         return message, parsed.error
 
     def encode(self, text: str, media: Media = (), most: int = sys.maxsize) -> list[int]:
-        """Token ids of a rendered text, which has places for ``media``.
+        """Return the token ids of a rendered text, which has places for ``media``.
 
-        ``TooLong``, before it is tokenized, for a text so long that it must have ``most`` tokens or more.
+        ``TooLong``, without tokenizing, for a text so long that it must have ``most`` tokens or more.
         """
-        if self.bound is not None and (n_tokens := self.bound.least_tokens(text)) >= most:
-            raise TooLong(n_tokens)
+        if self.bound is not None:
+            n_tokens = self.bound.least_tokens(text)
+            if n_tokens >= most:
+                raise TooLong(n_tokens)
+
         if self.vision is not None and self.vision.reads:
             return self.vision.encode(text, media)
         return encode_bare(self.tokenizer, text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens."""
+        """Return the text of tokens, special ones included."""
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def text(self, completion: Completion) -> str:
-        """Text of a completion without the token that ended it: EOS, or a special one that the run stops at."""
+        """Return the text of a completion without its stop token: EOS, or another special one."""
         ids = completion.token_ids
-        ended = ids and (
-            ids[-1] in self.eos_token_ids or self._special.fullmatch(self.decode(ids[-1:]))
-        )
-        return self.decode(
-            ids[:-1] if ended and completion.finish_reason is FinishReason.STOP else ids
-        )
+        if ids and completion.finish_reason is FinishReason.STOP:
+            is_eos = ids[-1] in self.eos_token_ids
+            if is_eos or self._special.fullmatch(self.decode(ids[-1:])):
+                return self.decode(ids[:-1])
+        return self.decode(ids)
 
     @cached_property
     def bound(self) -> TextBound | None:
@@ -202,122 +218,138 @@ class Renderer:
 
     @cached_property
     def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-        """One for long texts, and one for huge ones."""
-        self.encode(
-            ""
-        )  # takes truncation and padding off, which fails while another thread tokenizes
+        """One thread for long texts, and one for huge ones."""
+        # Turns truncation and padding off, which fails while another thread tokenizes.
+        self.encode("")
         return ThreadPoolExecutor(1, "long texts"), ThreadPoolExecutor(1, "huge texts")
 
     @cached_property
     def _ends(self) -> set[str]:
         """Texts of the tokens that end a turn."""
-        return {
-            str(self.tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.eos_token_ids
-        }
+        to_token = self.tokenizer.convert_ids_to_tokens
+        return {str(to_token(token_id)) for token_id in self.eos_token_ids}
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Matches special tokens."""
+        """Pattern of special tokens."""
         return _any_of(self._special_texts)
 
     @cached_property
     def _structure(self) -> re.Pattern[str]:
-        """Matches special tokens that give a chat its form: a message with one would be read as several."""
-        tokenizer, template = self.tokenizer, str(self.tokenizer.chat_template)
-        named = {
+        """Pattern of special tokens that structure a chat: a message with one would be read as several."""
+        tokenizer = self.tokenizer
+        template = str(tokenizer.chat_template)
+        structural = {
             tokenizer.bos_token,
             tokenizer.eos_token,
             tokenizer.pad_token,
             tokenizer.unk_token,
             *self._ends,
         }
-        return _any_of({text for text in self._special_texts if text in named or text in template})
+        in_template = {text for text in self._special_texts if text in template}
+        return _any_of(in_template | (self._special_texts & structural))
 
     @cached_property
     def _special_texts(self) -> set[str]:
         added = self.tokenizer.added_tokens_decoder.values()
-        return (
-            {token.content for token in added if token.special}
-            | {*self.tokenizer.all_special_tokens}
-            | self._ends
-        )
+        special = {token.content for token in added if token.special}
+        return special | {*self.tokenizer.all_special_tokens} | self._ends
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Matches the longest of the texts that are at a place, and nothing without any."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+    """Pattern of the longest of ``texts`` at a place; it matches nothing if there are none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
-    """Reasoning (None without) and the rest; ``opened``: the prompt ends inside of it. Unclosed, all is reasoning."""
+    """Split a text into reasoning (None without) and answer.
+
+    ``opened``: the prompt ends inside of the reasoning. All of a text belongs to reasoning that is not closed.
+    """
     start = text.lstrip()
     if not opened and not start.startswith(_THINK):
         return None, text
-    thoughts, _, said = start.removeprefix(_THINK).partition(_THOUGHT)
-    return thoughts.strip(), said.lstrip("\n")
+    reasoning, _, answer = start.removeprefix(_THINK).partition(_THOUGHT)
+    return reasoning.strip(), answer.lstrip("\n")
 
 
 def _in_openai_form(calls: Sequence[ToolCall], turn: int) -> list[dict[str, Any]]:
-    """Calls with ids of nine letters and digits, as Mistral's templates demand: the model's own if all are such."""
+    """Format calls, with ids of nine letters and digits, as Mistral's templates demand.
+
+    The model's ids are kept if all of them have that form.
+    """
     ids = [call.id for call in calls if re.fullmatch("[A-Za-z0-9]{9}", call.id or "")]
     if len(set(ids)) < len(calls):
         ids = [f"c{turn:05d}{place:03d}" for place in range(len(calls))]
-    texts = [json.dumps(call.arguments, ensure_ascii=False) for call in calls]
-    functions = [
-        {"name": call.name, "arguments": text} for call, text in zip(calls, texts, strict=True)
-    ]
-    return [
-        {"id": i, "type": "function", "function": made}
-        for i, made in zip(ids, functions, strict=True)
-    ]
+
+    formatted = []
+    for call_id, call in zip(ids, calls, strict=True):
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        formatted.append({"id": call_id, "type": "function", "function": function})
+    return formatted
 
 
 def _stand_ins(answer: Message) -> list[Message]:
-    """Answers with the mark as text and in the arguments of calls; with less where the template refuses that much."""
-    marked = json.dumps({"mark": MARK})
-    calls = [
-        {**call, "function": {**call["function"], "arguments": marked}}
-        for call in answer.get("tool_calls") or []
-    ]
-    text = MARK if answer.get("content") else ""
-    tried = [(text, calls), ("", calls[-1:])] if calls else []
+    """Answers with the mark as text and in the arguments of calls.
+
+    The later ones have fewer marks, in case the template refuses the first.
+    """
     plain: Message = {"role": "assistant", "content": MARK}
-    return [*(plain | {"content": text, "tool_calls": its} for text, its in tried), plain]
+    arguments = json.dumps({"mark": MARK})
+    calls = []
+    for call in answer.get("tool_calls") or []:
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    if not calls:
+        return [plain]
+
+    text = MARK if answer.get("content") else ""
+    all_calls = plain | {"content": text, "tool_calls": calls}
+    last_call = plain | {"content": "", "tool_calls": calls[-1:]}
+    return [all_calls, last_call, plain]
 
 
 def _shows(text: str, messages: Sequence[Message], written: Callable[[str], str]) -> bool:
-    """Whether a rendering has the texts of all messages, as they are ``written`` or in JSON."""
-    contents = (message.get("content") for message in messages)
-    parts = [content if isinstance(content, list) else [content or ""] for content in contents]
-    texts = [
-        written(text_of([part])).strip()
-        for content in parts
-        for part in content
-        if not media_kind(part)
-    ]
-    return all(said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text for said in texts)
+    """True if a rendering has the texts of all messages, processed by ``written`` or in JSON."""
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content or ""]
+        for part in parts:
+            if media_kind(part):
+                continue
+            part_text = written(text_of([part])).strip()
+            if part_text not in text and _json_inside(part_text) not in text:
+                return False
+    return True
+
+
+def _json_inside(text: str) -> str:
+    """JSON of a text, without the quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def fingerprints(messages: Sequence[Message], tools: Tools) -> list[int]:
-    """Hashes of the tools and of each message, equal where they say the same.
+    """Hashes of the tools and of each message, equal for equal content.
 
-    Reasoning and keys of a client's own do not count, nor how arguments are written. A text may be one string, a list
-    of parts, or null; an image is its item's key.
+    They leave out reasoning, keys of a client's own, and the format of arguments. A text may be one string, a list of
+    parts, or null; an image counts by its item's key.
     """
-    said = [list(tools), *map(_said, messages)]
-    return [hash(json.dumps(each, sort_keys=True, default=str)) for each in said]
+    contents = [list(tools), *map(_hashed_content, messages)]
+    return [hash(json.dumps(content, sort_keys=True, default=str)) for content in contents]
 
 
-def _said(message: Message) -> list[Any]:
-    role, calls = message["role"], message.get("tool_calls") or []
-    text, images = (
-        text_of(message.get("content")),
-        [media_key(part) for part in media_parts([message])],
-    )
-    named = [
-        (call.get("id"), call["function"]["name"], call["function"]["arguments"]) for call in calls
-    ]
-    said = [
-        [call_id, name, read_arguments(arguments or "{}")] for call_id, name, arguments in named
-    ]
-    return [role, text.strip() if role == "assistant" else text, said, images]
+def _hashed_content(message: Message) -> list[Any]:
+    """Role, text, calls and images of a message."""
+    role = message["role"]
+    text = text_of(message.get("content"))
+    if role == "assistant":
+        text = text.strip()
+
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        arguments = read_arguments(function["arguments"] or "{}")
+        calls.append([call.get("id"), function["name"], arguments])
+    images = [media_key(part) for part in media_parts([message])]
+    return [role, text, calls, images]

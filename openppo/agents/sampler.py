@@ -1,22 +1,18 @@
-"""Sampling of an agent's episodes in place of single responses."""
+"""Sampling of an agent's episodes, in place of single responses."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 
 from openppo import logger
 from openppo.agents.episodes import Agent, Played, failed, play
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
-from openppo.rollout.rollout import (
-    SampleFailed,
-    SampleRequest,
-    SamplerParts,
-    rank_share,
-    sample_seed,
-)
+from openppo.rollout.engine_sampler import rank_share
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SampleFailed, SamplerParts
+from openppo.rollout.seeds import sample_seed
 from openppo.tracking import Metrics, progress_bar
 from openppo.types import Ending, Prompt, SamplingParams, Trajectory
 
@@ -32,57 +28,67 @@ class AgentSampler:
         self.parts = parts
         self.renderer = Renderer(parts.tokenizer, parser, parts.eos_token_ids, vision=parts.vision)
         self.driver = parts.own_driver()
-        self._started = self._has_told_of_both = False
+        self._started = False
+        self._has_warned_of_both = False
 
-    def sample(self, asked: SampleRequest) -> list[Trajectory]:
+    def sample(self, request: SampleRequest) -> list[Trajectory]:
         """Unscored trajectories of this rank's share of prompts, those of one prompt beside each other.
 
-        Episodes that failed are noted and left out, and with them groups of which fewer than two are left; an
-        evaluation keeps them, at reward 0. ``Interrupted`` on all ranks upon a signal.
+        Failed episodes are noted and left out, and with them groups that have fewer than two others; an evaluation
+        keeps them, at reward 0. ``Interrupted`` on all ranks upon a signal.
         """
-        mine, first_group = rank_share(asked.prompts, asked.first_group, self.parts.comm)
-        tasks, metrics = list[Task](), asked.metrics
-        for group, prompt in enumerate(mine, first_group):
-            env_seed = (
-                self.options.eval_seed + group
-                if asked.evaluation
-                else sample_seed(asked.seed, group) % 2**31
-            )
-            first = group * asked.n_samples
-            seeds = [sample_seed(asked.seed, first + sample) for sample in range(asked.n_samples)]
-            tasks += [Task(prompt, each, env_seed, group=group) for each in seeds]
-        engine, ended = self.parts.engine, list[Task]()
-        read = engine.read_tokens
-        reused = engine.reused_tokens
-        waited = self.driver.waited
+        engine = self.parts.engine
+        read_before = engine.read_tokens
+        reused_before = engine.reused_tokens
+        waited_before = self.driver.waited
+        played = self._drive(self._tasks(request), request.params)
+
+        metrics = request.metrics
+        measure(played, metrics)
+        metrics.add("time/engine_idle_s", self.driver.waited - waited_before)
+        n_read = engine.read_tokens - read_before
+        if n_read > 0:
+            metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused_before) / n_read)
+        self._warn(played)
+
+        trajectories: list[Trajectory] = []
+        if request.evaluation:
+            for episode in played:
+                trajectories += episode.trajectories if episode.is_trained else [failed(episode)]
+            return trajectories
+
+        sizes = Counter(episode.group for episode in played if episode.is_trained)
+        for episode in played:
+            if not episode.is_trained:
+                request.note_failed(failed(episode))
+            elif sizes[episode.group] >= min(2, request.n_samples):
+                trajectories += episode.trajectories
+        return trajectories
+
+    def _tasks(self, request: SampleRequest) -> list[Task]:
+        """Tasks of this rank's share of prompts: each prompt is a group of ``n_samples``."""
+        prompts, first_group = rank_share(request.prompts, request.first_group, self.parts.comm)
+        tasks: list[Task] = []
+        for group, prompt in enumerate(prompts, first_group):
+            env_seed = sample_seed(request.seed, group) % 2**31
+            if request.evaluation:
+                env_seed = self.options.eval_seed + group
+
+            first = group * request.n_samples
+            for number in range(first, first + request.n_samples):
+                seed = sample_seed(request.seed, number)
+                tasks.append(Task(prompt, seed, env_seed, group=group))
+        return tasks
+
+    def _drive(self, tasks: Sequence[Task], params: SamplingParams) -> list[Played]:
+        """Drive the engine until all tasks are played, with a bar of ended episodes."""
+        ended: list[Task] = []
         with progress_bar(len(tasks), "episodes", enabled=self.parts.comm.rank == 0) as bar:
             # Each step is a sign of progress: episodes have a time limit of their own.
-            work = self._play_all(tasks, asked.params, ended)
-            played = self.driver.drive(
+            work = self._play_all(tasks, params, ended)
+            return self.driver.drive(
                 work, lambda: bar.update(len(ended) - bar.done), self.parts.leave
             )
-        measure(played, metrics)
-        metrics.add("time/engine_idle_s", self.driver.waited - waited)
-        if (read := engine.read_tokens - read) > 0:
-            metrics.add("agent/prefix_reuse", (engine.reused_tokens - reused) / read)
-        self._warn(played)
-        if asked.evaluation:
-            kept = [
-                each.trajectories if each.episode.ending.is_trained else [failed(each)]
-                for each in played
-            ]
-        else:
-            good = [each for each in played if each.episode.ending.is_trained]
-            sizes = Counter(each.session.task.group for each in good)
-            kept = [
-                each.trajectories
-                for each in good
-                if sizes[each.session.task.group] >= min(2, asked.n_samples)
-            ]
-            for each in played:
-                if not each.episode.ending.is_trained:
-                    asked.note_failed(failed(each))
-        return list(chain.from_iterable(kept))
 
     def close(self) -> None:
         """End the agent and its thread."""
@@ -109,42 +115,41 @@ class AgentSampler:
         group: int,
         metrics: Metrics,
     ) -> list[Trajectory]:
-        """The parts of one episode; ``SampleFailed`` if it is not trained on."""
-        played = await self._play(Task(prompt, seed, env_seed, group=group), self._setup(params))
+        """Play one episode and return its segments; ``SampleFailed`` if it is not trained on."""
+        task = Task(prompt, seed, env_seed, group=group)
+        played = await self._play(task, self._setup(params))
         measure([played], metrics)
-        if not played.episode.ending.is_trained:
+        if not played.is_trained:
             raise SampleFailed(played.episode.failure, failed(played))
         return played.trajectories
 
     async def _play_all(
         self, tasks: Sequence[Task], params: SamplingParams, ended: list[Task]
     ) -> list[Played]:
-        """Play all tasks; those that have come to an end are put into ``ended``."""
+        """Play all tasks, and add each to ``ended`` when it has ended."""
         await self.start()
         setup = self._setup(params)
 
-        async def one(task: Task) -> Played:
+        async def play_one(task: Task) -> Played:
             played = await self._play(task, setup)
             ended.append(task)
             return played
 
-        return await asyncio.gather(*map(one, tasks))
+        return await asyncio.gather(*map(play_one, tasks))
 
     async def _play(self, task: Task, setup: SessionSetup) -> Played:
         played = await play(self.agent, task, setup, needs_reward=not self.parts.has_rewards)
-        self._tell_of_both(played)
+        self._warn_of_both(played)
         return played
 
-    def _tell_of_both(self, played: Played) -> None:
+    def _warn_of_both(self, played: Played) -> None:
         """Warn once, on one rank, that rewards of tools are added to those of other sources."""
-        are_added = played.episode.tool_rewards and played.session.counts["rewarded_turns"] > 0
-        if (
-            not (are_added and self.parts.has_rewards)
-            or self._has_told_of_both
-            or self.parts.comm.rank > 0
-        ):
+        if self._has_warned_of_both or not self.parts.has_rewards or self.parts.comm.rank > 0:
             return
-        self._has_told_of_both = True
+        if not played.episode.tool_rewards or played.session.counts["rewarded_turns"] == 0:
+            return
+
+        self._has_warned_of_both = True
         logger.warning(
             "rewards of tools (%s) are added to those of reward functions and other sources: both count. With "
             "--tool_rewards none functions only see them, as tool_rewards.",
@@ -152,27 +157,35 @@ class AgentSampler:
         )
 
     def _setup(self, params: SamplingParams) -> SessionSetup:
-        limits = (
-            self.options,
-            self.options.episode_max_len or self.parts.longest,
-            self.parts.context,
-        )
         return SessionSetup(
-            self.renderer, self.driver.generate, params, *limits, lambda: self.driver.stood
+            self.renderer,
+            self.driver.generate,
+            params,
+            options=self.options,
+            longest=self.options.episode_max_len or self.parts.longest,
+            context=self.parts.context,
+            stood=lambda: self.driver.stood,
         )
 
     def _warn(self, played: Sequence[Played]) -> None:
-        if differ := [
-            each.episode.error for each in played if each.session.counts["rerender_mismatch"]
-        ]:
-            how = "are rendered otherwise than they were recorded; the first"
+        """Warn of conversations with other tokens than their rendering, and of failed episodes."""
+        differing = [each for each in played if each.session.counts["rerender_mismatch"]]
+        if differing:
             logger.warning(
-                "%d of %d conversations %s: %s", len(differ), len(played), how, differ[0]
+                "%d of %d conversations are rendered otherwise than they were recorded; the first: %s",
+                len(differing),
+                len(played),
+                differing[0].episode.error,
             )
-        lost = [each.episode for each in played if not each.episode.ending.is_trained]
+
+        lost = [each for each in played if not each.is_trained]
         if lost:
-            what = "%d of %d episodes failed and are not trained on; the first: %s"
-            logger.warning(what, len(lost), len(played), lost[0].failure)
+            logger.warning(
+                "%d of %d episodes failed and are not trained on; the first: %s",
+                len(lost),
+                len(played),
+                lost[0].episode.failure,
+            )
 
 
 _ALWAYS = ("tool_calls", "tool_errors", "malformed_calls", "bridged_turns", "rerendered_turns")
@@ -180,16 +193,19 @@ _ALWAYS = ("tool_calls", "tool_errors", "malformed_calls", "bridged_turns", "rer
 
 
 def measure(played: Sequence[Played], metrics: Metrics) -> None:
-    """Metrics of episodes: the share of each ending, and what their turns were like."""
+    """Add metrics of episodes: the fraction of each ending, and numbers of their turns."""
     for each in played:
+        episode = each.episode
+        session = each.session
         for ending in Ending:
-            metrics.add(f"agent/{ending.value}", each.episode.ending is ending)
-        metrics.add("agent/turns", each.episode.n_turns)
-        for turn in each.session.turns:
+            metrics.add(f"agent/{ending.value}", episode.ending is ending)
+        metrics.add("agent/turns", episode.n_turns)
+        for turn in session.turns:
             metrics.add("agent/tokens_per_turn", len(turn.completion.token_ids))
-        counts = dict.fromkeys(_ALWAYS, 0) | each.session.counts
-        counts["tool_calls"] += sum(len(turn.tool_calls) for turn in each.session.turns)
-        for name, value in {**counts, **each.session.metrics}.items():
+
+        counts = dict.fromkeys(_ALWAYS, 0) | session.counts
+        counts["tool_calls"] += sum(len(turn.tool_calls) for turn in session.turns)
+        for name, value in {**counts, **session.metrics}.items():
             metrics.add(f"agent/{name}", value)
-        for name, rewards in each.episode.tool_rewards.items():
+        for name, rewards in episode.tool_rewards.items():
             metrics.add(f"agent/tool_rewards/{name}", sum(rewards))

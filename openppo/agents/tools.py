@@ -1,4 +1,4 @@
-"""Tools that a model may call: classes and functions of a user's file, or verl's YAML."""
+"""Tools for a model: classes and functions of a user's file, or verl's YAML."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ JSONType = Literal["string", "number", "integer", "boolean", "object", "array", 
 
 
 class JSONSchema(BaseModel, extra="allow"):
-    """A JSON schema, of a parameter or of all."""
+    """JSON schema of one parameter or of all."""
 
     type: JSONType | list[JSONType] | None = None
     properties: "dict[str, JSONSchema] | None" = None
@@ -33,7 +33,7 @@ class JSONSchema(BaseModel, extra="allow"):
 
 
 class OpenAIFunctionSchema(BaseModel, extra="allow"):
-    """A function."""
+    """A function in OpenAI's form."""
 
     name: str
     description: str = ""
@@ -41,18 +41,17 @@ class OpenAIFunctionSchema(BaseModel, extra="allow"):
 
 
 class OpenAIFunctionToolSchema(BaseModel, extra="allow"):
-    """A tool in OpenAI's form; keys that are not named here are kept."""
+    """A tool in OpenAI's form; other keys are kept."""
 
     type: Literal["function"] = "function"
     function: OpenAIFunctionSchema
 
     def offered(self) -> dict[str, Any]:
-        """What the chat template gets: all that was given, with a description and parameters in any case."""
-        least = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
-        return {
-            "type": "function",
-            "function": least | self.function.model_dump(exclude_unset=True),
-        }
+        """Return the tool for a chat template, with its fields and always a description and parameters."""
+        no_parameters = {"type": "object", "properties": {}}
+        defaults = {"name": "", "description": "", "parameters": no_parameters}
+        function = defaults | self.function.model_dump(exclude_unset=True)
+        return {"type": "function", "function": function}
 
 
 class ToolResponse(BaseModel):
@@ -70,13 +69,12 @@ class BaseTool:
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
     ) -> None:
         self.config = config
-        self.tool_schema = OpenAIFunctionToolSchema.model_validate(
-            tool_schema or self.get_openai_tool_schema()
-        )
+        schema = tool_schema or self.get_openai_tool_schema()
+        self.tool_schema = OpenAIFunctionToolSchema.model_validate(schema)
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema of a tool that is made without one."""
+        """Return the schema of a tool that is made without one."""
         if not hasattr(self, "tool_schema"):
             raise ValueError(
                 f"{type(self).__name__}: no schema. Override get_openai_tool_schema(), or put it in YAML."
@@ -84,26 +82,29 @@ class BaseTool:
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Begin an episode with the row's create_kwargs; an id, or that and a ``ToolResponse`` for the prompt."""
+        """Begin an episode with the row's create_kwargs; return the instance's id.
+
+        A ``ToolResponse`` for the prompt may follow it.
+        """
         return instance_id or uuid4().hex
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Answer a call: a text, a dict with "text" or a ``ToolResponse``; a reward and a dict may follow.
+        """Answer a call with a text, a dict with "text" or a ``ToolResponse``.
 
-        ``parameters`` annotated as ``str`` are JSON text.
+        A reward and a dict of metrics may follow. ``parameters`` annotated as ``str`` are JSON text.
         """
         raise NotImplementedError
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
-        """The reward of the whole episode, asked for once at its end; None: it has none."""
+        """Return the reward of the whole episode, or None; called once at its end."""
         return None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """End an episode, whatever ended it."""
+        """Clean up after an episode, for whatever reason it ended."""
 
 
 def rollout_trace_op(function: F) -> F:
-    """Mark a method that verl would trace; it stays as it is."""
+    """Return ``function`` unchanged; verl would trace it."""
     return function
 
 
@@ -114,7 +115,7 @@ def tool(function: F) -> F:
 
 
 class FunctionTool(BaseTool):
-    """A marked function. What it returns is given in JSON unless it is a text."""
+    """A marked function. Its results become JSON unless they are texts."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         schema = get_json_schema(function)
@@ -125,52 +126,54 @@ class FunctionTool(BaseTool):
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         """Call the function."""
         result = await call(self.function, **parameters, **kwargs)
-        return (
-            result
-            if isinstance(result, str | ToolResponse)
-            else json.dumps(result, ensure_ascii=False, default=str)
-        )
+        if isinstance(result, str | ToolResponse):
+            return result
+        return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def load_tools(location: str) -> list[BaseTool]:
-    """Tools of a Python file, or of verl's YAML file. ``ValueError`` says what of them cannot be used."""
-    file, where = Path(location).expanduser(), f"--tools {location}"
+    """Load the tools of a Python file, or of verl's YAML file; ``ValueError`` for one that cannot be used."""
+    file = Path(location).expanduser()
+    where = f"--tools {location}"
     with leaving_no_trace(where):
-        makers = _of_module(file, where) if file.suffix == ".py" else _of_yaml(file, where)
+        load_makers = _module_makers if file.suffix == ".py" else _yaml_makers
+        makers = load_makers(file, where)
         try:
             tools = [make() for make in makers]
         except (ValueError, DocstringParsingException, TypeHintParsingException) as error:
-            raise ValueError(f"{where}: {_first(error)}") from error
+            raise ValueError(f"{where}: {_one_line(error)}") from error
+
     if not tools:
         raise ValueError(
             f"{where}: it has no tools. Write a subclass of BaseTool, or mark a function with @tool."
         )
     names = [tool.name for tool in tools]
-    if twice := sorted(name for name in names if names.count(name) > 1):
+    duplicates = sorted(name for name in names if names.count(name) > 1)
+    if duplicates:
         raise ValueError(
-            f"{where}: two tools are named {twice[0]!r}. Give one of them another name."
+            f"{where}: two tools are named {duplicates[0]!r}. Give one of them another name."
         )
     return tools
 
 
-def _of_module(file: Path, where: str) -> list[Callable[[], BaseTool]]:
-    """Marked functions, and classes that are written in the file; names that begin with _ are no tools."""
+def _module_makers(file: Path, where: str) -> list[Callable[[], BaseTool]]:
+    """Makers of a file's classes, then of its marked functions, without names that begin with _."""
     module = load_module(file, where)
     public = [value for name, value in vars(module).items() if not name.startswith("_")]
-    classes = [
-        v
-        for v in public
-        if isinstance(v, type) and issubclass(v, BaseTool) and v.__module__ == module.__name__
-    ]
-    functions = [value for value in public if hasattr(value, "is_tool")]
-    return [
-        *(partial(own, {}, None) for own in classes),
-        *(partial(FunctionTool, marked) for marked in functions),
-    ]
+
+    makers: list[Callable[[], BaseTool]] = []
+    for value in public:
+        is_class = isinstance(value, type) and issubclass(value, BaseTool)
+        if is_class and value.__module__ == module.__name__:
+            makers.append(partial(value, {}, None))
+    for value in public:
+        if hasattr(value, "is_tool"):
+            makers.append(partial(FunctionTool, value))
+    return makers
 
 
 def _imported(class_name: str) -> Any:
-    """What ``module.Class`` names."""
+    """Import ``module.Class``."""
     module, _, name = class_name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -189,28 +192,29 @@ class _Entry(BaseModel, extra="forbid"):
     tool_schema: OpenAIFunctionToolSchema | None = None
 
 
-def _of_yaml(file: Path, where: str) -> list[Callable[[], BaseTool]]:
-    """Classes of ``tools: [{class_name, config, tool_schema}]``; their modules may lie beside the file."""
-    sys.path.append(str(file.resolve().parent))  # at its end, where it hides nothing
-    form = TypeAdapter(dict[Literal["tools"], list[_Entry]])
+def _yaml_makers(file: Path, where: str) -> list[Callable[[], BaseTool]]:
+    """Makers of ``tools: [{class_name, config, tool_schema}]``; modules may lie beside the file."""
+    sys.path.append(str(file.resolve().parent))  # at the end, where it hides nothing
+    schema = TypeAdapter(dict[Literal["tools"], list[_Entry]])
     try:
-        entries = form.validate_python(yaml.safe_load(file.read_text(encoding="utf-8"))).get(
-            "tools", []
-        )
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        entries = schema.validate_python(content).get("tools", [])
     except (OSError, yaml.YAMLError, ValueError) as error:
-        form_of_file = "a list 'tools:' of class_name (of an openppo.agents.tools.BaseTool), config and tool_schema"
-        problem = _first(error)
-        raise ValueError(
-            f"{where}: {problem}{'' if problem[-1] == '.' else f'. Write {form_of_file}.'}"
-        ) from error
+        problem = _one_line(error)
+        remedy = ". Write a list 'tools:' of class_name (of an openppo.agents.tools.BaseTool), config and tool_schema."
+        if problem[-1] == ".":
+            remedy = ""
+        raise ValueError(f"{where}: {problem}{remedy}") from error
     return [partial(entry.class_name, entry.config or {}, entry.tool_schema) for entry in entries]
 
 
-def _first(error: Exception) -> str:
-    """An error in one line; of a schema its first."""
+def _one_line(error: Exception) -> str:
+    """Return an error in one line, and only the first of a schema."""
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
+
     first = error.errors()[0]
-    if first["type"] == "value_error":  # of a function of ours
-        return f"{'.'.join(map(str, first['loc']))}: {first['ctx']['error']}"
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.60}"
+    place = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error":  # from a function of ours
+        return f"{place}: {first['ctx']['error']}"
+    return f"{place}: {first['msg']}, got {first['input']!r:.60}"

@@ -114,7 +114,7 @@ def _run(config: Options, build: str) -> None:
     with Watchdog(limits, current, flat_dict(config), how_to_resume=how_to_resume) as watchdog:
         try:
             with phase("loading"):
-                from openppo.trainer.startup import quiet_libraries  # seconds of imports
+                from openppo.trainer.quiet import quiet_libraries  # seconds of imports
 
                 quiet_libraries()
                 job = pkgutil.resolve_name(build)(config)

@@ -11,14 +11,10 @@ from torch import Tensor
 from openppo.config import RewardShapingConfig
 from openppo.models.argument_order import check_tensor
 from openppo.rewards import Scorer, start_scoring
+from openppo.rollout.episodes import by_episode, episode_numbers, episode_reward
 from openppo.rollout.failures import NothingTrainedError
-from openppo.rollout.rollout import (
-    Rollout,
-    by_episode,
-    episode_numbers,
-    episode_reward,
-    write_scores,
-)
+from openppo.rollout.rollout import Rollout
+from openppo.rollout.scores import write_scores
 from openppo.tracking import Metrics
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, StopCheck, Trajectory

@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import RewardConfig, RowsConfig
 from openppo.datasets import StepEncoder, single_token_id
+from openppo.datasets.image_families import check_images
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.datasets.templates import text_of
-from openppo.media import check_images, placeholders
 from openppo.models.actor import Actor
 from openppo.models.batching import MicroBatchSize
 from openppo.models.loading import model_error_context
@@ -26,6 +26,7 @@ from openppo.models.pretrained import (
     pad_token_id,
 )
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
+from openppo.models.vision_models import placeholders
 from openppo.rewards.function import FunctionScorer, RewardFunction
 from openppo.rewards.http import RemoteScorer
 from openppo.rewards.model import (

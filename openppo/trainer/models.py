@@ -12,18 +12,14 @@ from openppo.models.prefixes import share_where_exact
 from openppo.models.sampled_ids import SampledIds
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.trainer.components import (
-    has_groups,
-    load_actor,
-    load_critic,
-)
+from openppo.trainer.batch_plan import BatchPlan
 from openppo.trainer.objects import OwnObjects, Role
-from openppo.trainer.roles import critic_lora, critic_start
-from openppo.trainer.summary import BatchPlan
+from openppo.trainer.roles import critic_lora, critic_start, load_actor, load_critic
+from openppo.trainer.sharing import has_groups
 
 
 class Models(NamedTuple):
-    """Prepared models by role."""
+    """Prepared models by role; those that the run does not have are None."""
 
     actor: Any
     critic: Any
@@ -33,7 +29,7 @@ class Models(NamedTuple):
 def load_models(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
-    own: OwnObjects,
+    objects: OwnObjects,
     plan: BatchPlan,
     ids_of: Callable[..., SampledIds],
 ) -> Models:
@@ -41,8 +37,11 @@ def load_models(
 
     ``ids_of`` returns the ids that the actor can sample, by the number of a model's logits.
     """
-    prepared = partial(_prepared, config=config, strategy=strategy, own=own, ids_of=ids_of)
-    critic = None if critic_start(config) is None else prepared("critic", plan.optimizer_steps())
+    prepared = partial(_prepared, config=config, strategy=strategy, objects=objects, ids_of=ids_of)
+
+    critic = None
+    if critic_start(config) is not None:
+        critic = prepared("critic", plan.optimizer_steps())
     actor = prepared("actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     return Models(actor, critic, _reference(config, actor, prepared))
 
@@ -53,41 +52,58 @@ def _prepared(
     *,
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
-    own: OwnObjects,
+    objects: OwnObjects,
     ids_of: Callable[[int], SampledIds],
 ) -> Any:
-    """The model of ``role``, given or loaded, wrapped for training or as a frozen one; it packs rows where exact.
+    """Take or load the model of ``role``, and wrap it for training, or frozen as the reference.
 
+    It is trained for ``n_steps`` optimizer steps. It packs rows, and shares their beginnings, if that is exact.
     ``ids_of`` returns the ids that the actor can sample, by the number of the model's logits.
     """
-    lora = {"actor": config.lora, "critic": critic_lora(config), "reference": LoRAConfig()}[role]
-    module = own.module(role, config.generation.temperature, lora)
+    module = objects.module(role, config.generation.temperature, _adapters(config, role))
     if module is None:
         with strategy.loading():
-            module = (
-                load_critic(config)
-                if role == "critic"
-                else load_actor(config, reference=role == "reference")
-            )
+            module = _load(config, role)
     freeze_vision(module, config.model.freeze_vision_tower, config.model.freeze_connector)
+
+    model: Any
     if role == "reference":
-        model: Any = strategy.prepare_frozen(module)
-    else:
-        rate = (
-            config.ppo.actor_learning_rate if role == "actor" else config.ppo.critic_learning_rate
-        )
+        model = strategy.prepare_frozen(module)
+    elif role == "actor":
+        rate = config.ppo.actor_learning_rate
         model = strategy.prepare(module, config.adam, rate, total_steps=n_steps)
+    else:
+        rate = config.ppo.critic_learning_rate
+        model = strategy.prepare(module, config.adam, rate, total_steps=n_steps)
+
     with strategy.uncompiled():
         pack_where_exact(module, model, strategy.device, name=role)
         if has_groups(config):
             share_where_exact(module, model, strategy.device, name=role)
-    if role != "critic":  # after probes of tiny rows, which may be of any ids
+
+    if role != "critic":  # after the probes above, whose tiny rows may be of any ids
         module.sampled_ids = ids_of(module.model.config.get_text_config().vocab_size)
     return model
 
 
+def _adapters(config: TrainPPOConfig, role: Role) -> LoRAConfig:
+    """Adapters of the model of ``role``."""
+    if role == "actor":
+        return config.lora
+    if role == "critic":
+        return critic_lora(config)
+    return LoRAConfig()
+
+
+def _load(config: TrainPPOConfig, role: Role) -> Any:
+    """Load the model of ``role`` by its name."""
+    if role == "critic":
+        return load_critic(config)
+    return load_actor(config, reference=role == "reference")
+
+
 def _reference(config: TrainPPOConfig, actor: TrainableModel, prepared: Callable[..., Any]) -> Any:
-    """None without a KL penalty; of a policy with adapters that policy without them."""
+    """Reference of the KL penalty, None without it; with adapters the actor itself, adapters off."""
     if config.kl.init_kl_coef == 0:
         return None
     shares_weights = config.lora.lora_rank > 0 and config.model.ref_pretrain is None

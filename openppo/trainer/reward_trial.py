@@ -1,4 +1,4 @@
-"""Three rows of data, scored before any model is loaded: what --dry_run shows of the sources of rewards."""
+"""Rewards of three rows of data, which --dry_run shows before any model is loaded."""
 
 from collections.abc import Sequence
 
@@ -8,20 +8,26 @@ from openppo.rewards.scoring import Scorer
 from openppo.tracking.console import escape_control, table_lines
 from openppo.types import FinishReason, Prompt, Score, Trajectory
 
-_ROWS, _LONGEST = 3, 240
+_ROWS = 3
+_LONGEST = 240  # characters of a text
 _TITLE = "rewards of the first rows; the response is the label, empty without one"
 
 
 def trial_lines(
     scorer: Scorer, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Score the labels of the first ``prompts`` as responses; returns prompts, responses and rewards for the log."""
-    samples = [_labelled(prompt, tokenizer, group) for group, prompt in enumerate(prompts[:_ROWS])]
+    """Score the labels of the first ``prompts`` as responses; return lines for the log."""
+    samples = []
+    for group, prompt in enumerate(prompts[:_ROWS]):
+        samples.append(_labelled(prompt, tokenizer, group))
+
     lines = [_TITLE, ""]
     for sample, score in zip(samples, scorer.score(samples), strict=True):
+        prompt_text = escape_control(sample.prompt.text, _LONGEST, keep="end")
+        response = escape_control(_response(sample.prompt), _LONGEST)
         facts = [
-            ("prompt", escape_control(sample.prompt.text, _LONGEST, keep="end")),
-            ("response", escape_control(_response(sample.prompt), _LONGEST)),
+            ("prompt", prompt_text),
+            ("response", response),
             ("earned", escape_control(_described(score))),
         ]
         lines += [*table_lines(facts), ""]
@@ -29,7 +35,7 @@ def trial_lines(
 
 
 def _labelled(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, group: int) -> Trajectory:
-    """A sample whose response is the label of its prompt, ended with EOS."""
+    """Sample whose response is the label of its prompt, ended with EOS."""
     response = tokenizer.encode(_response(prompt), add_special_tokens=False)
     if tokenizer.eos_token_id is not None:
         response = [*response, tokenizer.eos_token_id]
@@ -46,11 +52,12 @@ def _labelled(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, group: int) ->
 
 
 def _response(prompt: Prompt) -> str:
+    """Label of a prompt as text."""
     return "" if prompt.label is None else str(prompt.label)
 
 
 def _described(score: Score) -> str:
-    """Rewards by name, the sum of those of tokens, and why a source failed."""
+    """Rewards by name, the sum of token rewards, and the reason if a source failed."""
     parts = [f"{name} {reward:.4g}" for name, reward in score.rewards.items()]
     if score.token_rewards is not None:
         parts.append(f"tokens {sum(score.token_rewards):.4g}")

@@ -1,126 +1,75 @@
-"""Models of a PPO run by role: from where they start, with which adapters, and whether they fit together."""
+"""Models of a PPO run by role: start, adapters, and loading by name."""
 
 from dataclasses import replace
 
-import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
 from openppo.config import LoRAConfig, TrainPPOConfig
-from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.experience.estimators import ESTIMATORS
-from openppo.models.loading import load_options
-from openppo.models.pretrained import check_model
-from openppo.models.size import check_cache
-from openppo.rewards.build import own_tokenizer
-from openppo.rollout.decode_graphs import choose_recorder
-from openppo.rollout.vllm_engine import check_vllm
-from openppo.strategy.comm import InferenceStrategy, collective
-from openppo.trainer.objects import NOTHING, OwnObjects
-from openppo.trainer.startup import (
-    load_policy_tokenizer,
-)
-
-
-def check_models(
-    config: TrainPPOConfig,
-    strategy: InferenceStrategy,
-    samples: bool = True,
-    own: OwnObjects = NOTHING,
-) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Check what needs neither data nor weights; tokenizer and config of the actor, which ``own`` may hold.
-
-    Only a run that ``samples`` needs an engine.
-    """
-    model = config.model
-    estimator = config.advantage.advantage_estimator
-    trust = config.model.trust_remote_code
-    given, without = given_options(config), f"--advantage_estimator {estimator} has none"
-    for name, declared in (
-        declared_options(TrainPPOConfig).items() if critic_start(config) is None else ()
-    ):
-        if rules_of(declared).of_critic and given[name] != declared.default:
-            raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
-    actor_config = own.configs.get("--pretrain") or collective(
-        strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust)
-    )
-    load_options(
-        config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit
-    )  # what they need is installed
-    if samples and config.generation.cuda_graphs == "on":
-        elsewhere = config.run.dry_run  # which may be about another machine
-        choose_recorder("on", actor_config, torch.device("cuda") if elsewhere else strategy.device)
-    if samples and config.generation.rollout_engine == "vllm":
-        collective(strategy.comm, check_vllm)
-    elif samples:
-        check_cache(actor_config)
-    tokenizer = own.tokenizer or load_policy_tokenizer(model.pretrain, trust, config.data)
-    own.check_vocabularies(tokenizer, actor_config)
-    others = [(flag, name) for flag, name in other_models(config) if flag not in own.configs]
-    if own.actor is not None and _start_from_pretrain(config):
-        others.append(("--pretrain", model.pretrain))
-    for flag, name in others:
-        check_model(name, flag, trust)
-        if (
-            own_tokenizer(flag, name, actor_config, tokenizer=tokenizer, trust_remote_code=trust)
-            is not None
-        ):
-            role = "a reference" if flag == "--ref_pretrain" else "a critic"
-            own_flag = flag != "--reward_pretrain"
-            other = (
-                "use one of the same family" if own_flag else "name another with --critic_pretrain"
-            )
-            raise ValueError(
-                f"{flag} {name} has another vocabulary than --pretrain {model.pretrain}, and as {role} it would read "
-                f"token ids that are not its own: {other}."
-            )
-    return tokenizer, actor_config
+from openppo.models.actor import Actor
+from openppo.models.loading import model_error_context
+from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 
 
 def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
-    """Flag and name of the model that the critic starts from; None for an estimator without one."""
+    """Flag and name of the model that the critic starts from; None without a critic."""
     if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
         return None
-    model = config.model
-    named = {
-        "--critic_pretrain": model.critic_pretrain,
-        "--reward_pretrain": config.rewards.reward_pretrain,
-    }
-    return next(
-        ((flag, name) for flag, name in named.items() if name), ("--pretrain", model.pretrain)
-    )
-
-
-def loading(config: TrainPPOConfig) -> dict[str, bool]:
-    """How models of the run are loaded."""
-    model = config.model
-    options = {"flash_attn": model.flash_attn, "trust_remote_code": model.trust_remote_code}
-    return options | {"bf16": config.deepspeed.bf16}
-
-
-def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
-    """The critic's adapters, if it has any."""
-    rank = (
-        config.lora.lora_rank
-        if config.model.critic_lora_rank is None
-        else config.model.critic_lora_rank
-    )
-    return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
-
-
-def _start_from_pretrain(config: TrainPPOConfig) -> bool:
-    """Whether critic or reference are read from ``--pretrain``."""
-    has_reference = (
-        config.kl.init_kl_coef > 0
-        and config.model.ref_pretrain is None
-        and config.lora.lora_rank == 0
-    )
-    return has_reference or (critic_start(config) or ("", ""))[0] == "--pretrain"
+    if config.model.critic_pretrain:
+        return "--critic_pretrain", config.model.critic_pretrain
+    if config.rewards.reward_pretrain:
+        return "--reward_pretrain", config.rewards.reward_pretrain
+    return "--pretrain", config.model.pretrain
 
 
 def other_models(config: TrainPPOConfig) -> list[tuple[str, str]]:
-    """Flag and name of what critic and reference start from, where it is not the actor's model."""
-    starts = [
-        critic_start(config) or ("--pretrain", ""),
-        ("--ref_pretrain", config.model.ref_pretrain),
-    ]
-    return [(flag, name) for flag, name in starts if flag != "--pretrain" and name is not None]
+    """Flag and name of each model, other than the actor's, that critic and reference start from."""
+    others = []
+    start = critic_start(config)
+    if start is not None and start[0] != "--pretrain":
+        others.append(start)
+    if config.model.ref_pretrain is not None:
+        others.append(("--ref_pretrain", config.model.ref_pretrain))
+    return others
+
+
+def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
+    """Adapters of the critic; rank 0 is none."""
+    rank = config.model.critic_lora_rank
+    if rank is None:
+        rank = config.lora.lora_rank
+    return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+
+
+def loading(config: TrainPPOConfig) -> dict[str, bool]:
+    """Options with which all models of the run are loaded."""
+    return {
+        "flash_attn": config.model.flash_attn,
+        "trust_remote_code": config.model.trust_remote_code,
+        "bf16": config.deepspeed.bf16,
+    }
+
+
+def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
+    """Load the policy before training, or a ``reference`` with weights of its own."""
+    role = "reference" if reference else "actor"
+    flag = "--pretrain"
+    name = config.model.pretrain
+    if reference and config.model.ref_pretrain is not None:
+        flag = "--ref_pretrain"
+        name = config.model.ref_pretrain
+
+    lora = {} if reference else vars(config.lora)
+    with model_error_context(flag, name, role):
+        return Actor(name, temperature=config.generation.temperature, **loading(config), **lora)
+
+
+def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
+    """Load the critic before training."""
+    start = critic_start(config)
+    assert start is not None, "the estimator has a critic"
+    flag, name = start
+    adapters = vars(critic_lora(config))
+    prefix = config.model.value_head_prefix
+    with model_error_context(flag, name, "critic"):
+        return get_llm_for_sequence_regression(
+            name, "critic", value_head_prefix=prefix, **loading(config), **adapters
+        )

@@ -1,8 +1,6 @@
-"""What a run logs at its start: versions, models, and the arithmetic of its batches."""
+"""Log of a run at its start: versions, models, and the arithmetic of its batches."""
 
-import itertools
 import platform
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -17,72 +15,15 @@ from openppo.strategy.compilation import has_compiled_layers
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.fused_kernels import fused_in
 from openppo.tracking.console import log_lines, table_lines
+from openppo.trainer.batch_plan import BatchPlan
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.roles import critic_start
 from openppo.trainer.supervised.loop import SupervisedTrainer
-from openppo.types import RolloutSource
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "uint8": "4 bit"}
+
 Facts = list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Global steps of a run; with ``--dynamic_sampling`` an upper bound."""
-
-    config: TrainPPOConfig
-    n_ranks: int
-    steps: list[
-        int
-    ]  # prompts of each step of one episode, all of full batches except perhaps the last
-    episodes: int
-
-    @property
-    def n_steps(self) -> int:
-        """Global steps, of which ``--max_steps`` may leave out the last."""
-        n_steps, most = self.episodes * len(self.steps), self.config.ppo.max_steps
-        return n_steps if most is None else min(n_steps, most)
-
-    def n_samples(self, n_prompts: int) -> int:
-        """Responses to so many prompts that are trained on, over all ranks."""
-        ppo, n_ranks = self.config.ppo, self.n_ranks
-        bounds = [
-            rank * n_prompts // n_ranks for rank in range(n_ranks + 1)
-        ]  # as prompts are dealt out
-        on_ranks = [
-            (end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)
-        ]
-        return sum(min(on_rank, ppo.buffer_limit or on_rank) for on_rank in on_ranks)
-
-    def mini_batches(self, n_prompts: int) -> int:
-        """Optimizer steps of actor and critic in each epoch on so many prompts."""
-        return -(-self.n_samples(n_prompts) // self.config.batch.train_batch_size)
-
-    def optimizer_steps(self, without: int = 0) -> int:
-        """Optimizer steps after the first ``without`` global steps."""
-        steps = (self.steps * self.episodes)[without : self.n_steps]
-        return sum(map(self.mini_batches, steps)) * self.config.batch.max_epochs
-
-
-def batch_plan(
-    config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None
-) -> BatchPlan:
-    """Plan for ``n_prompts`` prompts, or full batches of a ``source`` or environment that says how many."""
-    full, has_no_end = (
-        config.prompts_per_step,
-        config.agents.environment is not None and not config.data.prompt_data,
-    )
-    if source is not None or has_no_end:
-        steps = None if source is None else source.steps
-        if not (n_steps := config.ppo.max_steps if steps is None else steps):
-            raise ValueError(
-                "--max_steps is missing: the source of trajectories does not say how many steps it has."
-            )
-        return BatchPlan(config, n_ranks, [full] * n_steps, episodes=1)
-    rest = [n_prompts % full] if n_prompts % full else []
-    return BatchPlan(
-        config, n_ranks, [full] * (n_prompts // full) + rest, episodes=config.ppo.num_episodes
-    )
+"""Rows of a table: a name, empty in continued rows, and a text."""
 
 
 def model_role(
@@ -93,18 +34,28 @@ def model_role(
     Parameters are counted for the whole model.
     """
     parameters: list[Any] = list(module.parameters())
-    trained = sum(n_elements(p) for p in parameters if p.requires_grad)
-    frozen = sum(map(n_elements, parameters)) - trained
-    stage = strategy.zero_stage if is_trained or strategy.zero_stage == 3 else 0
-    n_ranks, device = strategy.comm.world_size, strategy.device.type
-    device = device if n_ranks == 1 else f"{n_ranks} x {device}"
-    counts = [f"{n:,} {state}" for n, state in ((trained, "trained"), (frozen, "frozen")) if n > 0]
+    n_trained = sum(n_elements(p) for p in parameters if p.requires_grad)
+    n_frozen = sum(map(n_elements, parameters)) - n_trained
+    facts = []
+    if n_trained > 0:
+        facts.append(f"{n_trained:,} trained")
+    if n_frozen > 0:
+        facts.append(f"{n_frozen:,} frozen")
+
     names = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)
     dtype = ", ".join(_DTYPES.get(name, name) for name in names)
     if is_trained and strategy.config.bf16:
         dtype += " + fp32 master"
-    facts = [*counts, dtype, device, f"ZeRO-{stage}" if stage > 0 else "whole"]
-    if kernels := fused_in(module):
+    facts.append(dtype)
+
+    n_ranks = strategy.comm.world_size
+    device = strategy.device.type
+    facts.append(device if n_ranks == 1 else f"{n_ranks} x {device}")
+    stage = strategy.zero_stage if is_trained or strategy.zero_stage == 3 else 0
+    facts.append(f"ZeRO-{stage}" if stage > 0 else "whole")
+
+    kernels = fused_in(module)
+    if kernels:
         facts.append(f"fused {', '.join(kernels)}")
     if is_trained and has_compiled_layers(module):
         facts.append("layers compiled")
@@ -113,133 +64,174 @@ def model_role(
 
 def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: BatchPlan) -> None:
     """Log models and batch arithmetic of a train_ppo run, on rank 0."""
-    strategy = components.strategy
-    pretrain = config.model.pretrain
-    rewards = config.rewards
-    if not strategy.is_main:
+    if not components.strategy.is_main:
         return
-    roles = model_role(
-        "actor", pretrain, components.actor.module, strategy=strategy, is_trained=True
-    )
-    if components.critic is not None and (start := critic_start(config)) is not None:
-        roles += model_role(
-            "critic", start[1], components.critic.module, strategy=strategy, is_trained=True
-        )
-    reference = components.maker.reference
-    if isinstance(reference, AdapterOffReference):
-        roles.append(("reference", "the actor, its adapters off"))
-    elif reference is not None:
-        name = config.model.ref_pretrain or pretrain
-        roles += model_role("reference", name, reference, strategy=strategy, is_trained=False)
+    roles = _trained_roles(config, components)
+    roles += _reference_role(config, components)
     if components.scorer is not None:
-        others = (
-            rewards.reward_fn,
-            mask_credentials(rewards.remote_rm_url or ""),
-            " ".join(rewards.verifiable_reward),
-        )
-        roles += [("reward", source) for source in others if source]
-        for scorer in getattr(components.scorer, "scorers", [components.scorer]):
-            if isinstance(scorer, ModelScorer | ProcessScorer):
-                source = (
-                    rewards.reward_pretrain
-                    if isinstance(scorer, ModelScorer)
-                    else rewards.prm_pretrain
-                )
-                roles += model_role(
-                    "reward", source or "", scorer.model, strategy=strategy, is_trained=False
-                )
-    if (ids := components.maker.hooks.sampled_ids).left_out:
+        roles += _reward_roles(config, components)
+
+    ids = components.maker.hooks.sampled_ids
+    if ids.left_out:
         roles.append(("never sampled", f"ids {ids}"))
-    _log(
-        roles,
-        _ppo_facts(plan, len(components.data.prompts)),
-        components.state.global_step,
-        total=plan.n_steps,
-    )
+
+    facts = _ppo_facts(plan, len(components.data.prompts))
+    _log(roles, facts, components.state.global_step, total=plan.n_steps)
+
+
+def _trained_roles(config: TrainPPOConfig, components: PPOComponents) -> Facts:
+    """Facts of actor and critic."""
+    strategy = components.strategy
+    actor = components.actor.module
+    roles = model_role("actor", config.model.pretrain, actor, strategy=strategy, is_trained=True)
+    start = critic_start(config)
+    if components.critic is not None and start is not None:
+        _, name = start
+        critic = components.critic.module
+        roles += model_role("critic", name, critic, strategy=strategy, is_trained=True)
+    return roles
+
+
+def _reference_role(config: TrainPPOConfig, components: PPOComponents) -> Facts:
+    """Facts of the reference, if there is one."""
+    reference = components.maker.reference
+    if reference is None:
+        return []
+    if isinstance(reference, AdapterOffReference):
+        return [("reference", "the actor, its adapters off")]
+    name = config.model.ref_pretrain or config.model.pretrain
+    strategy = components.strategy
+    return model_role("reference", name, reference, strategy=strategy, is_trained=False)
+
+
+def _reward_roles(config: TrainPPOConfig, components: PPOComponents) -> Facts:
+    """Facts of the sources of rewards: names of functions, and models."""
+    rewards = config.rewards
+    names = [
+        rewards.reward_fn,
+        mask_credentials(rewards.remote_rm_url or ""),
+        " ".join(rewards.verifiable_reward),
+    ]
+    roles = [("reward", name) for name in names if name]
+
+    for scorer in getattr(components.scorer, "scorers", [components.scorer]):
+        if isinstance(scorer, ModelScorer):
+            model = rewards.reward_pretrain
+        elif isinstance(scorer, ProcessScorer):
+            model = rewards.prm_pretrain
+        else:
+            continue
+        roles += model_role(
+            "reward",
+            model or "",
+            scorer.model,
+            strategy=components.strategy,
+            is_trained=False,
+        )
+    return roles
 
 
 def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
+    """Arithmetic of a step and of the whole run."""
     ppo = plan.config.ppo
     batch = plan.config.batch
     first = plan.steps[0]
     last = plan.steps[-1]
-    each = f" on each of {plan.n_ranks} ranks" if plan.n_ranks > 1 else ""
-    most = "at most " if ppo.dynamic_sampling else ""
-    sampled, trained = first * ppo.n_samples_per_prompt, plan.n_samples(first)
-    samples = f"{count(first, 'prompt')} x {count(ppo.n_samples_per_prompt, 'response')} = {sampled:,} samples"
-    kept = f", {trained:,} kept by --buffer_limit" if trained < sampled else ""
-    sizes = (
-        (ppo.micro_rollout_tokens, ppo.forward_rows),
-        (ppo.micro_train_tokens, batch.micro_rows),
-    )
-    passes, micro = (
-        f"up to {tokens:,} tokens" if tokens else f"up to {rows:,} samples"
-        for tokens, rows in sizes
-    )
+    on_each = f" on each of {plan.n_ranks} ranks" if plan.n_ranks > 1 else ""
+    at_most = "at most " if ppo.dynamic_sampling else ""
+
+    n_sampled = first * ppo.n_samples_per_prompt
+    n_trained = plan.n_samples(first)
+    samples = f"{count(first, 'prompt')} x {count(ppo.n_samples_per_prompt, 'response')} = {n_sampled:,} samples"
+    if n_trained < n_sampled:
+        samples += f", {n_trained:,} kept by --buffer_limit"
+
+    passes = _size(ppo.micro_rollout_tokens, ppo.forward_rows)
+    micro = _size(ppo.micro_train_tokens, batch.micro_rows)
     mini = count(plan.mini_batches(first), "mini-batch", "mini-batches")
-    mini += f" of {min(batch.train_batch_size, trained):,} samples"
-    rest = f", the last of {last:,}" if last < first else ""
-    in_all = f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in "
-    in_all += f"{count(len(plan.steps), 'batch', 'batches')}{rest}"
-    total = count(plan.optimizer_steps(), "optimizer step")
+    mini += f" of {min(batch.train_batch_size, n_trained):,} samples"
+    epochs = count(batch.max_epochs, "epoch")
+
+    episodes = f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in "
+    episodes += count(len(plan.steps), "batch", "batches")
+    if last < first:
+        episodes += f", the last of {last:,}"
+    n_steps = count(plan.n_steps, "step")
+    optimizer_steps = count(plan.optimizer_steps(), "optimizer step")
     if ppo.frozen_actor_steps > 0:
-        total += f", {plan.optimizer_steps(without=ppo.frozen_actor_steps):,} of them of the actor"
-    return [
-        *([("each step", f"{most}{samples}{kept}")] if n_prompts else []),
-        ("experience", f"passes of {passes}{each}"),
-        (
-            "training",
-            f"{count(batch.max_epochs, 'epoch')} of {mini}, in micro-batches of {micro}{each}",
-        ),
-        ("in all", in_all if n_prompts else "trajectories of the given source"),
-        ("", f"{most}{count(plan.n_steps, 'step')}, {total}"),
+        n_of_actor = plan.optimizer_steps(without=ppo.frozen_actor_steps)
+        optimizer_steps += f", {n_of_actor:,} of them of the actor"
+
+    facts = []
+    if n_prompts:
+        facts.append(("each step", f"{at_most}{samples}"))
+    facts += [
+        ("experience", f"passes of {passes}{on_each}"),
+        ("training", f"{epochs} of {mini}, in micro-batches of {micro}{on_each}"),
+        ("in all", episodes if n_prompts else "trajectories of the given source"),
+        ("", f"{at_most}{n_steps}, {optimizer_steps}"),
     ]
+    return facts
+
+
+def _size(tokens: int | None, rows: int) -> str:
+    """Limit of a micro-batch, in tokens or in samples."""
+    return f"up to {tokens:,} tokens" if tokens else f"up to {rows:,} samples"
 
 
 def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     """Log the model and the batch arithmetic of supervised training, on rank 0."""
     components = trainer.components
     config = trainer.config
-    ranks = trainer.comm.world_size
     if not components.strategy.is_main:
         return
-    batch, n = config.batch, len(components.train_examples)
-    each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    size = min(batch.train_batch_size, n)
-    share = -(-size // ranks)
-    micro = count(-(-share // batch.micro_rows), "micro-batch", "micro-batches")
-    whole = batch.max_epochs * -(-n // batch.train_batch_size)
-    cut = (
-        f"; --max_steps ends it after {trainer.total_steps:,}"
-        if trainer.total_steps < whole
-        else ""
-    )
-    split = f"in {micro} of up to {batch.micro_rows}"
-    if config.pack_to is not None:
-        split = f"packed into rows of {config.pack_to} tokens, in micro-batches of up to {batch.micro_rows} rows"
-    facts = [
-        ("each step", f"{size:,} samples, {split}{each}"),
-        (
-            "in all",
-            f"{count(batch.max_epochs, 'epoch')} of {count(n, 'sample')}, {count(whole, 'step')}{cut}",
-        ),
-    ]
+
+    facts = _supervised_facts(trainer)
     if components.eval_examples:
         facts.append(("held out", count(len(components.eval_examples), "sample")))
-    name, module = config.supervised.pretrain, components.model.module
+    name = config.supervised.pretrain
+    module = components.model.module
     role = model_role("model", name, module, strategy=components.strategy, is_trained=True)
     _log(role, facts, trainer.global_step, total=trainer.total_steps)
 
 
+def _supervised_facts(trainer: SupervisedTrainer[Any]) -> Facts:
+    """Arithmetic of a step and of the whole run."""
+    config = trainer.config
+    batch = config.batch
+    n_ranks = trainer.comm.world_size
+    n_examples = len(trainer.components.train_examples)
+    on_each = f" on each of {n_ranks} ranks" if n_ranks > 1 else ""
+
+    step_size = min(batch.train_batch_size, n_examples)
+    per_rank = -(-step_size // n_ranks)
+    micro = count(-(-per_rank // batch.micro_rows), "micro-batch", "micro-batches")
+    split = f"in {micro} of up to {batch.micro_rows}"
+    if config.pack_to is not None:
+        split = f"packed into rows of {config.pack_to} tokens, in micro-batches of up to {batch.micro_rows} rows"
+
+    epochs = count(batch.max_epochs, "epoch")
+    n_steps = batch.max_epochs * -(-n_examples // batch.train_batch_size)
+    steps = count(n_steps, "step")
+    if trainer.total_steps < n_steps:
+        steps += f"; --max_steps ends it after {trainer.total_steps:,}"
+    return [
+        ("each step", f"{step_size:,} samples, {split}{on_each}"),
+        ("in all", f"{epochs} of {count(n_examples, 'sample')}, {steps}"),
+    ]
+
+
 def _log(roles: Facts, facts: Facts, done: int, total: int) -> None:
-    """Log versions, the table of roles, and ``facts`` with steps ``done`` before."""
+    """Log versions and both tables; a resumed run has ``done`` steps already."""
     if done > 0:
         facts = [*facts, ("resumes", f"after step {done:,} of {total:,}")]
     libraries = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}"
     versions = f"{libraries}, Python {platform.python_version()}"
-    log_lines(["", versions, "", *table_lines(roles), "", *table_lines(facts), ""])
+    tables = [*table_lines(roles), "", *table_lines(facts)]
+    log_lines(["", versions, "", *tables, ""])
 
 
-def count(n: int, one: str, many: str = "") -> str:
-    """``n`` of what is called ``one`` in the singular."""
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
+def count(n: int, singular: str, plural: str = "") -> str:
+    """Return ``n`` with its noun, as in "2,000 steps"; the plural ends in s by default."""
+    noun = singular if n == 1 else plural or singular + "s"
+    return f"{n:,} {noun}"

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.rollout.driver import LONGEST_WAIT
@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
     )
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     with mock.patch.object(DeepspeedStrategy, "fits_gathered", return_value=False):
-        trainer = build_ppo_trainer(config, strategy, source=AgentSource(solve, config.agents))
+        trainer = build_ppo_trainer(config, strategy, source=AgentPlayer(solve, config.agents))
     any_rank, model, driver = (
         strategy.any_rank,
         trainer.components.actor.module.model,

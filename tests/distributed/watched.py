@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ TORCHRUN = "torch.distributed.run --standalone --nproc_per_node 2"
 REPORT = "OpenPPO: the run has failed"
 SECONDS_TO_END_AFTER_IT_IS_KNOWN = 15
 """As docs/faults.md promises."""
+WATCHED = "OPENPPO_WATCHED_RUN"
+"""The variable by which the processes of a run are known."""
 OnLine = Callable[[str, "subprocess.Popen[str]"], None]
 
 
@@ -78,12 +81,13 @@ def watch(words: list[str], cwd: Path, on_line: OnLine | None = None, **variable
         **os.environ,
         **ENVIRONMENT,
         **{name: str(value) for name, value in variables.items()},
+        WATCHED: uuid.uuid4().hex,
     }
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(words, cwd=cwd, env=environment, **pipes)
     family: set[psutil.Process] = set()
     timer = threading.Timer(
-        SECONDS_UNTIL_A_HANG_IS_CERTAIN, lambda: [member.kill() for member in family]
+        SECONDS_UNTIL_A_HANG_IS_CERTAIN, lambda: kill_all_watched(environment[WATCHED])
     )
     timer.daemon = True
     timer.start()
@@ -103,6 +107,14 @@ def watch(words: list[str], cwd: Path, on_line: OnLine | None = None, **variable
         time.sleep(0.05)
     assert left == [], output
     return Ended(words, output, status, time.time())
+
+
+def kill_all_watched(run: str) -> None:
+    """End all that a run has started, also what has left its family: it may hold the output open."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(WATCHED) == run:
+                process.kill()
 
 
 def torchrun(

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from openppo.agents.episodes import segments
-from openppo.agents.session import Session, Task, Turn
+from openppo.agents.session import Session, Task
+from openppo.agents.turn import Turn
 from openppo.config import TrainPPOConfig
 from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.replay_buffer import mini_batches
-from openppo.rollout.rollout import write_scores
+from openppo.rollout.scores import write_scores
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.critic_step import CriticStep
@@ -215,7 +216,7 @@ def episode(sampled: Sampled, paid: Paid, continues: bool) -> list[Trajectory]:
         completion = Completion(
             [move.action], [sampled.log_probs[number]], [sampled.version], FinishReason.STOP
         )
-        turn = Turn(number, [{}], [], read, completion, text="", said=[], parent=parent)
+        turn = Turn(number, [{}], [], read, completion, text="", fingerprints=[], parent=parent)
         session.turns.append(turn)
         read = turn.token_ids
         parent = turn if continues else None

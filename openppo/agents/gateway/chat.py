@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: requests to messages, turns to completions and their chunks."""
+"""Codec of POST /v1/chat/completions: requests to messages, turns to completions and their chunks."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -6,83 +6,103 @@ from typing import Any
 
 from openppo.agents.gateway.requests import ROLES, Refused, as_text, read_call, read_content
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import Turn
+from openppo.agents.turn import Turn
 from openppo.datasets.templates import Message
 from openppo.types import FinishReason
 
 FINISH = {FinishReason.STOP: "stop", FinishReason.TOOL_CALL: "tool_calls"}
-"""Reasons on the wire; other turns were cut off: ``length``."""
+"""Reasons in an answer; other turns were cut off: ``length``."""
 
 
 def read(body: dict[str, Any], conversation_of: Callable[[str], list[Message]]) -> list[Message]:
-    """Messages of a request, which has the whole conversation; ``Refused`` says what is wrong with it."""
-    return [_message(message) for message in body["messages"]]
+    """Read the messages of a request, which has the whole conversation; ``Refused`` names an error in it."""
+    return [_read_message(message) for message in body["messages"]]
 
 
-def _message(given: dict[str, Any]) -> Message:
-    if given.get("function_call"):
+def _read_message(raw: dict[str, Any]) -> Message:
+    if raw.get("function_call"):
         raise Refused("messages: function_call is obsolete; use tool_calls.")
-    made: Message = {"role": ROLES[given["role"]], "content": read_content(given.get("content"))}
-    made |= {
-        name: as_text(given[name])
-        for name in ("name", "tool_call_id", "reasoning_content")
-        if given.get(name)
-    }
-    if calls := given.get("tool_calls"):
-        made["tool_calls"] = [read_call(call["function"], call["id"]) for call in calls]
-        made["content"] = made["content"] or None
-    return made
+
+    message: Message = {"role": ROLES[raw["role"]], "content": read_content(raw.get("content"))}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if raw.get(name):
+            message[name] = as_text(raw[name])
+
+    tool_calls = raw.get("tool_calls")
+    if tool_calls:
+        message["tool_calls"] = [read_call(call["function"], call["id"]) for call in tool_calls]
+        message["content"] = message["content"] or None
+    return message
 
 
 def whole(
     body: dict[str, Any], turns: Sequence[Turn], renderer: Renderer, number: str, created: int
 ) -> dict[str, Any]:
-    """The answer as one object."""
-    choices = [
-        {
-            "index": i,
+    """Return the answer as one object."""
+    choices = []
+    for index, turn in enumerate(turns):
+        choice: dict[str, Any] = {
+            "index": index,
             "message": {"refusal": None, **turn.message},
-            "logprobs": {"content": log_probs(turn, renderer), "refusal": None}
-            if body.get("logprobs")
-            else None,
+            "logprobs": None,
             "finish_reason": FINISH.get(turn.finish_reason, "length"),
         }
-        for i, turn in enumerate(turns)
-    ]
-    kind = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": created}
-    read, sampled = len(turns[0].prompt_ids), sum(len(turn.completion.token_ids) for turn in turns)
-    usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
-    return {**kind, "model": body.get("model"), "choices": choices, "usage": usage}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": log_probs(turn, renderer), "refusal": None}
+        choices.append(choice)
+
+    n_read = len(turns[0].prompt_ids)
+    n_sampled = sum(len(turn.completion.token_ids) for turn in turns)
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": created,
+        "model": body.get("model"),
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": n_read,
+            "completion_tokens": n_sampled,
+            "total_tokens": n_read + n_sampled,
+        },
+    }
 
 
 def lines(answer: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
-    """The answer as a stream: for each choice its message, then the reason of its end; usage if it was asked for."""
+    """Stream the answer: for each choice its message, then the reason of its end; usage on request."""
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    head = {name: answer[name] for name in ("id", "created", "model")} | {
-        "object": "chat.completion.chunk"
-    }
     chunks: list[dict[str, Any]] = []
     for choice in answer["choices"]:
-        delta, end = (
-            choice["message"],
-            {name: choice[name] for name in ("logprobs", "finish_reason")},
-        )
-        if calls := delta.get("tool_calls"):
-            delta = delta | {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
-        for said, ending in ((delta, dict.fromkeys(end)), ({}, end)):
-            chunks.append({"choices": [{"index": choice["index"], "delta": said, **ending}]})
+        chunks += _chunks(choice)
     if wants_usage:
-        chunks = [chunk | {"usage": None} for chunk in chunks] + [
-            {"choices": [], "usage": answer["usage"]}
-        ]
-    yield from (f"data: {json.dumps(head | chunk)}\n\n" for chunk in chunks)
+        chunks = [chunk | {"usage": None} for chunk in chunks]
+        chunks.append({"choices": [], "usage": answer["usage"]})
+
+    head = {name: answer[name] for name in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
+    for chunk in chunks:
+        yield f"data: {json.dumps(head | chunk)}\n\n"
     yield "data: [DONE]\n\n"
 
 
+def _chunks(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A chunk with the message of a choice, and one with its end."""
+    delta = choice["message"]
+    tool_calls = delta.get("tool_calls")
+    if tool_calls:
+        indexed_calls = [{"index": i, **call} for i, call in enumerate(tool_calls)]
+        delta = delta | {"tool_calls": indexed_calls}
+
+    no_end = {"logprobs": None, "finish_reason": None}
+    end = {name: choice[name] for name in no_end}
+    for content, ending in ((delta, no_end), ({}, end)):
+        yield {"choices": [{"index": choice["index"], "delta": content, **ending}]}
+
+
 def log_probs(turn: Turn, renderer: Renderer) -> list[dict[str, Any]]:
-    """Log-probs of all sampled tokens, that of the end among them; of alternatives none are known."""
-    sampled = zip(turn.completion.token_ids, turn.completion.log_probs, strict=True)
-    return [
-        {"token": renderer.decode([i]), "logprob": p, "bytes": None, "top_logprobs": []}
-        for i, p in sampled
-    ]
+    """Log-probs of all sampled tokens, including the one that ends the turn; alternatives are unknown."""
+    tokens = []
+    completion = turn.completion
+    for token_id, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
+        token = renderer.decode([token_id])
+        tokens.append({"token": token, "logprob": log_prob, "bytes": None, "top_logprobs": []})
+    return tokens

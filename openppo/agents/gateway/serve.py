@@ -1,4 +1,4 @@
-"""A model behind the gateway, without training: to debug an agent."""
+"""A model behind the gateway, without training, to debug an agent."""
 
 import asyncio
 import signal
@@ -9,15 +9,16 @@ from typing import Any
 
 from openppo import logger
 from openppo.agents.gateway.server import Gateway
-from openppo.agents.parsers import choose_parser
+from openppo.agents.parsers import Tools, choose_parser
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import Session, SessionSetup, Task, Tools, Turn
+from openppo.agents.session import Session, SessionSetup, Task
+from openppo.agents.turn import Turn
 from openppo.config import RowsConfig, ServeAgentConfig
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message
 from openppo.datasets.vision import Vision
-from openppo.media import placeholders
 from openppo.models.pretrained import load_processor
+from openppo.models.vision_models import placeholders
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.sampling import sampling_params
@@ -32,13 +33,20 @@ class _LoggedSession(Session):
     async def chat(
         self, messages: Sequence[Message], tools: Tools | None = None, **limits: Any
     ) -> Turn:
-        """The model's answer."""
+        """Return the model's answer."""
         turn = await super().chat(messages, tools, **limits)
-        how = "rendered whole" if turn.parent is None else f"continues turn {turn.parent.number}"
-        n_tokens = len(turn.prompt_ids), len(turn.completion.token_ids)
+        origin = "rendered whole" if turn.parent is None else f"continues turn {turn.parent.number}"
         error = "" if turn.malformed is None else f"; a tool call cannot be read: {turn.malformed}"
-        said = (self.task.prompt.text, turn.number, how, *n_tokens, turn.finish_reason.value, error)
-        logger.info("%s, turn %d: %s; %d tokens read, %d sampled, ends by %s%s", *said)
+        logger.info(
+            "%s, turn %d: %s; %d tokens read, %d sampled, ends by %s%s",
+            self.task.prompt.text,
+            turn.number,
+            origin,
+            len(turn.prompt_ids),
+            len(turn.completion.token_ids),
+            turn.finish_reason.value,
+            error,
+        )
         return turn
 
 
@@ -47,34 +55,39 @@ class AgentServer:
 
     def __init__(self, options: ServeAgentConfig) -> None:
         """Open the port and load the model; ``ValueError`` names the flag to change."""
-        self.gateway, self.seed = Gateway(port=options.port, newcomer=self._session), options.seed
+        self.gateway = Gateway(port=options.port, newcomer=self._session)
+        self.seed = options.seed
         self.ended = asyncio.Event()
-        self.strategy, policy = (
-            InferenceStrategy(options.bf16, fused_kernels=options.fused_kernels),
-            FrozenPolicy(options),
-        )
+        self.strategy = InferenceStrategy(options.bf16, fused_kernels=options.fused_kernels)
+
+        policy = FrozenPolicy(options)
         name = f"--pretrain {options.pretrain}"
         parser = choose_parser(policy.tokenizer.chat_template, options.tool_parser, name)
         policy.load(self.strategy.prepare_frozen)
-        limits = AgentConfig(
-            max_turns=options.max_turns,
-            history=options.history,
-            allow_image_urls=options.allow_image_urls,
-        )
         self.driver = EngineDriver(policy.engine)
-        sampling = self.driver.generate, sampling_params(options), limits
-        longest = options.episode_max_len or policy.context or sys.maxsize
-        tokens = [*placeholders(policy.config)]
+
         load = partial(load_processor, options.pretrain, "--pretrain", options.trust_remote_code)
+        image_tokens = list(placeholders(policy.config))
         vision = Vision(
-            load, tokens, policy.tokenizer, options=RowsConfig(), named=name
+            load, image_tokens, policy.tokenizer, options=RowsConfig(), named=name
         ).for_agents(policy.config, name)
-        renderer = Renderer(policy.tokenizer, parser, policy.eos_token_ids, vision=vision)
-        self.setup = SessionSetup(renderer, *sampling, longest, policy.context)
+        self.setup = SessionSetup(
+            Renderer(policy.tokenizer, parser, policy.eos_token_ids, vision=vision),
+            self.driver.generate,
+            sampling_params(options),
+            options=AgentConfig(
+                max_turns=options.max_turns,
+                history=options.history,
+                allow_image_urls=options.allow_image_urls,
+            ),
+            longest=options.episode_max_len or policy.context or sys.maxsize,
+            context=policy.context,
+        )
 
     def fit(self) -> None:
-        """Serve until SIGTERM or SIGINT; requests under way are cancelled."""
-        signal.set_wakeup_fd(-1)  # else the watchdog ends the process, with the status of a failure
+        """Serve until SIGTERM or SIGINT; running requests are cancelled then."""
+        # Otherwise the watchdog ends the process, with the status of a failure.
+        signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.driver.loop.call_soon_threadsafe(self.ended.set))
         self.driver.drive(self._serve())

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible address for the sessions of unmodified programs, on the event loop of their episodes."""
+"""An OpenAI-compatible server of sessions for unmodified programs, on the event loop of their episodes."""
 
 import asyncio
 import resource
@@ -20,7 +20,8 @@ from openppo import logger
 from openppo.agents.gateway import chat, responses
 from openppo.agents.gateway.requests import Refused, read_body, read_options
 from openppo.agents.renderer import Renderer
-from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Turn
+from openppo.agents.session import EpisodeEnded, Session, SessionSetup
+from openppo.agents.turn import Turn
 from openppo.config.rollout import ALL_TOKENS
 from openppo.datasets.templates import Message, shortened
 from openppo.rewards.http_server import app_runner, body_of, serve
@@ -31,16 +32,20 @@ _ENDPOINTS = {"chat/completions": chat, "responses": responses}
 """Modules that ``read`` a request, and make the ``whole`` answer of turns or ``lines`` of a stream."""
 _SECONDS_TO_SEND = 60.0
 _MOST_BYTES = 64 * 2**20
-"""Of a request, with its images."""
+"""Bytes of the longest request, with its images."""
 _BYTES_BESIDE = 4 * 2**20
-"""Of a request beside what the policy reads: earlier thoughts, which templates drop, and tools."""
+"""Bytes for text in a request that the policy does not read: tools, and reasoning that templates drop."""
 _BYTES_PER_CHARACTER = 6
-"""In JSON, at most."""
+"""Most bytes of a character in JSON."""
 
 
 @dataclass(eq=False)
 class _Answer:
-    """The turns of one request, and of its repetitions by an SDK, of which some wait for it."""
+    """The turns for one request and its repetitions by an SDK.
+
+    ``waiting`` is the number of requests that are not answered yet. ``body`` is the request without its messages, and
+    ``n`` the number of turns that it wants.
+    """
 
     digest: bytes
     body: dict[str, Any]
@@ -54,9 +59,9 @@ class _Answer:
 
 @dataclass(eq=False)
 class _Client:
-    """What one key stands for; answers by the numbers in their ids.
+    """State of one key, with answers by the numbers in their ids.
 
-    ``ended`` is told how a service says that its episode ended, of ``attempt``.
+    ``ended`` gets the status with which a service completes ``attempt``.
     """
 
     session: Session
@@ -65,16 +70,18 @@ class _Client:
     answers: dict[str, _Answer] = field(default_factory=dict)
 
     def repeated(self, digest: bytes) -> _Answer | None:
-        """The answer to an equal request, if possible one that nobody has received: its turns are not trained on."""
+        """Return the last answer to an equal request, preferably one that nobody has received yet."""
         equal = [answer for answer in self.answers.values() if answer.digest == digest]
-        return min(
-            reversed(equal),
-            key=lambda answer: any(turn.trained for turn in answer.turns),
-            default=None,
-        )
+        if not equal:
+            return None
+        for answer in reversed(equal):
+            was_received = any(turn.trained for turn in answer.turns)
+            if not was_received:
+                return answer
+        return equal[-1]
 
     def answered(self, answer_id: str) -> _Answer:
-        """The answer of an id."""
+        """Return the answer with an id; ``Refused`` if there is none."""
         answer = self.answers.get(answer_id.removeprefix("chatcmpl-").removeprefix("resp_"))
         if answer is None or not answer.turns:
             raise Refused(f"{shortened(answer_id)} is no answer of this episode.", 404)
@@ -83,14 +90,15 @@ class _Client:
     def conversation(self, answer_id: str) -> list[Message]:
         """Messages up to the end of an answer, without the instructions of its request."""
         answer = self.answered(answer_id)
-        return answer.turns[0].messages[bool(answer.body.get("instructions")) :]
+        n_instructions = 1 if answer.body.get("instructions") else 0
+        return answer.turns[0].messages[n_instructions:]
 
 
 class Gateway:
-    """Sessions behind keys. All of it takes place in one event loop, that of the sessions.
+    """Sessions behind keys, all on the event loop of the sessions.
 
-    A key is the bearer token of a request, or part of its path, as in ``base_url``; ``newcomer`` makes the session of
-    one that was not given out. ``Session.chat`` does the work: requests become its arguments, its turns become answers.
+    A key is the bearer token of a request, or part of its path, as in ``base_url``; ``newcomer`` makes a session for an
+    unknown key. ``Session.chat`` does the work: requests become its arguments, its turns become answers.
     """
 
     def __init__(self, port: int = 0, newcomer: Callable[[str], Session] | None = None) -> None:
@@ -98,33 +106,28 @@ class Gateway:
         self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._newcomer = newcomer
         self._clients: dict[str, _Client] = {}
-        self._said: set[str] = set()
+        self._logged_options: set[str] = set()
         self._gate = asyncio.Lock()
+
         app = web.Application(middlewares=[_errors_as_json])
-        app.add_routes([web.get("/healthz", _health)])
+        app.router.add_get("/healthz", _health)
         for base in ("/v1", "/s/{key}/v1", "/sessions/{key}"):
-            app.add_routes(
-                [
-                    web.post(f"{base}/{at}", partial(self._answer, each))
-                    for at, each in _ENDPOINTS.items()
-                ]
-            )
-            app.add_routes(
-                [web.post(f"{base}/{end}", self._take_reward) for end in ("reward", "complete")]
-            )
-            app.add_routes([web.get(f"{base}/models", self._models)])
+            for path, endpoint in _ENDPOINTS.items():
+                app.router.add_post(f"{base}/{path}", partial(self._answer, endpoint))
+            app.router.add_post(f"{base}/reward", self._take_reward)
+            app.router.add_post(f"{base}/complete", self._take_reward)
+            app.router.add_get(f"{base}/models", self._models)
         self._runner = app_runner(app, handler_cancellation=True, shutdown_timeout=5)
 
     async def start(self) -> None:
-        """Begin to answer."""
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (hard, hard)
-        )  # each request of an agent is an open file
-        self._server = await serve(
-            self._runner, self._listener, backlog=16
-        )  # accepted per pass of the loop
-        self._listener.listen(4096)  # that wait for it
+        """Open the port for requests."""
+        # Each request of an agent is an open file.
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+        # A pass of the event loop accepts at most ``backlog`` connections; more of them wait in the listener's queue.
+        self._server = await serve(self._runner, self._listener, backlog=16)
+        self._listener.listen(4096)
 
     async def stop(self) -> None:
         """End all requests and close the port."""
@@ -136,21 +139,20 @@ class Gateway:
     def open(
         self, session: Session, attempt: int = 0, ended: "asyncio.Future[str] | None" = None
     ) -> str:
-        """The key of a session; ``ended`` gets the status with which a client completes its ``attempt``."""
+        """Return a key for a session; ``ended`` gets the status with which a client completes its ``attempt``."""
         key = f"sk-{secrets.token_hex(16)}"
         self._clients[key] = _Client(session, attempt, ended)
         return key
 
     def base_url(self, key: str) -> str:
-        """What a program has as OPENAI_BASE_URL; with ``/reward`` or ``/complete`` appended it takes rewards."""
+        """OPENAI_BASE_URL for a program; the address for rewards with ``/reward`` or ``/complete`` appended."""
         return f"{self.address}/s/{key}/v1"
 
     def close(self, key: str) -> None:
-        """Take a key back; what is under way for it is cancelled."""
+        """Revoke a key, and cancel its running requests."""
         for answer in self._clients.pop(key).answers.values():
-            Context().run(
-                answer.work.cancel
-            )  # not as the episode, which cancels no tasks but its own
+            # In an empty context: an episode may only cancel its own tasks.
+            Context().run(answer.work.cancel)
 
     def _client(self, request: web.Request) -> _Client:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
@@ -164,10 +166,11 @@ class Gateway:
         return self._clients[key]
 
     async def _answer(self, endpoint: ModuleType, request: web.Request) -> web.StreamResponse:
-        """Turns for a request; those of an equal one where an SDK repeats it."""
+        """Answer a request with turns; a repetition by an SDK with those of the equal request."""
         raw = await _body(request, self._client(request).session.setup)
-        async with self._gate:  # one request at a time, which the loop works off before the next
+        async with self._gate:  # the event loop finishes the work of one request before the next
             await asyncio.sleep(0)
+
         client = self._client(request)
         digest = sha256(request.path.encode() + raw).digest()
         answer = None
@@ -177,18 +180,18 @@ class Gateway:
         if answer is None:
             body = read_body(raw)
             try:
-                messages, options = endpoint.read(body, client.conversation), read_options(body)
+                messages = endpoint.read(body, client.conversation)
+                options = read_options(body)
             except (AttributeError, KeyError, TypeError, ValidationError) as error:
                 raise Refused(f"the request does not have OpenAI's form: {error!r}.") from error
             self._count_overridden(client.session, body)
-            kept = {
-                name: value for name, value in body.items() if name not in ("messages", "input")
-            }  # may be large
-            answer = _Answer(digest, kept, body.get("n") or 1)
+
+            answer = _Answer(digest, _without_messages(body), body.get("n") or 1)
             answer.work = asyncio.ensure_future(
                 _sample(answer, client.session, messages, options=options)
             )
             client.answers[answer.number] = answer
+
         answer.waiting += 1
         try:
             return await _send(endpoint, request, answer, renderer=client.session.setup.renderer)
@@ -202,45 +205,48 @@ class Gateway:
 
     def _count_overridden(self, session: Session, body: dict[str, Any]) -> None:
         """Count a request with other sampling than the run's, and log each such option once."""
-        ours = {
-            name: getattr(session.setup.params, name) for name in ("temperature", "top_p", "top_k")
-        }
-        other = {name for name, value in ours.items() if body.get(name) not in (None, value)}
-        if ours["top_k"] is None and body.get("top_k") in ALL_TOKENS:
-            other.discard("top_k")
-        session.counts["sampling_overridden"] += bool(other)
-        for name in sorted(other - self._said):
+        params = session.setup.params
+        ours = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        overridden = {name for name, value in ours.items() if body.get(name) not in (None, value)}
+        if params.top_k is None and body.get("top_k") in ALL_TOKENS:
+            overridden.discard("top_k")
+
+        session.counts["sampling_overridden"] += bool(overridden)
+        for name in sorted(overridden - self._logged_options):
             logger.warning(
                 "an agent's requests have %s, which has no effect here: the run's options decide",
                 name,
             )
-        self._said |= other
+        self._logged_options |= overridden
 
     async def _take_reward(self, request: web.Request) -> web.Response:
-        """Take a reward, of the episode or of one answer, or the word that the episode is complete."""
+        """Record a reward of the episode or of one answer, or the completion of the episode."""
         self._client(request)
-        body, completes = read_body(await body_of(request)), request.path.endswith("/complete")
+        body = read_body(await body_of(request))
         client = self._client(request)
         session = client.session
-        given = body.get("reward", {} if completes else None)
-        status = "completed"
-        if completes:
-            status = _status(client, body)
-        named: dict[str, Any] = given if isinstance(given, dict) else {"reward": given}
-        if not all(isinstance(value, int | float) for value in named.values()):
+
+        completes = request.path.endswith("/complete")
+        status = _status(client, body) if completes else None
+        reward = body.get("reward", {} if completes else None)
+        rewards: dict[str, Any] = reward if isinstance(reward, dict) else {"reward": reward}
+        if not all(isinstance(value, int | float) for value in rewards.values()):
             raise Refused(
-                f'reward {shortened(given)}: send {{"reward": NUMBER}}, or numbers by name.'
+                f'reward {shortened(reward)}: send {{"reward": NUMBER}}, or numbers by name.'
             )
+
+        answer_id = body.get("turn")
         try:
-            if (answer_id := body.get("turn")) is not None:
-                session.reward(sum(named.values()), client.answered(answer_id).turns[0])
+            if answer_id is None:
+                session.reward_all(rewards)
             else:
-                session.reward_all(named)
+                session.reward(sum(rewards.values()), client.answered(answer_id).turns[0])
         except ValueError as error:
             raise Refused(f"{error}.") from error
-        if completes and status == "completed":
+
+        if status == "completed":
             session.close(Ending.COMPLETED)
-        if completes and client.ended is not None and not client.ended.done():
+        if status is not None and client.ended is not None and not client.ended.done():
             client.ended.set_result(status)
         return web.json_response({"reward": session.rewards})
 
@@ -250,14 +256,20 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model]})
 
 
+def _without_messages(body: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a request without the messages, which may be large."""
+    return {name: value for name, value in body.items() if name not in ("messages", "input")}
+
+
 def _status(client: _Client, body: dict[str, Any]) -> str:
-    """How an episode ended, completed or failed; ``Refused`` for another attempt or another word."""
-    status, attempt = body.get("status", "completed"), body.get("attempt", client.attempt)
+    """Return the status of an ended episode, completed or failed; ``Refused`` for another attempt or status."""
+    attempt = body.get("attempt", client.attempt)
     if attempt != client.attempt:
         raise Refused(
             f"attempt {shortened(attempt)} is not this one, {client.attempt}: it has been given up.",
             409,
         )
+    status = body.get("status", "completed")
     if status not in ("completed", "failed"):
         raise Refused(f'status {shortened(status)}: send "completed" or "failed".')
     return str(status)
@@ -266,7 +278,7 @@ def _status(client: _Client, body: dict[str, Any]) -> str:
 async def _sample(
     answer: _Answer, session: Session, messages: list[Message], options: dict[str, Any]
 ) -> None:
-    """Sample the turns, not trained on until a client has them; ``Refused`` says why there are none."""
+    """Sample the turns, which are not trained on until a client has them; ``Refused`` if there are none."""
 
     async def sample() -> None:
         answer.turns.append(await session.chat(messages, **options))
@@ -283,7 +295,7 @@ async def _sample(
         raise Refused(str(error)) from error
     finally:
         for task in tasks:
-            task.cancel()  # where one of them failed
+            task.cancel()  # the others, if one failed
 
 
 async def _send(
@@ -294,28 +306,32 @@ async def _send(
     if answer.work.cancelled():
         raise Refused("the episode has ended.")
     answer.work.result()
-    whole = endpoint.whole(answer.body, answer.turns, renderer, answer.number, answer.created)
+
+    whole = endpoint.whole(
+        answer.body, answer.turns, renderer, number=answer.number, created=answer.created
+    )
     if answer.body.get("stream"):
-        sent = web.Response(
-            text="".join(endpoint.lines(whole, answer.body)), content_type="text/event-stream"
-        )
+        text = "".join(endpoint.lines(whole, answer.body))
+        response = web.Response(text=text, content_type="text/event-stream")
     else:
-        sent = web.json_response(whole)
+        response = web.json_response(whole)
+
     try:
         async with asyncio.timeout(_SECONDS_TO_SEND):
-            await sent.prepare(request)
-            await sent.write_eof()
+            await response.prepare(request)
+            await response.write_eof()
     except TimeoutError as error:
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError("the client does not read its answer") from error
+
     for turn in answer.turns:
         turn.trained = True
-    return sent
+    return response
 
 
 async def _body(request: web.Request, setup: SessionSetup) -> bytes:
-    """The body of a request; ``Refused`` if it is too long."""
+    """Read the body of a request; ``Refused`` if it is too long."""
     most = most_bytes(setup)
     try:
         return await body_of(request, most)
@@ -329,9 +345,8 @@ def most_bytes(setup: SessionSetup) -> int:
     renderer = setup.renderer
     if renderer.bound is None or renderer.vision is not None:
         return _MOST_BYTES
-    return min(
-        _MOST_BYTES, _BYTES_BESIDE + _BYTES_PER_CHARACTER * renderer.bound.longest * setup.most
-    )
+    most_characters = renderer.bound.longest * setup.most
+    return min(_MOST_BYTES, _BYTES_BESIDE + _BYTES_PER_CHARACTER * most_characters)
 
 
 async def _health(request: web.Request) -> web.Response:

@@ -198,9 +198,9 @@ def sample_rows(
                 }
             rows.append(row)
 
-    n_chosen = len({step for step, _ in chosen})
-    n_steps = len({step for step, _ in (line.key for line in samples)})
-    return rows, n_chosen, n_steps
+    chosen_numbers = {step for step, _ in chosen}
+    all_numbers = {line.step for line in samples}
+    return rows, len(chosen_numbers), len(all_numbers)
 
 
 def chosen_steps(sizes: Mapping[StepKey, int], most_bytes: int) -> set[StepKey]:

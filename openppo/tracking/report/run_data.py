@@ -32,6 +32,11 @@ class LogLine(NamedTuple):
     key: StepKey
     text: str
 
+    @property
+    def step(self) -> int:
+        """The step of the line."""
+        return self.key[0]
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -151,7 +156,7 @@ def _rollouts(folder: Path) -> tuple[list[LogLine], int]:
                 size += len(line)
                 while size > _MOST_BYTES and kept:
                     every *= 2
-                    kept = [each for each in kept if each.key[0] % every == 0]
+                    kept = [each for each in kept if each.step % every == 0]
                     size = sum(len(each.text) for each in kept)
 
     return [LogLine(line.key, _as_sample(line)) for line in kept], unreadable

@@ -1,4 +1,4 @@
-"""Examples to one rank's micro-batches, for supervised training and the PTX loss; documents may share rows."""
+"""Micro-batches of one rank, for supervised training and the PTX loss; documents may share rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from openppo.media import Media
 from openppo.models.padding import packing_is_exact, pad_right
 from openppo.types import Comm
 
-PACKED_ROW = 512  # tokens: attention costs more in longer rows, and shorter ones waste more places
+PACKED_ROW = 512
+"""Tokens of a packed row: longer rows cost more attention, shorter ones waste more places."""
+
 _IDLE = TokenExample(token_ids=[0, 0], loss_mask=[False, False])
+"""Row of a rank that has no example while others have one."""
 
 
 class TokenMicroBatch(NamedTuple):
     """Rows of one forward, all (B, L): ``sequences`` int64, masks bool.
 
     ``position_ids`` int64 restart at 0 at each document of a packed row (None: a row is one document). ``media`` are
-    the images of each row, if any has some.
+    the images of each row, empty if no row has any.
     """
 
     sequences: Tensor
@@ -34,11 +37,14 @@ class TokenMicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's share of an optimizer step: equally many micro-batches on all ranks, some perhaps without examples."""
+    """One rank's share of an optimizer step.
+
+    All ranks have equally many micro-batches; some may have no examples.
+    """
 
     micro_batches: list[Any]
     n_targets: int
-    """Target tokens, pairs or judged steps of all ranks, over which the loss is a mean."""
+    """Target tokens, pairs or judged steps of all ranks: the loss is a mean over them."""
     n_input_tokens: int
     """Real tokens of this rank."""
 
@@ -50,46 +56,51 @@ def token_batch(
     comm: Comm,
     pack_to: int | None = None,
 ) -> StepBatch:
-    """This rank's share of a step's ``examples``, given alike on all ranks; those without a target are left out.
+    """Make this rank's share of a step; ``examples`` are the same on all ranks.
 
-    A ``TokenMicroBatch`` has ``micro_batch_size`` rows: an example each, or as many as fit into ``pack_to`` tokens. The
-    first token of an example is never a target.
+    A ``TokenMicroBatch`` has ``micro_batch_size`` rows: an example each, or as many as fit into ``pack_to`` tokens.
+    Examples without a target are left out; the first token is never a target.
     """
     examples = [example for example in examples if any(example.loss_mask[1:])]
+    n_targets = sum(sum(example.loss_mask[1:]) for example in examples)
     rows = [[example] for example in examples] if pack_to is None else pack(examples, pack_to)
-    micro_batches = [
-        _micro_batch(micro or [[_IDLE]], pad_token_id, with_positions=pack_to is not None)
-        for micro in equal_micro_batches(rows, micro_batch_size, comm)
-    ]
-    n_input_tokens = sum(int(micro.attention_mask.sum()) for micro in micro_batches)
-    return StepBatch(
-        micro_batches, sum(sum(example.loss_mask[1:]) for example in examples), n_input_tokens
-    )
+
+    micro_batches = []
+    n_input_tokens = 0
+    for micro_rows in equal_micro_batches(rows, micro_batch_size, comm):
+        micro_batch = _micro_batch(
+            micro_rows or [[_IDLE]], pad_token_id, with_positions=pack_to is not None
+        )
+        micro_batches.append(micro_batch)
+        n_input_tokens += int(micro_batch.attention_mask.sum())
+    return StepBatch(micro_batches, n_targets, n_input_tokens)
 
 
 def equal_micro_batches(examples: Sequence, micro_batch_size: int, comm: Comm) -> list[list]:
-    """This rank's share of ``examples`` in micro-batches, with empty ones where other ranks have more."""
-    mine = shard(examples, comm.rank, comm.world_size)
-    largest = -(-len(examples) // comm.world_size)
-    return [
-        mine[start : start + micro_batch_size]
-        for start in range(0, max(largest, 1), micro_batch_size)
-    ]
+    """Cut this rank's share of ``examples``; micro-batches are empty if other ranks have more."""
+    share = shard(examples, comm.rank, comm.world_size)
+    largest_share = -(-len(examples) // comm.world_size)
+    starts = range(0, max(largest_share, 1), micro_batch_size)
+    return [share[start : start + micro_batch_size] for start in starts]
 
 
 def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExample]]:
-    """``examples`` in rows of at most ``max_len`` tokens, the longest first, each in the first row with room.
+    """Pack ``examples`` into rows of at most ``max_len`` tokens.
 
-    A longer example has a row of its own.
+    The longest come first, each into the first row with room; a longer example has a row of its own.
     """
     rows: list[list[TokenExample]] = []
+    lengths: list[int] = []
     for example in sorted(examples, key=lambda example: len(example.token_ids), reverse=True):
-        with_room = (
-            row for row in rows if sum(len(e.token_ids) for e in [*row, example]) <= max_len
-        )
-        if (row := next(with_room, None)) is None:
-            rows.append(row := [])
-        row.append(example)
+        n_tokens = len(example.token_ids)
+        with_room = (place for place, length in enumerate(lengths) if length + n_tokens <= max_len)
+        place = next(with_room, None)
+        if place is None:
+            rows.append([example])
+            lengths.append(n_tokens)
+        else:
+            rows[place].append(example)
+            lengths[place] += n_tokens
     return rows
 
 
@@ -99,35 +110,51 @@ def packed_row_length(
     limit: int,
     device: torch.device,
 ) -> int | None:
-    """Length of rows of ``documents``: 512, ``limit`` or the longest; None without any, or if ``model`` mixes them."""
+    """Tokens of rows that ``documents`` share; None if ``model`` mixes them, or without any.
+
+    At most ``PACKED_ROW`` and ``limit``, but at least the longest document.
+    """
     if not documents or not packing_is_exact(model, device):
         return None
-    return max(min(PACKED_ROW, limit), max(len(document.token_ids) for document in documents))
+    longest = max(len(document.token_ids) for document in documents)
+    return max(min(PACKED_ROW, limit), longest)
 
 
 def _micro_batch(
     rows: Sequence[Sequence[TokenExample]], pad_token_id: int, with_positions: bool
 ) -> TokenMicroBatch:
-    sequences, attention_mask = pad_right(
-        [[i for e in row for i in e.token_ids] for row in rows], pad_token_id
-    )
-    targets = [[is_target for e in row for is_target in (False, *e.loss_mask[1:])] for row in rows]
-    loss_mask = pad_right(targets, 0)[0].bool()
-    if not with_positions:
-        media = tuple(row[0].media for row in rows)
-        return TokenMicroBatch(
-            sequences,
-            attention_mask,
-            loss_mask,
-            position_ids=None,
-            media=media if any(media) else (),
-        )
-    position_ids = torch.arange(sequences.shape[1]).repeat(len(rows), 1)
+    """Pad ``rows``, each of one document or, ``with_positions``, of several."""
+    ids_of_rows = []
+    targets_of_rows = []
+    for documents in rows:
+        ids: list[int] = []
+        targets: list[int] = []
+        for document in documents:
+            ids += document.token_ids
+            targets += [False, *document.loss_mask[1:]]
+        ids_of_rows.append(ids)
+        targets_of_rows.append(targets)
+
+    sequences, attention_mask = pad_right(ids_of_rows, pad_token_id)
+    padded_targets, _ = pad_right(targets_of_rows, 0)
+    loss_mask = padded_targets.bool()
+    if with_positions:
+        position_ids = _position_ids(rows, sequences.shape[1])
+        return TokenMicroBatch(sequences, attention_mask, loss_mask, position_ids=position_ids)
+
+    media = tuple(documents[0].media for documents in rows)
+    return TokenMicroBatch(sequences, attention_mask, loss_mask, media=media if any(media) else ())
+
+
+def _position_ids(rows: Sequence[Sequence[TokenExample]], width: int) -> Tensor:
+    """Positions (B, ``width``) int64 of tokens in their documents.
+
+    Padding continues the last document, for causal attention's fast path.
+    """
+    position_ids = torch.arange(width).repeat(len(rows), 1)
     for row, documents in zip(position_ids, rows, strict=True):
         start = 0
-        for (
-            document
-        ) in documents:  # padding continues the last document, for causal attention's fast path
-            row[start:] = torch.arange(len(row) - start)
+        for document in documents:
+            row[start:] = torch.arange(width - start)
             start += len(document.token_ids)
-    return TokenMicroBatch(sequences, attention_mask, loss_mask, position_ids=position_ids)
+    return position_ids

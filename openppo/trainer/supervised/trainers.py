@@ -27,12 +27,13 @@ from openppo.types import StopCheck
 
 Ranked = PreferenceExample | RankingExample
 
-_IDLE_PAIR: Ranked = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
+_IDLE_PAIR: Ranked = PreferenceExample([0, 0], [0, 0], margin=0.0)
 _IDLE_STEPS = ProcessExample(token_ids=[0, 0], labels=[IGNORE_INDEX, IGNORE_INDEX])
+"""Examples of a rank that has none while others have one."""
 
 
 class SFTTrainer(SupervisedTrainer[TokenExample]):
-    """Trains an ``Actor`` on token examples; the loss is the mean over the target tokens of each optimizer step."""
+    """Trainer of an ``Actor``; the loss is the mean over the target tokens of an optimizer step."""
 
     kind = "sft"
     headline = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
@@ -49,22 +50,33 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
                 )
 
     def make_batch(self, examples: Sequence[TokenExample]) -> StepBatch:
-        pad = pad_token_id(self.components.tokenizer)
+        """Make this rank's share of the step; rows are packed with ``--packing``."""
         return token_batch(
-            examples, self.config.batch.micro_rows, pad, comm=self.comm, pack_to=self.pack_to
+            examples,
+            self.config.batch.micro_rows,
+            pad_token_id(self.components.tokenizer),
+            comm=self.comm,
+            pack_to=self.pack_to,
         )
 
     def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
-        """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
-        log_probs = self.model(*micro[:3], position_ids=micro.position_ids, media=micro.media)
+        """Summed negative log-likelihood of this micro-batch over the targets of the step."""
+        log_probs = self.model(
+            micro.sequences,
+            micro.attention_mask,
+            micro.loss_mask,
+            position_ids=micro.position_ids,
+            media=micro.media,
+        )
         metrics.add_tensor("loss", -log_probs, on_device(micro.loss_mask, self.device))
         return -log_probs.sum() / max(n_targets, 1)
 
 
 class RewardModelTrainer(SupervisedTrainer[Ranked]):
-    """Trains a ``ScalarHeadModel`` of role reward.
+    """Trainer of a ``ScalarHeadModel`` of role reward.
 
-    The loss is the mean over the examples of each optimizer step, of a ranking the mean over its pairs (InstructGPT).
+    The loss is the mean over the examples of an optimizer step; that of a ranking is the mean over its pairs
+    (InstructGPT).
     """
 
     kind = "rm"
@@ -85,45 +97,60 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
 
     @staticmethod
     def rows_of(example: Ranked) -> list[list[int]]:
+        """Token ids of the texts of a pair or ranking."""
         return example.texts
 
     @staticmethod
     def n_scored(example: Ranked) -> int:
-        return 1  # a pair or ranking
+        """One: a pair or ranking counts as a single target."""
+        return 1
 
     def loss(self, micro: list[Ranked], n_targets: int, metrics: Metrics) -> Tensor:
-        """Summed loss of this micro-batch's examples over those of the step; all their texts in one forward."""
+        """Summed loss of this micro-batch's examples over those of the step, by one forward."""
         examples = micro or [_IDLE_PAIR]
-        order = sorted(
-            (k, e) for e, example in enumerate(examples) for k in range(len(example.texts))
-        )
-        rows, places = (
-            [examples[e].texts[k] for k, e in order],
-            {at: place for place, at in enumerate(order)},
-        )
-        sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
-        media = [examples[e].media for _, e in order]
-        scores = self.model(sequences, attention_mask, **({"media": media} if any(media) else {}))
-        n, loss = len(micro), scores.new_zeros(())  # n is 0 where other ranks have more
-        for n_pairs in {len(example.pairs): None for example in examples}:
-            alike = [
-                (e, example) for e, example in enumerate(examples) if len(example.pairs) == n_pairs
-            ]
-            pairs = [(places[i, e], places[j, e]) for e, example in alike for i, j in example.pairs]
-            chosen, rejected = (
-                scores[list(side)] for side in zip(*pairs, strict=True)
-            )  # (examples x pairs,) each
-            margin = torch.tensor([example.margin for _, example in alike], device=self.device)
-            of_pairs = self.pair_loss(chosen, rejected, margin if self.uses_margin else None)
-            loss = loss + of_pairs * (len(alike) / len(examples))
+        n = len(micro)  # 0 if only other ranks have more examples
+        scores, row_of = self._scores(examples)
+        pairs = [example.pairs for example in examples]
+
+        loss = scores.new_zeros(())
+        for n_pairs in dict.fromkeys(map(len, pairs)):
+            alike = [e for e in range(len(examples)) if len(pairs[e]) == n_pairs]
+            better = [row_of[i, e] for e in alike for i, _ in pairs[e]]
+            worse = [row_of[j, e] for e in alike for _, j in pairs[e]]
+            chosen = scores[better]  # (examples x pairs,)
+            rejected = scores[worse]
+
+            margins = torch.tensor([examples[e].margin for e in alike], device=self.device)
+            pair_loss = self.pair_loss(chosen, rejected, margins if self.uses_margin else None)
+            loss = loss + pair_loss * (len(alike) / len(examples))
             metrics.add_tensor("accuracy", (chosen > rejected)[: n * n_pairs])
             metrics.add_tensor("chosen_reward", chosen[: n * n_pairs])
             metrics.add_tensor("rejected_reward", rejected[: n * n_pairs])
+
         metrics.add("loss", loss, weight=n)
         counted = scores if micro else scores[:0]
         metrics.add_tensor("reward_mean", counted)
         metrics.add_tensor("reward_std", counted, reduce="std")
         return loss * n / n_targets
+
+    def _scores(self, examples: Sequence[Ranked]) -> tuple[Tensor, dict[tuple[int, int], int]]:
+        """Scores (N,) of all texts, and the place among them of each ``(text, example)``.
+
+        The first texts of all examples come first: the chosen ones of pairs lie beside each other.
+        """
+        order = []
+        for e, example in enumerate(examples):
+            order += [(k, e) for k in range(len(example.texts))]
+        order.sort()
+        rows = [examples[e].texts[k] for k, e in order]
+        media = [examples[e].media for _, e in order]
+
+        sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
+        if any(media):
+            scores = self.model(sequences, attention_mask, media=media)
+        else:
+            scores = self.model(sequences, attention_mask)
+        return scores, {text: place for place, text in enumerate(order)}
 
     def write_model(self, folder: Path) -> None:
         """Write the model; its config gets ``mean`` and ``std`` of its scores, which ``--normalize_reward`` reads.
@@ -131,16 +158,19 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
         They are measured on all texts of the held-out pairs, or else of up to 1024 training pairs; ``std`` is
         unbiased, as in OpenRLHF.
         """
-        train = self.components.train_examples
-        pairs = (
-            self.components.eval_examples or train[:: -(-len(train) // 1024)]
-        )  # neighbours may be of one source
+        pairs = self.components.eval_examples
+        if not pairs:
+            train = self.components.train_examples
+            stride = -(-len(train) // 1024)  # neighbours may come from one source
+            pairs = train[::stride]
         metrics = self.evaluate(pairs, StopCheck())  # a checkpoint upon a signal is written whole
+
         n = sum(len(pair.texts) for pair in pairs)
+        unbiased_std = metrics["eval_reward_std"] * math.sqrt(n / (n - 1))
         model: Any = self.model.module.model
         config = model.config
         config.mean = metrics["eval_reward_mean"]
-        config.std = max(metrics["eval_reward_std"] * math.sqrt(n / (n - 1)), 1e-8)
+        config.std = max(unbiased_std, 1e-8)
         logger.info(
             "scores of %d texts: mean %.4g, std %.4g; stored in the model's config",
             n,
@@ -151,7 +181,10 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
 
 
 class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
-    """Trains a ``ProcessRewardModel`` by the mean over judged steps; a step is judged at the placeholder after it."""
+    """Trainer of a ``ProcessRewardModel``; the loss is the mean over judged steps.
+
+    A step is judged at the placeholder after it.
+    """
 
     kind = "prm"
     headline = RewardModelTrainer.headline
@@ -160,7 +193,8 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
         self, config: TrainPRMConfig, components: SupervisedComponents[ProcessExample]
     ) -> None:
         super().__init__(config, components)
-        data, tokenizer = config.data, components.tokenizer
+        data = config.data
+        tokenizer = components.tokenizer
         placeholder_id = single_token_id(tokenizer, data.placeholder_token, "--placeholder_token")
         reward_ids = [
             single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens
@@ -169,27 +203,29 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
 
     @staticmethod
     def n_scored(example: ProcessExample) -> int:
+        """Number of judged steps of an example."""
         return sum(label != IGNORE_INDEX for label in example.labels)
 
     def loss(self, micro: list[ProcessExample], n_targets: int, metrics: Metrics) -> Tensor:
         """Summed cross entropy of this micro-batch's steps over the steps of the batch."""
         examples = micro or [_IDLE_STEPS]
-        rows, _ = pad_right(
-            [example.token_ids for example in examples], pad_token_id(self.components.tokenizer)
-        )
-        width = rows.shape[1]
-        padded = [
-            [*example.labels, *[IGNORE_INDEX] * (width - len(example.labels))]
-            for example in examples
-        ]
-        sequences, labels = (
-            rows.to(self.device),
-            torch.tensor(padded, device=self.device),
-        )  # hard labels or soft
+        rows = [example.token_ids for example in examples]
+        sequences, _ = pad_right(rows, pad_token_id(self.components.tokenizer))
+        width = sequences.shape[1]
+
+        padded_labels = []
+        for example in examples:
+            padding = [IGNORE_INDEX] * (width - len(example.labels))
+            padded_labels.append([*example.labels, *padding])
+        sequences = sequences.to(self.device)
+        labels = torch.tensor(padded_labels, device=self.device)  # (B, L), hard labels or soft
+
         judged = labels != IGNORE_INDEX
         logits = self.model(sequences, judged)  # (N, V)
+        step_ids = sequences[judged]
+        step_labels = labels[judged]
         loss, accuracy = self.step_loss(
-            sequences[judged][None], logits[None], labels[judged][None], return_acc=True
+            step_ids[None], logits[None], step_labels[None], return_acc=True
         )
         metrics.add("loss", loss, weight=len(logits))
         metrics.add("accuracy", accuracy, weight=len(logits))

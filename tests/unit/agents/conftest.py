@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.rollout.engine import Engine
-from openppo.rollout.rollout import SamplerParts
+from openppo.rollout.samplers import SamplerParts
 from openppo.rollout.sampling import decoder, finish_reason
 from openppo.types import Completion, SamplingParams, SingleProcess, StopCheck
 
@@ -84,10 +84,10 @@ class ScriptedEngine(Engine):
         params: SamplingParams,
         seed: int,
         park: bool = False,
-        resume: int | None = None,
+        continue_from: int | None = None,
     ) -> int:
         number, ids = next(self._numbers), list(prompt_ids)
-        self.submitted.append((params, seed, resume))
+        self.submitted.append((params, seed, continue_from))
         answer = self.tokenizer(self.script(self.tokenizer.decode(ids)), add_special_tokens=False)[
             "input_ids"
         ]
@@ -137,7 +137,7 @@ def make_sampler(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeSample
         has_rewards: bool = False,
         **options: Any,
     ) -> AgentSampler:
-        source = AgentSource(agent, AgentConfig(**options))
+        source = AgentPlayer(agent, AgentConfig(**options))
         source.check(chat_tokenizer)
         parts = SamplerParts(
             engine=engine(chat_tokenizer, script),

@@ -6,7 +6,7 @@ import threading
 import pytest
 from torch.utils.data import DataLoader
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.agents.compat import (
     BufferDataset,
     MultiRoundBufferDataset,
@@ -45,7 +45,7 @@ def drive(server, dataset, engine, batch_size):
 def test_a_loop_of_ones_own_generates_and_takes_ppo_steps(chat_tokenizer, parquet, tmp_path):
     lines = "first = ask(sys.stdin.read())\nsecond = ask('again')\nreward(int(sys.argv[1]) + (second == 'yes'))"
     (tmp_path / "agent.py").write_text(CLIENT + lines)
-    source = AgentSource(
+    source = AgentPlayer(
         ProgramAgent(AgentConfig(agent_command=f"{sys.executable} {tmp_path}/agent.py {{n}}"))
     )
     engine, dataset = (
@@ -111,7 +111,7 @@ def test_an_episode_that_fails_leaves_no_turns(chat_tokenizer, parquet):
         dataset.notify_score(*score)
 
     server, _ = create_and_launch_task_pool(
-        AgentSource(solve), chat_tokenizer, notify_score_fn=notify
+        AgentPlayer(solve), chat_tokenizer, notify_score_fn=notify
     )
     enqueue = threading.Thread(target=server.enqueue_task, args=(parquet,))
     enqueue.start()

@@ -11,7 +11,7 @@ from aiohttp import web
 from PIL import Image
 from transformers import CLIPImageProcessorPil, LlavaProcessor
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.agents.gateway.server import Gateway
 from openppo.agents.sampler import AgentSampler
 from openppo.agents.session import Session, Task
@@ -19,12 +19,15 @@ from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import ToolResponse
 from openppo.config import RowsConfig
 from openppo.config.agents import AgentConfig
+from openppo.datasets.message_parts import media_key, media_part, media_parts
 from openppo.datasets.vision import Vision
 from openppo.experience.replay_buffer import collate
-from openppo.media import distinct_ids, media_key, media_part, media_parts, model_inputs
+from openppo.media import distinct_ids
+from openppo.models.media_inputs import model_inputs
 from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import SampleRequest, SamplerParts
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SamplerParts
 from openppo.strategy.weights import WholeWeights
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, StopCheck
@@ -94,7 +97,7 @@ def vision(request: Any) -> Vision:
 def sampler_of(
     vision: Vision | None, agent: Any, engine: Any, tokenizer: Any, **options: Any
 ) -> AgentSampler:
-    source = AgentSource(
+    source = AgentPlayer(
         agent, AgentConfig(**{"tool_parser": "hermes", "check_rendering": "strict", **options})
     )
     source.check(tokenizer)
@@ -313,7 +316,7 @@ def test_rows_with_images_need_a_chat(vision):
         ValueError,
         match="--image_key: agents get images in chat messages: add --apply_chat_template",
     ):
-        AgentSource(solve, AgentConfig()).check_prompts([prompt])
+        AgentPlayer(solve, AgentConfig()).check_prompts([prompt])
 
 
 def test_a_program_sends_images_as_data_urls(vision):

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from openppo.agents import Agent, AgentSource, agent_source
+from openppo.agents import Agent, AgentPlayer, agent_source
 from openppo.agents.program import Command, ProgramAgent, printed_reward
 from openppo.agents.session import Task
 from openppo.config.agents import AgentConfig
 from openppo.process_groups import RELEASE
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
 from tests.fork_server import REPO
@@ -308,7 +308,7 @@ def test_an_unknown_column_is_found_before_a_model_is_loaded():
 
 def test_an_unset_variable_is_no_agent_env():
     with pytest.raises(ValueError, match=r"--agent_env NO_SUCH is not set: export it"):
-        AgentSource(ProgramAgent(AgentConfig(agent_command="echo", agent_env=("NO_SUCH",))))
+        AgentPlayer(ProgramAgent(AgentConfig(agent_command="echo", agent_env=("NO_SUCH",))))
 
 
 @pytest.mark.parametrize(

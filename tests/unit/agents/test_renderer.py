@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from openppo.agents.build import AgentSource
+from openppo.agents.build import AgentPlayer
 from openppo.agents.renderer import Renderer
 from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import load_tools
 from openppo.config import RowsConfig
 from openppo.config.agents import AgentConfig
-from openppo.trainer.startup import load_policy_tokenizer
+from openppo.trainer.policy_inputs import load_policy_tokenizer
 from openppo.types import Completion, FinishReason
 from tests.unit.agents.real_templates import trl_templates
 from tests.unit.agents.test_bridge import TOOLS, byte_tokenizer, with_template
@@ -214,14 +214,14 @@ def test_offered_tools_are_in_the_text():
             )
 
 
-def tool_source(tmp_path: Path) -> AgentSource:
+def tool_source(tmp_path: Path) -> AgentPlayer:
     file = tmp_path / "tools.py"
     file.write_text(
         "from openppo.agents.tools import tool\n\n\n"
         '@tool\ndef find(q: str) -> str:\n    """Find.\n\n    Args:\n        q: words\n    """\n    return q\n'
     )
     options = AgentConfig(tools=str(file))
-    return AgentSource(ToolAgent(load_tools(str(file)), options), options)
+    return AgentPlayer(ToolAgent(load_tools(str(file)), options), options)
 
 
 def test_a_template_without_tools_is_refused_before_training(

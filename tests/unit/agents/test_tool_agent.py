@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.agents.tool_agent import State, ToolAgent, ToolEpisode, arguments_of
 from openppo.agents.tools import BaseTool, FunctionTool, OpenAIFunctionToolSchema, ToolResponse
 from openppo.config.agents import AgentConfig
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, Trajectory
 from tests.unit.agents.verl_tools import JOURNAL, SCHEMA, NewGrader, OldGrader
@@ -458,11 +458,11 @@ def test_only_a_tool_with_a_reward_of_its_own_gives_rewards():
     options = AgentConfig(tools="tools.py")
     plain, paying = ToolAgent([Plain()], options), ToolAgent([Plain("a"), Paying()], options)
     assert (
-        AgentSource(plain, options).gives_rewards,
-        AgentSource(paying, options).gives_rewards,
+        AgentPlayer(plain, options).gives_rewards,
+        AgentPlayer(paying, options).gives_rewards,
     ) == (False, True)
     shown = ToolAgent([Paying()], AgentConfig(tools="tools.py", tool_rewards="none"))
-    assert not AgentSource(shown, shown.options).gives_rewards, "they are not added"
+    assert not AgentPlayer(shown, shown.options).gives_rewards, "they are not added"
 
 
 def test_an_episode_goes_through_its_states(play, monkeypatch):

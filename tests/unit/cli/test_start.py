@@ -108,7 +108,9 @@ def test_out_of_memory_the_watch_can_say_what_each_model_takes(line, run_line, m
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
     watch: Any = SimpleNamespace(explain_memory=None)
-    monkeypatch.setattr("openppo.strategy.watchdog.Watchdog", lambda *given: nullcontext(watch))
+    monkeypatch.setattr(
+        "openppo.strategy.watchdog.Watchdog", lambda *given, how_to_resume: nullcontext(watch)
+    )
     assert run_line(line).code == 0
     explained = "\n".join(watch.explain_memory("training").lines)
     assert re.search(r"(actor|model) 0 MiB", explained), explained
@@ -126,7 +128,7 @@ def test_each_model_goes_without_padding_where_it_can(line, roles, run_line, mon
     tried: list[str] = []
     for module in ("trainer.models", "trainer.supervised.build", "rewards.build"):
         monkeypatch.setattr(
-            f"openppo.{module}.pack_where_exact", lambda *given: tried.append(given[3])
+            f"openppo.{module}.pack_where_exact", lambda *given, name: tried.append(name)
         )
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from openppo.agents import AgentSource
+from openppo.agents import AgentPlayer
 from openppo.agents.compat import PromptRequest
 from openppo.rollout.failures import NothingTrainedError
 from openppo.rollout.kept import oldest_version
@@ -45,7 +45,7 @@ def play(dataset, group, *scores, versions=(0, 0)):
         dataset.put_batch(
             [request], [Completion([7, 8], [-0.5] * 2, list(versions), FinishReason.STOP)]
         )
-        request.taken = True
+        request.received = True
         dataset.notify_score(request.request_id, score, 1)
 
 
@@ -66,7 +66,7 @@ def test_the_documented_loop_trains_on_whole_fresh_groups(tmp_path, monkeypatch)
     tokenizer, batches = make_chat_tokenizer(), []
     trainer = SimpleNamespace(train_on=batches.append)
     documented()(
-        AgentSource(solve),
+        AgentPlayer(solve),
         tokenizer,
         ScriptedEngine(tokenizer, lambda prompt: "yes"),
         trainer,

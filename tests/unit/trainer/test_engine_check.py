@@ -20,7 +20,7 @@ from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import Forward
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
-from openppo.trainer.engines import check_engines, check_like, engine_fault
+from openppo.trainer.engine_check import check_engines, check_like, engine_fault
 from openppo.types import SamplingParams, SingleProcess
 from tests.architectures import NAMES, tiny_config
 from tests.pinned import pinned_transformers

@@ -14,9 +14,9 @@ from openppo.models import Actor
 from openppo.models.batching import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards.build import ScorerSetup
-from openppo.rollout.rollout import make_trajectory
+from openppo.rollout.engine_sampler import make_trajectory
+from openppo.trainer.model_checks import check_models
 from openppo.trainer.objects import GIVEN, OwnObjects
-from openppo.trainer.roles import check_models
 from openppo.types import Completion, FinishReason, Prompt, SingleProcess
 from tests.unit.trainer.conftest import SIZES, OneOf
 
@@ -244,12 +244,14 @@ def test_what_the_actor_cannot_give_is_looked_for_before_weights_are_loaded(
     ):
         config = named({"pretrain": "./m"}, actor=actor, **objects)
         with pytest.raises(ValueError, match=message):
-            check_models(config, run, own=OwnObjects(actor=actor, tokenizer=tokenizer, **objects))
+            check_models(
+                config, run, objects=OwnObjects(actor=actor, tokenizer=tokenizer, **objects)
+            )
     own = OwnObjects(actor=actor, critic=small, tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"critic \(given in Python\): token .* has the id"):
-        check_models(named({"init_kl_coef": 0}, **vars(own)), run, own=own)
+        check_models(named({"init_kl_coef": 0}, **vars(own)), run, objects=own)
     whole = OwnObjects(actor=actor, critic=critic, tokenizer=tokenizer)
-    assert check_models(named({"init_kl_coef": 0}, **vars(whole)), run, own=whole) == (
+    assert check_models(named({"init_kl_coef": 0}, **vars(whole)), run, objects=whole) == (
         tokenizer,
         actor.config,
     )

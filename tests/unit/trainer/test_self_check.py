@@ -10,7 +10,8 @@ from torch import Tensor
 from openppo.config import KLConfig
 from openppo.datasets import PreferenceExample, ProcessExample, TokenExample
 from openppo.models.supervised_loss import IGNORE_INDEX
-from openppo.trainer.self_check import check_samples, show_examples
+from openppo.trainer.self_check import check_samples
+from openppo.trainer.supervised.self_check import show_examples
 from openppo.types import Experience
 
 EOS, KL_COEF = 9, 0.5

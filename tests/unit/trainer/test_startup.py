@@ -16,9 +16,10 @@ from openppo.models.actor import Actor
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.comm import check_same
 from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.components import check_run_with_images
+from openppo.trainer.context_limits import check_context
 from openppo.trainer.data import load_ppo_data
-from openppo.trainer.startup import check_context, check_options
+from openppo.trainer.images import check_run_with_images
+from openppo.trainer.option_checks import check_options
 from openppo.types import SamplingParams, SingleProcess
 from tests.architectures import tiny_config
 from tests.pinned import pinned_transformers

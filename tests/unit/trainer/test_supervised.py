@@ -14,7 +14,7 @@ from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel
 from openppo.tracking import Metrics, Trackers
 from openppo.tracking.phase import current
 from openppo.trainer import summary
-from openppo.trainer.supervised.build import load_train_and_eval
+from openppo.trainer.supervised.data import load_train_and_eval
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer
 from openppo.types import SingleProcess

@@ -1,0 +1,120 @@
+"""Trainer or rollout rank of one process of a launch."""
+
+import os
+import sys
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from openppo.config import TrainPPOConfig
+from openppo.datasets.vision import Vision
+from openppo.models.actor import Actor
+from openppo.models.loading import model_error_context
+from openppo.models.merge_lora import to_bf16
+from openppo.models.pretrained import context_length, eos_token_ids
+from openppo.orchestrator.build import rollout_rank, scored_by_trainers
+from openppo.orchestrator.worker import RolloutRank
+from openppo.rollout.samplers import Players, SamplerParts
+from openppo.rollout.sampling import decoder
+from openppo.rollout.tasks import TaskPlayers
+from openppo.strategy.comm import InferenceStrategy
+from openppo.trainer.build import build_ppo_trainer
+from openppo.trainer.data import PPOData
+from openppo.trainer.engines import new_engine
+from openppo.trainer.model_checks import check_models
+from openppo.trainer.policy_inputs import run_vision
+from openppo.trainer.ppo import PPOTrainer
+from openppo.trainer.roles import loading
+from openppo.trainer.rollout_source import SHOWS_IMAGES
+from openppo.trainer.task_data import load_tasks_data
+from openppo.trainer.task_rewards import TaskRewards
+from openppo.types import StopCheck
+
+
+def build_rank(config: TrainPPOConfig, players: Players | None = None) -> PPOTrainer | RolloutRank:
+    """Build the trainer of this rank or, on the last ``--rollout_ranks``, the sampling for trainers."""
+    n_sampling = config.orchestrator.rollout_ranks
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if rank < world_size - n_sampling:
+        return build_ppo_trainer(config, source=players)
+    if config.run.dry_run:  # which estimates the memory of trainers
+        sys.exit()
+
+    strategy = InferenceStrategy(
+        config.deepspeed.bf16,
+        rollout_ranks=n_sampling,
+        fused_kernels=config.deepspeed.fused_kernels,
+    )
+    tokenizer, actor_config = check_models(config, strategy)
+    tasks = TaskPlayers.of(config, players)
+    tasks.check(tokenizer)
+    data = load_tasks_data(tasks, tokenizer, actor_config, comm=strategy.comm)
+
+    scorer = None
+    if not scored_by_trainers(config):
+        rewards = TaskRewards(tasks, tokenizer, strategy, data=data, actor_config=actor_config)
+        scorer = rewards.build()
+
+    policy = _load_policy(config, strategy)
+    engine = new_engine(config, policy, tokenizer, stop=StopCheck(), actor_config=actor_config)
+    engine.decode = decoder(tokenizer)
+
+    plays = players is not None
+    vision = _vision(config, strategy, tokenizer, actor_config=actor_config, data=data, plays=plays)
+    parts = SamplerParts(
+        engine=engine,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(policy, tokenizer),
+        comm=strategy.comm,
+        stop=StopCheck(),
+        longest=data.longest,
+        context=context_length(actor_config),
+        leave=config.orchestrator.running_requests,
+        vision=vision,
+    )
+    return rollout_rank(
+        config,
+        strategy,
+        engine,
+        policy=policy,
+        sampler=tasks.make(parts),
+        scorer=scorer,
+        prompts=data.prompts,
+        tasks=tasks,
+    )
+
+
+def _vision(
+    config: TrainPPOConfig,
+    strategy: InferenceStrategy,
+    tokenizer: PreTrainedTokenizerBase,
+    actor_config: PreTrainedConfig,
+    data: PPOData,
+    plays: bool,
+) -> Vision | None:
+    """Reader of images; None unless trainers post that samples may contain some."""
+    if strategy.launch.wait_for(SHOWS_IMAGES) != "yes":
+        return None
+    return run_vision(
+        config.model,
+        tokenizer,
+        actor_config,
+        options=config.data,
+        kinds=data.kinds,
+        plays=plays,
+    )
+
+
+def _load_policy(config: TrainPPOConfig, strategy: InferenceStrategy) -> Any:
+    """Load the Hugging Face model to sample from, in the precision of the trainers' forwards."""
+    pretrain = config.model.pretrain
+    with model_error_context("--pretrain", pretrain), strategy.loading():
+        actor = Actor(pretrain, temperature=config.generation.temperature, **loading(config))
+
+    # Weights stay trainable: torch rounds differently with frozen ones.
+    policy: Any = actor.eval().to(strategy.device).model
+    if config.deepspeed.bf16:
+        to_bf16(policy)  # also weights that transformers keeps in float32, as DeepSpeed does
+    strategy.fuse(policy)
+    return policy
