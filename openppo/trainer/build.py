@@ -238,7 +238,7 @@ def _plan(
     if source is not None or not is_async(config, players):
         return plan
     n_steps = async_steps(config, n_prompts, isinstance(players, TaskPlayers))
-    return replace(plan, steps=[config.prompts_per_step] * n_steps, episodes=1)
+    return replace(plan, steps=[config.prompts_per_step] * n_steps, prompt_epochs=1)
 
 
 def _with_models(

@@ -177,8 +177,8 @@ class PPOTrainer:
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Yield batches for ``step``, at most one for each step that is left.
 
-        They pass over all prompts in every episode, each time in another order. Only batches that are sampled from
-        count as consumed, so a list of them changes nothing.
+        They pass over all prompts ``--num_episodes`` times, each time in another order. Only batches that are sampled
+        from count as consumed, so a list of them changes nothing.
         """
         if self.state.unreported is not None:
             self.report(self.state.unreported)

@@ -34,7 +34,7 @@ _ALL_EQUAL = (
 
 
 class PromptBatch(list[Prompt]):
-    """Prompts of one step; ``number`` counts the batches of all episodes."""
+    """Prompts of one step; ``number`` counts the batches of all passes over the prompts."""
 
     def __init__(self, prompts: Iterable[Prompt], number: int) -> None:
         super().__init__(prompts)
@@ -64,7 +64,7 @@ class PromptSource:
         # the seeds of an environment never end
         self.has_no_end = config.agents.environment is not None and not config.data.prompt_data
         self.consumed_batches = 0
-        """Batches of all episodes that were sampled from."""
+        """Batches of all passes over the prompts that were sampled from."""
         self.batch_under_way: PromptBatch | None = None
         """The current batch of a loop over ``prompt_batches()``."""
         self.consumed_prompts = 0
@@ -90,7 +90,7 @@ class PromptSource:
         return map(self.rollout, self.prompt_batches())
 
     def prompt_batches(self) -> Iterator[PromptBatch]:
-        """Pass over all prompts in every episode, each time in another order.
+        """Pass over all prompts ``--num_episodes`` times, each time in another order.
 
         A batch counts as consumed when it is sampled from.
         """
@@ -194,9 +194,9 @@ class PromptSource:
         return self._batch(self.consumed_batches - 1)
 
     def _batch(self, number: int) -> PromptBatch:
-        """Return batch ``number``, counted over all episodes."""
-        episode, start = divmod(number, len(self.sampler))
-        rows = next(self.sampler.batches(episode, start))
+        """Return batch ``number``, counted over all passes over the prompts."""
+        prompt_epoch, start = divmod(number, len(self.sampler))
+        rows = next(self.sampler.batches(prompt_epoch, start))
         return PromptBatch((self.components.data.prompts[i] for i in rows), number)
 
     def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
