@@ -20,7 +20,12 @@ from openppo.media import Media
 
 
 class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
-    """Raised when a signal stops the run; its argument is the signal's name, and work under way is dropped."""
+    """Raised when a signal stops the run; its argument is the signal's name, and work under way is dropped.
+
+    >>> raise Interrupted("SIGTERM")
+    Traceback (most recent call last):
+    openppo.types.Interrupted: SIGTERM
+    """
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,9 @@ class SamplingParams:
 
     EOS, a token of ``stop_token_ids`` and a token that completes a text of ``stop`` end the response and belong to it.
     Before ``min_new_tokens`` EOS and those ids are not sampled, and ``stop`` is ignored.
+
+    >>> SamplingParams(max_new_tokens=256, temperature=0.6, top_p=0.95, stop=("</answer>",)).stop
+    ('</answer>',)
     """
 
     max_new_tokens: int
@@ -42,7 +50,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: ``text`` is for people and rewards, ``token_ids`` for the model."""
+    """One prompt: ``text`` is for people and rewards, ``token_ids`` for the model.
+
+    >>> prompt = Prompt("17 + 25 =", token_ids=[28, 14, 60, 3], label="42", source="sums")
+    >>> prompt.label
+    '42'
+    """
 
     text: str
     token_ids: list[int]
@@ -57,7 +70,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """The response that an engine sampled for one prompt; its lists are equally long."""
+    """The response that an engine sampled for one prompt; its lists are equally long.
+
+    >>> completion = Completion([9, 1], [-0.7, -0.1], versions=[3, 3], finish_reason=FinishReason.STOP)
+    >>> len(completion.token_ids) == len(completion.log_probs)
+    True
+    """
 
     token_ids: list[int]
     log_probs: list[float]
@@ -69,7 +87,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Episode:
-    """An agent's episode, shared by the trajectories of its parts."""
+    """An agent's episode, shared by the trajectories of its parts.
+
+    >>> episode = Episode([{"role": "user", "content": "hi"}], Ending.TIMEOUT, n_turns=2, error="30 s")
+    >>> episode.failure
+    'timeout: 30 s'
+    """
 
     messages: list[dict[str, Any]]  # the whole conversation
     ending: Ending
@@ -92,6 +115,19 @@ class Trajectory:
 
     ``action_mask`` is set on tokens that the policy sampled, not on those of prompts, tools and environments. Outside,
     ``log_probs`` (of the distribution sampled from) are 0.0 and ``versions`` (of the policy that sampled) are -1.
+
+    >>> trajectory = Trajectory(
+    ...     token_ids=[5, 6, 9, 1],
+    ...     action_mask=[False, False, True, True],
+    ...     log_probs=[0.0, 0.0, -0.7, -0.1],
+    ...     versions=[-1, -1, 3, 3],
+    ...     finish_reason=FinishReason.STOP,
+    ...     prompt=Prompt("ab", token_ids=[5, 6]),
+    ...     group=0,
+    ...     scores={"reward_fn": 1.0},
+    ... )
+    >>> trajectory.response_ids, trajectory.spans, trajectory.total_score({})
+    ([9, 1], [(2, 4)], 1.0)
     """
 
     token_ids: list[int]
@@ -190,7 +226,11 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Score:
-    """Rewards of one trajectory from one source; only actions have rewards."""
+    """Rewards of one trajectory from one source; only actions have rewards.
+
+    >>> Score({"correct": 1.0}, notes={"answer": "42"}).rewards
+    {'correct': 1.0}
+    """
 
     rewards: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
@@ -206,6 +246,17 @@ class Experience:
     """A batch of trajectories as tensors. Each stage returns a new object with more fields; none mutates.
 
     Tensors per token are float32, if not said otherwise, and 0 outside of ``action_mask``.
+
+    >>> mask = torch.tensor([[True, True, True]])
+    >>> experience = Experience(
+    ...     sequences=torch.tensor([[5, 6, 9]]),
+    ...     attention_mask=mask,
+    ...     action_mask=torch.tensor([[False, False, True]]),
+    ...     rollout_log_probs=torch.tensor([[0.0, 0.0, -0.7]]),
+    ...     truncated=torch.tensor([False]),
+    ... )
+    >>> experience.with_fields(values=torch.zeros(1, 3)).values.shape
+    torch.Size([1, 3])
     """
 
     sequences: Tensor  # (B, L) int64, right-padded
@@ -261,7 +312,12 @@ class Experience:
 
 
 class Comm(Protocol):
-    """The part of a process group that code below the strategy uses."""
+    """The part of a process group that code below the strategy uses.
+
+    >>> comm: Comm = SingleProcess()
+    >>> comm.all_gather_object("rank 0's")
+    ["rank 0's"]
+    """
 
     rank: int
     world_size: int
@@ -274,7 +330,11 @@ class Comm(Protocol):
 
 
 class SingleProcess:
-    """``Comm`` of a program without a process group."""
+    """``Comm`` of a program without a process group.
+
+    >>> SingleProcess().all_reduce(torch.tensor(3.0))
+    tensor(3.)
+    """
 
     rank = 0
     world_size = 1
@@ -287,7 +347,13 @@ class SingleProcess:
 
 
 class StopCheck:
-    """Polled by long work, which a signal may stop; this default never stops."""
+    """Polled by long work, which a signal may stop; this default never stops.
+
+    >>> stop = StopCheck()
+    >>> stop()  # returns, as no signal has come
+    >>> stop.requested()
+    False
+    """
 
     def requested(self) -> bool:
         """True if this rank knows of a signal; other ranks may not know yet."""
@@ -303,6 +369,14 @@ class RolloutSource(Protocol):
     Iterating yields this rank's trajectories of one global step after the other, groups whole, with their scores. In a
     ``Rollout`` the scores are pending: a source that wraps another one must call ``wait_for_scores`` on all ranks
     first, because a signal may reach only one of them.
+
+    >>> class Recorded(RolloutSource):
+    ...     steps = 1
+    ...
+    ...     def __iter__(self):
+    ...         yield trajectories  # sampled before, in one global step
+    >>> [len(of_a_step) for of_a_step in Recorded()]
+    [2]
     """
 
     @property
