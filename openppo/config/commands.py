@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import Field, dataclass, field, replace
 
 from openppo.config.agents import FORMS, AgentConfig
 from openppo.config.data import (
@@ -168,7 +168,6 @@ class TrainPPOConfig(TrainingConfig):
         """These options; with ``--val_only`` logs go to folders of their own, beside those of the run."""
         if not self.evaluation.val_only:
             return self
-
         run = replace(self.run, save_path=f"{os.path.realpath(self.run.save_path)}_val_only")
         dump = self.dump
         if dump.dump_rollouts:
@@ -180,7 +179,6 @@ class TrainPPOConfig(TrainingConfig):
     def output_models(self) -> dict[str, str]:
         if self.evaluation.val_only:
             return {}
-
         models = super().output_models
         if self.model.save_value_network:
             folder = f"{os.path.realpath(self.run.save_path)}_critic"
@@ -256,7 +254,6 @@ class TrainPPOConfig(TrainingConfig):
         batch = self.batch.train_batch_size
         prompts = self.prompts_per_step
         n = self.ppo.n_samples_per_prompt
-
         is_size_set = self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size
         if self.agents.n_envs is not None and is_size_set:
             yield "--n_envs says how many seeds a step has, and so does --rollout_batch_size: leave one of them out."
@@ -305,7 +302,6 @@ class TrainPPOConfig(TrainingConfig):
         """Yield messages about options that compare the responses to one prompt, if there is a single response."""
         if self.ppo.n_samples_per_prompt > 1:
             return
-
         estimator = self.advantage.advantage_estimator
         comparing = {
             f"--advantage_estimator {estimator}": estimator in GROUP_ESTIMATORS,
@@ -398,8 +394,7 @@ class TrainPRMConfig(SupervisedCommand):
 
 def training_rules() -> dict[str, Rules]:
     """Return the rules of the options of all commands that train, by name."""
-    rules = {}
+    options: dict[str, Field] = {}
     for command in (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig):
-        for name, option in declared_options(command).items():
-            rules[name] = rules_of(option)
-    return rules
+        options |= declared_options(command)
+    return {name: rules_of(option) for name, option in options.items()}
