@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from openppo import logger
 from openppo.media import Media, MediaItem, distinct_ids, item_places, model_inputs, rope_positions
 from openppo.models.attention import BY_LENGTHS, ON_CPU, PREFIX_TREE, finished_mask
-from openppo.models.batching import LEAST_SHARED, pays, shared_order
 from openppo.models.padding import (
     NOISE,
     base_of,
@@ -21,6 +20,7 @@ from openppo.models.padding import (
     pack_rows,
     rounded_width,
 )
+from openppo.models.prefix_batches import LEAST_SHARED, pays, shared_order
 from openppo.models.pretrained import layer_kinds
 
 _NOISE_IN_FLOAT32 = 1e-3
