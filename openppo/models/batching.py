@@ -10,7 +10,7 @@ from itertools import accumulate
 class MicroBatchSize:
     """Limit of one forward: ``rows``, or as many as fit into ``tokens``, padding included.
 
-    ``overhead`` of an extra micro-batch is a fraction of a full one: a batch is split if that much padding is saved.
+    ``overhead`` of an extra micro-batch is a fraction of a full one: a batch is split if that saves more padding.
     """
 
     rows: int
@@ -18,58 +18,72 @@ class MicroBatchSize:
     overhead: float = 1 / 8
 
     def rows_of(self, length: int) -> int:
-        """Rows of ``length`` tokens in one forward; at least one."""
-        return self.rows if self.tokens is None else max(1, self.tokens // max(1, length))
+        """Number of rows of ``length`` tokens that fit into one forward; at least one."""
+        if self.tokens is None:
+            return self.rows
+        return max(1, self.tokens // max(1, length))
 
     def overhead_of(self, lengths: Sequence[int]) -> float:
-        """Of a micro-batch of rows of these lengths, in tokens."""
-        rows = min(self.rows, len(lengths)) * max(lengths, default=0)
-        return self.overhead * (rows if self.tokens is None else self.tokens)
+        """Overhead in tokens of one more micro-batch, cut from rows of these lengths."""
+        if self.tokens is not None:
+            return self.overhead * self.tokens
+        full = min(self.rows, len(lengths)) * max(lengths, default=0)
+        return self.overhead * full
 
     def cut(self, lengths: Sequence[int], cost: Callable[[int, int], int]) -> list[tuple[int, int]]:
-        """Of all ways to cut rows of these lengths, in their order, the one of least cost and overhead.
+        """Cut rows of these lengths, in their order, at the least sum of cost and overhead.
 
-        ``cost`` is the tokens that a forward of the rows from one index to before another computes. Limits count the
-        rows' own tokens where these are more: memory for logits and keys follows them.
+        Returns the first row of each micro-batch and the end behind its last. ``cost`` is the number of tokens that a
+        forward from a first row to an end computes. Limits count the rows' own tokens where these are more: memory for
+        logits and keys follows them.
         """
-        n, overhead = len(lengths), self.overhead_of(lengths)
-        before = [*accumulate(lengths, initial=0)]
-        least, ends = (
-            [0.0] * (n + 1),
-            [n] * (n + 1),
-        )  # for rows i to n: the cost, and where the first forward ends
-        for first in reversed(range(n)):
-            least[first] = math.inf
-            for end in range(first + 1, n + 1):
-                tokens = cost(first, end)
-                most = max(tokens, before[end] - before[first])
-                if end > first + 1 and (
-                    end - first > self.rows if self.tokens is None else most > self.tokens
-                ):
+        n_rows = len(lengths)
+        overhead = self.overhead_of(lengths)
+        max_rows = self.rows if self.tokens is None else n_rows
+        max_tokens = math.inf if self.tokens is None else self.tokens
+        tokens_before = [*accumulate(lengths, initial=0)]
+
+        # for rows from i on: their least cost, and the end of their first micro-batch
+        least_costs = [0.0] * (n_rows + 1)
+        ends = [n_rows] * (n_rows + 1)
+        for first in reversed(range(n_rows)):
+            least_costs[first] = math.inf
+            for end in range(first + 1, n_rows + 1):
+                n_tokens = cost(first, end)
+                n_held = max(n_tokens, tokens_before[end] - tokens_before[first])
+                n_batched = end - first
+                if n_batched > 1 and (n_batched > max_rows or n_held > max_tokens):
                     break
-                if tokens + least[end] <= least[first]:
-                    least[first], ends[first] = tokens + least[end], end
-            least[first] += overhead
-        cuts, first = [], 0
-        while first < n:
+                if n_tokens + least_costs[end] <= least_costs[first]:
+                    least_costs[first] = n_tokens + least_costs[end]
+                    ends[first] = end
+            least_costs[first] += overhead
+
+        cuts = []
+        first = 0
+        while first < n_rows:
             cuts.append((first, ends[first]))
             first = ends[first]
         return cuts
 
 
 def split_overhead(zero_stage: int) -> float:
-    """Overhead of an extra micro-batch. Under ZeRO-3 each pass gathers all weights, so none is split off."""
+    """Overhead of an extra micro-batch; under ZeRO-3 a full one, so none is split off.
+
+    There each pass gathers all weights.
+    """
     return 1.0 if zero_stage == 3 else MicroBatchSize.overhead
 
 
 def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int]]:
-    """Indices of sequences in batches of similar length, the longest first.
+    """Indexes of sequences in batches of similar length, the longest first.
 
-    Of all ways to cut the sorted sequences, the one with the least padding and overhead; what is too long is alone.
+    The sorted sequences are cut at the least padding and overhead; a sequence above the limit is alone.
     """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     falling = [lengths[i] for i in order]
-    return [
-        order[slice(*cut)]
-        for cut in size.cut(falling, lambda first, end: (end - first) * falling[first])
-    ]
+
+    def padded_tokens(first: int, end: int) -> int:
+        return (end - first) * falling[first]
+
+    return [order[first:end] for first, end in size.cut(falling, padded_tokens)]

@@ -12,14 +12,21 @@ from openppo.types import Comm
 def equal_batches(
     lengths: Sequence[int], size: MicroBatchSize, comm: Comm, rows: Sequence[list[int]] = ()
 ) -> list[list[int]]:
-    """Indexes of rows in ``micro_batches``; rows of length 0 are in none.
+    """Indexes of rows in micro-batches, equally many on all ranks; rows of length 0 are in none. Collective.
 
-    With ``rows`` those that begin alike are together where it pays; else the longest come first. As many batches as the
-    rank with the most has, as partitioned weights demand: the last may be empty. Collective.
+    With ``rows``, those that share prefixes are together where that pays; otherwise the longest come first. The rank
+    with the most batches sets their number, as partitioned weights demand: the last ones of other ranks are empty.
     """
-    real = [i for i in range(len(lengths)) if lengths[i] > 0]
-    plan = shared_plan([rows[i] for i in real], 1, size) if rows else None
-    batches = micro_batches([lengths[i] for i in real], size) if plan is None else plan[0]
-    batches = [[real[k] for k in batch] for batch in batches]
+    filled = [i for i, length in enumerate(lengths) if length > 0]
+    batches = micro_batches([lengths[i] for i in filled], size)
+    if rows:
+        plan = shared_plan([rows[i] for i in filled], 1, size)
+        batches = batches if plan is None else plan[0]
+
+    indexes = []
+    for batch in batches:
+        indexes.append([filled[k] for k in batch])
+
     n_batches = int(comm.all_reduce(torch.tensor(len(batches)), "max"))
-    return batches + [[] for _ in range(n_batches - len(batches))]
+    n_missing = n_batches - len(batches)
+    return indexes + [[] for _ in range(n_missing)]

@@ -1,97 +1,152 @@
 """Micro-batches whose rows share prefixes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from openppo.models.batching import MicroBatchSize
 from openppo.models.dealing import deal
 
 LEAST_SHARED = 16
-"""Tokens of a beginning that is worth a node of its own: attention runs once more for each."""
+"""Shortest prefix worth sharing: each costs one attention call."""
 _WORTH_SHARING = 1.1
-"""Tokens computed otherwise over those with beginnings shared: below, what attention costs more may not pay."""
+"""Share prefixes only if tokens fall by this factor; otherwise attention may cost more than it saves."""
 
 
 def shared_order(rows: Sequence[list[int]]) -> tuple[list[int], list[int]]:
-    """Indexes of rows so that those that begin alike are neighbours; tokens that each shares with the one before."""
+    """Indexes of rows, sorted so that shared prefixes are neighbours, and the length shared with the row before."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     shared = [0] * len(rows)
-    for at in range(1, len(order)):
-        one, other = rows[order[at - 1]], rows[order[at]]
-        most = min(len(one), len(other))
-        low, high = 0, most  # equal up to ``low``, not up to more than ``high``
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-            )
-        shared[at] = low if low >= LEAST_SHARED else 0
+    for position in range(1, len(order)):
+        n_shared = _common_length(rows[order[position - 1]], rows[order[position]])
+        if n_shared >= LEAST_SHARED:
+            shared[position] = n_shared
     return order, shared
 
 
+def _common_length(row: list[int], other: list[int]) -> int:
+    """Length of the longest common prefix, by bisection."""
+    low = 0  # equal up to here
+    high = min(len(row), len(other))  # not equal beyond
+    while low < high:
+        middle = (low + high + 1) // 2
+        if row[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def pays(n_shared: int, n_otherwise: int) -> bool:
-    """Whether ``n_shared`` tokens, computed with beginnings shared, are enough fewer."""
+    """True if ``n_shared`` tokens, computed with shared prefixes, are enough fewer than ``n_otherwise``."""
     return 0 < n_shared * _WORTH_SHARING <= n_otherwise
+
+
+@dataclass(frozen=True)
+class _PrefixOrder:
+    """Rows in the order of ``shared_order``, to be cut into runs."""
+
+    order: list[int]
+    shared: list[int]
+    """Length of the prefix that each shares with the row before."""
+    new_before: list[int]
+    """Sum of the tokens not shared that way over the rows before each; the last entry is that over all rows."""
+
+    @classmethod
+    def of(cls, rows: Sequence[list[int]]) -> "_PrefixOrder":
+        """Sort ``rows``."""
+        order, shared = shared_order(rows)
+        n_new = [len(rows[i]) - n for i, n in zip(order, shared, strict=True)]
+        return cls(order, shared, new_before=[*accumulate(n_new, initial=0)])
+
+    def n_tokens(self, first: int, end: int) -> int:
+        """Tokens computed for the run from ``first`` to before ``end``, whose first row is whole."""
+        return self.new_before[end] - self.new_before[first] + self.shared[first]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Micro-batches of each share of ``rows``."""
+
+    batches: list[list[list[int]]]
+    """Indexes of rows, by share and micro-batch."""
+    n_tokens: int
+    """Tokens computed for the fullest share."""
+    cost: float
+    """The same with the overhead of as many micro-batches as the share with most of them has."""
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[list[int]], shares: list[list[int]], size: MicroBatchSize
+    ) -> "_Plan":
+        """Cut each share at the least cost."""
+        batches = []
+        n_tokens = 0
+        for share in shares:
+            share_batches = _shared_batches(rows, share, size)
+            batches.append(share_batches)
+            n_tokens = max(n_tokens, sum(_n_tokens(rows, batch) for batch in share_batches))
+
+        overhead = size.overhead_of([len(row) for row in rows])
+        n_batches = max(map(len, batches))
+        return cls(batches, n_tokens, cost=n_tokens + overhead * n_batches)
 
 
 def shared_plan(
     rows: Sequence[list[int]], n_shares: int, size: MicroBatchSize
 ) -> list[list[list[int]]] | None:
-    """Micro-batches of ``n_shares`` ranks whose rows begin alike; None where that saves too little.
+    """Micro-batches of ``n_shares`` ranks, whose rows share prefixes; None where that saves too little.
 
-    Rows that begin alike are on one rank, unless the fullest rank has less to do otherwise.
+    Rows that share a prefix are on one rank, unless the fullest rank has less to do otherwise.
     """
     lengths = [len(row) for row in rows]
-    order, shared, new = _in_order(rows)
-    runs = [order[start:end] for start, end in _equal_runs(new, shared, n_shares)]
     dealt = deal(lengths, n_shares)
+    n_otherwise = max(sum(lengths[i] for i in share) for share in dealt)
 
-    def batches(shares: list[list[int]]) -> tuple[list[list[list[int]]], int, float]:
-        """Of each share, the most tokens of one, and the same with the overhead of as many micro-batches as one has."""
-        made = [
-            [[share[k] for k in b] for b in _shared_batches([rows[i] for i in share], size)]
-            for share in shares
-        ]
-        most = max(sum(_in_order([rows[i] for i in b])[2][-1] for b in share) for share in made)
-        return made, most, most + size.overhead_of(lengths) * max(map(len, made))
-
-    best, most, _ = min((batches(shares) for shares in (runs, dealt)), key=lambda found: found[2])
-    return best if pays(most, max(sum(lengths[i] for i in share) for share in dealt)) else None
+    plans = [_Plan.of(rows, shares, size) for shares in (_prefix_shares(rows, n_shares), dealt)]
+    best = min(plans, key=lambda plan: plan.cost)
+    return best.batches if pays(best.n_tokens, n_otherwise) else None
 
 
-def _equal_runs(new: Sequence[int], shared: Sequence[int], n_shares: int) -> list[tuple[int, int]]:
-    """Runs of rows in the order of ``shared_order``, one for each share, of which the fullest computes least.
+def _prefix_shares(rows: Sequence[list[int]], n_shares: int) -> list[list[int]]:
+    """Indexes of rows in shares that are runs of neighbours, the fullest with as few tokens as possible."""
+    prefix_order = _PrefixOrder.of(rows)
+    too_few = 0  # tokens of a share that make more runs than shares
+    enough = prefix_order.new_before[-1]
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if len(_runs(prefix_order, middle)) <= n_shares:
+            enough = middle
+        else:
+            too_few = middle
 
-    ``new`` are sums of the tokens that rows do not share with the one before; the first row of a run is whole.
-    """
-
-    def runs(most: int) -> list[tuple[int, int]]:
-        found, first = list[tuple[int, int]](), 0
-        for end in range(1, len(shared) + 1):
-            if end == len(shared) or new[end + 1] - new[first] + shared[first] > most:
-                found.append((first, end))
-                first = end
-        return found
-
-    low, high = 0, new[-1]  # too little for n_shares runs, and enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(runs(middle)) <= n_shares else (middle, high)
-    found = runs(high)
-    return found + [(0, 0)] * (n_shares - len(found))
+    shares = [prefix_order.order[first:end] for first, end in _runs(prefix_order, enough)]
+    n_empty = n_shares - len(shares)
+    return shares + [[] for _ in range(n_empty)]
 
 
-def _shared_batches(rows: Sequence[list[int]], size: MicroBatchSize) -> list[list[int]]:
-    """Indexes of rows in micro-batches whose rows begin alike where they can."""
-    order, shared, new = _in_order(rows)
-    cuts = size.cut(
-        [len(rows[i]) for i in order], lambda first, end: new[end] - new[first] + shared[first]
-    )
-    return [order[slice(*cut)] for cut in cuts]
+def _runs(prefix_order: _PrefixOrder, max_tokens: int) -> list[tuple[int, int]]:
+    """First row and end of each run of at most ``max_tokens``; a longer row is alone."""
+    n_rows = len(prefix_order.order)
+    runs = []
+    first = 0
+    for end in range(1, n_rows + 1):
+        if end == n_rows or prefix_order.n_tokens(first, end + 1) > max_tokens:
+            runs.append((first, end))
+            first = end
+    return runs
 
 
-def _in_order(rows: Sequence[list[int]]) -> tuple[list[int], list[int], list[int]]:
-    """``shared_order``, and sums of the tokens that rows do not share with the one before, from 0 on."""
-    order, shared = shared_order(rows)
-    added = (len(rows[i]) - common for i, common in zip(order, shared, strict=True))
-    return order, shared, [*accumulate(added, initial=0)]
+def _shared_batches(
+    rows: Sequence[list[int]], share: list[int], size: MicroBatchSize
+) -> list[list[int]]:
+    """Indexes of the rows of ``share`` in micro-batches whose rows share prefixes where they can."""
+    prefix_order = _PrefixOrder.of([rows[i] for i in share])
+    sorted_share = [share[k] for k in prefix_order.order]
+    lengths = [len(rows[i]) for i in sorted_share]
+    return [sorted_share[first:end] for first, end in size.cut(lengths, prefix_order.n_tokens)]
+
+
+def _n_tokens(rows: Sequence[list[int]], batch: list[int]) -> int:
+    """Tokens computed for a batch of rows with shared prefixes."""
+    return _PrefixOrder.of([rows[i] for i in batch]).new_before[-1]
