@@ -51,8 +51,8 @@ class MicroBatchSize:
             for end in range(first + 1, n_rows + 1):
                 n_tokens = cost(first, end)
                 n_held = max(n_tokens, tokens_before[end] - tokens_before[first])
-                n_batched = end - first
-                if n_batched > 1 and (n_batched > max_rows or n_held > max_tokens):
+                n_in_batch = end - first
+                if n_in_batch > 1 and (n_in_batch > max_rows or n_held > max_tokens):
                     break
                 if n_tokens + least_costs[end] <= least_costs[first]:
                     least_costs[first] = n_tokens + least_costs[end]

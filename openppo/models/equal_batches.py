@@ -18,10 +18,9 @@ def equal_batches(
     with the most batches sets their number, as partitioned weights demand: the last ones of other ranks are empty.
     """
     filled = [i for i, length in enumerate(lengths) if length > 0]
-    batches = micro_batches([lengths[i] for i in filled], size)
-    if rows:
-        plan = shared_plan([rows[i] for i in filled], 1, size)
-        batches = batches if plan is None else plan[0]
+    filled_lengths = [lengths[i] for i in filled]
+    plan = shared_plan([rows[i] for i in filled], 1, size) if rows else None
+    batches = micro_batches(filled_lengths, size) if plan is None else plan[0]
 
     indexes = []
     for batch in batches:
