@@ -112,10 +112,7 @@ class PolicyLoss(nn.Module):
         action_mask: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
-        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float.
-
-        ``rollout_log_probs`` are not used here.
-        """
+        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float; the last one is not used here."""
         loss = self.surrogate(self.ratio(log_probs, old_log_probs, action_mask), advantages)
         return reduce_loss(loss, action_mask, self.reduction)
 
@@ -187,19 +184,9 @@ class MaskingLoss(PolicyLoss):
                 f"{type(self).__name__} compares with the engine's log-probs: pass rollout_log_probs."
             )
 
-        masking = self.masking(
-            log_probs,
-            old_log_probs,
-            rollout_log_probs,
-            action_mask=action_mask,
-        )
-        unweighted = self.unweighted(
-            log_probs,
-            old_log_probs,
-            advantages,
-            action_mask=action_mask,
-        )
-        return reduce_loss(masking.kept() * unweighted, action_mask, self.reduction)
+        masking = self.masking(log_probs, old_log_probs, rollout_log_probs, action_mask=action_mask)
+        loss = self.unweighted(log_probs, old_log_probs, advantages, action_mask=action_mask)
+        return reduce_loss(masking.kept() * loss, action_mask, self.reduction)
 
     def masking(
         self,
@@ -305,10 +292,7 @@ class CISPOLoss(nn.Module):
         action_mask: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
-        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float.
-
-        ``rollout_log_probs`` are not used here.
-        """
+        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float; the last one is not used here."""
         ratio = policy_ratio(log_probs.detach(), old_log_probs, action_mask)
         truncated = ratio.clamp(max=self.eps_max)
         if action_mask is not None:
