@@ -139,8 +139,7 @@ class Actor(nn.Module):
         selection = selection.on_device(device_of(self.model))
 
         values = self._log_probs(
-            selection.inputs,
-            selection.labels,
+            selection,
             temperature=self.temperature if temperature is None else temperature,
             with_entropy=return_entropy,
             ids=ALL_IDS if whole_vocabulary else self.sampled_ids,
@@ -166,15 +165,10 @@ class Actor(nn.Module):
         return {"input_ids": ids}
 
     def _log_probs(
-        self,
-        inputs: dict[str, Tensor],
-        labels: Tensor,
-        *,
-        temperature: float,
-        with_entropy: bool,
-        ids: SampledIds,
+        self, selection: "_Selection", *, temperature: float, with_entropy: bool, ids: SampledIds
     ) -> Tensor:
-        """Log-probs of ``labels``, with entropy beside them: (..., 2), or (..., 1)."""
+        """Log-probs of the selected tokens, with entropy beside them: (..., 2), or (..., 1)."""
+        labels = selection.labels
         model: Any = self.model
         head = model.get_output_embeddings()
         if self.ends_in_head and hasattr(head.weight, "ds_id"):
@@ -195,9 +189,11 @@ class Actor(nn.Module):
 
             # inside the model's forward, so that ZeRO-3 gathers the head's weight
             with _forward_of(head, log_probs_of):
-                return model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
+                output = model(**selection.inputs, use_cache=False)
+            return output.logits.view(*labels.shape, -1)
 
-        logits = model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
+        output = model(**selection.inputs, use_cache=False)
+        logits = output.logits.view(*labels.shape, -1)
         if with_entropy:
             columns = log_probs_and_entropy(logits, labels, temperature, sampled_ids=ids)
             return torch.stack(columns, -1)
@@ -260,8 +256,8 @@ class _Selection:
         """``values``, shaped as ``labels``, at their places of a (B, L) tensor, 0 elsewhere."""
         flat_shape = self.selected.flatten(self.dim).shape
         zeros = torch.zeros(flat_shape, dtype=values.dtype, device=values.device)
-        batch = zeros.index_copy(self.dim, self.places, values).view(self.selected.shape)
-        return torch.where(self.selected, batch, 0.0)
+        batch = zeros.index_copy(self.dim, self.places, values)
+        return torch.where(self.selected, batch.view(self.selected.shape), 0.0)
 
 
 @torch.no_grad()

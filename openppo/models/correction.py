@@ -71,11 +71,12 @@ def correction_range(
     elif level != "token":
         raise ValueError(f"level must be token, sequence or geometric, got {level!r}")
 
-    return RatioRange(
-        ratio=torch.where(mask, log_k, 0.0).exp(),
-        low=default_low if low is None else low,
-        high=default_high if high is None else high,
-    )
+    k = torch.where(mask, log_k, 0.0).exp()
+    if low is None:
+        low = default_low
+    if high is None:
+        high = default_high
+    return RatioRange(k, low, high)
 
 
 def rollout_correction(

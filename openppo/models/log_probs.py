@@ -31,7 +31,8 @@ def logits_at_once(on_cpu: bool) -> int:
 def _chunks(logits: Tensor) -> list[slice]:
     """Slices of rows that are handled at a time."""
     n_elements = CHUNK_ELEMENTS_ON_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS
-    return _slices(logits.shape[0], max(1, n_elements // logits.shape[-1]))
+    size = max(1, n_elements // logits.shape[-1])
+    return _slices(logits.shape[0], size)
 
 
 def _slices(n_rows: int, size: int) -> list[slice]:
@@ -84,7 +85,8 @@ def _gradient(
         scaled = _scaled(logits[rows], temperature, scaled_dtype, ids=ids)
         part = grad[rows] if dtype == scaled.dtype else torch.empty_like(scaled)
         if len(entropy) == 0:
-            torch.softmax(scaled, dim=-1, out=part).mul_(-scale[rows, None])
+            torch.softmax(scaled, dim=-1, out=part)
+            part.mul_(-scale[rows, None])
         else:
             log_probs = torch.log_softmax(scaled, dim=-1).clamp_(min=_LEAST)
             torch.exp(log_probs, out=part)
@@ -249,12 +251,11 @@ def log_probs_from_logits(
 
     The softmax is over ``sampled_ids``: minus infinity at others, whose logits get a gradient of 0.
     """
+    flat_logits = logits.flatten(0, -2)
+    flat_labels = labels.flatten()
+    with_entropy = False
     log_probs, _ = _SelectedLogProbs.apply(
-        logits.flatten(0, -2),
-        labels.flatten(),
-        temperature,
-        False,  # no entropy
-        sampled_ids,
+        flat_logits, flat_labels, temperature, with_entropy, sampled_ids
     )
     return log_probs.view(labels.shape)
 
@@ -263,12 +264,11 @@ def log_probs_and_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, sampled_ids: SampledIds = ALL_IDS
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of ``log_probs_from_logits``, and entropy in nats of softmax(logits / temperature), float32 (...)."""
+    flat_logits = logits.flatten(0, -2)
+    flat_labels = labels.flatten()
+    with_entropy = True
     log_probs, entropy = _SelectedLogProbs.apply(
-        logits.flatten(0, -2),
-        labels.flatten(),
-        temperature,
-        True,  # with entropy
-        sampled_ids,
+        flat_logits, flat_labels, temperature, with_entropy, sampled_ids
     )
     return log_probs.view(labels.shape), entropy.view(labels.shape)
 

@@ -73,14 +73,10 @@ def reduce_loss(loss: Tensor, action_mask: Tensor | None, reduction: Reduction) 
     if reduction == "none":
         return loss
 
-    weights = token_weights(
-        mask,
-        reduction,
-        int(mask.sum()),
-        n_sequences=len(loss),
-        max_len=0,
-        weight=loss.new_ones(len(loss)),
-    )
+    n_rows = len(loss)
+    n_tokens = int(mask.sum())
+    ones = loss.new_ones(n_rows)
+    weights = token_weights(mask, reduction, n_tokens, n_sequences=n_rows, max_len=0, weight=ones)
     return (loss * weights).sum()
 
 

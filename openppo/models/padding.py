@@ -133,7 +133,8 @@ def pack_rows(
     is_real = attention_mask.bool().flatten()  # (B x L,)
     positions = position_ids.flatten()[is_real]  # (T,)
     first_tokens = (positions == 0).nonzero()[:, 0]
-    starts = F.pad(first_tokens, (0, 1), value=len(positions)).int()
+    n_tokens = len(positions)
+    starts = F.pad(first_tokens, (0, 1), value=n_tokens).int()
 
     inputs: dict[str, Any] = {
         "input_ids": sequences.flatten()[is_real][None],
@@ -160,12 +161,10 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
 
     def after(first: list[int]) -> Tensor:
         ids = torch.tensor([[*first, *_ROW]], device=device)
+        mask = torch.ones_like(ids, dtype=torch.bool)
         positions = [*range(len(first)), *range(len(_ROW))]
-        log_probs = model(
-            ids,
-            torch.ones_like(ids, dtype=torch.bool),
-            position_ids=torch.tensor([positions], device=device),
-        )
+        position_ids = torch.tensor([positions], device=device)
+        log_probs = model(ids, mask, position_ids=position_ids)
         return log_probs[0, len(first) + 1 :]
 
     return is_exact("documents are not packed", after)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import sub
 
 from openppo.models.batching import MicroBatchSize
 from openppo.models.dealing import deal
@@ -56,7 +57,8 @@ class _PrefixOrder:
     def of(cls, rows: Sequence[list[int]]) -> "_PrefixOrder":
         """Sort ``rows``."""
         order, shared = shared_order(rows)
-        n_new = [len(rows[i]) - n for i, n in zip(order, shared, strict=True)]
+        lengths = [len(rows[i]) for i in order]
+        n_new = map(sub, lengths, shared)
         return cls(order, shared, new_before=[*accumulate(n_new, initial=0)])
 
     def n_tokens(self, first: int, end: int) -> int:
@@ -101,10 +103,13 @@ def shared_plan(
     """
     lengths = [len(row) for row in rows]
     dealt = deal(lengths, n_shares)
-    n_otherwise = max(sum(lengths[i] for i in share) for share in dealt)
+    n_otherwise = 0
+    for share in dealt:
+        n_otherwise = max(n_otherwise, sum(lengths[i] for i in share))
 
-    plans = [_Plan.of(rows, shares, size) for shares in (_prefix_shares(rows, n_shares), dealt)]
-    best = min(plans, key=lambda plan: plan.cost)
+    by_prefix = _Plan.of(rows, _prefix_shares(rows, n_shares), size)
+    by_length = _Plan.of(rows, dealt, size)
+    best = min(by_prefix, by_length, key=lambda plan: plan.cost)
     return best.batches if pays(best.n_tokens, n_otherwise) else None
 
 

@@ -24,6 +24,7 @@ from openppo.models.padding import (
 from openppo.models.prefix_batches import LEAST_SHARED, pays, shared_order
 from openppo.models.pretrained import layer_kinds
 
+Span = tuple[int, int, int]
 _NOISE_IN_FLOAT32 = 1e-3
 """``NOISE`` of a model in float32."""
 
@@ -61,18 +62,15 @@ def prefix_tree(rows: Sequence[list[int]], width: int) -> PrefixTree:
     in_row = torch.empty_like(places)
     in_row[row_numbers] = places
     flat_places = row_numbers[:, None] * width + depth
-    return PrefixTree(
-        tokens=flat_places[is_new],
-        depths=depth[is_new],
-        in_row=in_row.flatten(),
-        nodes=torch.tensor(_nodes(lengths, shared)).view(-1, 3),
-    )
+    tokens = flat_places[is_new]
+    nodes = torch.tensor(_nodes(lengths, shared)).view(-1, 3)
+    return PrefixTree(tokens, depth[is_new], in_row.flatten(), nodes=nodes)
 
 
-def _nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[tuple[int, int, int]]:
+def _nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[Span]:
     """``nodes`` of a tree, from the lengths of rows in its order and of the prefixes shared with the row before."""
-    nodes: list[tuple[int, int, int]] = []
-    path: list[tuple[int, int, int]] = []  # open nodes: first token, its depth, depth of the end
+    nodes: list[Span] = []
+    path: list[Span] = []  # open nodes: first token, its depth, depth of the end
     n_tokens = 0
 
     def close(depth: int) -> None:
@@ -123,7 +121,8 @@ def _distinct_rows(
     sequences: Tensor, lengths: list[int], media: Sequence[Media]
 ) -> list[list[int]]:
     """``distinct_ids`` of each row, without padding."""
-    rows = [ids[:length] for ids, length in zip(sequences.tolist(), lengths, strict=True)]
+    padded_rows = sequences.tolist()
+    rows = [row[:length] for row, length in zip(padded_rows, lengths, strict=True)]
     pairs = zip_longest(rows, media, fillvalue=())
     return [distinct_ids(row, row_media) for row, row_media in pairs]
 
@@ -138,9 +137,10 @@ def _inputs(
         width = rounded_width(width)
     tree_ids = sequences.flatten()[tree.tokens.to(sequences.device)]
     ids = pad_to(tree_ids, width)[None]
+    depths = pad_to(tree.depths, width)[None]
     inputs: dict[str, Any] = {
         "input_ids": ids,
-        "position_ids": pad_to(tree.depths, width)[None],
+        "position_ids": depths,
         "attention_mask": finished_mask(device),
     }
 
@@ -173,11 +173,16 @@ def _lengths_inputs(nodes: Tensor) -> dict[str, Any]:
     spans = nodes.tolist()
     keys = []
     for first, end, _ in spans:
-        above = [torch.arange(start, stop) for start, stop, last in spans if stop <= first < last]
-        keys.append(torch.cat([*above, torch.arange(first, end)]))
+        node_keys = []
+        for start, stop, last in spans:
+            is_above = stop <= first < last
+            if is_above:
+                node_keys.append(torch.arange(start, stop))
+        node_keys.append(torch.arange(first, end))
+        keys.append(torch.cat(node_keys))
 
     n_queries = nodes[:, 1] - nodes[:, 0]
-    n_keys = torch.tensor([len(node_keys) for node_keys in keys])
+    n_keys = torch.tensor([*map(len, keys)])
     return {
         "cu_seq_lens_q": _starts(n_queries),
         "cu_seq_lens_k": _starts(n_keys),
@@ -214,8 +219,9 @@ def share_where_exact(
 
     def beside(response: list[int]) -> Tensor:
         module.shares_prompts = len(response) > 0
-        other_response = response or [3, 3, 0]
-        sequences = torch.tensor([[*prompt, 2, 0, 1], [*prompt, *other_response]])
+        row = [*prompt, 2, 0, 1]
+        other_row = [*prompt, *(response or [3, 3, 0])]
+        sequences = torch.tensor([row, other_row])
         mask = torch.ones_like(sequences, dtype=torch.bool)
         return forward(sequences.to(device), mask.to(device))[0]
 

@@ -56,13 +56,14 @@ class SampledIds:
 
     def __str__(self) -> str:
         """The ids that are left out, for a log line."""
-        ids_by_kind: dict[str, list[int]] = {kind: [] for kind in self.media.values()}
-        for token_id in sorted(self.media):
-            ids_by_kind[self.media[token_id]].append(token_id)
+        ids_by_kind: dict[str, list[int]] = {}
+        for token_id, kind in self.media.items():
+            ids_by_kind.setdefault(kind, []).append(token_id)
 
         parts = []
         for kind, token_ids in ids_by_kind.items():
-            parts.append(f"{', '.join(map(str, token_ids))} ({kind}s)")
+            ids = ", ".join(map(str, sorted(token_ids)))
+            parts.append(f"{ids} ({kind}s)")
         n_unknown = sum(map(len, self.left_out)) - len(self.media)
         if n_unknown > 0:
             parts.append(
