@@ -42,9 +42,9 @@ class Actor(nn.Module):
 
     ``pretrain_or_model`` is a local folder (also a PEFT folder) or hub name, loaded with ``bf16`` and ``flash_attn``,
     or a loaded model; ``trust_remote_code`` lets it run code of its own. ``.model`` is the module (with LoRA the PEFT
-    model). Its own dropout is switched off. ``temperature`` is the sampling temperature; log-probs and
-    entropy are those of softmax(logits / temperature), in float32. ``lora`` are fields of ``LoRAConfig``:
-    ``Actor(name, lora_rank=8)`` or ``Actor(name, **vars(config))``.
+    model). Its own dropout is switched off. ``temperature`` is the sampling temperature; log-probs and entropy are
+    those of softmax(logits / temperature), in float32. ``lora`` are fields of ``LoRAConfig``: ``Actor(name,
+    lora_rank=8)`` or ``Actor(name, **vars(config))``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Actor(nn.Module):
         self.packs_rows = False
         """True if the rows of a batch go through the model as one row, without padding (see ``pack_where_exact``)."""
         self.shares_prompts = False
-        """True if shared prefixes are in that row only once (see ``share_where_exact``)."""
+        """True if prefixes that rows share are computed once, in such a row (see ``share_where_exact``)."""
         self.stand_in: WithMedia | None = None
         """Prompt with an image, for batches without any (see ``with_stand_in``)."""
 
@@ -113,7 +113,8 @@ class Actor(nn.Module):
 
         Tensors may be on the host: the number of places with log-probs is known there without waiting for a GPU.
         """
-        action_mask = attention_mask if action_mask is None else action_mask
+        if action_mask is None:
+            action_mask = attention_mask
         check_masks(sequences, _ORDER, attention_mask=attention_mask, action_mask=action_mask)
         n_rows, length = sequences.shape
         if position_ids is None:  # documents have no images on any rank
@@ -132,8 +133,8 @@ class Actor(nn.Module):
             inputs, in_row = one_row
             selection = _Selection.of_one_row(sequences, selected, inputs, in_row=in_row)
         else:
-            # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal
-            # kernel.
+            # There is no attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast
+            # causal kernel.
             inputs = self._inputs(sequences, position_ids, media)
             selection = _Selection.of_rows(sequences, selected, inputs)
         selection = selection.on_device(device_of(self.model))
@@ -152,7 +153,7 @@ class Actor(nn.Module):
     def _inputs(
         self, sequences: Tensor, position_ids: Tensor | None, media: Sequence[Media]
     ) -> dict[str, Tensor]:
-        """Inputs of the model for a batch (B, L), padded as it is."""
+        """Inputs of the model for a batch (B, L) whose rows stay apart."""
         if position_ids is not None:
             device = device_of(self.model)
             return {
@@ -187,7 +188,7 @@ class Actor(nn.Module):
                     sampled_ids=ids,
                 )
 
-            # inside the model's forward, so that ZeRO-3 gathers the head's weight
+            # Inside the model's forward, so that ZeRO-3 gathers the head's weight.
             with _forward_of(head, log_probs_of):
                 output = model(**selection.inputs, use_cache=False)
             return output.logits.view(*labels.shape, -1)
@@ -235,6 +236,7 @@ class _Selection:
         kept = selected[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token kept + 1
         if len(kept) == 0:
             kept = kept.new_zeros(1)  # a row without any action still takes part
+
         # A row of one token has none after its first.
         places = (kept + 1).clamp(max=sequences.shape[1] - 1)
         inputs["logits_to_keep"] = kept

@@ -74,9 +74,8 @@ def _gradient(
 ) -> Tensor:
     """Gradient of the logits, (N, V) in ``dtype``, from ``grads``, those of log-probs and entropy.
 
-    ``entropy`` is (0,) where it has no gradient.
     d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature. Both are 0
-    for ids that are left out, whose p is 0.
+    for ids that are left out, whose p is 0. ``entropy`` is (0,) where it has no gradient.
     """
     scale, entropy_scale = (grad / temperature for grad in grads)
     scaled_dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -133,10 +132,10 @@ class _SelectedLogProbs(torch.autograd.Function):
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Log-probs and entropy from hidden states, with logits in pieces of which only a single one is saved.
+    """Log-probs and entropy from hidden states, a piece of the logits at a time.
 
-    The backward pass recomputes the logits of several pieces. They are this function's own, so minus infinity for ids
-    that are left out is written into them, without a copy.
+    Logits that are one piece are saved; the backward pass recomputes those of several. They are this function's own, so
+    minus infinity for ids that are left out is written into them, without a copy.
     """
 
     @staticmethod

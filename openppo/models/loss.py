@@ -108,7 +108,7 @@ class PolicyLoss(nn.Module):
         action_mask: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
-        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float; the last one is not used here."""
+        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float, ``rollout_log_probs`` unused."""
         loss = self.surrogate(self.ratio(log_probs, old_log_probs, action_mask), advantages)
         return reduce_loss(loss, action_mask, self.reduction)
 
@@ -288,7 +288,7 @@ class CISPOLoss(nn.Module):
         action_mask: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
-        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float; the last one is not used here."""
+        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float, ``rollout_log_probs`` unused."""
         ratio = policy_ratio(log_probs.detach(), old_log_probs, action_mask)
         truncated = ratio.clamp(max=self.eps_max)
         if action_mask is not None:

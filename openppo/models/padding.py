@@ -183,6 +183,7 @@ def pack_where_exact(
     if placeholders(module.model.config):
         logger.info("samples of the %s are padded: it reads images", name)
         return
+
     if attention not in (BY_LENGTHS, "flash_attention_2"):
         if device.type == "cuda":
             logger.info(

@@ -24,7 +24,8 @@ from openppo.models.padding import (
 from openppo.models.prefix_batches import LEAST_SHARED, pays, shared_order
 from openppo.models.pretrained import layer_kinds
 
-Span = tuple[int, int, int]
+_Span = tuple[int, int, int]
+"""First token and two bounds of a node."""
 _NOISE_IN_FLOAT32 = 1e-3
 """``NOISE`` of a model in float32."""
 
@@ -67,10 +68,10 @@ def prefix_tree(rows: Sequence[list[int]], width: int) -> PrefixTree:
     return PrefixTree(tokens, depth[is_new], in_row.flatten(), nodes=nodes)
 
 
-def _nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[Span]:
+def _nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[_Span]:
     """``nodes`` of a tree, from the lengths of rows in its order and of the prefixes shared with the row before."""
-    nodes: list[Span] = []
-    path: list[Span] = []  # open nodes: first token, its depth, depth of the end
+    nodes: list[_Span] = []
+    path: list[_Span] = []  # open nodes: first token, its depth, depth of the end
     n_tokens = 0
 
     def close(depth: int) -> None:
@@ -175,8 +176,7 @@ def _lengths_inputs(nodes: Tensor) -> dict[str, Any]:
     for first, end, _ in spans:
         node_keys = []
         for start, stop, last in spans:
-            is_above = stop <= first < last
-            if is_above:
+            if stop <= first < last:  # the node is above
                 node_keys.append(torch.arange(start, stop))
         node_keys.append(torch.arange(first, end))
         keys.append(torch.cat(node_keys))
