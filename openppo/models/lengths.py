@@ -145,7 +145,8 @@ def _error_of_rows(device: torch.device, dtype: torch.dtype, window: int | None)
     gradients = torch.autograd.grad(output, inputs, weights)
 
     exact_inputs = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    documents = zip(*(tensor.split(n_tokens) for tensor in exact_inputs), strict=True)
+    queries, keys, values = (tensor.split(n_tokens) for tensor in exact_inputs)
+    documents = zip(queries, keys, values, strict=True)
     exact = torch.cat([_exact(*heads, window=window) for heads in documents])
     exact_gradients = torch.autograd.grad(exact, exact_inputs, weights.float())
 
