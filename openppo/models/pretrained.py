@@ -2,17 +2,14 @@
 
 import json
 import pickle
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
-from jinja2 import TemplateSyntaxError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -27,9 +24,9 @@ from transformers import (
 )
 
 from openppo.media import placeholders
+from openppo.models.chat_template import check_template_kwargs, read_template
 from openppo.models.sampled_ids import SampledIds
 from openppo.models.template_limits import require_bounded
-from openppo.user_code import TEMPLATE_ERRORS
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
@@ -141,11 +138,8 @@ def load_config(
     ``ValueError`` for quantized weights, which are neither trained nor sampled from here.
     """
     saved_config = Path(name) / "model_config.json"
-    source: Path | str
-    if is_peft_folder(name) and saved_config.is_file():
-        source = saved_config
-    else:
-        source = base or base_model_of(name)
+    has_saved_config = is_peft_folder(name) and saved_config.is_file()
+    source = saved_config if has_saved_config else base or base_model_of(name)
 
     config: PreTrainedConfig
     with forbid_remote_code(name):
@@ -223,12 +217,12 @@ def load_tokenizer(
     tokenizer = _load_plain_tokenizer(name, flag, base, trust_remote_code=trust_remote_code)
 
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template, tokenizer, template_kwargs)
+        tokenizer.chat_template = read_template(chat_template, tokenizer, template_kwargs)
     elif tokenizer.chat_template:
         source = f"{flag} {name}: its chat template"
         require_bounded(tokenizer, source, None, template_kwargs=template_kwargs)
 
-    _check_template_kwargs(tokenizer, f"{flag} {name}", template_kwargs)
+    check_template_kwargs(tokenizer, f"{flag} {name}", template_kwargs)
     if template_kwargs:
         apply = tokenizer.apply_chat_template
         vars(tokenizer)["apply_chat_template"] = partial(apply, **template_kwargs)
@@ -266,22 +260,6 @@ def _require_tokenizer_files(source: Path) -> None:
     )
 
 
-def _check_template_kwargs(
-    tokenizer: PreTrainedTokenizerBase, model: str, template_kwargs: Mapping[str, Any]
-) -> None:
-    """``ValueError`` for arguments that are reserved, or that the chat template does not use."""
-    template = str(tokenizer.chat_template or "")
-    parameters = signature(tokenizer.apply_chat_template).parameters
-    reserved = {"messages", *parameters} - {"tools", "documents"}
-    for argument in template_kwargs:
-        is_used = not template or re.search(rf"\b{re.escape(argument)}\b", template)
-        if argument in reserved or not is_used:
-            raise ValueError(
-                f"--chat_template_kwargs: the chat template of {model} does not use {argument!r}. Correct the name, or "
-                "leave it out."
-            )
-
-
 def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any:
     """Load the processor that turns text and images into a model's inputs; of a PEFT folder that of its base.
 
@@ -310,35 +288,6 @@ def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any
             f"{flag} {name}: the folder has no processor of images. Copy processor_config.json to it."
         )
     return processor
-
-
-def _read_template(
-    file: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
-) -> str:
-    """Read the Jinja template in ``file``; ``ValueError`` if it cannot be read or compiled, or takes too long."""
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--chat_template {file}: cannot be read ({error}). Check the path."
-        ) from error
-    if not text.strip():
-        raise ValueError(
-            f"--chat_template {file}: the file is empty. Write a Jinja template in it."
-        )
-
-    source = f"--chat_template {file}: the template"
-    require_bounded(tokenizer, source, text, template_kwargs=template_kwargs)
-    messages = [{"role": "user", "content": "a"}]
-    try:
-        tokenizer.apply_chat_template(messages, chat_template=text, tokenize=False)
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"--chat_template {file}, line {error.lineno}: {error.message}. Correct it."
-        ) from error
-    except TEMPLATE_ERRORS:
-        pass  # raised for these messages; those of rows may fit the template
-    return text
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
