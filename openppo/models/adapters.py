@@ -204,9 +204,10 @@ def _refuse_resized(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> No
     prefixes = tuple(f"base_model.model.{name}." for name in names)
 
     for name, tensor in weights.items():
-        is_whole = name.startswith(prefixes) and ".lora_" not in name
+        if not name.startswith(prefixes) or ".lora_" in name:
+            continue
         n = len(tensor)
-        if is_whole and n != n_embeddings:
+        if n != n_embeddings:
             raise ValueError(
                 f"they are for {n} embeddings, and it has {n_embeddings}. Resize it with resize_token_embeddings({n}), "
                 "save it, and name that folder: base_model_name_or_path in adapter_config.json, or merge_lora "

@@ -93,8 +93,8 @@ def load_weights(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return model and report of ``from_pretrained``, once ``check`` has accepted them; partitioned under ZeRO-3.
 
-    Under ZeRO-3 transformers compares shapes on rank 0 alone, so a model without weights is checked. Constructors of
-    CLIP's towers draw random numbers, not all of them from generators of their own, so the random state is restored.
+    Under ZeRO-3 transformers compares shapes on rank 0 alone, so a model without weights is checked. There constructors
+    of CLIP's towers draw from the global generator, and only there, so its state is restored.
     """
     reads_images = bool(placeholders(load["config"]))
     with torch.random.fork_rng(devices=[], enabled=reads_images):
