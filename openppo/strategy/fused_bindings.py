@@ -24,6 +24,9 @@ from openppo.strategy.fused_forwards import (
     with_rotary,
 )
 
+Settings = tuple[Any, ...]
+"""Arguments of a kernel beside tensors, or the name of its function."""
+
 NORM = "RMSNorm"
 ROTARY = "rotary embedding"
 MLP = "gated MLP"
@@ -52,18 +55,18 @@ class Binding(ABC):
         """Reason why no candidate was chosen."""
 
     @abstractmethod
-    def candidates(self) -> Sequence[tuple[Any, ...]]:
+    def candidates(self) -> Sequence[Settings]:
         """Settings of the kernel that may be the module's."""
 
     @abstractmethod
-    def compare(self, settings: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> float:
+    def compare(self, settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
         """Return the largest error of outputs and gradients, see ``_LARGEST_ERRORS``."""
 
     @abstractmethod
-    def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
+    def bind(self, module: nn.Module, settings: Settings, device_type: str) -> None:
         """Have ``module`` compute by the kernel on devices of that type."""
 
-    def choose(self, device: torch.device) -> tuple[Any, ...] | None:
+    def choose(self, device: torch.device) -> Settings | None:
         """Return the settings with the least error, if that is small in both dtypes."""
         errors = {}
         for settings in self.candidates():
@@ -79,7 +82,7 @@ class Binding(ABC):
             self.reason = f"differs by {errors[best]:.2g} times what rounding may leave"
         return None
 
-    def _error(self, settings: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> float:
+    def _error(self, settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
         """Compare with equal random numbers each time; infinite if the kernel fails."""
         generator_state = torch.random.get_rng_state()
         try:
@@ -101,11 +104,11 @@ class _Norm(Binding):
         self.eps_name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
         super().__init__(module, f"{type(module).__qualname__}, {self.width} wide")
 
-    def candidates(self) -> Sequence[tuple[Any, ...]]:
+    def candidates(self) -> Sequence[Settings]:
         eps = float(getattr(self.module, self.eps_name))
         return [(eps, 0.0, "llama"), (eps, 0.0, "gemma"), (eps, 1.0, "gemma")]
 
-    def compare(self, settings: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> float:
+    def compare(self, settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
         weight = (1 + torch.randn(self.width) / 4).to(device, dtype)
         probe = _copy_of(self.module)
         plain = type(self.module).forward.__get__(probe)
@@ -125,12 +128,12 @@ class _Norm(Binding):
             errors.append(error)
         return max(errors)
 
-    def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
+    def bind(self, module: nn.Module, settings: Settings, device_type: str) -> None:
         function = load_kernels().rms_norm
         attach(module, norm_forward, self.kind, settings=(function, settings, device_type))
 
 
-def _fused_norm(x: Tensor, parameter: nn.Parameter, settings: tuple[Any, ...]) -> Tensor:
+def _fused_norm(x: Tensor, parameter: nn.Parameter, settings: Settings) -> Tensor:
     output: Tensor = load_kernels().rms_norm.apply(x, parameter, *settings, False)
     return output
 
@@ -144,12 +147,12 @@ class _MLP(Binding):
         activation = type(getattr(module, self.activation)).__name__
         super().__init__(module, f"{type(module).__qualname__}, {activation}")
 
-    def candidates(self) -> Sequence[tuple[Any, ...]]:
+    def candidates(self) -> Sequence[Settings]:
         if self.joined:
             return [("joined_silu_product",)]
         return [("silu_product",), ("gelu_product",)]
 
-    def compare(self, settings: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> float:
+    def compare(self, settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
         probe = self._probe()
         plain = type(self.module).forward.__get__(probe)
         fused = _copy_of(probe)
@@ -179,7 +182,7 @@ class _MLP(Binding):
         probe._modules = parts
         return probe
 
-    def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
+    def bind(self, module: nn.Module, settings: Settings, device_type: str) -> None:
         function = getattr(load_kernels(), settings[0])
         forward = joined_mlp_forward if self.joined else mlp_forward
         attach(module, forward, self.kind, settings=(function, settings, device_type))
@@ -191,10 +194,10 @@ class _Rotary(Binding):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, type(module).__qualname__)
 
-    def candidates(self) -> Sequence[tuple[Any, ...]]:
+    def candidates(self) -> Sequence[Settings]:
         return [()]
 
-    def compare(self, settings: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> float:
+    def compare(self, settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
         plain = type(self.module).forward.__globals__[ROTARY_FUNCTION]
         fused = rotary_function(plain, load_kernels().rotary, device.type)
         head_dim = int(getattr(self.module, "head_dim", 64))
@@ -222,7 +225,7 @@ class _Rotary(Binding):
             errors.append(error)
         return max(errors)
 
-    def bind(self, module: nn.Module, settings: tuple[Any, ...], device_type: str) -> None:
+    def bind(self, module: nn.Module, settings: Settings, device_type: str) -> None:
         forward = with_rotary(type(module).forward, load_kernels().rotary, device_type)
         attach(module, forward, self.kind, settings=None)
 

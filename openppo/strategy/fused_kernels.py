@@ -7,16 +7,15 @@ of single tokens. liger-kernel's own functions replace classes of the whole proc
 import importlib.util
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from openppo import logger
-from openppo.strategy.fused_bindings import binding_of
+from openppo.strategy.fused_bindings import Settings, binding_of
 from openppo.types import Comm
 
-Choices = dict[str, tuple[Any, ...] | None]
+Choices = dict[str, Settings | None]
 """Settings of the kernel by the name of a binding; None if no kernel agrees."""
 
 
@@ -73,10 +72,10 @@ def fused_in(module: nn.Module) -> list[str]:
 def _common_choices(choices: Choices, comm: Comm) -> Choices:
     """The choices that are equal on all ranks. Collective."""
     common = dict(choices)
-    for choices_of_rank in comm.all_gather_object(choices):
-        common = {
-            name: choice for name, choice in common.items() if choices_of_rank.get(name) == choice
-        }
+    for rank_choices in comm.all_gather_object(choices):
+        for name, choice in choices.items():
+            if rank_choices.get(name) != choice:
+                common.pop(name, None)
     return common
 
 
