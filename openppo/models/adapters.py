@@ -1,4 +1,4 @@
-"""LoRA adapters: trained on a frozen model, scaled to 0 for the reference, merged when a model is loaded."""
+"""LoRA adapters: training on a frozen model, the reference without them, and merging."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -130,7 +130,7 @@ class AdapterOffReference:
 
 
 def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """Merge the adapters of ``folder`` into the weights of ``model``, and load the head saved there, if any.
+    """Merge the adapters of ``folder`` into the weights of ``model``; load the head saved there.
 
     Adapters of a causal language model may be merged into a critic, which has the same layers. ``ValueError`` for
     adapters that do not fit, are incomplete or broken, or are of another kind than LoRA.

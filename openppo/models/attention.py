@@ -1,4 +1,7 @@
-"""Attention where transformers' is slow: on CPUs shared keys, causal bfloat16; on GPUs unequal rows, shared keys."""
+"""Faster attention for transformers' models.
+
+On CPUs for shared keys and causal bfloat16; on GPUs for rows of unequal lengths and shared keys.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,23 +21,32 @@ from openppo.models.tree_attention import tree_attention
 ON_CPU = "openppo_cpu"
 ON_GPU = "openppo_cuda"
 ON_OLDER_GPU = "openppo_cuda_copies"
-"""Attention that copies shared keys for each head, without a fast kernel: float32, and GPUs without FlashAttention."""
+"""Name of attention that copies shared keys for each head.
+
+It is for float32 and GPUs without FlashAttention, which have no fast kernel for shared keys.
+"""
 BY_LENGTHS = "openppo_lengths"
-"""Attention that computes nothing of padding: of documents packed in one row, and of rows that are decoded."""
+"""Name of attention without padding: of documents packed in one row, and of rows in decoding."""
 
 _WIDEST = 192
-"""Width of a head: of wider ones FlashAttention has no backward pass on some GPUs."""
+"""Width of a head; FlashAttention has no backward pass for wider ones on some GPUs."""
 _LONGEST = 1024
-"""Tokens of a row: of longer ones, the kept weights would be the largest activation of a layer."""
+"""Tokens of a row; of longer rows, the kept weights would be the largest activation of a layer."""
 _LONGEST_WITH_AMX = 512
-"""Tokens of a row: from here on SDPA in bfloat16 is as fast with AMX."""
+"""Tokens of a row with AMX; SDPA in bfloat16 is as fast for longer rows."""
 HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 """True if the processor multiplies bfloat16; a constant, since the call breaks compiled graphs."""
 _FOLDED = 3
-"""Heads that share keys, to be folded into one: two of them in bfloat16 take up to 1.3 times as long folded."""
+"""Fewest heads with shared keys that are folded into one in bfloat16.
+
+Two heads take up to 1.3 times as long folded.
+"""
 
 PREFIX_TREE = "prefix_tree"
-"""Keyword for the tree of a row's tokens: its nodes on CPUs, the places of the keys that each node sees by lengths."""
+"""Keyword for the tree of a row's tokens.
+
+On CPUs its value are the nodes, by lengths the places of the keys that each node sees.
+"""
 
 
 class LengthsError(ValueError):
@@ -50,7 +62,7 @@ def finished_mask(device: torch.device) -> Tensor:
 
 
 def use_fast_attention(model: PreTrainedModel) -> None:
-    """Replace SDPA in a model: on CPUs always, on GPUs as dtype, GPU and torch allow."""
+    """Replace SDPA in a model; on GPUs by the attention that dtype, GPU and torch allow."""
     if model.config._attn_implementation != "sdpa":
         return
     name = _fastest_for(model)
@@ -129,17 +141,17 @@ def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
 
 
 def _is_shared_by_heads(mask: Tensor | None) -> bool:
-    """True for a boolean mask that all heads share, and for none."""
+    """True without a mask, and for a boolean mask that all heads share."""
     return mask is None or (mask.dtype is torch.bool and mask.shape[1] == 1)
 
 
 def _attend_once(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, folds: bool
 ) -> Tensor:
-    """Attend with one query a row, without a copy of the keys for each head, as transformers makes it with a mask.
+    """Attend with one query a row; shared keys are not copied for each head.
 
-    ``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D). With ``folds``, heads that share keys
-    become queries of one head.
+    ``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D). transformers copies the keys if there is
+    a mask. With ``folds``, heads that share keys become queries of one head.
     """
     n_rows, heads, _, width = query.shape
     groups = key.shape[1]
@@ -211,10 +223,10 @@ def _attend_by_lengths(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as on CPUs, or within documents that begin at ``cu_seq_lens_q``, in one row or several.
+    """Attend as on CPUs; with ``cu_seq_lens_q``, within the documents that begin there.
 
-    The mask means nothing then. With ``seqused_k`` (documents,) each document is one query behind so many keys, of
-    buffers in which others lie between.
+    Documents are in one row or several, and the mask means nothing. With ``seqused_k`` (documents,) each document is one
+    query behind so many keys, from buffers with other keys between them.
     """
     starts = options.get("cu_seq_lens_q")
     if starts is None:

@@ -1,4 +1,4 @@
-"""Causal attention in blocks of queries: an operator for bfloat16 on CPUs, where SDPA is slow."""
+"""Causal attention in blocks of queries: an operator for bfloat16 on CPUs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -106,7 +106,7 @@ def _block_counts(length: int) -> tuple[int, int]:
 
 
 def _blocks(query: Tensor) -> Iterator[tuple[slice, int, int, slice]]:
-    """Yield rows of the batch, first query and end of a block, and the place of its weights."""
+    """Yield rows of the batch, start and end of queries, and the place of their weights."""
     n_rows, heads, length, _ = query.shape
     _, size = _block_counts(length)
     rows_at_once = max(1, _SCORES // (heads * size * length))
@@ -121,7 +121,7 @@ def _blocks(query: Tensor) -> Iterator[tuple[slice, int, int, slice]]:
 
 
 def _by_group(tensor: Tensor, groups: int) -> Tensor:
-    """Put heads that share keys one after the other: (B, H, L, D) to (B * G, H / G * L, D)."""
+    """Fold heads that share keys: (B, H, L, D) to (B * G, H / G * L, D)."""
     return tensor.reshape(len(tensor) * groups, -1, tensor.shape[-1])
 
 

@@ -16,7 +16,7 @@ from openppo.user_code import TEMPLATE_ERRORS
 def read_template(
     file: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> str:
-    """Read the Jinja template in ``file``; ``ValueError`` if it cannot be read or compiled, or takes too long."""
+    """Read a Jinja template; ``ValueError`` if it cannot be read or compiled, or takes too long."""
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

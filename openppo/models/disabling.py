@@ -23,11 +23,11 @@ _OUTPUTS = {
     "output_hidden_states": False,
     "return_dict": True,
 }
-"""Options of configs that change the outputs of a forward, with the values that models run with here."""
+"""Options of configs that change the outputs of a forward, with their values here."""
 
 
 def disable_extras(model: nn.Module) -> None:
-    """Switch off dropout, noise and outputs beside the logits, in place; log the outputs that were on.
+    """Switch off dropout, noise and outputs beside the logits, in place; log these outputs.
 
     The config of ``model`` changes with it, and is saved as it was (see ``openppo.overrides``).
     """

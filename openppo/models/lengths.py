@@ -73,7 +73,7 @@ _fails_elsewhere = False
 
 
 def lengths_are_exact() -> bool:
-    """True for a GPU on which ``varlen_attn`` agrees with SDPA; if it does not, the log says why."""
+    """True for a GPU on which ``varlen_attn`` agrees with SDPA; a disagreement is logged."""
     return not _fails_elsewhere and _difference_here() is None
 
 
@@ -106,9 +106,9 @@ def _difference_here() -> str | None:
 
 
 def difference_from_sdpa(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Name a difference of ``varlen_attn`` from SDPA in float32, on small rows; None if there is none.
+    """Name a difference of ``varlen_attn`` from SDPA in float32; None if there is none.
 
-    Rows have unequal lengths, heads share keys; with and without a window; outputs and gradients are compared, and
+    Rows are small, and have unequal lengths, heads share keys; with and without a window; outputs and gradients are compared, and
     single queries over parts of a buffer.
     """
     try:
@@ -202,7 +202,10 @@ def _n_earlier(window: int | None) -> int:
 
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """Attend causally from the last tokens of one document: (Q, H, D), (K, G, D) twice to (Q, H, D)."""
+    """Attend causally from the last tokens of one document.
+
+    ``query`` (Q, H, D), ``key`` and ``value`` (K, G, D) to (Q, H, D).
+    """
     places = torch.arange(len(key), device=key.device)
     distance = places[-len(query) :, None] - places
     seen = (distance >= 0) & (distance < (window or len(key)))

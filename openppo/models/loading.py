@@ -123,7 +123,7 @@ def _load_weights(
 
 @contextmanager
 def model_error_context(flag: str, name: str, role: str = "") -> Iterator[None]:
-    """Log the loading of a model, and turn its errors into a ``ValueError`` that starts with its flag."""
+    """Log the loading of a model; make its errors a ``ValueError`` that starts with its flag."""
     logger.info("loading %s %s%s", flag, name, f" for the {role}" if role else "")
     try:
         yield
@@ -137,7 +137,7 @@ def model_error_context(flag: str, name: str, role: str = "") -> Iterator[None]:
 
 
 def freeze_vision(model: nn.Module, tower: bool, connector: bool) -> None:
-    """Freeze the vision tower of a model, or the connector from its features to embeddings, or both."""
+    """Freeze the vision tower of a model, or its connector to embeddings, or both."""
     is_frozen = {"tower": tower, "connector": connector}
     n_frozen = 0
     for name, parameter in model.named_parameters():

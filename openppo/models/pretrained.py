@@ -1,4 +1,4 @@
-"""Configs and tokenizers of pretrained models, read before any weight; code of their own is refused."""
+"""Configs and tokenizers of pretrained models, read before any weight; their own code is refused."""
 
 import json
 import pickle
@@ -99,7 +99,7 @@ def adapter_config(folder: str) -> Any:
 
 
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Load the config of ``name``; ``ValueError`` naming ``flag`` if it, or a PEFT folder's base model, is missing."""
+    """Load the config of ``name``; ``ValueError`` naming ``flag`` without it or its base model."""
     named = f"{flag} {name}"
     path = Path(name)
     is_path = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -167,14 +167,14 @@ def _quantized_with(config: PreTrainedConfig) -> str | None:
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:
-    """Auto class of a model that writes text; one with a vision tower only if the config has no other."""
+    """Auto class of a model that writes text, with a vision tower only if it has no other."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if reads_images and not is_causal else AutoModelForCausalLM
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Largest number of tokens that a model reads, by its config; None if the config does not say.
+    """Largest number of tokens that a model reads; None if its config does not say.
 
     The context ends where positions begin to be rescaled by a batch's longest row: log-probs would depend on that row.
     """
@@ -261,7 +261,7 @@ def _require_tokenizer_files(source: Path) -> None:
 
 
 def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any:
-    """Load the processor that turns text and images into a model's inputs; of a PEFT folder that of its base.
+    """Load the processor of text and images for a model, or for a PEFT folder's base.
 
     ``ValueError`` names ``flag`` if there is none, or a package that it needs is not installed.
     """
@@ -291,7 +291,7 @@ def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id to fill padded places with: PAD, else EOS, else 0. Nothing is ever inferred from it."""
+    """Return the id for padded places: PAD, else EOS, else 0. Nothing is ever inferred from it."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
@@ -304,9 +304,9 @@ def check_token_ids(
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterable[Sequence[int]],
 ) -> None:
-    """``ValueError`` for token ids of ``rows``, or PAD, without an embedding; ``model`` is a flag and a name.
+    """``ValueError`` for token ids of ``rows``, or PAD, without an embedding.
 
-    A tokenizer may know more tokens than a model (Gemma 3) as long as no row has one.
+    ``model`` is a flag and a name. A tokenizer may know more tokens than a model (Gemma 3) as long as no row has one.
     """
     n_embeddings = config.get_text_config().vocab_size
     largest = max([pad_token_id(tokenizer), *(max(row, default=0) for row in rows)])
@@ -319,7 +319,7 @@ def check_token_ids(
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
-    """Every id that ends a response: of generation config, model config and tokenizer, if the model has it."""
+    """Ids of the model that end a response, by generation config, model config or tokenizer."""
     text = model.config.get_text_config()
     eos_ids = set[int]()
     # A model of images and text may have it in one of both configs only.
@@ -332,7 +332,7 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) 
 def sampled_ids(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, n_logits: int | None = None
 ) -> SampledIds:
-    """Ids that a policy with ``config`` can sample: known to its tokenizer, and no placeholder of image or video.
+    """Ids that a policy can sample: known to its tokenizer, and no placeholder of image or video.
 
     Models with padded or resized embeddings have more ids; a reference may have even more: ``n_logits``.
     """

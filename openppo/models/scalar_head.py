@@ -65,7 +65,7 @@ class ScalarHeadModel(nn.Module):
         self.role: Role = role
         self.packs_rows = self.shares_prompts = False
         self.stand_in: WithMedia | None = None
-        """As in ``Actor``."""
+        """The same as in ``Actor``."""
         if lora is not None and lora.lora_rank > 0:
             self.model = add_adapters(model, lora, "SEQ_CLS")
 
@@ -128,7 +128,7 @@ class ScalarHeadModel(nn.Module):
 
 
 class HeadOnTransformer(PreTrainedModel):
-    """Transformer of a causal language model with a linear head ``score``, as in transformers' own classifiers.
+    """Transformer of a causal language model with a linear head ``score``, like transformers' classifiers.
 
     Saved, it holds the transformer's weights under the names of the causal language model, and ``score.weight``.
     """
@@ -154,7 +154,7 @@ class HeadOnTransformer(PreTrainedModel):
 
 
 def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
-    """Classifier class with one label for a config, and a copy of the config for it.
+    """Return the classifier class for a config, and a copy of the config with one label.
 
     The class is transformers' own where it has one. A model that also reads images may be classified by its language
     model alone, with that part of the config.
@@ -287,7 +287,7 @@ def load_classifier(
 def _check_head(
     name: str, value_head_prefix: str, model: PreTrainedModel, report: dict[str, Any]
 ) -> None:
-    """``ValueError`` for a model without a linear head of one output, or with weights that do not fit."""
+    """``ValueError`` without a linear head of one output, or with weights that do not fit."""
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
             f"{name} ({type(model).__name__}) keeps no linear head named '{HEAD}' on a causal transformer; "

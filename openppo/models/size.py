@@ -37,7 +37,7 @@ class ModelSize(NamedTuple):
     n_frozen: int = 0  # parameters, without LoRA
 
     def n_trained(self, lora_rank: int) -> int:
-        """Number of trained parameters: all that are not frozen; with LoRA the adapters and a scalar head."""
+        """Count the trained parameters; with LoRA they are the adapters and a scalar head."""
         if lora_rank > 0:
             head = 0 if self.vocabulary else self.hidden
             return lora_rank * self.adapter + head
@@ -50,7 +50,10 @@ def model_size(
     targets: Sequence[str] = ("all-linear",),
     trust: bool = False,
 ) -> ModelSize:
-    """Count a language model, or with a ``scalar`` head a critic or reward model. ``targets``: ``--target_modules``."""
+    """Count a language model, or with a ``scalar`` head a critic or reward model.
+
+    ``targets`` are those of ``--target_modules``.
+    """
     module = _without_weights(config, scalar, trust)
     text: Any = config.get_text_config()
 
@@ -95,7 +98,7 @@ def model_size(
 
 
 def _without_weights(config: PreTrainedConfig, scalar: bool, trust: bool) -> Any:
-    """Build the model on the meta device, as it is run, from a copy of ``config``."""
+    """Build the model on the meta device from a copy of ``config``, its extra outputs disabled."""
     kind: Any
     if scalar:
         kind, config = classifier_of(config)
@@ -125,7 +128,7 @@ def _n_tower_layers(config: PreTrainedConfig) -> int:
 
 
 def n_elements(parameter: Any) -> int:
-    """Count the elements of a whole parameter, also of one that ZeRO-3 partitions or bitsandbytes packs."""
+    """Count the elements of a whole parameter, also if ZeRO-3 partitions or bitsandbytes packs it."""
     n_partitioned = getattr(parameter, "ds_numel", 0)
     if n_partitioned:
         return int(n_partitioned)
@@ -136,7 +139,7 @@ def n_elements(parameter: Any) -> int:
 
 
 def cache_elements(config: PreTrainedConfig) -> int:
-    """Count the elements of the key-value cache for one token; where layers differ, by the largest."""
+    """Count the elements of the key-value cache for one token; the largest layer counts for all."""
     text: Any = config.get_text_config()
     query_heads = _largest(text, "num_attention_heads") or 0
     heads = _largest(text, "num_key_value_heads") or query_heads
@@ -163,11 +166,11 @@ _CACHED = {
     "global",
     "local",
 }
-"""Kinds of layers that keep only keys and values, one of each for a token and a head."""
+"""Kinds of layers that keep one key and one value for a token and a head, and nothing else."""
 
 
 def check_cache(config: PreTrainedConfig) -> None:
-    """``ValueError`` for models with a layer that does not keep its own keys and values, and nothing else."""
+    """``ValueError`` for models with layers that keep anything but their own keys and values."""
     text = config.get_text_config()
     kinds = sorted(layer_kinds(config) - _CACHED)
     if (getattr(text, "num_kv_shared_layers", None) or 0) > 0:

@@ -1,4 +1,7 @@
-"""Limits of time and memory for the first rendering of a chat template, a program that may be a stranger's."""
+"""Limits of time and memory for the first rendering of a chat template.
+
+A template is a program, and may be a stranger's.
+"""
 
 import os
 import resource
@@ -15,7 +18,7 @@ from openppo.user_code import TEMPLATE_ERRORS
 _SECONDS = 10
 """CPU time of the renderings."""
 _SECONDS_OF_THE_CLOCK = 300
-"""Time limit by the clock: a lock that another thread held at the fork would never be released."""
+"""Time by the clock; a lock that another thread held at the fork would never be released."""
 _MEMORY_GIB = 1
 _OUT_OF_MEMORY = 1
 """Exit status for lack of memory."""
@@ -45,8 +48,9 @@ def require_bounded(
     template: str | None,
     template_kwargs: Mapping[str, Any],
 ) -> None:
-    """``ValueError`` naming ``source`` if chats of forty turns, or with tools, take too much time or memory.
+    """``ValueError`` naming ``source`` if renderings take too much time or memory.
 
+    The rendered chats have one turn, forty turns, and a call of a tool.
     ``template`` replaces the tokenizer's. Other errors of the template are left to callers with real messages.
     """
     pid = os.fork()
@@ -72,7 +76,7 @@ def require_bounded(
 def _render_and_exit(
     tokenizer: PreTrainedTokenizerBase, template: str | None, template_kwargs: Mapping[str, Any]
 ) -> None:
-    """Exit with 0 after the renderings, or ``_OUT_OF_MEMORY``; a signal ends the process if they take too long."""
+    """Render, and exit with 0 or ``_OUT_OF_MEMORY``; a signal ends the process in time."""
     status = 0
     try:
         _limit_this_process()

@@ -59,7 +59,7 @@ def train_config(
 
 
 def eval_config(bf16: bool) -> dict[str, Any]:
-    """Configuration of a frozen model with partitioned parameters (ZeRO-3), or of one that is being loaded."""
+    """Configuration of a frozen model under ZeRO-3, or of a model that is being loaded."""
     return {**_EVERY_ENGINE, "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16}}
 
 

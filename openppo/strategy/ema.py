@@ -49,9 +49,9 @@ class ParameterAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Replace the parameters by the averages inside, in their own dtype; afterwards restore them bit for bit.
+        """Replace the parameters by the averages inside; restore them bit for bit afterwards.
 
-        Weights are restored after ``Interrupted`` and ``OSError``, which every rank raises. Other errors may hit one
+        The parameters keep their dtype. Weights are restored after ``Interrupted`` and ``OSError``, which every rank raises. Other errors may hit one
         rank only; restoring is collective, so it is skipped and the run ends.
         """
         before = {name: share.to("cpu", copy=True) for name, share in self._shares().items()}
@@ -99,7 +99,7 @@ class ParameterAverage:
 
 
 def average_device(needed: int, room: int, device: Any) -> torch.device:
-    """Return ``device`` if it has ``room`` for the bytes ``needed``, else the host, which is slower; logged."""
+    """Return ``device`` if it has ``room`` for the ``needed`` bytes, else the host; log it."""
     fits = needed <= room
     if torch.device(device).type != "cpu":
         place = "on the device" if fits else "on the host"

@@ -1,4 +1,4 @@
-"""Modules that a kernel may compute, and the comparison of the kernel with each of them."""
+"""Modules that a kernel may compute, and their comparison with the kernel."""
 
 import copy
 import itertools
@@ -34,7 +34,10 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _JOINED_MLP_PARTS = {"gate_up_proj", "down_proj", "activation_fn"}
 
 _LARGEST_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Norm of the difference over that of the plain module's output or gradient; rounding leaves less than a third."""
+"""Norm of the difference over the norm of the plain output or gradient.
+
+Rounding leaves less than a third.
+"""
 _SHAPES = ((2, 7), (3, 1))
 """Rows and tokens for the comparison of modules: prompts, and a decode step."""
 _NARROW = 256

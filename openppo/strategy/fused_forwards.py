@@ -1,4 +1,4 @@
-"""Forwards of norms, gated MLPs and attention by liger-kernel's functions, and their attachment to a module."""
+"""Forwards of norms, gated MLPs and attention by liger-kernel's functions."""
 
 import contextlib
 import io
@@ -56,7 +56,7 @@ def kernel_errors() -> tuple[type[Exception], ...]:
 
 def _backward_once(function: Any) -> Any:
     """Make a second backward an error: the first writes its gradients over the saved tensors."""
-    # torch.compile cannot look it up in a closure's class.
+    # Looked up here, since torch.compile cannot look it up in a closure's class.
     backward_of_library = function.backward
 
     class Once(function):
@@ -102,7 +102,7 @@ def mlp_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def joined_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """Compute an MLP whose projections to gate and values are joined, as Phi-3's, (..., H) to the same."""
+    """Compute an MLP with joined projections to gate and values (Phi-3), (..., H) to the same."""
     function, _, device_type = self.fused_settings
     output: Tensor
     if hidden_states.device.type != device_type:
@@ -117,13 +117,14 @@ def joined_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 @cache
 def with_rotary(forward: types.FunctionType, kernel: Any, device_type: str) -> types.FunctionType:
-    """Copy an attention's ``forward`` with the kernel as its rotary embedding: the same code, one other global.
+    """Copy an attention's ``forward`` with the kernel in place of its rotary embedding.
 
+    The copy has the same code, and one other global name.
     Other models of the family, which share the function of their module, do not change.
     """
     plain = forward.__globals__[ROTARY_FUNCTION]
     names = {**forward.__globals__, ROTARY_FUNCTION: rotary_function(plain, kernel, device_type)}
-    # By its name torch.compile would look for the plain function in the module.
+    # With the module's name torch.compile would look up the plain function there.
     del names["__name__"]
     fused = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
@@ -134,7 +135,7 @@ def with_rotary(forward: types.FunctionType, kernel: Any, device_type: str) -> t
 
 @cache
 def rotary_function(plain: Callable[..., Any], kernel: Any, device_type: str) -> Callable[..., Any]:
-    """Wrap the kernel as ``plain``, which gets tensors on other devices, and shapes that the kernel lacks."""
+    """Wrap the kernel as ``plain``, which gets other devices, and shapes that the kernel lacks."""
 
     def apply_rotary_pos_emb(
         queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding and gated MLP in one kernel each, by liger-kernel, on GPUs if it is installed.
+"""One kernel each for RMSNorm, rotary embedding and gated MLP, by liger-kernel on GPUs.
 
 Kernels are bound to modules of one model, and only if they agree with the module: outputs and gradients, of prompts and
 of single tokens. liger-kernel's own functions replace classes of the whole process, and ignore activations.
@@ -34,7 +34,7 @@ def has_kernels(device: torch.device, comm: Comm) -> bool:
 
 
 def fuse_kernels(module: nn.Module, device: torch.device, comm: Comm) -> Counter[str]:
-    """Bind kernels to the modules of ``module`` that they agree with; return their number by kind. Collective.
+    """Bind kernels to the submodules that they agree with; return their number by kind. Collective.
 
     Tensors on other devices than ``device`` go to the plain module. Names and values of parameters stay.
     """
@@ -70,7 +70,7 @@ def fused_in(module: nn.Module) -> list[str]:
 
 
 def _common_choices(choices: Choices, comm: Comm) -> Choices:
-    """The choices that are equal on all ranks. Collective."""
+    """Return the choices that are equal on all ranks. Collective."""
     common = dict(choices)
     for rank_choices in comm.all_gather_object(choices):
         for name, choice in choices.items():
