@@ -176,9 +176,9 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     except UntrustedModelError:
         raise
     except (ValueError, KeyError, RuntimeError, OSError, SafetensorError) as error:
-        says = " ".join(str(error).split())  # torch's is a table
+        reason = " ".join(str(error).split())[:300]  # torch's messages are tables
         raise ValueError(
-            f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}"
+            f"{folder}: its adapters cannot be merged into {model.name_or_path}: {reason}"
         ) from error
     logger.info("%s: adapters merged into %s", folder, model.name_or_path)
     return merged.requires_grad_(True)  # peft had frozen it

@@ -225,8 +225,8 @@ def _attend_by_lengths(
 ) -> tuple[Tensor, None]:
     """Attend as on CPUs; with ``cu_seq_lens_q``, within the documents that begin there.
 
-    Documents are in one row or several, and the mask means nothing. With ``seqused_k`` (documents,) each document is one
-    query behind so many keys, from buffers with other keys between them.
+    Documents are in one row or several, and the mask means nothing. With ``seqused_k`` (documents,) each document is
+    one query behind so many keys, from buffers with other keys between them.
     """
     starts = options.get("cu_seq_lens_q")
     if starts is None:

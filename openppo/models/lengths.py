@@ -108,8 +108,8 @@ def _difference_here() -> str | None:
 def difference_from_sdpa(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Name a difference of ``varlen_attn`` from SDPA in float32; None if there is none.
 
-    Rows are small, and have unequal lengths, heads share keys; with and without a window; outputs and gradients are compared, and
-    single queries over parts of a buffer.
+    Rows are small and of unequal lengths, heads share keys, with and without a window. Outputs and gradients are
+    compared, and outputs of single queries over parts of a buffer.
     """
     try:
         for window in (None, 16):

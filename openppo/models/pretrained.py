@@ -243,13 +243,13 @@ def _load_plain_tokenizer(
     except UntrustedModelError as error:
         raise UntrustedModelError(f"{flag} {error}") from error
     except (OSError, ValueError, KeyError) as error:
-        says = " ".join(str(error).split())
-        raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {says}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {reason}") from error
     return tokenizer
 
 
 def _require_tokenizer_files(source: Path) -> None:
-    """``ValueError`` for a folder without any: transformers would invent a tokenizer."""
+    """``ValueError`` for a folder without tokenizer files: transformers would invent a tokenizer."""
     if not source.is_dir():
         return
     for pattern in _TOKENIZER_FILES:
@@ -270,13 +270,11 @@ def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any
         with forbid_remote_code(name):
             source = base_model_of(name)
             processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # of torchvision, missing or built for another torch
-        says = " ".join(str(error).split())[:200]
+    except (ImportError, RuntimeError) as error:
+        # Of torchvision, missing or built for another torch.
+        reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{flag} {name}: its processor of images needs more packages ({says}). Install them: pip install "
+            f"{flag} {name}: its processor of images needs more packages ({reason}). Install them: pip install "
             "'openppo[vision]'."
         ) from error
     except (OSError, ValueError, KeyError) as error:
@@ -322,7 +320,7 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) 
     """Ids of the model that end a response, by generation config, model config or tokenizer."""
     text = model.config.get_text_config()
     eos_ids = set[int]()
-    # A model of images and text may have it in one of both configs only.
+    # A model of images and text may have them in one of its two configs only.
     for source in (model.generation_config, model.config, text, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         eos_ids.update([ids] if isinstance(ids, int) else ids or [])

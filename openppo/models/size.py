@@ -166,7 +166,7 @@ _CACHED = {
     "global",
     "local",
 }
-"""Kinds of layers that keep one key and one value for a token and a head, and nothing else."""
+"""Kinds of layers whose cache is one key and one value for each token and head."""
 
 
 def check_cache(config: PreTrainedConfig) -> None:

@@ -51,8 +51,8 @@ class ParameterAverage:
     def swapped_in(self) -> Iterator[None]:
         """Replace the parameters by the averages inside; restore them bit for bit afterwards.
 
-        The parameters keep their dtype. Weights are restored after ``Interrupted`` and ``OSError``, which every rank raises. Other errors may hit one
-        rank only; restoring is collective, so it is skipped and the run ends.
+        The parameters keep their dtype. Weights are restored after ``Interrupted`` and ``OSError``, which every rank
+        raises. Other errors may hit one rank only; restoring is collective, so it is skipped and the run ends.
         """
         before = {name: share.to("cpu", copy=True) for name, share in self._shares().items()}
         self._write(self._averages)
