@@ -100,6 +100,8 @@ class Binding(ABC):
 
 
 class _Norm(Binding):
+    """RMSNorm, with a weight or an offset of 1 from it."""
+
     kind = NORM
 
     def __init__(self, module: nn.Module) -> None:
@@ -142,6 +144,8 @@ def _fused_norm(x: Tensor, parameter: nn.Parameter, settings: Settings) -> Tenso
 
 
 class _MLP(Binding):
+    """MLP with a gate, its projections to gate and values apart or joined."""
+
     kind = MLP
 
     def __init__(self, module: nn.Module) -> None:
@@ -192,6 +196,8 @@ class _MLP(Binding):
 
 
 class _Rotary(Binding):
+    """Attention that calls a rotary embedding."""
+
     kind = ROTARY
 
     def __init__(self, module: nn.Module) -> None:
