@@ -1,4 +1,4 @@
-"""Actor, critic, reward model and losses. Names load on first use, so a loss costs torch only."""
+"""Actor, critic, reward model and losses. Names load on first use, so a loss imports torch alone."""
 
 from typing import TYPE_CHECKING
 

@@ -189,9 +189,7 @@ def _check(
     if data.kinds:
         check_run_with_images(config, data, actor_config)
     if config.evaluation.val_only and not data.held_out:
-        raise ValueError(
-            "--val_only: no task has eval_data: add it to a task in the --tasks file."
-        )
+        raise ValueError("--val_only: no task has eval_data: add it to a task in the --tasks file.")
     return tokenizer, actor_config, data
 
 
