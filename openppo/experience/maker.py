@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
+from openppo.experience.episode_segments import EpisodeParts
 from openppo.experience.estimators import ESTIMATORS, group_moments
 from openppo.experience.forwards import (
     Forwards,
@@ -19,6 +20,7 @@ from openppo.experience.forwards import (
     old_log_probs_from,
 )
 from openppo.experience.hooks import Hooks
+from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
 from openppo.experience.measure import (
     measure_experience,
     measure_scores,
@@ -30,13 +32,10 @@ from openppo.experience.measure import (
 )
 from openppo.experience.replay_buffer import split_rows
 from openppo.experience.reward_names import RewardNames
+from openppo.experience.running_moments import RunningMoments
+from openppo.experience.scoring import check_rewarded
 from openppo.experience.token_rewards import (
-    AdaptiveKLController,
-    EpisodeParts,
-    FixedKLController,
-    RunningMoments,
     StepRewards,
-    check_rewarded,
     collect_step_rewards,
     compute_reward,
     overlong_mask,

@@ -16,7 +16,7 @@ from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_pro
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
 from openppo.experience.reward_names import RewardNames
-from openppo.experience.token_rewards import begin_scoring, check_rewarded
+from openppo.experience.scoring import begin_scoring, check_rewarded
 from openppo.media import check_images
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from openppo.experience.token_rewards import begin_scoring
+from openppo.experience.scoring import begin_scoring
 from openppo.rollout.rollout import by_episode, episode_reward, sample_trajectories
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.evaluation.evaluator import Grading, pass_at_k, pass_ks
