@@ -12,57 +12,79 @@ from openppo.types import Trajectory
 
 
 class EpisodeParts:
-    """Rows (B,) as parts of episodes (E,), which baselines and groups count once."""
+    """Rows (B,) of a batch as parts of episodes (E,), which baselines and groups count once."""
 
     def __init__(self, trajectories: Sequence[Trajectory], device: torch.device) -> None:
         numbers = episode_numbers(trajectories)
-        last_rows: dict[int, int] = {}
         n_parts = Counter[int]()
-        places = []
+        positions = []
+        last_rows: dict[int, int] = {}
         for row, number in enumerate(numbers):
-            places.append(n_parts[number])
+            positions.append(n_parts[number])
             n_parts[number] += 1
             last_rows[number] = row
 
-        episodes = by_episode(trajectories)
         self.most = max(n_parts.values())
+        """Largest number of parts of an episode."""
+        self.episodes = torch.tensor(numbers, device=device)
+        """Episode of each row (B,)."""
+        self.positions = torch.tensor(positions, device=device)
+        """Position of each row among its episode's parts (B,)."""
         self.last = torch.tensor(list(last_rows.values()), device=device)
         """Row of each episode's last part (E,)."""
-        self.places = torch.tensor(numbers, device=device), torch.tensor(places, device=device)
-        self.groups = torch.tensor([parts[-1].group for parts in episodes], device=device)
+
+        episodes = by_episode(trajectories)
+        last_parts = [parts[-1] for parts in episodes]
+        groups = [part.group for part in last_parts]
+        self.groups = torch.tensor(groups, device=device)
         """Prompt of each episode, int64 (E,)."""
-        self.of_agent = torch.tensor(
-            [parts[-1].episode is not None for parts in episodes], device=device
-        )
+        of_agent = [part.episode is not None for part in last_parts]
+        self.of_agent = torch.tensor(of_agent, device=device)
         """True for an agent's episode, False for a single response, (E,)."""
-        self.truncated = torch.tensor([parts[-1].truncated for parts in episodes], device=device)
-        """Whether ``--generate_max_len`` cut off the last answer, (E,)."""
-        self.longest = torch.tensor([_longest_turn(parts) for parts in episodes], device=device)
+        truncated = [part.truncated for part in last_parts]
+        self.truncated = torch.tensor(truncated, device=device)
+        """True if ``--generate_max_len`` cut off the last answer, (E,)."""
+        longest = [_longest_turn(parts) for parts in episodes]
+        self.longest = torch.tensor(longest, device=device)
         """Action tokens of the longest turn, (E,)."""
 
     def join(self, scores: Tensor, steps: StepRewards) -> tuple[Tensor, StepRewards]:
-        """Scores (E,), and rewards of steps of all parts beside each other, (E, parts * L)."""
-        return scores[self.last], StepRewards(self._beside(steps.rewards), self._beside(steps.ends))
+        """Scores (E,), and step rewards of all parts beside each other, (E, parts * L)."""
+        rewards = self._join_rows(steps.rewards)
+        ends = self._join_rows(steps.ends)
+        return scores[self.last], StepRewards(rewards, ends)
 
     def outcomes(self, scores: Tensor, steps: StepRewards) -> tuple[Tensor, StepRewards]:
         """Add the rewards of an agent's turns to its score; steps of single responses stay."""
-        whole = torch.where(self.of_agent, steps.added_to(scores), scores)
+        outcomes = torch.where(self.of_agent, steps.added_to(scores), scores)
         judged = steps.ends & ~self.of_agent[:, None]
-        return whole, StepRewards(torch.where(judged, steps.rewards, 0.0), judged)
+        rewards = torch.where(judged, steps.rewards, 0.0)
+        return outcomes, StepRewards(rewards, judged)
 
     def split(self, scores: Tensor, rewards: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Scores (B,) and step rewards (B, L) of the parts; a part's score includes the steps of later parts."""
-        episodes, places = self.places
-        if rewards is None:
-            return scores[episodes], None
-        of_parts = rewards.view(len(self.last), self.most, -1)
-        later = of_parts.sum(-1).flip(-1).cumsum(-1).flip(-1) - of_parts.sum(-1)
-        return scores[episodes] + later[episodes, places], of_parts[episodes, places]
+        """Split scores (E,) and joined step rewards into those of the parts, (B,) and (B, L).
 
-    def _beside(self, of_rows: Tensor) -> Tensor:
-        placed = of_rows.new_zeros(len(self.last), self.most, of_rows.shape[-1])
-        return placed.index_put(self.places, of_rows).flatten(1)
+        A part's score includes the step rewards of later parts.
+        """
+        row_scores = scores[self.episodes]
+        if rewards is None:
+            return row_scores, None
+
+        rewards = rewards.view(len(self.last), self.most, -1)  # (E, parts, L)
+        sums = rewards.sum(-1)
+        sums_from_here = sums.flip(-1).cumsum(-1).flip(-1)
+        sums_of_later = sums_from_here - sums
+        row_scores = row_scores + sums_of_later[self.episodes, self.positions]
+        return row_scores, rewards[self.episodes, self.positions]
+
+    def _join_rows(self, rows: Tensor) -> Tensor:
+        """Put the rows (B, L) of an episode beside each other, (E, parts * L)."""
+        n_tokens = rows.shape[-1]
+        joined = rows.new_zeros(len(self.last), self.most, n_tokens)
+        joined = joined.index_put((self.episodes, self.positions), rows)
+        return joined.flatten(1)
 
 
 def _longest_turn(parts: Sequence[Trajectory]) -> int:
-    return max((stop - start for part in parts for start, stop in part.spans), default=0)
+    lengths = [stop - start for part in parts for start, stop in part.spans]
+    return max(lengths, default=0)

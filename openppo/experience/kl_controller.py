@@ -4,7 +4,7 @@ import math
 
 
 class FixedKLController:
-    """A coefficient that never changes, by a checkpoint neither."""
+    """Keeps its coefficient, also when a checkpoint is loaded."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -13,7 +13,7 @@ class FixedKLController:
         """Ignore the measured KL."""
 
     def state_dict(self) -> dict[str, float]:
-        """What ``load_state_dict`` takes."""
+        """State for ``load_state_dict``, as JSON."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -21,7 +21,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Moves the coefficient until the measured KL is ``target`` (arXiv 1909.08593, section 2.2)."""
+    """Moves the coefficient towards a measured KL of ``target`` (arXiv 1909.08593, section 2.2)."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
         super().__init__(init_kl_coef)
@@ -29,13 +29,16 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, current: float, n_steps: int) -> None:
-        """coef *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon, after ``n_steps`` samples.
+        """Adapt the coefficient to the KL of ``n_steps`` samples.
 
-        ``current`` is the KL per action token that was measured on them. One that is not finite says nothing.
+        coef *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon
+
+        ``current`` is the KL per action token measured on these samples; it is ignored unless it is finite.
         """
-        if math.isfinite(current):
-            error = min(max(current / self.target - 1, -0.2), 0.2)
-            self.value *= 1 + error * n_steps / self.horizon
+        if not math.isfinite(current):
+            return
+        error = min(max(current / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the coefficient of an earlier run."""

@@ -11,23 +11,23 @@ _EPS = 1e-8
 
 
 class RunningMoments(Moments):
-    """Moments of the whole rewards of all ranks' episodes so far."""
+    """Moments of the whole rewards of all episodes so far, on all ranks."""
 
     def update(self, scores: Tensor, comm: Comm) -> None:
-        """Take in this rank's ``scores`` (B,); B may differ and be 0. Collective."""
+        """Add this rank's ``scores`` (B,); B may differ between ranks and be 0. Collective."""
         self.merge(Moments.of(scores, comm))
 
     @property
     def scale(self) -> float:
-        """sqrt(var + 1e-8), by which rewards are divided."""
+        """Divisor of rewards, sqrt(var + 1e-8)."""
         return float((self.variance + _EPS) ** 0.5)
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """(score - mean) / sqrt(var + 1e-8), same shape."""
+        """Return (score - mean) / sqrt(var + 1e-8), of the same shape."""
         return (scores - self.mean) / self.scale
 
     def state_dict(self) -> dict[str, float]:
-        """What ``load_state_dict`` takes."""
+        """State for ``load_state_dict``, as JSON."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -1,6 +1,6 @@
-"""Scoring of trajectories beside other work."""
+"""Scoring of trajectories, in the background of other work."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -8,7 +8,7 @@ from openppo.rewards import Scorer, start_scoring
 from openppo.rollout.failures import NothingTrainedError
 from openppo.rollout.rollout import Rollout, by_episode, write_scores
 from openppo.tracking import Metrics
-from openppo.types import Comm, StopCheck, Trajectory
+from openppo.types import Comm, Score, StopCheck, Trajectory
 
 
 def begin_scoring(
@@ -17,25 +17,26 @@ def begin_scoring(
     stop: StopCheck,
     prefix: str = "",
 ) -> Rollout:
-    """A rollout of ``trajectories`` on which scoring has begun, and on the greedy responses beside them.
+    """Start to score ``trajectories`` and their greedy responses; return a rollout of ``trajectories``.
 
     An episode is scored once, by its last trajectory, unless it failed or has a reward of the whole already. The metric
-    ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function raises.
+    ``reward_errors`` counts samples on which the reward function raises; with ``prefix`` only if there are any.
     """
-    greedy = list({id(part): part for t in trajectories for part in t.greedy}.values())
-    metrics, parts = (
-        Metrics(),
-        [of_one for of_one in by_episode([*trajectories, *greedy]) if needs_score(of_one[-1])],
-    )
-    scored = [of_episode[-1] for of_episode in parts]
-    wait_for = start_scoring(scorer, scored, stop) if scorer is not None else list
+    greedy = {id(part): part for t in trajectories for part in t.greedy}
+    episodes = by_episode([*trajectories, *greedy.values()])
+    pending = [parts for parts in episodes if needs_score(parts[-1])]
+
+    wait_for: Callable[[], list[Score]] = list
+    if scorer is not None:
+        wait_for = start_scoring(scorer, [parts[-1] for parts in pending], stop)
+    metrics = Metrics()
 
     def write() -> None:
         scores = wait_for()
-        for score, of_episode in zip(scores, parts, strict=scorer is not None):
-            write_scores(of_episode[-1:], [score])
-            for other in of_episode[:-1]:
-                other.scores.update(score.rewards)
+        if scorer is not None:
+            for parts, score in zip(pending, scores, strict=True):
+                _write_score(parts, score)
+
         n_failed = sum(score.failed for score in scores)
         if n_failed or not prefix:
             metrics.add(f"{prefix}reward_errors", n_failed, reduce="sum")
@@ -43,25 +44,35 @@ def begin_scoring(
     return Rollout(trajectories, metrics, write)
 
 
-def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
-    """``NothingTrainedError`` on all ranks if a reward function failed on every sample of all of them. Collective.
+def _write_score(parts: Sequence[Trajectory], score: Score) -> None:
+    """Write an episode's score into its last trajectory, and the named rewards into all of them."""
+    *earlier, last = parts
+    write_scores([last], [score])
+    for part in earlier:
+        part.scores.update(score.rewards)
 
-    ``--reward_error_value`` stands in for single samples; a function that works on none says nothing about any.
+
+def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
+    """Raise ``NothingTrainedError`` on all ranks if the reward function failed on every sample. Collective.
+
+    ``--reward_error_value`` replaces the reward of single samples; with no other rewards there is nothing to train on.
     """
-    errors = [parts[-1].reward_error for parts in by_episode(trajectories)]
-    failed = [error for error in errors if error is not None]
-    n_samples, n_failed = comm.all_reduce(torch.tensor([len(errors), len(failed)])).tolist()
+    episodes = by_episode(trajectories)
+    errors = [parts[-1].reward_error for parts in episodes if parts[-1].reward_error is not None]
+    counts = comm.all_reduce(torch.tensor([len(episodes), len(errors)]))
+    n_samples, n_failed = counts.tolist()
     if n_failed == 0 or n_failed < n_samples:
         return
 
-    first = next(error for of_rank in comm.all_gather_object(failed[:1]) for error in of_rank)
+    first_errors = comm.all_gather_object(errors[:1])
+    first = next(error for errors_of_rank in first_errors for error in errors_of_rank)
     raise NothingTrainedError(
         f"the reward function raised on all {n_samples} samples, --reward_error_value or not; the first: {first}"
     )
 
 
 def needs_score(trajectory: Trajectory) -> bool:
-    """Whether sources of rewards score it: not an episode that failed or has a reward of the whole already."""
-    return trajectory.episode is None or (
-        trajectory.episode.ending.is_trained and not trajectory.scores
-    )
+    """True if reward sources score it: not an episode that failed or has a reward of the whole already."""
+    if trajectory.episode is None:
+        return True
+    return trajectory.episode.ending.is_trained and not trajectory.scores

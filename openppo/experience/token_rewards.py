@@ -13,30 +13,37 @@ from openppo.types import Trajectory
 
 @dataclass(frozen=True)
 class StepRewards:
-    """Rewards of steps or tokens, 0 outside ``ends``; both (B, L)."""
+    """Rewards of steps or tokens, 0 outside the mask ``ends``; both (B, L)."""
 
     rewards: Tensor
     ends: Tensor
 
     def added_to(self, scores: Tensor) -> Tensor:
-        """Whole rewards (B,): ``scores`` (B,) and those of all steps."""
-        return (scores.double() + self.rewards.double().sum(-1)).to(scores.dtype)
+        """Add the rewards of all steps to ``scores`` (B,)."""
+        whole_rewards = scores.double() + self.rewards.double().sum(-1)
+        return whole_rewards.to(scores.dtype)
 
     def taken_from(self, whole_rewards: Tensor) -> Tensor:
-        """Scores (B,): ``whole_rewards`` (B,) without those of all steps."""
-        return (whole_rewards.double() - self.rewards.double().sum(-1)).to(whole_rewards.dtype)
+        """Subtract the rewards of all steps from ``whole_rewards`` (B,)."""
+        scores = whole_rewards.double() - self.rewards.double().sum(-1)
+        return scores.to(whole_rewards.dtype)
 
 
 def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.device) -> StepRewards:
-    """Collate rewards of steps or tokens."""
-    rewards = torch.zeros(len(trajectories), max(len(t.token_ids) for t in trajectories))
+    """Collate rewards of steps or tokens; both (B, L), right-padded."""
+    width = max(len(t.token_ids) for t in trajectories)
+    rewards = torch.zeros(len(trajectories), width)
     ends = torch.zeros(rewards.shape, dtype=torch.bool)
     for row, t in enumerate(trajectories):
-        if t.token_rewards is not None:
-            rewards[row, : len(t.token_rewards)] = torch.tensor(t.token_rewards)
-            rewarded = torch.tensor(t.action_mask if t.step_ends is None else t.step_ends)
-            ends[row, : len(t.action_mask)] = rewarded & torch.tensor(t.action_mask)
-    return StepRewards(torch.where(ends, rewards, 0.0).to(device), ends.to(device))
+        if t.token_rewards is None:
+            continue
+        rewards[row, : len(t.token_rewards)] = torch.tensor(t.token_rewards)
+        step_ends = t.action_mask if t.step_ends is None else t.step_ends
+        row_ends = torch.tensor(step_ends) & torch.tensor(t.action_mask)
+        ends[row, : len(t.action_mask)] = row_ends
+
+    rewards = torch.where(ends, rewards, 0.0)
+    return StepRewards(rewards.to(device), ends.to(device))
 
 
 def compute_reward(
@@ -47,9 +54,11 @@ def compute_reward(
     reward_clip_range: tuple[float, float] | None = None,
     token_rewards: Tensor | None = None,
 ) -> Tensor:
-    """r_t = -kl_coef kl_t + token_reward_t + [t is the last action] clip(score) (arXiv 1909.08593, 2009.01325).
+    """Reward of each token (arXiv 1909.08593, 2009.01325).
 
-    ``scores`` (B,), ``kl`` (B, L) k1 of each token or None without a reference, ``action_mask`` bool (B, L),
+    r_t = -kl_coef kl_t + token_reward_t + [t is the last action] clip(score)
+
+    ``scores`` (B,), ``kl`` (B, L) k1 of each token or None without a reference, ``action_mask`` bool (B, L);
     ``token_rewards`` (B, L) are not clipped. Returns float32 (B, L), 0 outside the mask.
     """
     order = "compute_reward(scores, kl, action_mask, kl_coef, reward_clip_range)"
@@ -62,11 +71,12 @@ def compute_reward(
             f"kl_coef has the shape {tuple(kl_coef.shape)}, and is one number: OpenPPO's order is {order}."
         )
 
-    mask = action_mask.bool()
     if reward_clip_range is not None:
         scores = scores.clamp(*reward_clip_range)
+    mask = action_mask.bool()
     places = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, places, -1).amax(-1, keepdim=True)  # (B, 1), -1 without any action
+
     rewards = torch.where(places == last, scores[:, None].float(), 0.0)
     if kl is not None:
         rewards = rewards - kl_coef * kl
@@ -78,9 +88,10 @@ def compute_reward(
 def soft_overlong_penalty(
     lengths: Tensor, max_len: int, buffer_len: int, factor: float = 1.0
 ) -> Tensor:
-    """0 up to max_len - buffer_len tokens, then a straight line down to -factor at max_len (arXiv 2503.14476, eq. 13).
+    """Penalty by length (arXiv 2503.14476, eq. 13), to be added to scores.
 
-    ``lengths`` (B,) are numbers of action tokens; float32 (B,), to be added to the scores.
+    0 up to max_len - buffer_len tokens, then a straight line down to -factor at max_len. ``lengths`` (B,) count
+    action tokens; returns float32 (B,).
     """
     over = (lengths - (max_len - buffer_len)) / buffer_len
     return -factor * over.clamp(0, 1).float()
@@ -89,19 +100,21 @@ def soft_overlong_penalty(
 def shape_scores(
     scores: Tensor, truncated: Tensor, lengths: Tensor, config: RewardShapingConfig, max_len: int
 ) -> Tensor:
-    """Scores (B,) less the penalties for a missing end of sequence and for length, then clipped.
+    """Subtract penalties for a missing end of sequence and for length from scores (B,), then clip.
 
-    ``truncated`` bool (B,): cut off by ``max_len``, the largest number of action tokens; ``lengths`` (B,) counts them.
+    ``truncated`` bool (B,): cut off by ``max_len``, the largest number of action tokens; ``lengths`` (B,) count them.
     """
     if config.missing_eos_penalty is not None:
         scores = scores - config.missing_eos_penalty * truncated.to(scores.dtype)
-    if (buffer := config.overlong_buffer_len) is not None:
-        scores = scores + soft_overlong_penalty(
-            lengths, max_len, buffer, factor=config.overlong_penalty_factor
-        )
+
+    buffer_len = config.overlong_buffer_len
+    if buffer_len is not None:
+        factor = config.overlong_penalty_factor
+        scores = scores + soft_overlong_penalty(lengths, max_len, buffer_len, factor=factor)
+
     return scores.clamp(*config.reward_clip_range)
 
 
 def overlong_mask(action_mask: Tensor, truncated: Tensor) -> Tensor:
-    """``action_mask`` (B, L) without any action in rows that are ``truncated``, bool (B,) (arXiv 2503.14476)."""
+    """Remove all actions of rows that are ``truncated``, bool (B,), from ``action_mask`` (B, L) (arXiv 2503.14476)."""
     return action_mask.bool() & ~truncated.bool()[:, None]
