@@ -30,12 +30,12 @@ from openppo.rewards.function import FunctionScorer, RewardFunction
 from openppo.rewards.http import RemoteScorer
 from openppo.rewards.model import (
     ModelScorer,
-    ProcessScorer,
     RewardModelText,
     check_chats,
     policy_tokens,
     read_tokens,
 )
+from openppo.rewards.process import ProcessScorer
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
