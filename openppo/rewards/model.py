@@ -1,4 +1,4 @@
-"""Scores from a reward model in the same process: what it reads, of a whole response or of each of its steps."""
+"""Scores of whole responses from a reward model in the same process."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,115 +28,136 @@ from openppo.tracking.phase import timed
 from openppo.types import Comm, Prompt, Score, Trajectory
 
 Model = Callable[[Tensor, Tensor], Tensor]
-_CUT = "\ue000" * 3  # private-use characters, which no text holds and no template changes
+_CUT = "\ue000" * 3
+"""Private-use characters, which no text holds and no template changes."""
 
 
 def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> list[int]:
-    """Token ids as the policy wrote them; a response that ended with EOS ends as ``train_rm``'s examples do.
+    """Token ids as the policy wrote them; a complete response ends as in ``train_rm``'s examples.
 
-    Where a chat template ends a turn with another token than EOS, sampling stops there (``<|end|>`` of Phi-3), but what
-    the template writes behind it and EOS belong to the examples, and EOS is where the score is read. ``ValueError`` if
-    the chat template refuses the prompt.
+    Where a chat template ends a turn with another token than EOS, sampling stops there (``<|end|>`` of Phi-3), but the
+    examples go on with the rest of the template and EOS, where the score is read. ``ValueError`` if the chat template
+    refuses the prompt.
     """
-    ids, eos = trajectory.token_ids, tokenizer.eos_token_id
+    ids = trajectory.token_ids
+    eos = tokenizer.eos_token_id
     if not trajectory.finish_reason.is_complete or ids[-1] == eos or eos is None:
         return ids
-    behind: list[int] = []  # what follows the token at which sampling ended
-    prompt = trajectory.prompt
-    asked = prompt.messages or (
-        [{"role": "user", "content": prompt.text}] if trajectory.episode else None
-    )
-    if asked is not None:
-        texts = [{**message, "content": text_of(message.get("content"))} for message in asked]
-        _, _, text = render_chat(with_answer(texts, _CUT), tokenizer).partition(_CUT)
-        end = tokenizer(text, add_special_tokens=False)["input_ids"]
-        behind = end[end.index(ids[-1]) + 1 :] if ids[-1] in end else []
-    return [*ids, *end_with_eos(tokenizer, behind)]
+
+    messages = trajectory.prompt.messages
+    if not messages and trajectory.episode:
+        messages = [{"role": "user", "content": trajectory.prompt.text}]
+    ending = _template_after(ids[-1], messages, tokenizer) if messages else []
+    return [*ids, *end_with_eos(tokenizer, ending)]
+
+
+def _template_after(
+    token_id: int, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """Token ids that the chat template writes after an answer, from behind ``token_id`` on."""
+    texts = [{**message, "content": text_of(message.get("content"))} for message in messages]
+    _, _, text = render_chat(with_answer(texts, _CUT), tokenizer).partition(_CUT)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids[ids.index(token_id) + 1 :] if token_id in ids else []
 
 
 class RewardModelText:
-    """Trajectories as token ids of the reward model.
+    """Trajectories as token ids of the reward model's ``tokenizer``; ``policy`` is the policy's.
 
     An episode's messages, or a chat with all that follows the prompt as the assistant's last turn, are rendered with
     the reward model's own chat template; any other text is the prompt's followed by the response's. A response that the
-    policy ended itself ends with the reward model's EOS; nothing follows one that was cut off. ``source`` is the flag
+    policy ended itself ends with the reward model's EOS; nothing follows one that was cut off. ``where`` is the flag
     and name of the reward model, for messages.
     """
 
     def __init__(
-        self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, source: str
+        self, policy: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, where: str
     ) -> None:
-        if own.eos_token_id is None:
+        if tokenizer.eos_token_id is None:
             raise ValueError(
-                f"{source}: its tokenizer has no EOS token, at which a finished response is scored."
+                f"{where}: its tokenizer has no EOS token, at which a finished response is scored."
             )
         self.policy = policy
-        self.own = own
-        self.source = source
+        self.tokenizer = tokenizer
+        self.where = where
 
     def __call__(self, trajectory: Trajectory) -> list[int]:
         """Token ids of prompt and response. ``ValueError`` if the chat template refuses them."""
         if trajectory.episode is not None:
             messages = trajectory.episode.messages
-            ended = trajectory.finish_reason.is_complete or bool(messages[-1].get("tool_calls"))
-            return self._encode_chat(messages, ended)
+            has_ended = trajectory.finish_reason.is_complete or bool(messages[-1].get("tool_calls"))
+            return self._encode_chat(messages, has_ended)
         response = response_text(trajectory, self.policy)
         return self._encode(trajectory.prompt, response, trajectory.finish_reason.is_complete)
 
     def check(self, prompts: Iterable[Prompt], episodes: bool = False) -> None:
-        """``check_chats`` with answers that end and that are cut off; ``episodes`` need a chat template."""
-        if episodes and not self.own.chat_template:
+        """Check chats with answers that end and that are cut off; ``episodes`` need a chat template."""
+        if episodes:
+            self._check_template()
+        for has_ended in (True, False):
+            encode = partial(self._encode, response="a", has_ended=has_ended)
+            check_chats(prompts, self.where, "--apply_chat_template", encode=encode)
+        check_chats(prompts, self.where, "--apply_chat_template", encode=self._require_read)
+
+    def _check_template(self) -> None:
+        """Raise ``ValueError`` without a chat template for episodes; warn of one that leaves tools out."""
+        if not self.tokenizer.chat_template:
             raise ValueError(
-                f"{self.source}: its tokenizer has no chat template, which episodes are rendered with. Use a reward "
+                f"{self.where}: its tokenizer has no chat template, which episodes are rendered with. Use a reward "
                 "model with the policy's vocabulary, or one of a chat model."
             )
-        if episodes and (missing := left_out(self.own) - {"tools"}):
-            names = " and ".join(sorted(missing))
+        missing = left_out(self.tokenizer) - {"tools"}
+        if missing:
             logger.warning(
                 "%s: its chat template leaves out %s of tools, so they are not scored",
-                self.source,
-                names,
+                self.where,
+                " and ".join(sorted(missing)),
             )
-        for ended in (True, False):
-            encode = partial(self._encode, response="a", ended=ended)
-            check_chats(prompts, self.source, "--apply_chat_template", encode=encode)
-        check_chats(prompts, self.source, "--apply_chat_template", encode=self._require_read)
 
     def _require_read(self, prompt: Prompt) -> None:
-        """``ValueError`` for a chat of which the reward model's template leaves a message out."""
+        """Raise ``ValueError`` if the reward model's template leaves a message of the chat out."""
         if prompt.messages is not None:
             messages = with_answer(prompt.messages, "a")
-            render = partial(render_chat, tokenizer=self.own)
+            render = partial(render_chat, tokenizer=self.tokenizer)
             require_read(messages, render(messages), render)
 
-    def _encode(self, prompt: Prompt, response: str, ended: bool) -> list[int]:
+    def _encode(self, prompt: Prompt, response: str, has_ended: bool) -> list[int]:
+        """Token ids of prompt and response; EOS follows a response that has ended."""
         if prompt.messages is not None:
-            return self._encode_chat(with_answer(prompt.messages, response), ended)
-        ids = encode_start(self.own, prompt.text + response)
-        return end_with_eos(self.own, ids) if ended else ids
+            return self._encode_chat(with_answer(prompt.messages, response), has_ended)
+        ids = encode_start(self.tokenizer, prompt.text + response)
+        return end_with_eos(self.tokenizer, ids) if has_ended else ids
 
-    def _encode_chat(self, messages: Sequence[Message], ended: bool) -> list[int]:
+    def _encode_chat(self, messages: Sequence[Message], has_ended: bool) -> list[int]:
+        """Token ids of a chat; one that was cut off ends there, without closing tag and EOS."""
         *before, last = messages
-        if not ended:  # the rendering ends where the response was cut off: no closing tag, no EOS
+        if not has_ended:
             last = {**last, "content": text_of(last.get("content")) + _CUT}
-        text, cut, _ = render_chat([*before, last], self.own).partition(_CUT)
-        if not ended and not cut:
+        text, cut, _ = render_chat([*before, last], self.tokenizer).partition(_CUT)
+        if not has_ended and not cut:
             raise ValueError("it leaves the assistant's turn out")
-        ids: list[int] = self.own(text, add_special_tokens=False)["input_ids"]
-        return end_with_eos(self.own, ids) if ended else ids
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return end_with_eos(self.tokenizer, ids) if has_ended else ids
 
 
 def check_chats(
-    prompts: Iterable[Prompt], source: str, flag: str, encode: Callable[[Prompt], object]
+    prompts: Iterable[Prompt], where: str, flag: str, encode: Callable[[Prompt], object]
 ) -> None:
-    """``ValueError`` naming ``source`` if chats cannot be rendered: tries one prompt for each sequence of roles."""
-    for prompt in {
-        tuple(m["role"] for m in prompt.messages or ()): prompt for prompt in prompts
-    }.values():
+    """Raise ``ValueError`` naming ``where`` if chats cannot be rendered.
+
+    Tries one prompt for each sequence of roles.
+    """
+    by_roles = {_roles(prompt): prompt for prompt in prompts}
+    for prompt in by_roles.values():
         try:
             encode(prompt)
         except ValueError as error:
-            raise ValueError(f"{source}: {error} (leave {flag} out)") from error
+            raise ValueError(f"{where}: {error} (leave {flag} out)") from error
+
+
+def _roles(prompt: Prompt) -> tuple[str, ...]:
+    """Roles of a prompt's messages in order; none without a chat."""
+    return tuple(message["role"] for message in prompt.messages or ())
 
 
 def read_tokens(
@@ -144,45 +165,51 @@ def read_tokens(
     *,
     encode: Callable[[Trajectory], list[int]],
     config: PreTrainedConfig,
-    source: str,
+    where: str,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[int]:
-    """What a reward model reads: the last ids of ``encode`` that fit. ``ValueError`` names ``source`` and sample."""
+    """Input ids of a reward model: the last of ``encode`` that fit. ``ValueError`` names ``where`` and sample."""
     try:
         ids = encode(trajectory)
     except ValueError as error:
-        raise ValueError(f"{source}: {name_sample(trajectory)}: {error}") from error
-    ids = last_tokens(ids, context_length(config), source, trajectory=trajectory)
-    check_token_ids(config, source, tokenizer, rows=[ids])
+        raise ValueError(f"{where}: {name_sample(trajectory)}: {error}") from error
+    ids = last_tokens(ids, context_length(config), where, trajectory=trajectory)
+    check_token_ids(config, where, tokenizer, rows=[ids])
     return ids
 
 
 def last_tokens(
-    ids: list[int], context: int | None, source: str, trajectory: Trajectory
+    ids: list[int], context: int | None, where: str, trajectory: Trajectory
 ) -> list[int]:
-    """The last ``context`` of ``ids``, with a warning naming ``source`` where that leaves some out.
+    """Keep the last ``context`` of ``ids``, with a warning naming ``where`` if some are left out.
 
-    ``ValueError`` for those of images, which cannot be cut.
+    ``ValueError`` for a sample with images, which cannot be cut.
     """
     if context is None or len(ids) <= context:
         return ids
+
+    sample = name_sample(trajectory)
     if trajectory.prompt.media:
-        what = f"{source} reads {context} tokens, and {name_sample(trajectory)} has {len(ids)} with its images"
         raise ValueError(
-            f"{what}: lower --generate_max_len or --max_pixels, or use another reward model."
+            f"{where} reads {context} tokens, and {sample} has {len(ids)} with its images: "
+            "lower --generate_max_len or --max_pixels, or use another reward model."
         )
     logger.warning(
         "%s reads %d tokens, but %s has %d of its tokens: the first are left out",
-        *(source, context, name_sample(trajectory), len(ids)),
+        where,
+        context,
+        sample,
+        len(ids),
     )
     return ids[-context:]
 
 
 @dataclass
 class ModelScorer:
-    """Scores from a reward model: (output - ``mean``) / ``std`` at the last token of what ``encode`` gives.
+    """Scores from a reward model: (output - ``mean``) / ``std`` at the last token.
 
     ``encode`` makes the token ids that the model reads, by default those of the policy. ``size`` is that of a forward.
+    A model that ``sees`` reads images beside them.
     """
 
     model: Model
@@ -202,21 +229,25 @@ class ModelScorer:
 
     @timed("reward_model")
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory; forwards run over neighbours in length."""
+        """Return one score per trajectory; forwards run over neighbours in length."""
         if not self.sees:
             refuse_images(str(self), trajectories)
-        rows, media = (
-            [self.encode(trajectory) for trajectory in trajectories],
-            [t.prompt.media for t in trajectories],
-        )
+        rows = [self.encode(trajectory) for trajectory in trajectories]
+        lengths = [len(row) for row in rows]
+        batches = equal_batches(lengths, self.size, self.comm)
+
         outputs: dict[int, float] = {}
-        batches = equal_batches([len(row) for row in rows], self.size, self.comm)
+        pad = self.pad_token_id
         for batch in progress_bar(batches, "scoring", enabled=self.comm.rank == 0):
-            ids = [rows[i] for i in batch] or [[self.pad_token_id] * 2]
-            given = ids, self.pad_token_id, self.device, [media[i] for i in batch]
-            outputs.update(zip(batch, forward_scores(self.model, *given), strict=False))
-        scores = check_scores([outputs[i] for i in range(len(rows))], trajectories, str(self))
-        return [Score({self.name: (score - self.mean) / self.std}) for score in scores]
+            ids = [rows[i] for i in batch] or [[pad, pad]]  # an idle forward
+            media = [trajectories[i].prompt.media for i in batch]
+            batch_outputs = forward_scores(self.model, ids, pad, device=self.device, media=media)
+            outputs.update(zip(batch, batch_outputs, strict=False))
+
+        ordered = [outputs[i] for i in range(len(rows))]
+        scores = check_scores(ordered, trajectories, str(self))
+        normalized = [(score - self.mean) / self.std for score in scores]
+        return [Score({self.name: score}) for score in normalized]
 
 
 @torch.no_grad()
@@ -227,7 +258,8 @@ def forward_scores(
     device: torch.device,
     media: Sequence[Media] = (),
 ) -> list[float]:
-    """The reward model's scores of ``rows`` of token ids, with their ``media`` if there are some, in one forward."""
+    """Run a reward model over ``rows`` of token ids, with their ``media`` if there are any; return its scores."""
     sequences, attention_mask = pad_right(rows, pad_token_id)
-    more = {"media": media} if any(media) else {}
-    return model(sequences.to(device), attention_mask.to(device), **more).tolist()
+    inputs = {"media": media} if any(media) else {}
+    outputs = model(sequences.to(device), attention_mask.to(device), **inputs)  # (B,)
+    return outputs.tolist()

@@ -8,12 +8,15 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig
+from openppo.datasets import StepEncoder
+from openppo.datasets.process import STEP_SEPARATOR
+from openppo.datasets.templates import text_of
 from openppo.models.batching import MicroBatchSize, equal_batches
 from openppo.models.padding import pad_right
+from openppo.models.pretrained import check_token_ids
 from openppo.rewards.model import Model, last_tokens
 from openppo.rewards.scoring import (
     check_number,
@@ -27,30 +30,56 @@ from openppo.tracking.phase import timed
 from openppo.types import Comm, Prompt, Score, Trajectory
 
 Render = Callable[[Prompt, list[str]], tuple[list[int], list[int]]]
-"""Token ids of a prompt and the steps after it, and where in them the placeholder of each step is."""
+"""Token ids of a prompt and its steps, and the places of the steps' placeholders in them."""
 _AGGREGATES: dict[str, Any] = {
     "min": min,
     "mean": fmean,
     "last": itemgetter(-1),
     "product": math.prod,
 }
+"""Rewards of a response from its steps, by the names of ``--prm_aggregate``."""
+
+
+@dataclass(frozen=True)
+class StepRenderer:
+    """Renders a prompt and steps for a process reward model, as ``train_prm`` renders lists of steps.
+
+    ``config`` is the model's, ``where`` its flag and name, for messages.
+    """
+
+    encode: StepEncoder
+    config: PreTrainedConfig
+    where: str
+
+    def __call__(self, prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
+        """Token ids, and the places of the placeholders; ``ValueError`` for ids that the model does not know."""
+        question: Any = prompt.messages or prompt.text
+        if prompt.messages and not self.encode.options.apply_chat_template:
+            texts = [text_of(message["content"]) for message in prompt.messages]
+            question = STEP_SEPARATOR.join(texts)
+        ids, places = self.encode(question, steps)
+        check_token_ids(self.config, self.where, self.encode.tokenizer, rows=[ids])
+        return ids, places
 
 
 class JudgedSteps(NamedTuple):
     """Steps of a trajectory as a process reward model reads them."""
 
-    token_ids: list[int]  # the model's own
-    places: list[int]  # of the placeholders in them, one for each step
-    ends: list[int]  # index in the trajectory of each step's last token
+    token_ids: list[int]
+    """Ids of the model's own tokenizer."""
+    places: list[int]
+    """Places of the placeholders in them, one for each step."""
+    ends: list[int]
+    """Index in the trajectory of each step's last token."""
 
 
 @dataclass
 class ProcessScorer:
     """Scores from ``model``, which maps sequences and places, both (B, L), to logits (N, V) at the N places.
 
-    Steps are what ``--step_separator`` divides the response into, blank ones left out; ``render`` writes them for the
-    model, with a placeholder after each. Of more than ``context`` tokens the last are kept, and steps before them are
-    not judged. A step is worth p(good), the softmax over ``reward_ids`` (good, bad) at its placeholder. With
+    ``--step_separator`` divides the response into steps, blank ones left out; ``render`` writes them for the model,
+    with a placeholder after each. Of more than ``context`` tokens the last are kept, and steps before them are not
+    judged. A step is worth p(good), the softmax over ``reward_ids`` (good, bad) at its placeholder. With
     ``--prm_aggregate steps`` that is the reward of its last token, times the weight of ``name``; else all steps of a
     response make one reward ``name``, which is 0 for a response without steps. ``where`` is the model's flag and name,
     for messages, ``policy`` the tokenizer of the trajectories.
@@ -75,49 +104,61 @@ class ProcessScorer:
 
     @timed("reward_model")
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory; forwards run over neighbours in length."""
+        """Return one score per trajectory; forwards run over neighbours in length."""
         refuse_images(str(self), trajectories)
         rows = [self.read(trajectory) for trajectory in trajectories]
-        good: dict[int, list[float]] = {}
-        batches = equal_batches([len(row.token_ids) for row in rows], self.size, self.comm)
+        lengths = [len(row.token_ids) for row in rows]
+        batches = equal_batches(lengths, self.size, self.comm)
+
+        good: list[list[float]] = [[] for _ in rows]
         for batch in progress_bar(batches, "judging steps", enabled=self.comm.rank == 0):
-            good.update(zip(batch, self._forward([rows[i] for i in batch]), strict=True))
-        return [self._score(t, rows[i], good.get(i, [])) for i, t in enumerate(trajectories)]
+            of_batch = self._forward([rows[i] for i in batch])
+            for i, probabilities in zip(batch, of_batch, strict=True):
+                good[i] = probabilities
+        judged = zip(trajectories, rows, good, strict=True)
+        return [self._score(t, steps, probabilities) for t, steps, probabilities in judged]
 
     def read(self, trajectory: Trajectory) -> JudgedSteps:
         """Steps as the model reads them; no tokens for a response without steps."""
-        separator, texts = self.options.step_separator, span_texts(trajectory, self.policy)
-        pieces = [
-            piece.rstrip() for text in texts for piece in text.split(separator) if piece.strip()
-        ]
+        separator = self.options.step_separator
+        pieces: list[str] = []
+        for text in span_texts(trajectory, self.policy):
+            pieces += [piece.rstrip() for piece in text.split(separator) if piece.strip()]
         if not pieces:
             return JudgedSteps([], [], [])
+
         ends = step_tokens(trajectory, self.policy, separator)
-        ids, places = self.render(
-            trajectory.prompt, [pieces[0], *(separator + piece for piece in pieces[1:])]
-        )
-        read = last_tokens(ids, self.context, self.where, trajectory=trajectory)
-        places = [place - (len(ids) - len(read)) for place in places]
-        n_cut = sum(place < 0 for place in places)
-        return JudgedSteps(read, places[n_cut:], ends[n_cut:])
+        first, *others = pieces
+        steps = [first, *(separator + piece for piece in others)]
+        ids, places = self.render(trajectory.prompt, steps)
+
+        kept = last_tokens(ids, self.context, self.where, trajectory=trajectory)
+        n_dropped = len(ids) - len(kept)
+        places = [place - n_dropped for place in places]
+        n_cut = sum(place < 0 for place in places)  # steps
+        return JudgedSteps(kept, places[n_cut:], ends[n_cut:])
 
     @torch.no_grad()
     def _forward(self, rows: Sequence[JudgedSteps]) -> list[list[float]]:
         """p(good) of the steps of each row; without rows the model runs all the same."""
         pad = self.pad_token_id
-        sequences, _ = pad_right([row.token_ids for row in rows] or [[pad] * 2], pad)
+        ids = [row.token_ids for row in rows] or [[pad, pad]]
+        sequences, _ = pad_right(ids, pad)
         places = torch.zeros(sequences.shape, dtype=torch.bool)
         for i, row in enumerate(rows):
             places[i, row.places] = True
-        logits: Tensor = self.model(sequences.to(self.device), places.to(self.device))  # (N, V)
-        good = logits[:, list(self.reward_ids)].float().softmax(-1)[:, 0].cpu()  # (N,)
-        return [part.tolist() for part in good.split([len(row.places) for row in rows])]
+
+        logits = self.model(sequences.to(self.device), places.to(self.device))  # (N, V)
+        logits = logits[:, list(self.reward_ids)].float()  # (N, 2)
+        good = logits.softmax(-1)[:, 0].cpu()  # (N,)
+        n_steps = [len(row.places) for row in rows]
+        return [of_row.tolist() for of_row in good.split(n_steps)]
 
     def _score(self, trajectory: Trajectory, steps: JudgedSteps, good: list[float]) -> Score:
+        """Score of a trajectory from p(good) of its steps."""
         good = [check_number(p, trajectory, str(self)) for p in good]
-        if self.options.prm_aggregate != "steps":
-            return Score(
-                {self.name: _AGGREGATES[self.options.prm_aggregate](good) if good else 0.0}
-            )
-        weight = self.options.weights().get(self.name, 1.0)
-        return score_of_steps(trajectory, steps.ends, [weight * p for p in good])
+        aggregate = self.options.prm_aggregate
+        if aggregate == "steps":
+            weight = self.options.weights().get(self.name, 1.0)
+            return score_of_steps(trajectory, steps.ends, [weight * p for p in good])
+        return Score({self.name: _AGGREGATES[aggregate](good) if good else 0.0})
