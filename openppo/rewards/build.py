@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
-from openppo.config import RewardConfig, RowsConfig
-from openppo.datasets import StepEncoder, single_token_id
+from openppo.config import RewardConfig
+from openppo.datasets import single_token_id
 from openppo.media import check_images, placeholders
 from openppo.models.actor import Actor
 from openppo.models.batching import MicroBatchSize
@@ -33,7 +33,7 @@ from openppo.rewards.model import (
     policy_tokens,
     read_tokens,
 )
-from openppo.rewards.process import ProcessScorer, StepRenderer
+from openppo.rewards.process import ProcessScorer, StepRenderer, make_step_encoder
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
@@ -235,7 +235,11 @@ class ScorerSetup:
             trust_remote_code=self.loading["trust_remote_code"],
         )
         if self.has_images:
-            self._check_images(config, text_tokenizer, where)
+            actor = self.actor
+            if isinstance(actor, str):
+                actor = check_model(actor, "--pretrain", self.loading["trust_remote_code"])
+            reads_ids = text_tokenizer is None
+            _check_reads_images(config, actor, where, reads_ids=reads_ids)
 
         tokenizer = self.tokenizer
         encode: Callable[[Trajectory], list[int]] = partial(policy_tokens, tokenizer)
@@ -251,20 +255,6 @@ class ScorerSetup:
         read = partial(read_tokens, encode=encode, config=config, where=where, tokenizer=tokenizer)
         return config, text_tokenizer, read
 
-    def _check_images(
-        self, config: PreTrainedConfig, text_tokenizer: PreTrainedTokenizerBase | None, where: str
-    ) -> None:
-        """Raise ``ValueError`` for a reward model that cannot read the policy's images."""
-        actor = self.actor
-        if isinstance(actor, str):
-            actor = check_model(actor, "--pretrain", self.loading["trust_remote_code"])
-        if text_tokenizer is not None or placeholders(config) != placeholders(actor):
-            raise ValueError(
-                f"{where} does not read images as --pretrain does: "
-                "use a model of its family, or --reward_fn."
-            )
-        check_images(config, where)
-
     def _process_reward_model(self, model: str, name: str) -> Scorer:
         """Load a frozen process reward model, which reads prompt and steps as ``train_prm`` renders them."""
         flag = "--prm_pretrain"
@@ -272,7 +262,7 @@ class ScorerSetup:
         config = self._config(model, flag)
         trust = self.loading["trust_remote_code"]
         tokenizer = load_tokenizer(model, flag, trust_remote_code=trust)
-        encode = self._step_encoder(tokenizer, where)
+        encode = make_step_encoder(self.rewards, tokenizer, where, template=self.input_template)
         good, bad = (
             single_token_id(tokenizer, token, "--prm_reward_tokens", flag_of_model=flag)
             for token in self.rewards.prm_reward_tokens
@@ -305,21 +295,17 @@ class ScorerSetup:
             name=name,
         )
 
-    def _step_encoder(self, tokenizer: PreTrainedTokenizerBase, where: str) -> StepEncoder:
-        """Encoder of prompt and steps for the process reward model."""
-        chat = self.rewards.prm_apply_chat_template
-        if chat and not tokenizer.chat_template:
-            raise ValueError(
-                f"--prm_apply_chat_template: the tokenizer of {where} has no chat template. Leave it out."
-            )
-        placeholder = self.rewards.prm_placeholder_token
-        placeholder_id = single_token_id(
-            tokenizer, placeholder, "--prm_placeholder_token", flag_of_model="--prm_pretrain"
+
+def _check_reads_images(
+    config: PreTrainedConfig, actor: PreTrainedConfig, where: str, reads_ids: bool
+) -> None:
+    """Raise ``ValueError`` for a reward model that does not read images as the policy does."""
+    if not reads_ids or placeholders(config) != placeholders(actor):
+        raise ValueError(
+            f"{where} does not read images as --pretrain does: "
+            "use a model of its family, or --reward_fn."
         )
-        # Without a chat template of the model, the prompt is in the policy's template already.
-        template = "{}" if self.input_template is not None and not chat else None
-        options = RowsConfig(input_template=template, apply_chat_template=chat)
-        return StepEncoder(tokenizer, placeholder, placeholder_id, options=options)
+    check_images(config, where)
 
 
 def stored_normalization(config: PreTrainedConfig, where: str) -> tuple[float, float]:

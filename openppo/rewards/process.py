@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import RewardConfig
-from openppo.datasets import StepEncoder
+from openppo.config import RewardConfig, RowsConfig
+from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.datasets.templates import text_of
 from openppo.models.batching import MicroBatchSize, equal_batches
@@ -38,6 +38,28 @@ _AGGREGATES: dict[str, Any] = {
     "product": math.prod,
 }
 """Rewards of a response from its steps, by the names of ``--prm_aggregate``."""
+
+
+def make_step_encoder(
+    rewards: RewardConfig, tokenizer: PreTrainedTokenizerBase, where: str, template: str | None
+) -> StepEncoder:
+    """Encoder of prompts and steps for a process reward model; ``ValueError`` names the flag at fault.
+
+    ``template`` is that of the policy's prompts, ``where`` the model's flag and name, for messages.
+    """
+    chat = rewards.prm_apply_chat_template
+    if chat and not tokenizer.chat_template:
+        raise ValueError(
+            f"--prm_apply_chat_template: the tokenizer of {where} has no chat template. Leave it out."
+        )
+    placeholder = rewards.prm_placeholder_token
+    placeholder_id = single_token_id(
+        tokenizer, placeholder, "--prm_placeholder_token", flag_of_model="--prm_pretrain"
+    )
+    # Unless the model has a chat template, the prompt is in the policy's template already.
+    input_template = "{}" if template is not None and not chat else None
+    options = RowsConfig(input_template=input_template, apply_chat_template=chat)
+    return StepEncoder(tokenizer, placeholder, placeholder_id, options=options)
 
 
 @dataclass(frozen=True)
