@@ -24,7 +24,7 @@ from openppo.models.pretrained import (
     pad_token_id,
 )
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
-from openppo.rewards.function import FunctionScorer, RewardFunction
+from openppo.rewards.function import FunctionScorer
 from openppo.rewards.http import RemoteScorer
 from openppo.rewards.model import (
     ModelScorer,
@@ -34,6 +34,7 @@ from openppo.rewards.model import (
     read_tokens,
 )
 from openppo.rewards.process import ProcessScorer, StepRenderer, make_step_encoder
+from openppo.rewards.reward_function import RewardFunction
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import InferenceStrategy, check_same, collective
