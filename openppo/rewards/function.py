@@ -151,7 +151,7 @@ class FunctionScorer:
         return Score({self.name: self._number(result, trajectory)})
 
     def _number(self, value: Any, trajectory: Trajectory) -> float:
-        """Check a reward."""
+        """Reward as float; ``ValueError`` names the sample unless it is a finite number."""
         return check_number(value, trajectory, str(self))
 
     def _score_of_error(self, error: BaseException, trajectory: Trajectory) -> Score:
