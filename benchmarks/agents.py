@@ -31,7 +31,8 @@ from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
 from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import SampleRequest, SamplerParts
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SamplerParts
 from openppo.rollout.sampling import decoder
 from openppo.tracking import Metrics
 from openppo.types import Completion, Prompt, SamplingParams, SingleProcess, StopCheck, Trajectory
@@ -80,9 +81,11 @@ def timed(engine: Any) -> Timed:
         found.seconds += time.perf_counter() - began
         found.steps += 1
 
-    def recorded(prompt_ids: Sequence[int], *rest: Any) -> int:
-        found.journal.append((list(prompt_ids), rest[3]))
-        return submit(prompt_ids, *rest)
+    def recorded(
+        prompt_ids: Sequence[int], *arguments: Any, continue_from: int | None, **options: Any
+    ) -> int:
+        found.journal.append((list(prompt_ids), continue_from))
+        return submit(prompt_ids, *arguments, continue_from=continue_from, **options)
 
     engine.step, engine.submit = timed_step, recorded
     return found

@@ -5,4 +5,4 @@ import logging
 __version__ = "0.1.0"
 
 logger = logging.getLogger("openppo")
-"""Of all modules; ``setup_logging`` configures it in commands, elsewhere the importing program does."""
+"""The log of all modules; ``setup_logging`` configures it in commands, elsewhere the importing program does."""

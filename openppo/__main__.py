@@ -1,4 +1,4 @@
-"""The program ``openppo``: finds a command and runs it as ``python -m openppo.cli.COMMAND`` does."""
+"""The program ``openppo``: finds a command, and runs it like ``python -m openppo.cli.COMMAND``."""
 
 import ast
 import difflib
@@ -23,34 +23,38 @@ On several devices: torchrun --standalone --nproc_per_node 8 -m openppo COMMAND 
 
 def main() -> None:
     """Entry point of ``openppo`` and of ``python -m openppo``."""
-    asked, known = sys.argv[1:2], commands()
-    if asked in ([], ["-h"], ["--help"], ["--version"]):
-        signal.signal(
-            signal.SIGPIPE, signal.SIG_DFL
-        )  # end quietly if the reader leaves: --help | head
-        if asked == ["--version"]:
+    words = sys.argv[1:]
+    known = commands()
+    if not words or words[0] in ("-h", "--help", "--version"):
+        # End quietly if the reader leaves: --help | head.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        if words and words[0] == "--version":
             return print_versions()
         listed = "\n".join(f"  {name:<10}  {purpose}" for name, purpose in known.items())
         print(_USAGE.format(commands=listed), end="")
-        sys.exit(0 if asked else 2)
-    command = asked[0].replace("-", "_")
+        sys.exit(0 if words else 2)
+
+    word = words[0]
+    command = word.replace("-", "_")
     if command not in known:
-        near = difflib.get_close_matches(asked[0], known, n=1)
+        near = difflib.get_close_matches(word, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-        print(f"error: openppo has no command {asked[0]}; {hint}", file=sys.stderr)
+        print(f"error: openppo has no command {word}; {hint}", file=sys.stderr)
         sys.exit(2)
-    sys.argv = [f"openppo {command}", *sys.argv[2:]]
+
+    sys.argv = [f"openppo {command}", *words[1:]]
     import_module(f"openppo.cli.{command}").main()
 
 
 def commands() -> dict[str, str]:
-    """Purpose of each module of ``openppo.cli`` that runs, by the command's name; none is imported."""
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(_CLI.glob("*.py"))}
-    runnable = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}
-    return {
-        name: (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
-        for name, text in runnable.items()
-    }
+    """Return the purpose of each module of ``openppo.cli`` that runs, by the command's name; none is imported."""
+    purposes = {}
+    for file in sorted(_CLI.glob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if '__name__ == "__main__"' in text:
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            purposes[file.stem] = docstring.split("\n")[0]
+    return purposes
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Why completions, trajectories and episodes ended."""
+"""Reasons for the end of completions, trajectories and episodes."""
 
 from enum import Enum
 
 
 class FinishReason(str, Enum):
-    """Why a completion or trajectory ended."""
+    """Reason for the end of a completion or trajectory."""
 
     STOP = "stop"  # the policy sampled EOS or a stop, which ends the action tokens
     LENGTH = "length"  # the limit on new tokens was reached; no EOS was forced in
@@ -13,12 +13,12 @@ class FinishReason(str, Enum):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the policy ended its last turn itself."""
+        """True if the policy ended its last turn itself."""
         return self in (FinishReason.STOP, FinishReason.TOOL_CALL)
 
 
 class Ending(str, Enum):
-    """How an agent's episode ended; each has a metric of its own."""
+    """End of an agent's episode; each has a metric of its own."""
 
     COMPLETED = "completed"  # the agent returned, or the environment terminated
     MAX_TURNS = "max_turns"  # the model had all its turns
@@ -32,10 +32,10 @@ class Ending(str, Enum):
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is trained on: what went wrong around the policy says nothing about it."""
+        """True if the episode is trained on; a failure around the policy tells nothing about the policy."""
         return self not in (Ending.TIMEOUT, Ending.AGENT_ERROR, Ending.TOOL_ERROR, Ending.CANCELLED)
 
     @property
     def is_limit(self) -> bool:
-        """Whether a limit on an episode's turns or tokens ended it."""
+        """True if a limit on turns or tokens ended the episode."""
         return self in (Ending.MAX_TURNS, Ending.EPISODE_LENGTH, Ending.CONTEXT_FULL)

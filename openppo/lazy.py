@@ -11,17 +11,20 @@ from typing import Any
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` from the imports in the package's ``if TYPE_CHECKING:``."""
     module = sys.modules[package]
-    imports = [
-        n
-        for n in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes()))
-        if isinstance(n, ast.ImportFrom)
-    ]
-    homes = {alias.name: node.module for node in imports for alias in node.names if alias.asname}
+    source = Path(str(module.__file__)).read_bytes()
+    homes: dict[str, str] = {}  # modules by public name
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            homes |= {alias.name: str(node.module) for alias in node.names if alias.asname}
 
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = vars(module)[name] = getattr(import_module(str(homes[name])), name)
+        value = getattr(import_module(homes[name]), name)
+        vars(module)[name] = value
         return value
 
-    return load, lambda: sorted(vars(module) | homes), sorted(homes)
+    def list_names() -> list[str]:
+        return sorted(vars(module) | homes)
+
+    return load, list_names, sorted(homes)

@@ -20,22 +20,22 @@ import time
 from contextlib import suppress
 
 HOLD = "read -r _ || exit; "
-"""Start of a shell script that does nothing until its group is known here, nor if this process ends before that.
+"""Start of a shell script that waits until its group is known here, and ends if this process ends before.
 
 asyncio starts a process in several passes of its loop; one that is cancelled between them must have started nothing.
 """
 RELEASE = b"\n"
 _GRACE = 1.0
-"""Seconds for programs that end by themselves, since their stdin has closed too."""
+"""Seconds for programs that end by themselves, since their stdin has closed, too."""
 
 
 def held(*command: str) -> list[str]:
-    """The command, which starts when ``RELEASE`` comes on stdin, and never if stdin is closed before."""
+    """Wrap a command: it starts when ``RELEASE`` comes on stdin, and never if stdin is closed before."""
     return ["/bin/sh", "-c", f'{HOLD}exec "$@"', "sh", *command]
 
 
 def bound(*command: str) -> list[str]:
-    """The command for libraries that start it in a session of its own; its group ends with this process."""
+    """Wrap a command that a library starts in a session of its own: its group ends with this process."""
     return [sys.executable, "-IS", __file__, str(os.getpid()), *command]
 
 
@@ -75,11 +75,13 @@ class ProcessGroups:
         self._lock = threading.RLock()  # another thread may have held it
 
     def _tell(self) -> None:
-        """Send all groups, so that a new guardian knows as much as one that was killed."""
+        """Send all groups each time, so that a new guardian learns those of one that was killed."""
         if self._guardian is None or self._guardian.poll() is not None:
             self._guardian = _start_guardian()
         assert self._guardian.stdin is not None
-        self._guardian.stdin.write(f"{' '.join(map(str, list(self._groups)))}\n".encode())
+
+        groups = " ".join(map(str, list(self._groups)))
+        self._guardian.stdin.write(f"{groups}\n".encode())
         self._guardian.stdin.flush()
 
 
@@ -88,30 +90,28 @@ def _start_guardian() -> "subprocess.Popen[bytes]":
         [sys.executable, "-IS", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # who reads this process's output waits for nobody else
+        stderr=subprocess.DEVNULL,  # a reader of this process's output would wait for the guardian
         cwd="/",
-        start_new_session=True,  # signals to the group of this process are not for it
+        start_new_session=True,  # signals to the group of this process do not reach the guardian
     )
 
 
 def _kill(group: int) -> None:
-    with suppress(
-        ProcessLookupError, PermissionError
-    ):  # on macOS the latter if only its dead are left
+    # On macOS PermissionError means that only zombies are left.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def guard() -> None:
     """Kill the groups of the last whole line of stdin, when that is closed."""
-    for number in (
-        signal.SIGHUP,
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # Slurm sends signals to all processes
+    # Slurm sends its signals to all processes.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
     groups = ""
     for line in sys.stdin:
-        groups = line if line.endswith("\n") else groups
+        if line.endswith("\n"):
+            groups = line
     time.sleep(_GRACE)
     for group in groups.split():
         _kill(int(group))

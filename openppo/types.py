@@ -1,4 +1,4 @@
-"""The nouns that every part of OpenPPO shares.
+"""Nouns that all parts of OpenPPO share.
 
 Shape legend, used in all comments: B sequences, L padded tokens, V vocabulary, G samples per prompt.
 Every per-token tensor is ``(B, L)`` and token-aligned: entry t is about token t. Sequences are padded on the right; no
@@ -20,15 +20,23 @@ from openppo.media import Media
 
 
 class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
-    """A signal, whose name is the argument, asked the run to stop; what was under way has been left."""
+    """Raised when a signal stops the run; its argument is the signal's name, and work under way is dropped.
+
+    >>> raise Interrupted("SIGTERM")
+    Traceback (most recent call last):
+    openppo.types.Interrupted: SIGTERM
+    """
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample a response. ``temperature`` 0 takes the likeliest token.
+    """Parameters of sampling a response; ``temperature`` 0 takes the likeliest token.
 
-    EOS, a token of ``stop_token_ids`` and one that completes a text of ``stop`` end it and belong to it, once there are
-    ``min_new_tokens``: before, EOS and those ids are not sampled.
+    EOS, a token of ``stop_token_ids`` and a token that completes a text of ``stop`` end the response and belong to it.
+    Before ``min_new_tokens`` EOS and those ids are not sampled, and ``stop`` is ignored.
+
+    >>> SamplingParams(max_new_tokens=256, temperature=0.6, top_p=0.95, stop=("</answer>",)).stop
+    ('</answer>',)
     """
 
     max_new_tokens: int
@@ -42,69 +50,84 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: ``text`` is for people and rewards, ``token_ids`` is what the model reads.
+    """One prompt: ``text`` is for people and rewards, ``token_ids`` for the model.
 
-    ``row`` is its data row, ``label`` the value of its label column, ``source`` the data set's name, ``index`` the
-    row's place there (from 0), ``messages`` the chat that ``text`` was rendered from, ``task`` its task of several,
-    ``media`` are its images, for which some of the tokens stand.
+    >>> prompt = Prompt("17 + 25 =", token_ids=[28, 14, 60, 3], label="42", source="sums")
+    >>> prompt.label
+    '42'
     """
 
     text: str
     token_ids: list[int]
-    label: Any = None
+    label: Any = None  # value of the label column
     row: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] | None = None
-    source: str = ""
-    index: int = 0
-    task: str = ""
-    media: Media = ()
+    messages: list[dict[str, Any]] | None = None  # the chat that ``text`` was rendered from
+    source: str = ""  # name of the data set
+    index: int = 0  # place of the row in the data set, from 0
+    task: str = ""  # name of its task in a run of several
+    media: Media = ()  # images, whose placeholders are among the tokens
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Equally long lists of what an engine sampled for one prompt."""
+    """The response that an engine sampled for one prompt; its lists are equally long.
+
+    >>> completion = Completion([9, 1], [-0.7, -0.1], versions=[3, 3], finish_reason=FinishReason.STOP)
+    >>> len(completion.token_ids) == len(completion.log_probs)
+    True
+    """
 
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]  # of the policy
     finish_reason: FinishReason
-    parked: int | None = (
-        None  # handle of the keys and values that the engine keeps of both, if it was asked to
-    )
+    # Handle of the keys and values of prompt and response, if the engine keeps them on request.
+    parked: int | None = None
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What an agent did: shared by the trajectories of its parts."""
+    """An agent's episode, shared by the trajectories of its parts.
+
+    >>> episode = Episode([{"role": "user", "content": "hi"}], Ending.TIMEOUT, n_turns=2, error="30 s")
+    >>> episode.failure
+    'timeout: 30 s'
+    """
 
     messages: list[dict[str, Any]]  # the whole conversation
     ending: Ending
     n_turns: int
-    error: str = ""  # what went wrong
-    output: str = (
-        ""  # what followed the last turn: a program's last lines, an environment's last words
-    )
+    error: str = ""  # message of a failure
+    # Text after the last turn: a program's last lines, an environment's last words.
+    output: str = ""
+    # By tool: rewards of its calls in their order, then the one of its ``calc_reward``.
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
-    """By tool: rewards of its calls in their order, then that of its ``calc_reward``."""
 
     @property
     def failure(self) -> str:
-        """How it ended and why, of one that failed."""
+        """Ending and reason of an episode that failed."""
         return f"{self.ending.value}: {self.error or self.output or 'no message'}"
 
 
 @dataclass
 class Trajectory:
-    """Tokens of one episode, or of a part of one, and what is known of each.
+    """Tokens of one episode, or of a part of one, in equally long lists.
 
-    Equally long lists: ``action_mask`` is set on tokens that the policy sampled, not on those of prompts, tools and
-    environments; ``log_probs`` of the distribution sampled from and ``versions`` of the policy that sampled are 0.0 and
-    -1 outside. ``trained_mask`` are the actions that losses read: without those that are too old (None: all actions).
-    ``group`` identifies the prompt. ``weight`` scales the losses, and only that. ``share`` is a part's
-    share of its episode's actions: rewards and groups count an episode once, losses of sequences by shares, all else
-    each part. ``scores`` are rewards of the whole by name, ``token_rewards`` of single tokens (None: there are none),
-    ``step_ends`` tokens that have one as a step ends there (None: every action). ``greedy``: the greedy response, in
-    parts if it is an episode in parts.
+    ``action_mask`` is set on tokens that the policy sampled, not on those of prompts, tools and environments. Outside,
+    ``log_probs`` (of the distribution sampled from) are 0.0 and ``versions`` (of the policy that sampled) are -1.
+
+    >>> trajectory = Trajectory(
+    ...     token_ids=[5, 6, 9, 1],
+    ...     action_mask=[False, False, True, True],
+    ...     log_probs=[0.0, 0.0, -0.7, -0.1],
+    ...     versions=[-1, -1, 3, 3],
+    ...     finish_reason=FinishReason.STOP,
+    ...     prompt=Prompt("ab", token_ids=[5, 6]),
+    ...     group=0,
+    ...     scores={"reward_fn": 1.0},
+    ... )
+    >>> trajectory.response_ids, trajectory.spans, trajectory.total_score({})
+    ([9, 1], [(2, 4)], 1.0)
     """
 
     token_ids: list[int]
@@ -113,43 +136,49 @@ class Trajectory:
     versions: list[int]
     finish_reason: FinishReason
     prompt: Prompt
+    # Number of the prompt, the same for all responses to it.
     group: int
+    # Factor of the losses, and of nothing else.
     weight: float = 1.0
+    # A part's share of the actions of its episode. Rewards and groups count an episode once, losses of sequences count
+    # parts by their shares, all else counts each part.
     share: float = 1.0
+    # Rewards of the whole trajectory, by name.
     scores: dict[str, float] = field(default_factory=dict)
+    # Rewards of single tokens; None without any.
     token_rewards: list[float] | None = None
+    # Tokens at which a step ends, and has a reward; None: every action.
     step_ends: list[bool] | None = None
+    # The greedy response to the same prompt, in parts if it is an episode in parts.
     greedy: tuple[Trajectory, ...] = ()
-    episode: Episode | None = None  # of an agent
-    extras: dict[str, float] = field(
-        default_factory=dict
-    )  # numbers of a reward function that are only logged
-    notes: dict[str, str] = field(
-        default_factory=dict
-    )  # texts of a reward function, for dumps and samples
+    # The episode of an agent.
+    episode: Episode | None = None
+    # Numbers of a reward function that are only logged.
+    extras: dict[str, float] = field(default_factory=dict)
+    # Texts of a reward function, for dumps and samples.
+    notes: dict[str, str] = field(default_factory=dict)
+    # Actions that losses read, without those that are too old; None: all actions.
     trained_mask: list[bool] | None = None
-    stop: tuple[str, ...] = ()  # texts that end a response, and belong to it
-    reward_error: str | None = None  # why the reward function failed; None: it did not
+    # Texts that end a response, and belong to it.
+    stop: tuple[str, ...] = ()
+    # Message of a reward function that failed.
+    reward_error: str | None = None
 
     def __post_init__(self) -> None:
-        lengths = {
-            len(self.token_ids),
-            len(self.action_mask),
-            len(self.log_probs),
-            len(self.versions),
-        }
+        n_others = (len(self.action_mask), len(self.log_probs), len(self.versions))
+        lengths = {len(self.token_ids), *n_others}
         assert len(lengths) == 1 and self.weight >= 0, (
             f"unequal lengths {lengths} or negative weight {self.weight}"
         )
 
     @property
     def logged(self) -> dict[str, float | str]:
-        """Numbers and texts of reward functions that are no rewards, by name."""
+        """Numbers and texts of reward functions, beside their rewards, by name."""
         return {**self.extras, **self.notes}
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Runs of action tokens in order, each from its start up to, not including, its stop."""
+        """Runs of action tokens in order, each as start and stop, the stop excluded."""
         edges = [False, *self.action_mask, False]
         starts_and_stops = [t for t in range(len(edges) - 1) if edges[t] != edges[t + 1]]
         return list(zip(starts_and_stops[::2], starts_and_stops[1::2], strict=True))
@@ -161,83 +190,92 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Cut off by ``--generate_max_len``: limits of an episode, on turns or tokens, cut no answer off."""
+        """True if ``--generate_max_len`` cut the response; limits of an episode, on turns or tokens, do not count."""
         at_limit = self.episode is not None and self.episode.ending.is_limit
         return self.finish_reason is FinishReason.LENGTH and not at_limit
 
     @property
     def action_ids(self) -> list[int]:
-        """Token ids that the policy sampled, of all spans."""
-        return [
-            token_id
-            for token_id, is_action in zip(self.token_ids, self.action_mask, strict=True)
-            if is_action
-        ]
+        """Token ids that the policy sampled, in all spans."""
+        pairs = zip(self.token_ids, self.action_mask, strict=True)
+        return [token_id for token_id, is_action in pairs if is_action]
 
     @property
     def response_ids(self) -> list[int]:
-        """Token ids after the prompt, for people to read: of several turns those of the environment are among them."""
+        """Token ids after the prompt, for people to read; those of an environment between turns are among them."""
         return self.token_ids[len(self.prompt.token_ids) :]
 
     @property
     def step_rewards(self) -> list[float]:
-        """Rewards of the steps in order; of the actions where no steps are known."""
+        """Rewards of the steps in order; without known steps, of the actions."""
         if self.token_rewards is None:
             return []
-        rows = zip(
-            self.token_rewards, self.step_ends or self.action_mask, self.action_mask, strict=True
-        )
-        return [reward for reward, end, action in rows if end and action]
+
+        ends = self.step_ends or self.action_mask
+        rows = zip(self.token_rewards, ends, self.action_mask, strict=True)
+        return [reward for reward, is_end, is_action in rows if is_end and is_action]
 
     def total_score(self, weights: Mapping[str, float]) -> float:
-        """Sum of the named scores, each times its weight (1 where none is given)."""
+        """Sum the named scores, each times its weight (1 by default)."""
         return sum(score * weights.get(name, 1.0) for name, score in self.scores.items())
 
     def total_reward(self, weights: Mapping[str, float]) -> float:
-        """All that was earned: the score and the rewards of tokens."""
+        """Sum all rewards: the score and the rewards of tokens."""
         return self.total_score(weights) + sum(self.token_rewards or [])
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward source gives one trajectory; only actions have rewards."""
+    """Rewards of one trajectory from one source; only actions have rewards.
+
+    >>> Score({"correct": 1.0}, notes={"answer": "42"}).rewards
+    {'correct': 1.0}
+    """
 
     rewards: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
     failed: bool = False  # a reward chosen beforehand stands in
-    error: str = ""  # why it failed
-    extras: dict[str, float] = field(default_factory=dict)  # logged, and no rewards
-    notes: dict[str, str] = field(default_factory=dict)  # texts, which are no metrics either
+    error: str = ""  # message of the failure
+    extras: dict[str, float] = field(default_factory=dict)  # numbers that are only logged
+    notes: dict[str, str] = field(default_factory=dict)  # texts for dumps and samples
 
 
 @dataclass(frozen=True)
 class Experience:
     """A batch of trajectories as tensors. Each stage returns a new object with more fields; none mutates.
 
-    ``sequences`` int64, right-padded; ``attention_mask`` bool: a real token; ``action_mask`` bool: sampled and trained
-    on. All others are float32 and 0 outside of it. All are (B, L) but ``truncated`` bool, ``scores``, all that was
-    earned before shaping, ``weight`` and ``share`` (None: 1), which are (B,). ``staleness`` counts versions (None: 0).
-    ``media`` are the images of each row, B of them or none at all.
+    Tensors per token are float32, if not said otherwise, and 0 outside of ``action_mask``.
+
+    >>> mask = torch.tensor([[True, True, True]])
+    >>> experience = Experience(
+    ...     sequences=torch.tensor([[5, 6, 9]]),
+    ...     attention_mask=mask,
+    ...     action_mask=torch.tensor([[False, False, True]]),
+    ...     rollout_log_probs=torch.tensor([[0.0, 0.0, -0.7]]),
+    ...     truncated=torch.tensor([False]),
+    ... )
+    >>> experience.with_fields(values=torch.zeros(1, 3)).values.shape
+    torch.Size([1, 3])
     """
 
-    sequences: Tensor
-    attention_mask: Tensor
-    action_mask: Tensor
-    rollout_log_probs: Tensor
-    truncated: Tensor
-    weight: Tensor | None = None
-    share: Tensor | None = None
-    scores: Tensor | None = None
-    log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
-    rewards: Tensor | None = None
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
-    staleness: Tensor | None = None
-    media: tuple[Media, ...] = ()
+    sequences: Tensor  # (B, L) int64, right-padded
+    attention_mask: Tensor  # (B, L) bool: a real token
+    action_mask: Tensor  # (B, L) bool: sampled and trained on
+    rollout_log_probs: Tensor  # (B, L)
+    truncated: Tensor  # (B,) bool
+    weight: Tensor | None = None  # (B,); None: 1
+    share: Tensor | None = None  # (B,); None: 1
+    scores: Tensor | None = None  # (B,): all rewards before shaping
+    log_probs: Tensor | None = None  # (B, L)
+    ref_log_probs: Tensor | None = None  # (B, L)
+    entropy: Tensor | None = None  # (B, L)
+    values: Tensor | None = None  # (B, L)
+    rewards: Tensor | None = None  # (B, L)
+    advantages: Tensor | None = None  # (B, L)
+    returns: Tensor | None = None  # (B, L)
+    staleness: Tensor | None = None  # (B, L), in versions; None: 0
+    media: tuple[Media, ...] = ()  # images of each row, B of them; empty without images
 
     def __post_init__(self) -> None:
         if self.attention_mask.is_floating_point():
@@ -251,31 +289,35 @@ class Experience:
 
     @property
     def old_or_rollout_log_probs(self) -> Tensor:
-        """``log_probs``; the engine's where the actor has not computed them yet."""
+        """``log_probs``; the engine's while the actor has not computed them."""
         return self.rollout_log_probs if self.log_probs is None else self.log_probs
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """What models get beside sequences and masks."""
+        """Inputs of models beside sequences and masks."""
         return {"media": self.media} if self.media else {}
 
     def with_fields(self, **tensors: Any) -> Experience:
-        """A copy that has these fields too."""
+        """Return a copy that has these fields, too."""
         return replace(self, **tensors)
 
     def to(self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to) -> Experience:
-        """A copy on ``device``, where ``move`` takes each tensor."""
-        return self.with_fields(
-            **{name: move(tensor, device) for name, tensor in self.tensors().items()}
-        )
+        """Return a copy on ``device``; ``move`` takes each tensor there."""
+        moved = {name: move(tensor, device) for name, tensor in self.tensors().items()}
+        return self.with_fields(**moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are set."""
+        """Return the tensors that are set, by name."""
         return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
 
 
 class Comm(Protocol):
-    """The process group, as far as code below the strategy needs to know it."""
+    """The part of a process group that code below the strategy uses.
+
+    >>> comm: Comm = SingleProcess()
+    >>> comm.all_gather_object("rank 0's")
+    ["rank 0's"]
+    """
 
     rank: int
     world_size: int
@@ -284,11 +326,15 @@ class Comm(Protocol):
         """Combine a tensor over all ranks, ``op`` one of sum, max, min; returns a new tensor."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order."""
+        """Return the values of all ranks, in rank order."""
 
 
 class SingleProcess:
-    """``Comm`` of a program without a process group."""
+    """``Comm`` of a program without a process group.
+
+    >>> SingleProcess().all_reduce(torch.tensor(3.0))
+    tensor(3.)
+    """
 
     rank = 0
     world_size = 1
@@ -301,40 +347,55 @@ class SingleProcess:
 
 
 class StopCheck:
-    """Where long work asks whether a signal stops it; this one, of a program without signals, never does."""
+    """Polled by long work, which a signal may stop; this default never stops.
+
+    >>> stop = StopCheck()
+    >>> stop()  # returns, as no signal has come
+    >>> stop.requested()
+    False
+    """
 
     def requested(self) -> bool:
-        """Whether this rank knows of a signal; others may not know yet."""
+        """True if this rank knows of a signal; other ranks may not know yet."""
         return False
 
     def __call__(self) -> None:
-        """Raise ``Interrupted`` on all ranks if one of them knows of it. Collective."""
+        """Raise ``Interrupted`` on all ranks if one of them knows of a signal. Collective."""
 
 
 class RolloutSource(Protocol):
-    """Where a trainer's trajectories come from. All ranks call every method together.
+    """Source of a trainer's trajectories. All ranks call every method together.
 
-    Iterating gives this rank's scored trajectories of one global step after the other, groups whole. In a ``Rollout``
-    scores are under way: a source over another calls ``wait_for_scores`` on all ranks first, or a signal reaches one.
+    Iterating yields this rank's trajectories of one global step after the other, groups whole, with their scores. In a
+    ``Rollout`` the scores are pending: a source that wraps another one must call ``wait_for_scores`` on all ranks
+    first, because a signal may reach only one of them.
+
+    >>> class Recorded(RolloutSource):
+    ...     steps = 1
+    ...
+    ...     def __iter__(self):
+    ...         yield trajectories  # sampled before, in one global step
+    >>> [len(of_a_step) for of_a_step in Recorded()]
+    [2]
     """
 
     @property
     def steps(self) -> int | None:
-        """Global steps of the whole run, as far as is known now; None: unknown, then ``--max_steps`` is required."""
+        """Global steps of the whole run, as planned now; None if unknown, when ``--max_steps`` is required."""
 
     def __iter__(self) -> Iterator[list[Trajectory]]: ...
 
     def publish(self, version: int) -> None:
-        """Take note that the policy has new weights, those after ``version`` global steps."""
+        """Announce new weights of the policy, those after ``version`` global steps."""
 
     def evaluate(self) -> list[Trajectory]:
-        """Scored responses to held-out tasks, grouped by task; empty on all ranks without such tasks."""
+        """Return scored responses to held-out tasks, grouped by task; empty on all ranks without such tasks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` resumes from, as JSON, the same on all ranks."""
+        """Return the state for ``load_state_dict``, as JSON, the same on all ranks."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a state: of an earlier session, or of the step before one that was dropped."""
+        """Restore a state: of an earlier session, or of the step before one that was dropped."""
 
     def close(self) -> None:
-        """Release what the source holds."""
+        """Release the resources of the source."""

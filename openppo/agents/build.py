@@ -17,7 +17,7 @@ from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import load_tools
 from openppo.config.agents import AgentConfig
 from openppo.datasets.template_checks import left_out
-from openppo.rollout.rollout import SamplerMaker, SamplerParts
+from openppo.rollout.samplers import Players, SamplerParts
 from openppo.types import Prompt
 from openppo.user_code import load_callable
 
@@ -40,7 +40,7 @@ class FunctionAgent(Agent):
         return await self.solve(task, session)
 
 
-class AgentPlayer(SamplerMaker):
+class AgentPlayer(Players):
     """Episodes of ``agent``, a coroutine ``solve(task, session)`` or an ``Agent``, in place of single responses."""
 
     def __init__(self, agent: Agent | Solve, options: AgentConfig | None = None) -> None:

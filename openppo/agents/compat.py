@@ -25,7 +25,8 @@ from openppo.agents.session import SessionSetup, Task
 from openppo.config import PPODataConfig
 from openppo.datasets import load_mixed_rows, load_tasks
 from openppo.rollout.driver import agent_loop, end_tasks
-from openppo.rollout.rollout import make_trajectory, sample_seed
+from openppo.rollout.engine_sampler import make_trajectory
+from openppo.rollout.seeds import sample_seed
 from openppo.types import Completion, Ending, Episode, Prompt, SamplingParams, Trajectory
 
 NotifyScore = Callable[[str, float | None, int], Any]
@@ -179,7 +180,7 @@ class TaskPool:
 
     async def _play(self, prompt: Prompt, group: int, number: int) -> None:
         async def generate(
-            ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None
+            ids: Sequence[int], params: SamplingParams, seed: int, continue_from: int | None
         ) -> Completion:
             turn_prompt = replace(prompt, token_ids=list(ids))
             request = PromptRequest(str(number), turn_prompt, params, seed=seed, group=group)

@@ -11,9 +11,10 @@ from PIL import Image, UnidentifiedImageError
 
 from openppo.agents.fetching import fetch
 from openppo.datasets.media_files import UNREADABLE, content_of, given_in, read_image
+from openppo.datasets.message_parts import media_key, media_kind, media_part, media_parts
 from openppo.datasets.templates import Message, shortened, text_of
 from openppo.datasets.vision import Vision
-from openppo.media import Media, MediaItem, media_key, media_kind, media_part, media_parts
+from openppo.media import Media, MediaItem
 from openppo.types import Prompt
 
 _MOST_PIXELS = 2**26

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.agents.parsers import PARSERS, Parsed, ToolCall, Tools
 from openppo.datasets.conversation import MARK, read_arguments, render_chat
+from openppo.datasets.message_parts import media_key, media_kind, media_parts
 from openppo.datasets.template_checks import require_shown
 from openppo.datasets.templates import Message, encode_bare, text_of
 from openppo.datasets.text_bound import TextBound, text_bound
 from openppo.datasets.vision import Vision
-from openppo.media import Media, media_key, media_kind, media_parts
+from openppo.media import Media
 from openppo.types import Completion, FinishReason
 
 T = TypeVar("T")

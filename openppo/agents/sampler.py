@@ -9,13 +9,10 @@ from openppo.agents.episodes import Agent, Played, failed, play
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config.agents import AgentConfig
-from openppo.rollout.rollout import (
-    SampleFailed,
-    SampleRequest,
-    SamplerParts,
-    rank_share,
-    sample_seed,
-)
+from openppo.rollout.engine_sampler import rank_share
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SampleFailed, SamplerParts
+from openppo.rollout.seeds import sample_seed
 from openppo.tracking import Metrics, progress_bar
 from openppo.types import Ending, Prompt, SamplingParams, Trajectory
 

@@ -16,15 +16,15 @@ from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, shortened
 from openppo.media import Media, distinct_ids
 from openppo.rewards.scoring import LARGEST_REWARD
-from openppo.rollout.rollout import sample_seed
 from openppo.rollout.sampling import text_before_stop
+from openppo.rollout.seeds import sample_seed
 from openppo.types import Completion, Ending, Prompt, SamplingParams
 
 T = TypeVar("T")
 Generate = Callable[..., Awaitable[Completion]]
-"""``generate(prompt_ids, params, seed, resume)`` samples one completion; cancelling the coroutine frees its row.
+"""``generate(prompt_ids, params, seed, continue_from)`` samples one completion; cancelling the coroutine frees its row.
 
-``resume`` is ``Completion.parked`` of an earlier request, whose prompt and tokens ``prompt_ids`` begin with. The
+``continue_from`` is ``Completion.parked`` of an earlier request, whose prompt and tokens ``prompt_ids`` begin with. The
 images of a prompt are ``media``.
 """
 
@@ -293,9 +293,9 @@ class Session:
         params = self._limited(len(prompt_ids), **limits)
         number = next(self._numbers)
         seed = sample_seed(self.task.seed, number)
-        resume = None if parent is None else parent.completion.parked
+        continue_from = None if parent is None else parent.completion.parked
         images = {"media": media} if media else {}
-        completion = await self.setup.generate(prompt_ids, params, seed, resume, **images)
+        completion = await self.setup.generate(prompt_ids, params, seed, continue_from, **images)
         self._check_limits(len(prompt_ids))
 
         renderer = self.setup.renderer

@@ -8,7 +8,7 @@ from openppo.config import EvaluateConfig
 
 
 def build(config: EvaluateConfig) -> Any:
-    """An evaluation of responses to prompts, or of episodes of the agent that options ask for."""
+    """Make an evaluation of responses to prompts, or of episodes of the agent that options name."""
     from openppo.trainer.evaluation.generation import EvaluateJob  # seconds of imports
 
     if config.agents.form is None:

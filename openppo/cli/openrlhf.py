@@ -1,13 +1,14 @@
-"""Flags of OpenRLHF 0.6.1's single-node train_ppo that OpenPPO does not have; all its others have the same name here.
+"""Flags of OpenRLHF 0.6.1's single-node train_ppo that OpenPPO does not have; all others have the same name.
 
 An OpenRLHF command line runs with the module name changed: flags without a meaning here are dropped with a reason,
-or refused with what to use instead. docs/openrlhf.md has the whole table.
+or refused with a remedy. docs/openrlhf.md has the whole table.
 """
 
 from collections.abc import Sequence
 
 DROPPED = {
-    "local_rank": "",  # without a word: DeepSpeed's launcher adds it and says the same in LOCAL_RANK
+    # Dropped in silence: DeepSpeed's launcher adds it and sets LOCAL_RANK, too.
+    "local_rank": "",
     "max_ckpt_mem": "--max_ckpt_num alone says how many checkpoints are kept",
     **dict.fromkeys(("aux_loss_coef 0", "aux_loss_coef 0.0"), "0 is no such loss"),
     "grad_accum_dtype fp32": "gradients are accumulated in float32 anyway",
@@ -17,7 +18,7 @@ DROPPED = {
     "perf": "times and tokens per second are always in the metrics",
     "packing_samples": "how samples are batched never changes the result",
 }
-"""Flags that change nothing here, those with a value for that value only: the reason."""
+"""Reasons by flag that changes nothing here; a flag with a value does so for that value only."""
 
 _RAY = """
     ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node actor_num_nodes
@@ -38,18 +39,21 @@ REFUSED = {
         "it is of OpenRLHF's train_ppo_ray; here all models share the processes of torchrun. Leave it out.",
     ),
 }
-"""Flags whose effect is not available: what to do."""
+"""Remedies by flag whose effect is not available."""
 
 
 def without_foreign_flags(
     arguments: Sequence[str], all_of_them: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Take out OpenRLHF's flags that change nothing here, and return one notice per flag with the reason.
+    """Take out OpenRLHF's flags that change nothing here; return the others, and notices with reasons.
 
-    Raises ``ValueError`` with the remedy for a flag whose effect is not available. ``all_of_them``: else only the flag
-    of DeepSpeed's launcher.
+    Raises ``ValueError`` with the remedy for a flag whose effect is not available. Without ``all_of_them`` only the
+    flag of DeepSpeed's launcher is taken out.
     """
-    foreign = {flag.split()[0] for flag in (*DROPPED, *REFUSED)} if all_of_them else {"local_rank"}
+    foreign = {"local_rank"}
+    if all_of_them:
+        foreign = {flag.split()[0] for flag in (*DROPPED, *REFUSED)}
+
     kept: list[str] = []
     notices: list[str] = []
     remaining = list(arguments)
@@ -60,12 +64,13 @@ def without_foreign_flags(
         if not flag.startswith("--") or name not in foreign:
             kept.append(argument)
             continue
+
         if not has_value and remaining and not remaining[0].startswith("--"):
             value = remaining.pop(0)
-        given = f"{name} {value}".rstrip()
-        reason = DROPPED.get(given, DROPPED.get(name))
+        option = f"{name} {value}".rstrip()
+        reason = DROPPED.get(option, DROPPED.get(name))
         if reason is None:
-            raise ValueError(f"--{given} does not exist here: {REFUSED[name]}")
+            raise ValueError(f"--{option} does not exist here: {REFUSED[name]}")
         if reason:
-            notices.append(f"--{given} of OpenRLHF is left out: {reason}.")
+            notices.append(f"--{option} of OpenRLHF is left out: {reason}.")
     return kept, notices

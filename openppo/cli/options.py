@@ -1,4 +1,4 @@
-"""Command lines to frozen configs: flags made from the dataclasses by tyro, YAML files, errors in one line."""
+"""Command lines to frozen configs: flags that tyro makes of the dataclasses, YAML files, errors in one line."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ from openppo.config.fields import KEY_FROM_ELSEWHERE, SPELLINGS, declared_option
 from openppo.strategy.launcher_summary import is_summarized, record_cause
 
 _SECONDS_FOR_FIRST_RANK = 20
-"""To print its error and leave; on a loaded machine Python takes seconds to do so."""
+"""Time for the first rank to print its error and leave, seconds on a loaded machine."""
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
 _OF_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -40,7 +40,7 @@ _ALONE = {
     "compile": "compile=on",
     "no_compile": "compile=off",
 }
-"""Options that may stand without a value, and what they stand for."""
+"""Options that may stand without a value, and their meaning then."""
 
 Config = TypeVar("Config", bound=Options)
 
@@ -49,17 +49,11 @@ def run_command(config_type: type[Options], build: str, *markers: Any) -> NoRetu
     """Read the command line, build, run, and end the process.
 
     ``build``, as "module:name", makes the job of the config, which has ``fit`` and ``close``; it is imported after
-    parsing, because it loads torch. A ``ValueError`` of it is the user's too. ``markers``: see ``parse_options``.
+    parsing, because it loads torch. Its ``ValueError`` is the user's mistake, too. ``markers``: see ``parse_options``.
     """
     config = read_command(config_type, *markers)
-    if isinstance(config, TrainingConfig) and _rank() == 0:  # libraries load for some seconds
-        command = f"train_{_kind(config)}"
-        ranks, name = (
-            f" on {_world_size()} ranks" if _world_size() > 1 else "",
-            f"OpenPPO {__version__}",
-        )
-        shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
-        print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
+    if isinstance(config, TrainingConfig) and _rank() == 0:
+        _greet(config)
     try:
         _run(config, build)
     except SystemExit as ended:
@@ -68,23 +62,22 @@ def run_command(config_type: type[Options], build: str, *markers: Any) -> NoRetu
 
 
 def read_command(config_type: type[Config], *markers: Any) -> Config:
-    """Parse and check ``sys.argv``; a ``ValueError`` is the user's: one line on stderr and exit status 2."""
+    """Parse and check ``sys.argv``; a mistake of the user gives one line on stderr and exit status 2."""
     arguments = sys.argv[1:]
     if {"-h", "--help", "--version"} & {*arguments}:
-        signal.signal(
-            signal.SIGPIPE, signal.SIG_DFL
-        )  # end quietly if the reader leaves: --help | head
+        # End quietly if the reader leaves: --help | head.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if arguments == ["--version"]:
         print_versions()
         sys.exit()
+
     try:
         config = parse_options(config_type, arguments, *markers)
         _check_launch()
-        config.validate(
-            config.training_ranks(_world_size())
-            if isinstance(config, TrainingConfig)
-            else _world_size()
-        )
+        ranks = _world_size()
+        if isinstance(config, TrainingConfig):
+            ranks = config.training_ranks(ranks)
+        config.validate(ranks)
     except ValueError as error:
         leave(str(error))
     except SystemExit as ended:  # tyro has printed the error on the first rank of each host
@@ -92,6 +85,14 @@ def read_command(config_type: type[Config], *markers: Any) -> Config:
             _wait_for_first_rank()
         raise
     return config
+
+
+def _greet(config: TrainingConfig) -> None:
+    """Print version and command before libraries load, which takes some seconds."""
+    name = f"OpenPPO {__version__}"
+    shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
+    ranks = f" on {_world_size()} ranks" if _world_size() > 1 else ""
+    print(f"{shown}  train_{_kind(config)}{ranks}", file=sys.stderr, flush=True)
 
 
 def _run(config: Options, build: str) -> None:
@@ -105,10 +106,10 @@ def _run(config: Options, build: str) -> None:
         limits = config.run
 
     def how_to_resume() -> str:
-        has_begun = (
-            current.step > 0
-        )  # before that, checkpoints in the folder may be of an earlier run
-        return _how_to_resume(config, has_begun) if isinstance(config, TrainingConfig) else ""
+        if not isinstance(config, TrainingConfig):
+            return ""
+        # Before the first step, checkpoints in the folder may be of an earlier run.
+        return _how_to_resume(config, has_begun=current.step > 0)
 
     with Watchdog(limits, current, flat_dict(config), how_to_resume=how_to_resume) as watchdog:
         try:
@@ -119,6 +120,7 @@ def _run(config: Options, build: str) -> None:
                 job = pkgutil.resolve_name(build)(config)
         except ValueError as error:
             watchdog.refuse(str(error))
+
         watchdog.explain_memory = getattr(job, "explain_memory", watchdog.explain_memory)
         watchdog.saves_on_signal = isinstance(config, TrainingConfig)
         job.fit()
@@ -141,9 +143,9 @@ def _how_to_resume(config: TrainingConfig, has_begun: bool) -> str:
 
 
 def _set_allocator(config: Options) -> None:
-    """Let a GPU's memory grow in place, which wastes less; before torch looks.
+    """Let a GPU's memory grow in place, which wastes less; to be called before torch reads the environment.
 
-    Neither over a setting of the user nor with vLLM, whose sleep refuses it. torch 2.8 to 2.13 all read this name.
+    A setting of the user stays, and vLLM's sleep mode refuses the setting. torch 2.8 to 2.13 all read this name.
     """
     names = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
     if names.isdisjoint(os.environ) and flat_dict(config).get("rollout_engine") != "vllm":
@@ -151,20 +153,21 @@ def _set_allocator(config: Options) -> None:
 
 
 def _end_process(status: int) -> NoReturn:
-    """End without the interpreter's shutdown.
+    """End the process without the interpreter's shutdown.
 
-    It waits for threads, such as one of a reward function that never returns, and those of gloo may abort in it. All
-    that a command writes is closed by now.
+    The shutdown waits for threads, such as one of a reward function that never returns, and threads of gloo may abort
+    in it. All files that a command writes are closed by now.
     """
     logging.shutdown()
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where a shell has closed it: >&-
-        with contextlib.suppress(OSError):  # the reader has closed the pipe
-            stream.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None where a shell has closed it: >&-
+            with contextlib.suppress(OSError):  # the reader has closed the pipe
+                stream.flush()
     os._exit(status)
 
 
 def _status(ended: SystemExit) -> int:
-    """The exit status of ``sys.exit``, whose text goes to stderr."""
+    """Return the exit status of ``sys.exit``, whose text goes to stderr."""
     if ended.code is None or isinstance(ended.code, int):
         return ended.code or 0
     print(ended.code, file=sys.stderr)
@@ -179,46 +182,62 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--config", type=Path)
     try:
-        found, given = files.parse_known_args(arguments)
+        parsed, words = files.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ValueError("--config needs a file: --config FILE.yaml.") from error
-    given, notices = without_foreign_flags(given, all_of_them=config_type is TrainPPOConfig)
-    first_rank = _local_rank() == 0
-    for notice in notices if first_rank else []:
-        print(notice, file=sys.stderr, flush=True)
+
+    words, notices = without_foreign_flags(words, all_of_them=config_type is TrainPPOConfig)
+    is_first_rank = _local_rank() == 0
+    if is_first_rank:
+        for notice in notices:
+            print(notice, file=sys.stderr, flush=True)
+
     known = declared_options(config_type)
-    for i, (argument, following) in enumerate(itertools.pairwise([*given, "--"])):
-        flag, *value_of_flag = argument.split("=", 1)
-        name = flag[2:].replace("-", "_")
-        if argument.startswith("--") and SPELLINGS.get(name) in known:
-            name = SPELLINGS[name]
-            given[i] = "=".join([f"--{name}", *value_of_flag])
-        if argument.startswith("--") and name.removeprefix("no_") not in ("", "help", *known):
-            raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
-        if (
-            argument.startswith("--")
-            and name in _ALONE
-            and not value_of_flag
-            and following.startswith("--")
-        ):
-            given[i] = f"--{_ALONE[name]}"
-    called = sys.argv[0]  # by "openppo COMMAND" that
-    arguments = [*(_arguments_of_file(found.config, known) if found.config else []), *given]
-    with _tyro_errors(first_rank):
+    words = _completed(words, known)
+    if parsed.config:
+        words = [*_arguments_of_file(parsed.config, known), *words]
+
+    program = sys.argv[0]  # "openppo COMMAND", or the file of a module
+    if program.endswith(".py"):
+        program = f"python -m openppo.cli.{Path(program).stem}"
+    with _tyro_errors(is_first_rank):
         return tyro.cli(
             config_type,
-            args=arguments,
-            prog=f"python -m openppo.cli.{Path(called).stem}" if called.endswith(".py") else called,
+            args=words,
+            prog=program,
             description=f"{config_type.__doc__}\n{_ABOUT_FILES}",
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, *markers),
-            console_outputs=first_rank,
+            console_outputs=is_first_rank,
         )
+
+
+def _completed(words: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Write flags by their names here, and those that may stand alone with their value.
+
+    Raises ``ValueError`` for a flag that is not ``known``.
+    """
+    completed = []
+    for word, following in itertools.pairwise([*words, "--"]):
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            name = flag.removeprefix("--").replace("-", "_")
+            our_name = SPELLINGS.get(name, name)
+            if our_name != name and our_name in known:
+                name = our_name
+                word = f"--{name}{equals}{value}"
+            if name.removeprefix("no_") not in ("", "help", *known):
+                raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
+            has_value = equals or not following.startswith("--")
+            if name in _ALONE and not has_value:
+                word = f"--{_ALONE[name]}"
+        completed.append(word)
+    return completed
 
 
 @contextlib.contextmanager
 def _tyro_errors(first_rank: bool) -> Iterator[None]:
-    """Show what tyro prints on the first rank only, and record its error for torchrun's summary."""
+    """Show the output of tyro on the first rank only, and record its error for torchrun's summary."""
     if first_rank and not is_summarized():
         yield  # straight to the terminal, in colours
         return
@@ -236,11 +255,14 @@ def _tyro_errors(first_rank: bool) -> Iterator[None]:
 
 
 def _message_in_box(text: str) -> str:
-    """The message of an error that tyro has framed: what stands between the title and the first rule."""
-    lines = [line.strip("│ ") for line in text.splitlines()[1:]]
-    return " ".join(
-        itertools.takewhile(lambda line: line and not line.startswith(("─", "╰")), lines)
-    )
+    """Return the message of an error that tyro has framed: the lines between its title and the first rule."""
+    message = []
+    for framed in text.splitlines()[1:]:
+        line = framed.strip("│ ")
+        if not line or line.startswith(("─", "╰")):
+            break
+        message.append(line)
+    return " ".join(message)
 
 
 def _nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
@@ -256,29 +278,33 @@ def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[
         raise ValueError(f"--config {file}: {error}") from error
     if not isinstance(options, dict):
         raise ValueError(f"--config {file}: it must hold 'option: value' lines.")
+
     options = {SPELLINGS.get(name, name): value for name, value in options.items()}
     for name in options:
         if name not in known:
             raise ValueError(
                 f"unknown option in --config {file}: {name}; {_nearest(str(name), known)}"
             )
-    return [
-        part
-        for name, value in options.items()
-        for part in _arguments_of_option(known[name], value, file)
-    ]
+
+    arguments = []
+    for name, value in options.items():
+        arguments += _arguments_of_option(known[name], value, file)
+    return arguments
 
 
 def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> list[str]:
-    name, kind = option.name, str(option.type)
+    name = option.name
+    kind = str(option.type)
     if kind == "bool":
         if not isinstance(value, bool):
             raise ValueError(f"--config {file}: --{name} must be true or false, got {value!r}.")
         return [f"--{name}" if value else f"--no_{name}"]
+
     if isinstance(value, bool) and "Literal" in kind:
         value = "on" if value else "off"  # YAML reads them as bools
     if value is False and option.default is None:
         return []
+
     if isinstance(value, dict) and name == "chat_template_kwargs":
         value = json.dumps(value, default=str)
     if isinstance(value, dict) or (value is True and name != "use_wandb"):
@@ -291,7 +317,7 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
 
 
 def _check_launch() -> None:
-    """Raise ``ValueError`` where the environment has a part of what a launcher sets."""
+    """Raise ``ValueError`` if the environment has only some of the variables that a launcher sets."""
     present = [name for name in _OF_LAUNCH if name in os.environ]
     missing = [name for name in _OF_LAUNCH if name not in os.environ]
     is_alone = "RANK" not in present and _world_size() == 1
@@ -316,17 +342,21 @@ def _local_rank() -> int:
 
 
 def _wait_for_first_rank() -> None:
-    """Wait on the other ranks of a host: torchrun ends all with the first, whose error should be printed by then."""
+    """Wait on the other ranks of a host until the first has printed its error.
+
+    torchrun ends all ranks as soon as one of them ends.
+    """
     if _local_rank() > 0:
         time.sleep(_SECONDS_FOR_FIRST_RANK)
 
 
 def leave(message: str) -> NoReturn:
-    """Print the message once on each host, whether one rank or all of them got it, and exit with status 2."""
+    """Print the message and exit with status 2; once on each host, even if all its ranks got it."""
     _wait_for_first_rank()
-    who = "" if _rank() == 0 else f" on rank {_rank()}"
-    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # of torchrun: the number of hosts
-        who = f" on rank {_rank()} ({socket.gethostname()})"
+    where = "" if _rank() == 0 else f" on rank {_rank()}"
+    has_many_hosts = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # set by torchrun
+    if has_many_hosts:
+        where = f" on rank {_rank()} ({socket.gethostname()})"
     record_cause(message)
-    print(f"error{who}: {message}", file=sys.stderr, flush=True)
+    print(f"error{where}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -17,8 +17,10 @@ def main() -> None:
 
     folders = [Path(folder).expanduser() for folder in config.run_dirs]
     try:
-        one = find_logs(folders[0]) / "report.html" if len(folders) == 1 else Path("report.html")
-        output = check_output_file(config.output or str(one), "--output", is_ours=is_report)
+        default = Path("report.html")
+        if len(folders) == 1:
+            default = find_logs(folders[0]) / "report.html"
+        output = check_output_file(config.output or str(default), "--output", is_ours=is_report)
         print(write_report(folders, output))
     except ValueError as error:
         leave(str(error))

@@ -8,7 +8,7 @@ from openppo.config import TrainPPOConfig
 
 
 def build(config: TrainPPOConfig) -> Any:
-    """What this rank runs, on responses to prompts, or on episodes of the agent that options ask for."""
+    """Make the job of this rank: on responses to prompts, or on episodes of agents that options name."""
     from openppo.trainer.rank import build_rank  # seconds of imports
 
     if config.orchestrator.tasks is not None:

@@ -1,4 +1,4 @@
-"""Output of ``--version``, for bug reports: versions and machine; no names of users, hosts or paths."""
+"""Output of ``--version``, for bug reports: versions and machine, without names of users, hosts or paths."""
 
 import os
 import platform
@@ -33,26 +33,34 @@ _OPTIONAL = (
 
 def print_versions() -> None:
     """Print versions and machine, one per line; a required package that is absent is listed as missing."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = {
         "openppo": __version__ + _commit(),
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+        "memory": f"{memory / 2**30:.1f} GiB",
         **_torch(),
     }
-    listed = _output(
+
+    gpus = _output(
         "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
     )
-    lines |= {f"GPU {index}": f"{gpu} (driver)" for index, gpu in enumerate(listed.splitlines())}
+    for index, gpu in enumerate(gpus.splitlines()):
+        lines[f"GPU {index}"] = f"{gpu} (driver)"
+
     lines |= {name: _version(name) for name in _PACKAGES}
-    lines |= {name: found for name in _OPTIONAL if (found := _version(name)) != "missing"}
+    for name in _OPTIONAL:
+        installed = _version(name)
+        if installed != "missing":
+            lines[name] = installed
+
     width = max(map(len, lines))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
 
 
 def _commit() -> str:
-    """Commit of a checkout of OpenPPO; nothing for an installed OpenPPO."""
+    """The commit of a checkout of OpenPPO; nothing for an installed OpenPPO."""
     if not ((_ROOT / ".git").exists() and (_ROOT / "setup.py").exists()):
         return ""
     commit = _output(
@@ -66,6 +74,7 @@ def _torch() -> dict[str, str]:
         import torch
     except (ImportError, OSError) as error:  # OSError: of a shared library
         return {"torch": f"{_version('torch')} (import fails with {type(error).__name__})"}
+
     toolkit = torch.version.hip or torch.version.cuda or "none: a CPU build of torch"
     cudnn = f", cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else ""
     usable = f", {torch.cuda.device_count()} devices usable" if torch.cuda.is_available() else ""
@@ -82,7 +91,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """Output of a program; nothing if it is absent, fails or hangs."""
+    """The output of a program; nothing if it is absent, fails or hangs."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL

@@ -9,14 +9,14 @@ from typing import Literal
 from openppo.config.fields import Options, at_least, not_empty, not_negative, option, positive
 
 FORMS = ("tools", "environment", "agent_command", "agent")
-"""Options of which one makes a run an agent's."""
+"""Options that make a run an agent's; at most one of them is given."""
 
 ToolParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "deepseek", "json"]
 
 
 @dataclass(frozen=True)
 class ConversationConfig(Options):
-    """What a conversation with the model may cost, and how its history is kept."""
+    """Limits of a conversation with the model, and the form of its history."""
 
     max_turns: int = option(16, at_least(1), measures=True)
     """Turns of the model in one episode."""
@@ -63,16 +63,16 @@ class AgentConfig(ConversationConfig):
     agent_env: tuple[str, ...] = option((), not_empty)
     """Environment variables that --agent_command gets besides the usual ones."""
     agent_concurrency: int | None = option(None, at_least(1))
-    """Programs that run at the same time on one rank (default: 4 for each core, shared by the ranks of a host)."""
+    """Programs that run at once on a rank (default: 4 for each core, shared by the ranks of a host)."""
 
     @property
     def form(self) -> str | None:
-        """The option that says what acts; None without agents."""
-        return next((name for name in FORMS if vars(self)[name] is not None), None)
+        """The option that names the agent; None without agents."""
+        return next(iter(self._forms()), None)
 
     @property
     def may_give_rewards(self) -> bool:
-        """Test for an agent whose own rewards count."""
+        """True for an agent whose own rewards count."""
         return self.form is not None and self.tool_rewards == "add"
 
     @property
@@ -84,10 +84,13 @@ class AgentConfig(ConversationConfig):
             return f"--tool_rewards none: rewards of --tools {self.tools} are not added. "
         return f"No tool of --tools {self.tools} has a calc_reward. "
 
+    def _forms(self) -> list[str]:
+        return [name for name in FORMS if vars(self)[name] is not None]
+
     def problems(self) -> Iterator[str]:
-        given = [f"--{name}" for name in FORMS if vars(self)[name] is not None]
-        if len(given) > 1:
-            yield f"{' and '.join(given)} each say what acts: leave all but one out."
+        flags = [f"--{name}" for name in self._forms()]
+        if len(flags) > 1:
+            yield f"{' and '.join(flags)} each say what acts: leave all but one out."
         if self.environment is None and (self.n_envs is not None or self.eval_n_envs > 0):
             yield "--n_envs and --eval_n_envs need an --environment: give one, or leave them out."
         if self.tool_rewards == "none" and self.tools is None:

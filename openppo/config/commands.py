@@ -60,11 +60,11 @@ class TrainingConfig(Options):
     @property
     def input_models(self) -> dict[str, str | None]:
         """Input models by flag; None where an option is not given."""
-        return {
-            f"--{name}": model
-            for name, model in given_options(self).items()
-            if name.endswith("pretrain")
-        }
+        models = {}
+        for name, value in given_options(self).items():
+            if name.endswith("pretrain"):
+                models[f"--{name}"] = value
+        return models
 
     @property
     def output_models(self) -> dict[str, str]:
@@ -74,11 +74,10 @@ class TrainingConfig(Options):
     def validate(
         self, world_size: int = 1, own_source: bool = False, own_rewards: bool | None = None
     ) -> None:
-        """As of ``Options``, for so many ranks that train.
+        """Raise ``ValueError`` for options that cannot work on ``world_size`` ranks that train.
 
-        With ``own_source`` the caller's source gives prompts and rewards and evaluates.
-
-        ``own_rewards`` tells whether the agent gives rewards; None: nothing but the options is known yet.
+        With ``own_source`` the caller's source gives prompts and rewards and evaluates. ``own_rewards`` is true if the
+        agent gives rewards; None while nothing but the options is known.
         """
         super().validate()
         raise_first(self.problems_on(self.run.dry_run_ranks or world_size))
@@ -87,17 +86,15 @@ class TrainingConfig(Options):
             raise_first(self.missing_inputs(own_rewards))
 
     def training_ranks(self, world_size: int) -> int:
-        """Ranks that train, of all that were launched."""
+        """Return the number of ranks that train, among all that were launched."""
         return world_size
 
     def missing_inputs(self, own_rewards: bool | None = None) -> Iterator[str]:
-        """Messages about data that other options need."""
+        """Yield messages about data that other options need."""
         options = given_options(self)
         flag = "eval_data" if "eval_data" in options else "eval_dataset"
-        missing, best = (
-            options[flag] is None and not options.get("eval_n_envs"),
-            self.checkpoint.keep_best,
-        )
+        missing = options[flag] is None and not options.get("eval_n_envs")
+        best = self.checkpoint.keep_best
         if missing and best is not None:
             yield f"--keep_best {best} compares evaluations: give held-out data with --{flag}."
         for condition in self.run.stop_conditions:
@@ -105,8 +102,9 @@ class TrainingConfig(Options):
                 yield f"--stop_when {condition.text!r} looks at evaluations: give held-out data with --{flag}."
 
     def problems_on(self, ranks: int) -> Iterator[str]:
-        """Messages about groups of options that cannot work together on so many ranks, each with a remedy."""
-        if (samples := self.batch.train_batch_size) % ranks != 0:
+        """Yield messages about groups of options that cannot work together on ``ranks``, each with a remedy."""
+        samples = self.batch.train_batch_size
+        if samples % ranks != 0:
             yield f"--train_batch_size {samples} does not divide among {ranks} ranks: use a multiple of {ranks}."
         if self.lora.load_in_4bit and self.deepspeed.zero_stage == 3:
             yield "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2."
@@ -131,16 +129,16 @@ class TrainPPOConfig(TrainingConfig):
     dump: DumpConfig = field(default_factory=DumpConfig)
 
     def __post_init__(self) -> None:
-        if (
-            self.loss.policy_loss_type is None
-        ):  # the resolved one is shown, saved and compared on resume
+        # The resolved loss is shown, saved and compared on resume.
+        if self.loss.policy_loss_type is None:
             kind: PolicyLossType = "decoupled" if self.orchestrator.max_staleness > 0 else "ppo"
             object.__setattr__(self, "loss", replace(self.loss, policy_loss_type=kind))
 
     def training_ranks(self, world_size: int) -> int:
-        """Ranks that train; ``ValueError`` if those that only sample leave none."""
-        if (sampling := self.orchestrator.rollout_ranks) >= world_size:
-            ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+        """Return the number of ranks that train; ``ValueError`` if those that only sample leave none."""
+        sampling = self.orchestrator.rollout_ranks
+        if sampling >= world_size:
+            ranks = f"{world_size} ranks" if world_size > 1 else f"{world_size} rank"
             raise ValueError(
                 f"--rollout_ranks {sampling} of {ranks} leaves none to train: start more, or use fewer."
             )
@@ -148,14 +146,17 @@ class TrainPPOConfig(TrainingConfig):
 
     @property
     def eval_rewards(self) -> RewardConfig:
-        """Where rewards of evaluations come from; those of ``--eval_reward_fn`` have no weights."""
-        if (function := self.evaluation.eval_reward_fn) is None:
+        """Rewards of evaluations; those of ``--eval_reward_fn`` have no weights."""
+        function = self.evaluation.eval_reward_fn
+        if function is None:
             return self.rewards
-        given, kept = (
-            vars(self.rewards),
-            ("reward_error_value", "step_separator", "reward_workers", "reward_timeout"),
+        return RewardConfig(
+            reward_fn=function,
+            reward_error_value=self.rewards.reward_error_value,
+            step_separator=self.rewards.step_separator,
+            reward_workers=self.rewards.reward_workers,
+            reward_timeout=self.rewards.reward_timeout,
         )
-        return RewardConfig(reward_fn=function, **{name: given[name] for name in kept})
 
     @property
     def prompts_per_step(self) -> int:
@@ -164,42 +165,51 @@ class TrainPPOConfig(TrainingConfig):
 
     @property
     def for_evaluation(self) -> TrainPPOConfig:
-        """With ``--val_only`` the same with places of its own for what is logged: that of a run stays as it is."""
+        """These options; with ``--val_only`` logs go to folders of their own, beside those of the run."""
         if not self.evaluation.val_only:
             return self
-        folder = self.dump.dump_rollouts
-        dump = replace(self.dump, dump_rollouts=folder and f"{os.path.realpath(folder)}_val_only")
+
         run = replace(self.run, save_path=f"{os.path.realpath(self.run.save_path)}_val_only")
+        dump = self.dump
+        if dump.dump_rollouts:
+            folder = os.path.realpath(dump.dump_rollouts)
+            dump = replace(dump, dump_rollouts=f"{folder}_val_only")
         return replace(self, run=run, dump=dump)
 
     @property
     def output_models(self) -> dict[str, str]:
         if self.evaluation.val_only:
             return {}
-        critic = {
-            "--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"
-        }
-        return super().output_models | (critic if self.model.save_value_network else {})
+
+        models = super().output_models
+        if self.model.save_value_network:
+            folder = f"{os.path.realpath(self.run.save_path)}_critic"
+            models |= {"--save_value_network: the critic's folder": folder}
+        return models
+
+    @property
+    def _nothing_held_out(self) -> bool:
+        return self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
 
     def missing_inputs(self, own_rewards: bool | None = None) -> Iterator[str]:
         if self.orchestrator.tasks is not None:
             return
-        nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
+
         for flag in ("eval_before_training", "val_only"):
-            if nothing_held_out and vars(self.evaluation)[flag]:
+            if self._nothing_held_out and vars(self.evaluation)[flag]:
                 yield f"--{flag} needs --eval_data."
-        if nothing_held_out and self.evaluation.eval_reward_fn is not None:
+        if self._nothing_held_out and self.evaluation.eval_reward_fn is not None:
             yield "--eval_reward_fn scores evaluations: give held-out prompts with --eval_data."
-        plays = self.agents.environment is not None
-        if self.data.prompt_data == "" and not plays:
-            yield "No prompts are given: pass --prompt_data FILE."
-        if (
-            self.data.prompt_data == ""
-            and plays
-            and (self.agents.n_envs is None or self.ppo.max_steps is None)
-        ):
-            yield "--environment without --prompt_data has no rows to count: give --n_envs and --max_steps."
-        if plays and self.rewards.names():
+
+        has_environment = self.agents.environment is not None
+        if self.data.prompt_data == "":
+            has_no_end = self.agents.n_envs is None or self.ppo.max_steps is None
+            if not has_environment:
+                yield "No prompts are given: pass --prompt_data FILE."
+            elif has_no_end:
+                yield "--environment without --prompt_data has no rows to count: give --n_envs and --max_steps."
+
+        if has_environment and self.rewards.names():
             yield ENVIRONMENT_REWARDS
         if own_rewards is None:
             own_rewards = self.agents.may_give_rewards
@@ -213,25 +223,31 @@ class TrainPPOConfig(TrainingConfig):
     def problems_on(self, ranks: int) -> Iterator[str]:
         yield from super().problems_on(ranks)
         yield from self._sampling_problems(ranks)
+
         if self.ppo.offload_idle and self.deepspeed.adam_offload:
             yield "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out."
         if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
             yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
+
         yield from self._count_problems(ranks)
         yield from self._async_problems()
-        buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
+
+        buffer = self.shaping.overlong_buffer_len
+        longest = self.generation.generate_max_len
         if buffer is not None and buffer > longest:
             yield f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter."
+
         if self.orchestrator.tasks is None:  # else each task has a size of its own
             yield from self.group_problems()
         yield from self._reward_problems()
 
     def _sampling_problems(self, ranks: int) -> Iterator[str]:
         sampling = self.generation
-        cut = sampling.top_p < 1 or sampling.top_k is not None or sampling.min_new_tokens > 0
-        if self.loss.old_log_probs == "rollout" and cut:
+        is_cut = sampling.top_p < 1 or sampling.top_k is not None or sampling.min_new_tokens > 0
+        if self.loss.old_log_probs == "rollout" and is_cut:
             yield "--old_log_probs rollout: with --top_p, --top_k or --min_new_tokens it is not exact; leave one out."
-        if ranks % (pieces := sampling.vllm_tensor_parallel_size) != 0:
+        pieces = sampling.vllm_tensor_parallel_size
+        if ranks % pieces != 0:
             yield f"--vllm_tensor_parallel_size {pieces} does not divide the {ranks} ranks: use a divisor."
         if self.lora.load_in_4bit and sampling.rollout_engine == "vllm":
             yield "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out."
@@ -240,10 +256,9 @@ class TrainPPOConfig(TrainingConfig):
         batch = self.batch.train_batch_size
         prompts = self.prompts_per_step
         n = self.ppo.n_samples_per_prompt
-        if (
-            self.agents.n_envs is not None
-            and self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size
-        ):
+
+        is_size_set = self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size
+        if self.agents.n_envs is not None and is_size_set:
             yield "--n_envs says how many seeds a step has, and so does --rollout_batch_size: leave one of them out."
         flag = "--n_envs" if self.agents.n_envs else "--rollout_batch_size"
         if prompts % ranks != 0:
@@ -253,81 +268,95 @@ class TrainPPOConfig(TrainingConfig):
                 f"{flag} {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide into "
                 f"optimizer steps of --train_batch_size {batch}: make it a divisor of that number."
             )
+
         if self.agents.form is not None:
             yield from self.data.unread_by_agents()
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
             yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
-        if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:
+        limit = self.ppo.buffer_limit
+        if limit > 0 and limit * ranks < batch:
             yield f"--buffer_limit {limit} on {ranks} ranks holds less than --train_batch_size {batch}: raise it."
 
     def _reward_problems(self) -> Iterator[str]:
         best = self.checkpoint.keep_best or ""
-        pass_reward, pass_on = self.evaluation.pass_reward, self.evaluation.pass_on
+        pass_reward = self.evaluation.pass_reward
+        pass_on = self.evaluation.pass_on
         yield from self.eval_rewards.pass_problems(pass_reward, pass_on)
         if "pass@" in best and self.eval_rewards.pass_threshold(pass_reward, pass_on) is None:
             yield f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward."
+
         from_model = self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"
         if from_model and self.rewards.reward_pretrain is None:
             yield "--normalize_reward: no --reward_pretrain has mean and std: use --reward_normalizer running."
         if self.shaping.reward_normalizer == "group":
-            estimator, by_group = self.advantage.advantage_estimator, "--reward_normalizer group"
-            if estimator in ("group_norm", "remax"):
-                why = {"group_norm": "does the same", "remax": "compares with a greedy response"}[
-                    estimator
-                ]
-                yield f"{by_group}: --advantage_estimator {estimator} {why}: use another, or leave out normalization."
+            estimator = self.advantage.advantage_estimator
+            reasons = {"group_norm": "does the same", "remax": "compares with a greedy response"}
+            if estimator in reasons:
+                yield (
+                    f"--reward_normalizer group: --advantage_estimator {estimator} {reasons[estimator]}: use another, "
+                    "or leave out normalization."
+                )
+
         verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiable_reward)))
         if verified and self.data.label_key is None and self.data.input_key is not None:
             yield f"--verifiable_reward {verified} compares with a label: name its column with --label_key."
 
     def group_problems(self) -> Iterator[str]:
-        """Messages about options that compare the responses to one prompt, where there is a single one."""
+        """Yield messages about options that compare the responses to one prompt, if there is a single response."""
         if self.ppo.n_samples_per_prompt > 1:
             return
-        estimator, normalizer = self.advantage.advantage_estimator, self.shaping.reward_normalizer
+
+        estimator = self.advantage.advantage_estimator
         comparing = {
             f"--advantage_estimator {estimator}": estimator in GROUP_ESTIMATORS,
             "--dynamic_sampling": self.ppo.dynamic_sampling,
-            "--reward_normalizer group": normalizer == "group",
+            "--reward_normalizer group": self.shaping.reward_normalizer == "group",
         }
         for flag, compares in comparing.items():
             if compares:
                 yield f"{flag} compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
 
     def _async_problems(self) -> Iterator[str]:
-        asynchronous, rewards = self.orchestrator, self.rewards
-        if self.evaluation.val_only and asynchronous.rollout_ranks > 0:
+        asynchronous = self.orchestrator
+        samples_apart = asynchronous.rollout_ranks > 0
+        if self.evaluation.val_only and samples_apart:
             yield "--val_only evaluates on the ranks that train, none of which is to spare: leave out --rollout_ranks."
         if asynchronous.tasks is not None:
-            evaluation = self.evaluation
-            own = {"prompt_data": self.data.prompt_data, "eval_data": evaluation.eval_data}
-            own["eval_reward_fn"] = evaluation.eval_reward_fn
-            own |= {form: vars(self.agents)[form] for form in FORMS} | dict.fromkeys(
-                rewards.names(), "given"
-            )
-            if given := [name for name, value in own.items() if value]:
-                yield f"--tasks says what each task is, its {given[0]} too: leave it out of the command line."
-            if self.ppo.max_steps is None:
-                yield "--tasks plays tasks in given ratios, however many rows they have: say --max_steps."
-        nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
-        nothing_held_out &= asynchronous.tasks is None  # of which any may have some
+            yield from self._task_problems()
         if not asynchronous.is_async:
             return
+
         if self.generation.rollout_engine == "vllm" and asynchronous.running_requests == "continue":
             yield "--rollout_engine vllm cannot continue requests with new weights: use --running_requests drain."
-        if (
-            pieces := self.generation.vllm_tensor_parallel_size
-        ) > 1 and asynchronous.rollout_ranks > 0:
+        pieces = self.generation.vllm_tensor_parallel_size
+        if pieces > 1 and samples_apart:
             yield f"--vllm_tensor_parallel_size {pieces}: --rollout_ranks work each by itself; leave one of them out."
-        if self.lora.load_in_4bit and asynchronous.rollout_ranks > 0:
+        if self.lora.load_in_4bit and samples_apart:
             yield "--load_in_4bit keeps no whole weights that could be sent to --rollout_ranks: leave one of them out."
-        if self.ppo.dynamic_sampling and (rewards.reward_pretrain or rewards.prm_pretrain):
+        has_reward_model = self.rewards.reward_pretrain or self.rewards.prm_pretrain
+        if self.ppo.dynamic_sampling and has_reward_model:
             yield (
                 "--dynamic_sampling drops groups where they are sampled, and reward models score when a step is made "
                 "up: leave out --dynamic_sampling, or --max_staleness and --rollout_ranks."
             )
-        if self.ppo.enable_ema and asynchronous.rollout_ranks == 0 and not nothing_held_out:
+        # Any task may have held-out prompts.
+        may_evaluate = not self._nothing_held_out or asynchronous.tasks is not None
+        if self.ppo.enable_ema and not samples_apart and may_evaluate:
             yield "--enable_ema evaluates the average, and requests under way would use it too: add --rollout_ranks."
+
+    def _task_problems(self) -> Iterator[str]:
+        options = {
+            "prompt_data": self.data.prompt_data,
+            "eval_data": self.evaluation.eval_data,
+            "eval_reward_fn": self.evaluation.eval_reward_fn,
+        }
+        options |= {form: vars(self.agents)[form] for form in FORMS}
+        options |= dict.fromkeys(self.rewards.names(), "given")
+        names = [name for name, value in options.items() if value]
+        if names:
+            yield f"--tasks says what each task is, its {names[0]} too: leave it out of the command line."
+        if self.ppo.max_steps is None:
+            yield "--tasks plays tasks in given ratios, however many rows they have: say --max_steps."
 
 
 @dataclass(frozen=True)
@@ -338,7 +367,7 @@ class SupervisedCommand(TrainingConfig):
 
     @property
     def pack_to(self) -> int | None:
-        """Tokens of a row that several samples may share; None for a row each."""
+        """Tokens of a row that several samples may share; None if each sample has a row."""
         return None
 
 
@@ -368,10 +397,9 @@ class TrainPRMConfig(SupervisedCommand):
 
 
 def training_rules() -> dict[str, Rules]:
-    """Rules of the options of all commands that train, by name."""
-    commands = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
-    return {
-        name: rules_of(option)
-        for command in commands
-        for name, option in declared_options(command).items()
-    }
+    """Return the rules of the options of all commands that train, by name."""
+    rules = {}
+    for command in (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig):
+        for name, option in declared_options(command).items():
+            rules[name] = rules_of(option)
+    return rules

@@ -1,4 +1,4 @@
-"""Options of data: rows, prompts, documents; with all else of the supervised commands."""
+"""Options of data: rows, prompts, documents; for supervised commands all other options, too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ALL = ("prompt_data", "pretrain_data", "dataset")
 
 @dataclass(frozen=True, kw_only=True)
 class RowsConfig(Options):
-    """How rows become texts."""
+    """Conversion of rows into texts."""
 
     data_format: DataFormat = option("auto", resume="must match", rows_of=_TEXTS)
     """Format of the rows; 'auto' recognizes it by the columns unless options name them."""
@@ -63,15 +63,17 @@ class RowsConfig(Options):
     tools_key: str | None = option(None, rows_of=_TEXTS)
     """Column with schemas of tools for the chat template: a list, or its JSON text (with --apply_chat_template)."""
     image_key: str | None = option(None, rows_of=_TEXTS)
-    """Column with the images of a prompt, for each <image> in its text: paths, bytes, base64, or images of datasets."""
+    """Column with the images of a prompt, one for each <image> in its text.
+    An image is a path, bytes, base64, or an image of 'datasets'."""
     video_key: str | None = option(None, rows_of=_TEXTS)
-    """Column with the videos of a prompt, for each <video> in its text: files as for images, or lists of frames."""
+    """Column with the videos of a prompt, one for each <video> in its text.
+    A video is a file as for images, or a list of frames."""
     min_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
     """Smaller images and frames are enlarged to this number of pixels."""
     max_pixels: int | None = option(None, at_least(1), rows_of=_TEXTS)
     """Larger images and frames are reduced to this number of pixels."""
     video_fps: float = option(2.0, positive, rows_of=_TEXTS)
-    """Frames to read from each second of a video; for a list of frames, how many of them make a second."""
+    """Frames to read from each second of a video; for a list of frames, their number per second."""
     max_frames: int = option(32, at_least(1), rows_of=_TEXTS)
     """Largest number of frames to read from a video; those of a longer one are spaced further apart."""
     dataset_num_proc: int = option(0, not_negative)
@@ -88,12 +90,10 @@ class RowsConfig(Options):
         for name in ("image_key", "video_key"):
             if vars(self)[name] is not None and self.dataset_num_proc > 0:
                 yield f"--dataset_num_proc keeps texts, no images: leave it out with --{name}."
-        if (
-            self.min_pixels is not None
-            and self.max_pixels is not None
-            and self.min_pixels > self.max_pixels
-        ):
-            yield f"--min_pixels {self.min_pixels} is above --max_pixels {self.max_pixels}: lower it."
+        low = self.min_pixels
+        high = self.max_pixels
+        if low is not None and high is not None and low > high:
+            yield f"--min_pixels {low} is above --max_pixels {high}: lower it."
         parse_template_kwargs(self.chat_template_kwargs)
 
 
@@ -115,7 +115,7 @@ class PromptDataConfig(RowsConfig):
     """Longer prompts are dropped, lose tokens on the left, the right or in the middle, or are an error."""
 
     def unread_by_agents(self) -> Iterator[str]:
-        """Messages about options that change token ids alone: agents read the rows and messages."""
+        """Yield messages about options that change token ids alone: agents read the rows and messages."""
         if self.prompt_truncation in ("left", "right", "middle"):
             yield f"--prompt_truncation {self.prompt_truncation} cuts no conversation of agents: use drop or error."
         if self.tools_key is not None:
@@ -149,7 +149,7 @@ class PPODataConfig(PromptDataConfig):
 
 @dataclass(frozen=True)
 class SupervisedConfig(RowsConfig, ModelConfig, VisionConfig):
-    """What SFT, reward-model and process-reward-model training have in common."""
+    """Common options of SFT, reward-model and process-reward-model training."""
 
     dataset: str = option(place=True, resume="must match")
     """Training data: JSONL, JSON, CSV or Parquet files, folders of 'datasets', or hub names; several with commas."""
@@ -202,7 +202,7 @@ class PreferenceConfig(Options):
     responses_key: str | None = option(None, rows_of=_ROWS)
     """Column with a ranking instead of a pair: a list of responses, the best first (default: recognized)."""
     scores_key: str | None = option(None, rows_of=_ROWS)
-    """Column with a number for each response of --responses_key, a larger one for a better one (default: none)."""
+    """Column with a number for each response of --responses_key, larger for a better one (default: none)."""
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """Pairwise loss."""
     value_head_prefix: str = option("score", resume="must match")
@@ -222,14 +222,15 @@ class ProcessConfig(Options):
     input_key: str | None = option(None, rows_of=_ROWS)
     """Column with the solution, a placeholder token after each step (default: recognized)."""
     label_key: str | None = option(None, rows_of=_ROWS)
-    """Column with the judgements: the same text with a reward token after each step, or a list with one per step."""
+    """Column with the judgements, one per step: a list, or the same text with a reward token after each step."""
     placeholder_token: str = option("ки", not_empty, rows_of=_ROWS)
     """Token after each step at which the model is trained to judge it."""
     reward_tokens: tuple[str, ...] = option(("+", "-"), rows_of=_ROWS)
     """Tokens of the judgement, good first; soft labels are the probability of the first of two."""
 
     def problems(self) -> Iterator[str]:
-        if not len(set(self.reward_tokens)) == len(self.reward_tokens) >= 2:
+        are_different = len(set(self.reward_tokens)) == len(self.reward_tokens)
+        if len(self.reward_tokens) < 2 or not are_different:
             yield f"--reward_tokens needs at least two different tokens, got {' '.join(self.reward_tokens)}."
 
 
@@ -253,12 +254,16 @@ def parse_probs(sources: str, probs: str | None, flag: str) -> list[tuple[str, f
     require(all(names), f"--{flag} {sources!r} has an empty name between commas.")
     if probs is None:
         return [(name, None) for name in names]
-    shares = [
-        float(share) if re.fullmatch(rf"\s*{NUMBER}\s*", share) else 0.0
-        for share in probs.split(",")
-    ]
-    what = f"one positive number for each of the {len(names)} sources of --{flag}, with commas"
-    require(
-        len(shares) == len(names) and min(shares) > 0, f"--{flag}_probs {probs!r}: give {what}."
-    )
-    return [(name, share / sum(shares)) for name, share in zip(names, shares, strict=True)]
+
+    shares = []
+    for text in probs.split(","):
+        is_number = re.fullmatch(rf"\s*{NUMBER}\s*", text)
+        shares.append(float(text) if is_number else 0.0)
+    if len(shares) != len(names) or min(shares) <= 0:
+        raise ValueError(
+            f"--{flag}_probs {probs!r}: give one positive number for each of the {len(names)} sources of --{flag}, "
+            "with commas."
+        )
+
+    total = sum(shares)
+    return [(name, share / total) for name, share in zip(names, shares, strict=True)]

@@ -17,10 +17,10 @@ KEY_FROM_ELSEWHERE = "True"
 """Value of --use_wandb whose key is in WANDB_API_KEY or stored by 'wandb login', or is not needed."""
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-"""Finite numbers, as a regular expression."""
+"""Regular expression of finite numbers."""
 
 SPELLINGS = {"init_kl_coeff": "init_kl_coef", "ptx_coeff": "ptx_coef"}
-"""Other trainers' spelling of an option -> its name here."""
+"""Names of our options by their spelling in other trainers."""
 
 Command = TypeVar("Command")
 
@@ -33,7 +33,7 @@ def require(condition: object, message: str) -> None:
 
 @dataclass(frozen=True)
 class Bound:
-    """A limit on values, with its words in an error."""
+    """A limit on values, with the words that an error says about it."""
 
     says: str
     holds: Callable[[Any], bool]
@@ -49,13 +49,15 @@ a_path = Bound(
 
 
 def at_least(least: float, other: float | None = None) -> Bound:
-    """Values from ``least`` on, and the one value ``other``."""
-    says = f"must be at least {least}" if other is None else f"must be {other} or at least {least}"
-    return Bound(says, lambda value: value >= least or value == other)
+    """Allow values from ``least`` on, and the single value ``other``."""
+    exception = "" if other is None else f"{other} or "
+    return Bound(
+        f"must be {exception}at least {least}", lambda value: value >= least or value == other
+    )
 
 
 def inside(interval: str) -> Bound:
-    """Values in an interval such as ``[0, 1)``."""
+    """Allow values in an interval such as ``[0, 1)``."""
     low, high = map(float, interval[1:-1].split(","))
     above = operator.ge if interval[0] == "[" else operator.gt
     below = operator.le if interval[-1] == "]" else operator.lt
@@ -71,34 +73,34 @@ class Rules:
     note: str = ""
     """End of the error about ``bound``: a remedy, or a reason."""
     may_be_infinite: bool = False
-    """Whether inf is allowed; nan never is."""
+    """True if inf is allowed; nan never is."""
     resume: Literal["may change", "must match"] = "may change"
-    """Whether a run may resume from a checkpoint that was written with another value."""
+    """Rule for a run that resumes from a checkpoint that was written with another value."""
     rows_of: tuple[str, ...] = ()
     """Options of data whose rows depend on this one."""
     measures: bool = False
-    """Whether it changes what evaluation scores mean."""
+    """True if the option changes the meaning of evaluation scores."""
     of_critic: bool = False
-    """Whether it has an effect only where there is a critic."""
+    """True if the option has an effect only where there is a critic."""
     place: bool = False
-    """Whether it is a path or address that may differ between hosts."""
+    """True if the option is a path or address that may differ between hosts."""
 
 
 def option(
-    default: Any = dataclasses.MISSING, bound: Bound | None = None, note: str = "", **given: Any
+    default: Any = dataclasses.MISSING, bound: Bound | None = None, note: str = "", **rules: Any
 ) -> Any:
     """Declare an option with rules: ``seed: int = option(42, not_negative, resume="must match")``."""
-    return field(default=default, metadata={"rules": Rules(bound, note, **given)})
+    return field(default=default, metadata={"rules": Rules(bound, note, **rules)})
 
 
 def rules_of(declared: dataclasses.Field) -> Rules:
-    """Rules of an option; those of no rule for a plain field."""
+    """Return the rules of an option; a plain field has the defaults."""
     return typing.cast(Rules, declared.metadata.get("rules", Rules()))
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a command, or a group of them; a command has options of its own, groups, or both."""
+    """Options of a command, or a group of them; a command may have both plain options and groups."""
 
     def validate(self, world_size: int = 1) -> None:
         """Raise ``ValueError`` for the first option, or combination of them, that cannot work on so many ranks."""
@@ -112,12 +114,12 @@ class Options:
         raise_first(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Messages about options that cannot work together, each with a remedy."""
+        """Yield messages about options that cannot work together, each with a remedy."""
         return iter(())
 
 
 def is_group(hint: Any) -> TypeGuard[type[Options]]:
-    """Whether a field of this type is a group of options."""
+    """True if a field of this type is a group of options."""
     return isinstance(hint, type) and issubclass(hint, Options)
 
 
@@ -129,37 +131,43 @@ def raise_first(problems: Iterator[str]) -> None:
 
 def _check_value(name: str, value: Any, hint: Any, allowed: Rules) -> None:
     require(_fits(value, hint), f"--{name} must be {_words(hint)}, got {value!r}.")
-    values = [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
-    shown = " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+    items = value if isinstance(value, tuple) else (value,)
+    values = [item for item in items if item is not None]
+    shown = " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in values)
+
     if allowed.bound is not None and not all(map(allowed.bound.holds, values)):
-        raise ValueError(
-            f"--{name} {allowed.bound.says}{', got ' * (shown != '')}{shown}{allowed.note}."
-        )
-    infinite = allowed.may_be_infinite
-    for number in [one for one in values if isinstance(one, float)]:
-        finite = math.isfinite(number) or (infinite and not math.isnan(number))
-        require(finite, f"--{name} must be a {'' if infinite else 'finite '}number, got {shown}.")
+        got = f", got {shown}" if shown else ""
+        raise ValueError(f"--{name} {allowed.bound.says}{got}{allowed.note}.")
+
+    kind = "number" if allowed.may_be_infinite else "finite number"
+    for number in values:
+        if isinstance(number, float):
+            is_infinite_allowed = allowed.may_be_infinite and not math.isnan(number)
+            is_allowed = math.isfinite(number) or is_infinite_allowed
+            require(is_allowed, f"--{name} must be a {kind}, got {shown}.")
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether ``value`` has the type ``hint``, one of those that options have."""
-    kind, inner = typing.get_origin(hint), typing.get_args(hint)
+    """True if ``value`` has the type ``hint``, one of those that options have."""
+    kind = typing.get_origin(hint)
+    inner = typing.get_args(hint)
+
     if kind in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, member) for member in inner)
     if kind is Literal:
-        return any(value == one and type(value) is type(one) for one in inner)
+        return any(value == choice and type(value) is type(choice) for choice in inner)
     if kind is tuple:
-        each = inner[:1] * len(value) if inner[1:] == (...,) else inner
-        return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
-    return (
-        hint is bool
-        if isinstance(value, bool)
-        else isinstance(value, (int, float) if hint is float else hint)
-    )
+        if not isinstance(value, tuple):
+            return False
+        hints = inner[:1] * len(value) if inner[1:] == (...,) else inner
+        return len(value) == len(hints) and all(map(_fits, value, hints))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _words(hint: Any) -> str:
-    """A type in the words of an error: choices with "or"."""
+    """Name a type in the words of an error: choices with "or"."""
     if typing.get_origin(hint) is Literal:
         *others, last = map(str, typing.get_args(hint))
         return f"{', '.join(others)} or {last}"
@@ -167,37 +175,44 @@ def _words(hint: Any) -> str:
 
 
 def declared_options(command: type) -> dict[str, dataclasses.Field]:
-    """All options of a command by name, in the order of its groups."""
+    """Return all options of a command by name, in the order of its groups."""
     options: dict[str, dataclasses.Field] = {}
     hints = typing.get_type_hints(command)
     for declared in dataclasses.fields(command):
-        group = hints[declared.name]
-        options |= declared_options(group) if is_group(group) else {declared.name: declared}
+        hint = hints[declared.name]
+        if is_group(hint):
+            options |= declared_options(hint)
+        else:
+            options[declared.name] = declared
     return options
 
 
 def given_options(config: Options) -> dict[str, Any]:
-    """All values of a command by option name, in the order of its groups."""
+    """Return all values of a command by option name, in the order of its groups."""
     values: dict[str, Any] = {}
     for name, value in vars(config).items():
-        values |= given_options(value) if isinstance(value, Options) else {name: value}
+        if isinstance(value, Options):
+            values |= given_options(value)
+        else:
+            values[name] = value
     return values
 
 
 def flat_dict(config: Options) -> dict[str, object]:
-    """``given_options`` for files and logs; reads back through ``--config``.
+    """Return ``given_options`` for files and logs, in a form that ``--config`` reads.
 
     Secrets in URLs are masked, and a key of --use_wandb is left out.
     """
-    values = {
-        n: mask_credentials(v) if isinstance(v, str) else v
-        for n, v in given_options(config).items()
-    }
-    return values if values.get("use_wandb") is None else values | {"use_wandb": KEY_FROM_ELSEWHERE}
+    values: dict[str, object] = {}
+    for name, value in given_options(config).items():
+        values[name] = mask_credentials(value) if isinstance(value, str) else value
+    if values.get("use_wandb") is not None:
+        values["use_wandb"] = KEY_FROM_ELSEWHERE
+    return values
 
 
 def mask_credentials(text: str) -> str:
-    """Put stars for secrets in the URLs of ``text``: user and password, values of the query."""
+    """Replace secrets in the URLs of ``text`` by stars: user and password, values of the query."""
     text = re.sub(r"(\w://)[^\s/]+@", r"\1***@", text)
     return re.sub(r"(\w://[^\s?]*\?)[^\s,]+", r"\1***", text)
 
@@ -215,22 +230,25 @@ def from_options(command: type[Command], **options: Any) -> Command:
             f"{other} is {SPELLINGS[other]} under another name: give one of them.",
         )
         options[SPELLINGS[other]] = options.pop(other)
-    if unknown := sorted(options.keys() - declared_options(command)):
+
+    unknown = sorted(options.keys() - declared_options(command))
+    if unknown:
         raise ValueError(
             f"{command.__name__} has no option {', '.join(unknown)}; see --help for all options."
         )
-    given: dict[str, Any] = {}
+
+    fields: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(command).items():
         if is_group(hint):
-            own = declared_options(hint).keys() & options.keys()
-            given[name] = from_options(hint, **{option: options[option] for option in own})
+            of_group = declared_options(hint).keys() & options.keys()
+            fields[name] = from_options(hint, **{option: options[option] for option in of_group})
         elif name in options:
-            given[name] = _as_parsed(hint, options[name])
-    return command(**given)
+            fields[name] = _as_parsed(hint, options[name])
+    return command(**fields)
 
 
 def _as_parsed(hint: Any, value: Any) -> Any:
-    """Give ``value`` the form that the command line gives it."""
+    """Bring ``value`` into the form in which the command line gives it."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, str) and typing.get_args(hint)[1:] == (...,):

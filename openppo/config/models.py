@@ -1,4 +1,4 @@
-"""Options of models: where they are, how they are loaded, adapters."""
+"""Options of models: places, loading, adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openppo.config.fields import Options, at_least, inside, not_negative, optio
 
 @dataclass(frozen=True)
 class ModelConfig(Options):
-    """A model and how it is loaded."""
+    """A model and its loading."""
 
     pretrain: str = option(place=True, resume="must match")
     """Model to start from: a local folder or a hub name."""
@@ -26,7 +26,7 @@ class ModelConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig(Options):
-    """Parts of a model that reads images, which may stay as they are."""
+    """Parts of a vision-language model that may stay frozen."""
 
     freeze_vision_tower: bool = option(True, resume="must match")
     """Do not train the part of the model that reads images."""
@@ -36,7 +36,7 @@ class VisionConfig(Options):
 
 @dataclass(frozen=True)
 class PPOModelConfig(ModelConfig, VisionConfig):
-    """Which models play which role."""
+    """Models by role."""
 
     pretrain: str = option(place=True, resume="must match")
     """Causal language model to train: a local folder or a hub name."""
@@ -81,14 +81,14 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
     """
     read = [(flag, name) for flag, name in inputs.items() if name]
     for (flag, name), (written_by, folder) in itertools.product(read, outputs.items()):
-        for model, what in ((name, "is"), (_base_of(name), "is the base model of")):
+        for model, relation in ((name, "is"), (_base_of(name), "is the base model of")):
             if model and os.path.realpath(model) == os.path.realpath(folder):
-                where = f"{written_by} {folder} {what} {flag} {name}"
+                where = f"{written_by} {folder} {relation} {flag} {name}"
                 raise ValueError(f"{where}, which would be overwritten: choose another folder.")
 
 
 def _base_of(name: str) -> str | None:
-    """Base model that a PEFT folder names; None for other folders."""
+    """The base model that a PEFT folder names; None for other folders."""
     try:
         described = json.loads((Path(name) / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ from openppo.config.fields import Options, at_least, not_negative, option
 
 @dataclass(frozen=True)
 class OrchestratorConfig(Options):
-    """Which ranks sample, and how far they may run ahead."""
+    """Ranks that sample, and how far they may run ahead."""
 
     rollout_ranks: int = option(0, not_negative)
     """Number of ranks, the last ones, that only sample while the others train (0: each rank does both in turn)."""
@@ -32,7 +32,7 @@ class OrchestratorConfig(Options):
 
     @property
     def is_async(self) -> bool:
-        """Whether sampling and training are apart."""
+        """True if sampling and training run side by side."""
         return self.rollout_ranks > 0 or self.max_staleness > 0 or self.tasks is not None
 
     def problems(self) -> Iterator[str]:

@@ -17,7 +17,7 @@ GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = (
     "group_norm",
     "dr_grpo",
 )
-"""Those that compare the responses to one prompt: with a single one, all advantages would be 0 or undefined."""
+"""Estimators that compare the responses to one prompt: a single response has advantage 0, or none."""
 PolicyLossType = Literal["ppo", "gspo", "cispo", "double_sided", "decoupled"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 RolloutCorrection = Literal["none", "tis", "mis", "icepop"]
@@ -27,7 +27,7 @@ OldLogProbs = Literal["auto", "recompute", "rollout"]
 
 @dataclass(frozen=True)
 class PPOConfig(Options):
-    """The loop: sizes, learning rates, what is frozen when, what is averaged."""
+    """The loop: sizes, learning rates, freezing, averaging."""
 
     num_episodes: int = option(1, at_least(1))
     """Passes over all prompts."""
@@ -86,7 +86,7 @@ class PPOConfig(Options):
 
 @dataclass(frozen=True)
 class AdvantageConfig(Options):
-    """From rewards to advantages."""
+    """Computation of advantages from rewards."""
 
     advantage_estimator: AdvantageEstimator = option("gae", resume="must match")
     """Only gae has a critic; all others but reinforce and remax compare the responses to one prompt."""
@@ -106,7 +106,7 @@ class AdvantageConfig(Options):
 
 @dataclass(frozen=True)
 class KLConfig(Options):
-    """How the policy is held near the reference."""
+    """The penalty that holds the policy near the reference."""
 
     init_kl_coef: float = option(0.01, at_least(0))
     """Coefficient of the KL penalty; 0 loads no reference model. init_kl_coeff is read as this too."""
@@ -155,8 +155,9 @@ class LossConfig(Options):
     entropy_coef: float = option(0.0, not_negative)
     """Weight of the entropy bonus."""
     old_log_probs: OldLogProbs = "auto"
-    """Source of the old policy's log-probs: the engine (rollout), another forward (recompute), or auto: the engine's
-    where they are exact, the training forward's where one step trains on all samples of a rollout, else recompute."""
+    """Source of the old policy's log-probs: the engine (rollout), another forward (recompute), or auto.
+    With auto they are the engine's where those are exact, the training forward's where one step trains on all samples
+    of a rollout, else recomputed."""
     rollout_correction: RolloutCorrection = "none"
     """Weight tokens by p_actor / p_rollout: truncated above (tis), or 0 outside a range (mis, icepop)."""
     rollout_correction_low: float | None = option(None, not_negative)
@@ -164,8 +165,8 @@ class LossConfig(Options):
     rollout_correction_high: float | None = option(None, positive)
     """Upper end of the range (default: tis and mis 2, icepop 5; geometric 1.01)."""
     rollout_correction_level: CorrectionLevel = "token"
-    """Unit of the ratio p_actor / p_rollout: a token, a sequence (the product of its tokens' ratios), or a sequence by
-    the geometric mean of these."""
+    """Unit of the ratio p_actor / p_rollout: a token, or a sequence.
+    The ratio of a sequence is the product of its tokens' ratios, or with geometric their geometric mean."""
     rollout_correction_veto: float | None = option(None, inside("(0, 1)"))
     """Leave out whole sequences with a token whose ratio p_actor / p_rollout is below this (usual: 1e-4)."""
     value_clip: float | None = option(0.2, positive, "; None switches it off")
@@ -173,21 +174,20 @@ class LossConfig(Options):
 
     @property
     def loss_type(self) -> PolicyLossType:
-        """``policy_loss_type``; of a group alone, which knows no staleness, ppo by default."""
+        """``policy_loss_type``; ppo by default, as this group of options knows no staleness."""
         return self.policy_loss_type or "ppo"
 
     @property
     def wanted_old_log_probs(self) -> OldLogProbs:
         """``old_log_probs``; for auto the only source that the loss works with, if there is just one."""
-        of_loss: dict[str, OldLogProbs] = {"double_sided": "rollout", "decoupled": "recompute"}
-        return (
-            of_loss.get(self.loss_type, "auto")
-            if self.old_log_probs == "auto"
-            else self.old_log_probs
-        )
+        if self.old_log_probs != "auto":
+            return self.old_log_probs
+        only_sources: dict[str, OldLogProbs] = {"double_sided": "rollout", "decoupled": "recompute"}
+        return only_sources.get(self.loss_type, "auto")
 
     def problems(self) -> Iterator[str]:
-        loss, correction = self.loss_type, self.rollout_correction
+        loss = self.loss_type
+        correction = self.rollout_correction
         if self.dual_clip is not None and loss in ("cispo", "double_sided"):
             yield f"--dual_clip bounds a clipped loss, and {loss} has none: leave --dual_clip out."
         if loss == "double_sided" and self.old_log_probs == "recompute":
@@ -216,9 +216,15 @@ class LossConfig(Options):
         if self.old_log_probs == "rollout" and correction != "none":
             compares = f"--rollout_correction {correction} compares the engine's log-probs with recomputed ones"
             yield f"{compares}, and --old_log_probs rollout recomputes none: leave one of them out."
+
         level = None if self.rollout_correction_level == "token" else self.rollout_correction_level
-        given = {"low": low, "high": high, "level": level, "veto": self.rollout_correction_veto}
-        for flag, value in given.items():
+        refinements = {
+            "low": low,
+            "high": high,
+            "level": level,
+            "veto": self.rollout_correction_veto,
+        }
+        for flag, value in refinements.items():
             if value is not None and correction == "none":
                 yield f"--rollout_correction_{flag} has no effect without --rollout_correction: use tis, mis or icepop."
         if low is not None and correction == "tis":

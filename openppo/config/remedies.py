@@ -1,4 +1,4 @@
-"""Which flags lower memory: one table for --dry_run, reports of out-of-memory errors and docs/memory.md."""
+"""Flags that lower memory: one table for --dry_run, reports of out-of-memory errors and docs/memory.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REMEDIES = {
 }
 """Flags, with a value where one is recommended, and the phases whose memory they lower.
 
-Those down to ``--buffer_cpu_offload`` leave the gradient as it is; those below change what is computed.
+Flags down to ``--buffer_cpu_offload`` leave the gradient as it is; those below change the computation.
 """
 
 _FOR_GPUS = {"adam_offload", "offload_idle", "buffer_cpu_offload"}
@@ -40,22 +40,24 @@ _BATCHES = ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
 
 
 def remedies(phase: str, options: Mapping[str, Any], on_cpu: bool = False) -> list[str]:
-    """Flags of a command with ``options`` that lower memory in ``phase``, those that keep the gradient first.
+    """List flags of a command with ``options`` that lower memory in ``phase``, first those that keep the gradient.
 
     An unknown phase gets all flags. On a CPU the host's memory is the device's, so offloading is left out.
     """
-    return [
-        flag
-        for flag, phases in REMEDIES.items()
-        if (phase in phases or phase not in _PHASES)
-        and _option(flag) in options
-        and not (on_cpu and _option(flag) in _FOR_GPUS)
-        and not _has_no_effect(phase, flag, options)
-    ]
+    flags = []
+    for flag, phases in REMEDIES.items():
+        is_of_phase = phase in phases or phase not in _PHASES
+        if not is_of_phase or _option(flag) not in options:
+            continue
+        if on_cpu and _option(flag) in _FOR_GPUS:
+            continue
+        if not _has_no_effect(phase, flag, options):
+            flags.append(flag)
+    return flags
 
 
 def sizes(options: Mapping[str, Any]) -> list[str]:
-    """Options that decide memory, as flags with their values."""
+    """List the options that decide memory, as flags with their values."""
     names = dict.fromkeys([*_BATCHES, *map(_option, REMEDIES)])
     return [f"--{name} {options[name]}" for name in names if options.get(name) is not None]
 
@@ -65,11 +67,16 @@ def _option(flag: str) -> str:
 
 
 def _has_no_effect(phase: str, flag: str, options: Mapping[str, Any]) -> bool:
-    """Whether the run has what is recommended, or other options leave it without effect or refuse it."""
-    name, value = _option(flag), options[_option(flag)]
+    """True if the run has the recommended value, or other options leave the flag without effect or refuse it."""
+    name = _option(flag)
+    value = options[name]
     if name == "zero_stage":
         return bool(value >= int(flag.split()[1]))
-    stage, rank = options.get("zero_stage"), options.get("lora_rank")
+
+    stage = options.get("zero_stage")
+    rank = options.get("lora_rank")
+    trains_by_tokens = phase == "training" and options.get("micro_train_tokens") is not None
+    makes_by_tokens = phase == "experience" and options.get("micro_rollout_tokens") is not None
     no_effect = {
         "lora_rank": rank,
         "load_in_4bit": rank == 0 or stage == 3,
@@ -78,9 +85,8 @@ def _has_no_effect(phase: str, flag: str, options: Mapping[str, Any]) -> bool:
         "vllm_gpu_memory_utilization": options.get("rollout_engine") != "vllm",
         "micro_train_tokens": value is None,
         "micro_rollout_tokens": value is None,
-        "micro_train_batch_size": phase == "training"
-        and options.get("micro_train_tokens") is not None,
-        "micro_rollout_batch_size": phase == "experience"
-        and options.get("micro_rollout_tokens") is not None,
+        "micro_train_batch_size": trains_by_tokens,
+        "micro_rollout_batch_size": makes_by_tokens,
     }
-    return bool(no_effect.get(name)) or value == 1  # which True equals
+    is_set_or_lowest = value == 1  # True equals 1
+    return bool(no_effect.get(name)) or is_set_or_lowest

@@ -1,4 +1,4 @@
-"""Options of rewards: where they come from and what is done to them."""
+"""Options of rewards: their sources and their shaping."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_REWARD = (
 
 @dataclass(frozen=True)
 class RewardConfig(Options):
-    """Where rewards come from: one source or several, whose weighted sum is the reward."""
+    """Sources of rewards: one or several, whose weighted sum is the reward."""
 
     reward_pretrain: str | None = option(None, place=True, resume="must match")
     """Reward model: a sequence-classification checkpoint with one label, or a PEFT folder of one."""
@@ -59,7 +59,8 @@ class RewardConfig(Options):
     verify_regex: str | None = None
     """With --verifiable_reward regex: a pattern that a response must contain; a group in it must match the label."""
     verify_length: int | None = option(None, at_least(1))
-    """With --verifiable_reward length: response tokens N that earn 1; the reward of n tokens is 1 - |n - N| / N."""
+    """With --verifiable_reward length: response tokens N that earn 1.
+    The reward of n tokens is 1 - |n - N| / N."""
     step_separator: str = option("\n\n", not_empty)
     """Text between the steps of a response, for rewards per step."""
     prm_placeholder_token: str = "ки"
@@ -72,58 +73,65 @@ class RewardConfig(Options):
     """Reward each step at its end, or the whole response by one number made of its steps."""
 
     def problems(self) -> Iterator[str]:
-        for verifier, given in (("regex", self.verify_regex), ("length", self.verify_length)):
-            if verifier in self.verifiable_reward and given is None:
+        for verifier, argument in (("regex", self.verify_regex), ("length", self.verify_length)):
+            if verifier in self.verifiable_reward and argument is None:
                 yield f"--verifiable_reward {verifier} needs --verify_{verifier}."
-            if verifier not in self.verifiable_reward and given is not None:
+            if verifier not in self.verifiable_reward and argument is not None:
                 yield f"--verify_{verifier} has no effect without --verifiable_reward {verifier}."
         if self.reward_timeout is not None and self.reward_workers == 0:
             yield "--reward_timeout has no effect without --reward_workers: only a process can be ended; add 1 or more."
         if len(set(self.verifiable_reward)) < len(self.verifiable_reward):
             yield f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice."
-        if not len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2:
+        if len(self.prm_reward_tokens) != 2 or len(set(self.prm_reward_tokens)) != 2:
             yield f"--prm_reward_tokens needs two different tokens, got {' '.join(self.prm_reward_tokens)}."
         self.weights()
 
     def unknown_weights(self) -> Iterator[str]:
-        """As of ``unknown_names`` about ``--reward_weights``."""
+        """Yield the message of ``unknown_names`` about ``--reward_weights``."""
         return self.unknown_names("--reward_weights", *self.weights())
 
     def unknown_names(self, flag: str, *names: str | None) -> Iterator[str]:
-        """A message about ``names`` of rewards that no source has; functions have names of their own."""
+        """Yield a message about ``names`` of rewards that no source has; functions have names of their own."""
         unknown = sorted({name for name in names if name is not None} - set(self.names()))
         if unknown and self.reward_fn is None and not self.remote_is_file():
             known = ", ".join(self.names()) or "none"
             yield f"{flag} names {', '.join(unknown)}, but the rewards are {known}. Use their names."
 
     def remote_is_file(self) -> bool:
-        """Whether ``--remote_rm_url`` names a Python file instead of a server."""
+        """True if ``--remote_rm_url`` names a Python file instead of a server."""
         return bool(re.search(r"\.py(:\w*)?$", self.remote_rm_url or ""))
 
     def names(self) -> list[str]:
-        """Names of the rewards by source; functions may add others."""
-        before = {"reward_fn": self.reward_fn, "remote": self.remote_rm_url}
-        after = {"reward_model": self.reward_pretrain, "prm": self.prm_pretrain}
-        sources = before | {verifier: verifier for verifier in self.verifiable_reward} | after
-        given = [name for name, source in sources.items() if source is not None]
-        return ["reward"] if len(given) == 1 else given
+        """Return the names of the rewards, one for each source; functions may add others."""
+        sources: dict[str, str | None] = {
+            "reward_fn": self.reward_fn,
+            "remote": self.remote_rm_url,
+            **{verifier: verifier for verifier in self.verifiable_reward},
+            "reward_model": self.reward_pretrain,
+            "prm": self.prm_pretrain,
+        }
+        names = [name for name, source in sources.items() if source is not None]
+        return ["reward"] if len(names) == 1 else names
 
     def pass_threshold(self, pass_reward: float | None, pass_on: str | None) -> float | None:
-        """``--pass_reward``, else 1; None where a model or server decides, whose scale is its own."""
+        """Return ``--pass_reward``, else 1; None where a model or server decides, whose scale is its own."""
+        if pass_reward is not None:
+            return pass_reward
+
         has_learned = bool(self.reward_pretrain or self.remote_rm_url or self.prm_pretrain)
-        learned = {"reward_model", "remote", "prm"} | (
-            {"reward"} if self.names() == ["reward"] else set()
-        )
-        decides = has_learned and (pass_on is None or pass_on in learned)
-        return pass_reward if pass_reward is not None or decides else 1.0
+        learned = {"reward_model", "remote", "prm"}
+        if self.names() == ["reward"]:
+            learned.add("reward")
+        is_learned = has_learned and (pass_on is None or pass_on in learned)
+        return None if is_learned else 1.0
 
     def pass_problems(self, pass_reward: float | None, pass_on: str | None) -> Iterator[str]:
-        """A message about a reward that is to decide what passes, and of which nobody knows the scale."""
+        """Yield a message about a ``--pass_on`` whose scale is unknown."""
         if pass_on is not None and self.pass_threshold(pass_reward, pass_on) is None:
             yield f"--pass_on {pass_on}: which reward of a reward model or server passes? Say so with --pass_reward."
 
     def weights(self) -> dict[str, float]:
-        """``--reward_weights`` as numbers by name; ``ValueError`` for anything but NAME=NUMBER."""
+        """Parse ``--reward_weights`` into numbers by name; ``ValueError`` for anything but NAME=NUMBER."""
         parsed: dict[str, float] = {}
         for item in self.reward_weights:
             match = re.fullmatch(rf"(.+)=\s*({NUMBER})", item)
@@ -136,7 +144,7 @@ class RewardConfig(Options):
 
 @dataclass(frozen=True)
 class RewardShapingConfig(Options):
-    """What is done to a score before it becomes the reward of the last action."""
+    """Shaping of a score before it becomes the reward of the last action."""
 
     normalize_reward: bool = option(False, measures=True)
     """Subtract the mean of the scores and divide by their std; running, group: of whole rewards, steps included."""

@@ -17,12 +17,12 @@ from openppo.config.fields import (
 )
 
 ALL_TOKENS = (0, -1)
-"""Values of top_k that leave it out, in transformers and in vLLM; here it is None."""
+"""Values of top_k that switch it off in transformers and in vLLM; here that is None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseConfig(Options):
-    """How responses are sampled, and where they end."""
+    """Sampling of responses, and their ends."""
 
     generate_max_len: int = option(1024, at_least(1), measures=True)
     """Largest number of sampled tokens per response."""
@@ -44,30 +44,33 @@ class ResponseConfig(Options):
             object.__setattr__(self, "top_k", None)
 
     def problems(self) -> Iterator[str]:
-        if (least := self.min_new_tokens) > (most := self.generate_max_len):
+        least = self.min_new_tokens
+        most = self.generate_max_len
+        if least > most:
             yield f"--min_new_tokens {least} exceeds --generate_max_len {most}: lower it."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(ResponseConfig):
-    """How responses are sampled, by an engine that is checked first."""
+    """Sampling of responses by an engine that is checked first."""
 
     engine_check: Literal["on", "off"] = "on"
-    """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
+    """Compare log-probs of a few sampled tokens with a plain forward's, and refuse a model where they differ."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Replay recorded decode steps on a GPU (auto: where the model allows it; not with vLLM, nor a sliding window)."""
+    """Replay recorded decode steps on a GPU (auto: where the model allows it).
+    Not with vLLM, nor with a sliding window."""
 
 
 @dataclass(frozen=True)
 class GenerationConfig(SamplingConfig):
-    """How responses are sampled, and by what."""
+    """Sampling of responses, and the engine that samples."""
 
     rollout_engine: Literal["hf", "vllm"] = "hf"
     """Sample with the actor's own module (hf), or with a copy of it in vLLM (vllm, must be installed)."""
     vllm_gpu_memory_utilization: float = option(0.3, inside("(0, 1)"))
-    """Share of a GPU's memory (without GPUs: of the host's) for vLLM's copy and its key-value cache, on each rank."""
+    """Share of a GPU's memory (without GPUs: the host's) for vLLM's copy and key-value cache, on each rank."""
     vllm_tensor_parallel_size: int = option(1, at_least(1))
-    """Ranks that share one copy of the policy in vLLM, for one too large for one GPU; they decode in lockstep."""
+    """Ranks that share one copy of the policy in vLLM if it exceeds a GPU; they decode in lockstep."""
     max_num_seqs: int | None = option(None, at_least(1))
     """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
 
@@ -75,7 +78,8 @@ class GenerationConfig(SamplingConfig):
         yield from super().problems()
         if self.cuda_graphs == "on" and self.rollout_engine == "vllm":
             yield "--cuda_graphs works with --rollout_engine hf only; vLLM records its own graphs: leave it out."
-        if (pieces := self.vllm_tensor_parallel_size) > 1 and self.rollout_engine == "hf":
+        pieces = self.vllm_tensor_parallel_size
+        if pieces > 1 and self.rollout_engine == "hf":
             yield f"--vllm_tensor_parallel_size {pieces} works with --rollout_engine vllm only: leave it out."
 
 
@@ -105,5 +109,6 @@ class EvaluationConfig(Options):
     """Named reward that alone decides whether a response passes, before its weight (default: the sum of all)."""
 
     def problems(self) -> Iterator[str]:
-        if (n := self.eval_n_samples_per_prompt) > 1 and self.eval_temperature == 0:
+        n = self.eval_n_samples_per_prompt
+        if n > 1 and self.eval_temperature == 0:
             yield f"--eval_n_samples_per_prompt {n} would give one response {n} times: raise --eval_temperature."

@@ -1,4 +1,4 @@
-"""Options of every training run: places, limits, batches, Adam, DeepSpeed, checkpoints, what shows it."""
+"""Options of every training run: places, limits, batches, Adam, DeepSpeed, checkpoints, trackers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operato
 
 @dataclass(frozen=True)
 class Condition:
-    """A metric compared with a finite number, such as ``kl > 0.2``; ``text`` is how it was given."""
+    """A metric compared with a finite number, such as ``kl > 0.2``; ``text`` is the option as written."""
 
     text: str
     metric: str
@@ -35,28 +35,30 @@ class Condition:
     bound: float
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the condition is true of ``metrics``; never for NaN."""
-        return self.metric in metrics and bool(
-            _COMPARE[self.comparison](metrics[self.metric], self.bound)
-        )
+        """True if ``metrics`` fulfil the condition; never for NaN."""
+        if self.metric not in metrics:
+            return False
+        compare = _COMPARE[self.comparison]
+        return bool(compare(metrics[self.metric], self.bound))
 
 
 @dataclass(frozen=True)
 class RunConfig(Options):
-    """Where results go and how often they are reported."""
+    """Folder of results, limits of a run, and dry runs."""
 
     save_path: str = option("./ckpt", a_path, place=True)
     """Folder that receives the trained model in Hugging Face format; logs go to its subfolder 'logs'."""
     logging_steps: int = option(1, at_least(1))
     """Write metrics every this many steps."""
     heartbeat_timeout: float = option(45.0, inside("[5, 3600]"))
-    """A rank without a sign of life for this many seconds counts as lost; all ranks end within 15 s after that."""
+    """A rank without a sign of life for this many seconds counts as lost; all ranks end within 15 s."""
     stall_timeout: float = option(2700.0, not_negative, "; 0 waits for ever")
-    """End the run when a rank makes no progress for this many seconds, as in a reward function (0: wait forever)."""
+    """End the run when a rank makes no progress for this many seconds (0: wait forever).
+    A reward function that never returns is a common cause."""
     max_skipped_steps: int = option(10, at_least(1))
-    """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each of them is skipped."""
+    """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each is skipped."""
     stop_when: tuple[str, ...] = ()
-    """End the run, with its model saved, after a step at which one of these holds: 'kl > 0.2' 'eval_reward > 0.9'."""
+    """End the run, with its model saved, after a step at which one holds: 'kl > 0.2' 'eval_reward > 0.9'."""
     dry_run: bool = False
     """Check options, configs, tokenizer, data, score three rows without models, print estimated memory, and end."""
     dry_run_ranks: int | None = option(None, at_least(1))
@@ -65,16 +67,15 @@ class RunConfig(Options):
     """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
 
     def problems(self) -> Iterator[str]:
-        for name, value in (
-            ("dry_run_ranks", self.dry_run_ranks),
-            ("dry_run_memory", self.dry_run_memory),
-        ):
-            if value is not None and not self.dry_run:
+        if self.dry_run:
+            return
+        for name in ("dry_run_ranks", "dry_run_memory"):
+            if vars(self)[name] is not None:
                 yield f"--{name} has an effect with --dry_run only: add it."
 
     @property
     def stop_conditions(self) -> list[Condition]:
-        """Parsed ``--stop_when``; ``ValueError`` for anything but conditions."""
+        """Conditions of ``--stop_when``; ``ValueError`` for anything else."""
         conditions = []
         for text in self.stop_when:
             match = re.fullmatch(rf"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*({NUMBER})\s*", text)
@@ -82,18 +83,20 @@ class RunConfig(Options):
                 raise ValueError(
                     f"--stop_when {text!r}: write a metric, one of > >= < <=, and a number: 'kl > 0.2'."
                 )
-            conditions.append(Condition(text, match[1], match[2], bound=float(match[3])))
+
+            metric, comparison, bound = match.groups()
+            conditions.append(Condition(text, metric, comparison, bound=float(bound)))
         return conditions
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(Options):
-    """From where a stopped run can resume."""
+    """Checkpoints, from which a stopped run can resume."""
 
     ckpt_path: str | None = option(None, a_path, place=True)
     """Folder of checkpoints (default: a subfolder of --save_path, such as 'checkpoints_ppo')."""
     save_steps: int = option(-1, at_least(-1))
-    """Save a checkpoint every this many steps (-1: at the end of each pass over the data, 0: only when stopped)."""
+    """Save a checkpoint every this many steps (-1: after each pass over the data, 0: only when stopped)."""
     max_ckpt_num: int = option(3, at_least(1))
     """Number of newest checkpoints to keep."""
     load_checkpoint: bool = False
@@ -110,7 +113,7 @@ class CheckpointConfig(Options):
 
 @dataclass(frozen=True)
 class DeepSpeedConfig(Options):
-    """How the models share the processes: ZeRO, precision of training, memory savers, seed."""
+    """Distribution of training over the processes: ZeRO, precision, memory savers, seed."""
 
     zero_stage: Literal[0, 1, 2, 3] = 2
     """ZeRO stage; partitioned over the ranks are 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
@@ -125,15 +128,15 @@ class DeepSpeedConfig(Options):
     zpg: int = option(1, at_least(1))
     """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile trained models' layers with torch.compile (auto: on GPUs; not with --zero_stage 3; needs a C compiler, on
-    CPUs C++)."""
+    """Compile trained models' layers with torch.compile (auto: on GPUs; not with --zero_stage 3).
+    It needs a C compiler, on CPUs C++."""
     fused_kernels: Literal["auto", "off"] = "auto"
     """Norms, rotary embeddings and gated MLPs in one kernel each (auto: on GPUs, with liger-kernel installed)."""
     overlap_comm: Literal["auto", "on", "off"] = "auto"
-    """Reduce gradients during the backward pass, in one more bucket of memory (auto: on several GPUs or for ZeRO-3)."""
+    """Reduce gradients during the backward pass, in one more bucket of memory (auto: several GPUs or ZeRO-3)."""
     deterministic: bool = False
-    """Add gradients on a GPU in a fixed order, so that equal runs, and resumed ones, are equal bit for bit; slower.
-    CPUs always do."""
+    """Add gradients on a GPU in a fixed order, which is slower; CPUs always do.
+    Equal runs, and resumed ones, are then equal bit for bit."""
     seed: int = option(
         42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset")
     )
@@ -151,7 +154,7 @@ class DeepSpeedConfig(Options):
 
 @dataclass(frozen=True)
 class AdamConfig(Options):
-    """What the optimizers of a command have in common."""
+    """Common options of the optimizers of a command."""
 
     adam_betas: tuple[float, float] = option((0.9, 0.95), inside("[0, 1)"))
     """Decay rates of Adam's running means."""
@@ -162,7 +165,8 @@ class AdamConfig(Options):
     ] = "cosine_with_min_lr"
     """Learning-rate schedule; cosine_with_min_lr ends at 10 % of the peak."""
     lr_warmup_ratio: float = option(0.03, inside("[0, 1]"))
-    """Share of all optimizer steps in which the learning rate rises to its peak: of n steps the first has 1/n of it."""
+    """Share of all optimizer steps in which the learning rate rises to its peak.
+    The first of n such steps has 1/n of the peak."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,8 @@ class BatchConfig(Options):
     train_batch_size: int = option(128, at_least(1), resume="must match")
     """Samples of one optimizer step, over all ranks and micro-batches."""
     micro_train_batch_size: int | None = option(None, at_least(1))
-    """Samples of one forward and backward pass on one rank (default: 4; for train_ppo on GPUs --micro_train_tokens);
-    changes memory and speed, never the gradient."""
+    """Samples of one forward and backward pass on one rank (default: 4; for train_ppo on GPUs --micro_train_tokens).
+    They change memory and speed, never the gradient."""
     max_epochs: int = option(1, at_least(1))
     """Passes over the data (for train_ppo: over each rollout batch)."""
 
@@ -216,13 +220,16 @@ class TrackingConfig(Options):
 
     @property
     def shows_histograms(self) -> bool:
-        """Whether a tracker shows distributions."""
+        """True if a tracker shows distributions."""
         return self.use_tensorboard is not None or self.use_wandb is not None
 
     def profiled_steps(self) -> set[int]:
-        """Steps from 1 that ``--profile_steps`` names; ``ValueError`` for anything but steps and rising ranges."""
+        """Parse ``--profile_steps`` into steps from 1; ``ValueError`` for anything but steps and rising ranges."""
+        if self.profile_steps is None:
+            return set()
+
         steps: set[int] = set()
-        for part in [] if self.profile_steps is None else self.profile_steps.split(","):
+        for part in self.profile_steps.split(","):
             match = re.fullmatch(r"\s*([1-9]\d*)(?:-(\d+))?\s*", part)
             named = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
             if not named:
@@ -234,7 +241,7 @@ class TrackingConfig(Options):
 
 @dataclass(frozen=True)
 class DumpConfig(Options):
-    """Every trajectory as a file."""
+    """Files of all trajectories."""
 
     dump_rollouts: str | None = option(None, a_path, place=True)
     """Folder that receives every trajectory that is trained on or evaluated, as JSON lines (off when not given)."""
@@ -250,9 +257,14 @@ class DumpConfig(Options):
 
 def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: Path) -> None:
     """Refuse input models inside the run's own checkpoints in ``folder``."""
-    for given, name in inputs.items():
-        place = Path(os.path.realpath(name)) if name else folder
-        inner = place.relative_to(folder).parts if folder in place.parents else ()
-        if inner and inner[0].startswith(("step_", "best_step_")):
-            where = f"{given} {name} lies in a checkpoint in {folder}"
+    for input_flag, name in inputs.items():
+        if not name:
+            continue
+        model = Path(os.path.realpath(name))
+        if folder not in model.parents:
+            continue
+
+        subfolder, *_ = model.relative_to(folder).parts
+        if subfolder.startswith(("step_", "best_step_")):
+            where = f"{input_flag} {name} lies in a checkpoint in {folder}"
             raise ValueError(f"{where}, where this run would replace it: choose another {flag}.")

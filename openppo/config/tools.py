@@ -25,7 +25,7 @@ from openppo.config.rollout import ResponseConfig, SamplingConfig
 
 @dataclass(frozen=True)
 class PromptsConfig(SamplingConfig, PromptDataConfig, ModelConfig):
-    """Prompts, the model that responds to them, and how it samples."""
+    """Prompts, the model that responds to them, and its sampling."""
 
     pretrain: str
     """Causal language model: a local folder (also a PEFT folder) or a hub name."""
@@ -46,7 +46,8 @@ class PromptsConfig(SamplingConfig, PromptDataConfig, ModelConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if (n := self.n_samples_per_prompt) > 1 and self.temperature == 0:
+        n = self.n_samples_per_prompt
+        if n > 1 and self.temperature == 0:
             yield f"--n_samples_per_prompt {n} with --temperature 0 gives one response {n} times: raise --temperature."
 
 
@@ -77,6 +78,7 @@ class EvaluateConfig(PromptsConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+
         if self.prompt_data == "" and self.agents.environment is None:
             yield "No prompts are given: pass --prompt_data FILE."
         elif self.prompt_data == "" and self.agents.eval_n_envs == 0:
@@ -85,6 +87,7 @@ class EvaluateConfig(PromptsConfig):
             yield from self.unread_by_agents()
         if self.agents.n_envs is not None:
             yield "--n_envs counts the seeds of a training step: give --eval_n_envs instead."
+
         if self.agents.environment is not None and self.rewards.names():
             yield ENVIRONMENT_REWARDS
         if not (self.rewards.names() or self.agents.may_give_rewards):
@@ -112,7 +115,7 @@ class ServeRMConfig(Options):
     max_batch_size: int = option(16, at_least(1))
     """Texts of one forward pass, over all requests that wait."""
     max_len: int = option(2048, at_least(1))
-    """Of longer texts only this many tokens, the last ones, are kept."""
+    """Largest number of tokens of a text; of a longer text the last ones are kept."""
     max_request_mb: float = option(64.0, positive)
     """Larger requests are refused."""
     normalize_reward: bool = False
@@ -191,15 +194,15 @@ class ExportConfig(Options):
     folder: str
     """Folder that receives the model in Hugging Face format, and its tokenizer."""
     role: Literal["actor", "critic"] = "actor"
-    """Which model of train_ppo; the other commands train one."""
+    """Model of train_ppo to export; the other commands train a single one."""
     merge: bool = False
     """Write full weights where the run trained adapters (LoRA)."""
     bf16: bool = False
     """Write the weights in bfloat16."""
     pretrain: str | None = None
-    """Where the --pretrain of the run is now (default: where it was)."""
+    """Present place of the run's --pretrain, if it has moved (default: where it was)."""
     critic_pretrain: str | None = None
-    """Where the model that the critic started from is now (default: where it was)."""
+    """Present place of the model that the critic started from, if it has moved (default: where it was)."""
     trust_remote_code: bool = False
     """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
@@ -220,7 +223,7 @@ class ReportConfig(Options):
     """Options of openppo.cli.report."""
 
     run_dirs: tuple[str, ...]
-    """Folders of runs: what they had as --save_path, or its subfolder 'logs'. Several are laid over each other."""
+    """Folders of runs: their --save_path, or its subfolder 'logs'. Several runs are laid over each other."""
     output: str | None = option(None, not_empty)
     """HTML file to write (default: logs/report.html of the run, ./report.html of several)."""
 

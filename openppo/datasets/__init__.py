@@ -1,4 +1,4 @@
-"""Rows -> examples: loading, templates, prompts, supervised and preference examples, the order of batches."""
+"""Rows -> examples: loading, templates, prompts, supervised and preference examples, order of batches."""
 
 from typing import TYPE_CHECKING
 

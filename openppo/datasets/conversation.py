@@ -1,4 +1,4 @@
-"""Conversations -> text: messages as any client or data set has them, in the form that a chat template writes."""
+"""Conversations -> text: messages of any client or data set in a tokenizer's chat template."""
 
 import json
 import re
@@ -19,9 +19,9 @@ from openppo.datasets.templates import (
 )
 
 MARK = "Zq7markqZ"
-"""Stands for what is looked for in a rendering; letters and a digit, which no template changes."""
+"""Stand-in for a text that is looked for in a rendering; letters and a digit, which no template changes."""
 _SPOILT = ("&#34;", '\\"', "'mark'")
-"""Signs that arguments came out in HTML's escapes, as a text within JSON, or as Python writes a dict."""
+"""Signs of arguments in HTML's escapes, as a text within JSON, or as Python writes a dict."""
 _THINK = "<think>"
 
 Render = Callable[..., str]
@@ -36,28 +36,30 @@ def render_chat(
     tools: Tools | None = None,
     content: Callable[[Any], Any] = text_of,
 ) -> str:
-    """The conversation in the tokenizer's chat template, BOS included; ``for_generation`` opens the assistant's turn.
+    """Write a conversation in the tokenizer's chat template, BOS included.
 
-    Messages have any of OpenAI's forms. Contents are strings or lists of texts, or null, of which ``content`` makes
-    what the template gets. A developer is the system; what is null is left out. Arguments of calls are given to the
-    template as objects, or as JSON if that is what it writes well; ids of calls as they are, or short if it demands
-    that. ``tools`` are offered in OpenAI's form. Raises ``ValueError`` if there is no template or it refuses the
-    messages.
+    Messages have any of OpenAI's forms. ``for_generation`` opens the assistant's turn. ``content`` converts contents,
+    which are strings, lists of texts or null, for the template. The role "developer" becomes "system"; keys that are
+    null are left out. The template gets arguments of calls as objects, or as JSON text if it writes only that well, and
+    ids of calls as they are, or short ones if it demands them. ``tools`` are offered in OpenAI's form. Raises
+    ``ValueError`` if there is no template or it refuses the messages.
     """
-    as_text, template = False, str(tokenizer.chat_template)
+    as_text = False
+    template = str(tokenizer.chat_template)
     if any(message.get("tool_calls") for message in messages):
         as_text = _wants_text(tokenizer, template)
-        messages = _with_short_ids(messages) if _wants_short_ids(tokenizer, template) else messages
+        if _wants_short_ids(tokenizer, template):
+            messages = _with_short_ids(messages)
     written = [_message(message, as_text, content) for message in messages]
     return apply_template(written, tokenizer, for_generation=for_generation, tools=tools)
 
 
 def render_open(messages: Sequence[Message], render: Render) -> str:
-    """Text of ``messages`` up to where the model goes on: in a new turn, or in the assistant's that they end in.
+    """Write ``messages`` up to where the model continues: in a new turn, or in the assistant's that they end in.
 
-    Nothing follows the text of such a turn (a prefill), as with ``continue_final_message`` of transformers; where the
-    template writes a thought of its own before one that the prefill begins, only the latter stays. ``ValueError``
-    names a turn that the template cannot leave open.
+    Nothing follows the text of such a turn (a prefill), as with ``continue_final_message`` of transformers. If the
+    template writes a thought before one that the prefill begins, only the latter stays. ``ValueError`` names a turn
+    that the template cannot leave open.
     """
     *before, last = messages
     if last["role"] != "assistant":
@@ -84,7 +86,7 @@ def render_open(messages: Sequence[Message], render: Render) -> str:
 
 
 def with_answer(messages: Sequence[Message], text: str) -> list[Message]:
-    """``messages`` with the assistant's ``text``, which continues a turn of the assistant that they end in."""
+    """Add the assistant's ``text``; it continues a turn of the assistant that ``messages`` end in."""
     if messages and messages[-1]["role"] == "assistant":
         *before, last = messages
         return [*before, {**last, "content": text_of(last.get("content")) + text}]
@@ -93,7 +95,7 @@ def with_answer(messages: Sequence[Message], text: str) -> list[Message]:
 
 @lru_cache(maxsize=8)
 def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template writes arguments as JSON, or in tags of its own, only if they are texts."""
+    """True if the template writes arguments as JSON, or in tags of its own, only if they are texts."""
     tool = example_tool("-")
     written = []
     for as_text in (False, True):
@@ -107,44 +109,50 @@ def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _wants_short_ids(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Test for a template, such as Mistral's, that refuses ids of calls but those of nine letters and digits."""
+    """True if a template, such as Mistral's, refuses ids of calls but those of nine letters and digits."""
     as_text = _wants_text(tokenizer, template)
     accepted = []
     for call_id in ("call_0", _short_id(0)):
         result = {"role": "tool", "content": "-", "tool_call_id": call_id}
+        messages = [*example_call("-", call_id), result]
         with suppress(ValueError):
-            apply_template(
-                [_message(each, as_text) for each in (*example_call("-", call_id), result)],
-                tokenizer,
-            )
+            apply_template([_message(message, as_text) for message in messages], tokenizer)
             accepted.append(call_id)
     return accepted == [_short_id(0)]
 
 
 def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """``messages`` in which calls have short ids, and results those of their calls; without an id, in their order."""
-    short: dict[Any, str] = {}
-    renamed, open_ids = [], list[str]()
+    """Shorten the ids of calls and of their results.
+
+    Results without an id answer the open calls in order.
+    """
+    short_ids: dict[Any, str] = {}
+    shortened_turns = []
+    open_ids: list[str] = []
     for number, message in enumerate(messages):
         turn = dict(message)
-        if calls := message.get("tool_calls"):
+
+        calls = message.get("tool_calls")
+        if calls:
             turn["tool_calls"] = []
             for place, call in enumerate(calls):
                 call_id = call.get("id")
-                is_short = (
-                    isinstance(call_id, str) and re.fullmatch("[A-Za-z0-9]{9}", call_id) is not None
-                )
-                new_id = call_id if is_short else _short_id(1000 * number + place)
-                short[call_id] = new_id
+                new_id = call_id if _is_short(call_id) else _short_id(1000 * number + place)
+                short_ids[call_id] = new_id
                 open_ids.append(new_id)
                 turn["tool_calls"].append({**call, "id": new_id})
         elif message.get("role") == "tool" and open_ids:
-            asked_id = message.get("tool_call_id")
-            new_id = open_ids[0] if asked_id is None else short.get(asked_id, asked_id)
+            call_id = message.get("tool_call_id")
+            new_id = open_ids[0] if call_id is None else short_ids.get(call_id, call_id)
             turn["tool_call_id"] = new_id
-            open_ids = [each for each in open_ids if each != new_id]
-        renamed.append(turn)
-    return renamed
+            open_ids = [open_id for open_id in open_ids if open_id != new_id]
+
+        shortened_turns.append(turn)
+    return shortened_turns
+
+
+def _is_short(call_id: Any) -> bool:
+    return isinstance(call_id, str) and re.fullmatch("[A-Za-z0-9]{9}", call_id) is not None
 
 
 def _short_id(number: int) -> str:
@@ -152,12 +160,9 @@ def _short_id(number: int) -> str:
 
 
 def example_call(argument: str, call_id: str = "c00000000") -> list[Message]:
-    """A question and a call of a tool with ``argument``."""
-    call = {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": "f", "arguments": {"mark": argument}},
-    }
+    """A question, and a call of a tool with ``argument``."""
+    function = {"name": "f", "arguments": {"mark": argument}}
+    call = {"id": call_id, "type": "function", "function": function}
     return [
         {"role": "user", "content": "-"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -174,16 +179,19 @@ def example_tool(description: str) -> dict[str, Any]:
 
 
 def _message(message: Message, as_text: bool, content: Callable[[Any], Any] = text_of) -> Message:
-    """A message with a text as content, and calls with arguments as JSON text or as an object."""
-    kept = {
-        name: value for name, value in message.items() if value is not None and name != "tool_calls"
-    }
-    kept |= {"content": content(message.get("content"))}
-    if kept.get("role") == "developer":
-        kept["role"] = "system"
-    if calls := message.get("tool_calls"):
-        kept["tool_calls"] = [_call(call, as_text) for call in calls]
-    return kept
+    """Convert a message's content, and the arguments of its calls to JSON text or to objects."""
+    converted = {}
+    for name, value in message.items():
+        if value is not None and name != "tool_calls":
+            converted[name] = value
+
+    converted["content"] = content(message.get("content"))
+    if converted.get("role") == "developer":
+        converted["role"] = "system"
+    calls = message.get("tool_calls")
+    if calls:
+        converted["tool_calls"] = [_call(call, as_text) for call in calls]
+    return converted
 
 
 def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
@@ -197,8 +205,10 @@ def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """Arguments of a call as what they are in JSON; a text that is no JSON stays one."""
+    """Read the arguments of a call from JSON text; anything else stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments

@@ -1,16 +1,17 @@
-"""Rows with images and videos, to prompts and examples."""
+"""Rows with images and videos -> prompts and examples."""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from openppo.datasets.conversation import render_chat
 from openppo.datasets.media_files import UNREADABLE, given_in, values_of
+from openppo.datasets.message_parts import media_kind, media_part, media_parts
 from openppo.datasets.prompts import prompt_text, render_prompt
-from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_fields import RowFields
 from openppo.datasets.templates import (
     Message,
     TokenExample,
@@ -20,15 +21,20 @@ from openppo.datasets.templates import (
 )
 from openppo.datasets.turns import Chat, join_turns, render_response, render_turns
 from openppo.datasets.vision import Vision
-from openppo.media import KINDS, MediaItem, media_kind, media_part, media_parts
+from openppo.media import KINDS, MediaItem
 from openppo.types import Prompt
 
 T = TypeVar("T", Prompt, TokenExample)
+Columns = Mapping[str, list[Any]]
+"""Images and videos of a row's columns, by kind."""
 
 
 @dataclass(eq=False)
 class RowVision(Vision):
-    """Makes prompts of rows, with images and videos or without; ``seen`` are the items so far by key."""
+    """Maker of prompts and examples of rows, with images and videos or without.
+
+    ``seen`` are the items so far by key.
+    """
 
     seen: dict[int, MediaItem] = field(default_factory=dict)
 
@@ -38,82 +44,95 @@ class RowVision(Vision):
         return sorted({item.kind for item in self.seen.values()})
 
     def render(self, fields: RowFields) -> Prompt:
-        """``render_prompt``, of a row that may have images and videos in its columns or its messages."""
-        options, chat = self.options, self.options.apply_chat_template
+        """Render a prompt like ``render_prompt``, with images and videos of the row's columns or messages."""
+        options = self.options
+        chat = options.apply_chat_template
         if not has_media(fields) and not self.needs_parts:
             prompt = render_prompt(fields.prompt, self.tokenizer, options, tools=fields.tools)
             return self.without_media(prompt, prompt.text)
+
         if chat:
-            asked = as_messages(fields.prompt, "user", options.input_template)
+            messages = as_messages(fields.prompt, "user", options.input_template)
             check_tools(fields.tools, self.tokenizer)
         else:
-            asked = [
-                {"role": "user", "content": fill_template(fields.prompt, options.input_template)}
-            ]
-        messages, items = self._placed(asked, fields)
-        render = partial(self._rendered, fields=fields)
-        text = prompt_text(messages, render) if chat else self.as_text(messages[0]["content"])
-        prompt = Prompt(
-            text,
-            self.encode(text, items, not chat),
-            messages=messages if chat else None,
-            media=items,
-        )
+            content = fill_template(fields.prompt, options.input_template)
+            messages = [{"role": "user", "content": content}]
+
+        messages, items = self._placed(messages, fields)
+        if chat:
+            text = prompt_text(messages, partial(self._rendered, fields=fields))
+        else:
+            text = self.as_text(messages[0]["content"])
+        ids = self.encode(text, items, not chat)
+        prompt = Prompt(text, ids, messages=messages if chat else None, media=items)
         return prompt if items else self.without_media(prompt, text)
 
     @cached_property
     def needs_parts(self) -> bool:
-        """Whether the chat template writes nothing of a content that is a text."""
+        """True if the chat template writes contents that are parts, and none that is a text."""
         if not (self.options.apply_chat_template and self.reads):
             return False
         if not self.tokenizer.chat_template:
-            _ = self.processor  # which may have one
+            # The processor may have a template; loading it gives it to the tokenizer.
+            _ = self.processor
         return not self.takes_texts and self.takes_parts
 
     def example(
-        self, fields: RowFields, otherwise: Callable[[RowFields], TokenExample]
+        self, fields: RowFields, render_text: Callable[[RowFields], TokenExample]
     ) -> TokenExample:
-        """What ``otherwise`` makes of a row, or of one with images ``render_response``."""
+        """Render a row with images by ``render_response``, and any other by ``render_text``."""
         if has_media(fields) or self.needs_parts:
             return self.render_response(fields)
-        asked = fields.prompt if fields.whole is None else fields.whole
-        return self.without_media(otherwise(fields), str(asked))
+        text = fields.prompt if fields.whole is None else fields.whole
+        return self.without_media(render_text(fields), str(text))
 
-    def without_media(self, made: T, text: str = "") -> T:
-        """``made``, a prompt or example; ``ValueError`` if its text has a place for an image."""
+    def without_media(self, rendered: T, text: str = "") -> T:
+        """Return ``rendered``, which has no images; ``ValueError`` if its text has a place for one."""
         has_mark = "<image>" in text or (self.options.video_key is not None and "<video>" in text)
-        if self.token_ids and (has_mark or not {*self.token_ids}.isdisjoint(made.token_ids)):
-            what = "its text has a place for an image, and the row has none"
+        if self.token_ids and (has_mark or not {*self.token_ids}.isdisjoint(rendered.token_ids)):
             raise ValueError(
-                f"{what}. Add the image, name its column with --image_key, or remove the row."
+                "its text has a place for an image, and the row has none. Add the image, name its column with "
+                "--image_key, or remove the row."
             )
-        return made
+        return rendered
 
     def render_response(self, fields: RowFields) -> TokenExample:
-        """``render_response`` and, of a conversation, ``render_whole``, of a row that has images."""
-        options, response = self.options, fields.response
+        """Render a row that has images: the response to its prompt, or a whole conversation."""
         if fields.prompt is None and fields.conversation is None:
             raise ValueError(
                 "a row with images needs a prompt and a response: name their columns, or remove the row."
             )
-        if not options.apply_chat_template:
-            prompt = self.render(fields)
-            before, _ = self.expanded(prompt.text, prompt.media)
-            made = render_response(
-                before, response, self.tokenizer, options=replace(options, input_template=None)
-            )
-            return replace(
-                made, token_ids=self.counted(made.token_ids, prompt.media), media=prompt.media
-            )
-        whole = fields.conversation is not None
-        asked = fields.conversation or as_messages(fields.prompt, "user", options.input_template)
-        messages, items = self._placed(asked, fields)
-        turns = (
-            Chat(messages) if whole else join_turns(messages, as_messages(response, "assistant"))
+        if self.options.apply_chat_template:
+            return self._render_turns(fields)
+
+        prompt = self.render(fields)
+        before, _ = self.expanded(prompt.text, prompt.media)
+        filled = replace(self.options, input_template=None)
+        example = render_response(before, fields.response, self.tokenizer, options=filled)
+        return self._with_media(example, prompt.media)
+
+    def _render_turns(self, fields: RowFields) -> TokenExample:
+        template = self.options.input_template
+        messages = fields.conversation or as_messages(fields.prompt, "user", template)
+        messages, items = self._placed(messages, fields)
+
+        if fields.conversation is not None:
+            chat = Chat(messages)
+        else:
+            chat = join_turns(messages, as_messages(fields.response, "assistant"))
+
+        example = render_turns(
+            chat,
+            self.tokenizer,
+            fields.tools,
+            render=partial(self._rendered, fields=fields),
+            expand=partial(self.expanded, items=items),
         )
-        render, expand = partial(self._rendered, fields=fields), partial(self.expanded, items=items)
-        example = render_turns(turns, self.tokenizer, fields.tools, render=render, expand=expand)
-        return replace(example, token_ids=self.counted(example.token_ids, items), media=items)
+        return self._with_media(example, items)
+
+    def _with_media(self, example: TokenExample, items: tuple[MediaItem, ...]) -> TokenExample:
+        ids = self.counted(example.token_ids, items)
+        return replace(example, token_ids=ids, media=items)
 
     def _rendered(
         self, messages: Sequence[Message], fields: RowFields, for_generation: bool = False
@@ -130,69 +149,115 @@ class RowVision(Vision):
         return self.write(messages, render)
 
     def _placed(
-        self, asked: Sequence[Message], fields: RowFields
+        self, messages: Sequence[Message], fields: RowFields
     ) -> tuple[list[Message], tuple[MediaItem, ...]]:
-        """Messages with a ``media_part`` for each image and video, and the items in their order.
+        """Put a ``media_part`` for each image and video into ``messages``; return the items in the same order.
 
-        Those of a column take the places without one of their own; without any places the first message of the user
-        begins with them.
+        Items of a column take the places without an item of their own. Without any places, they stand at the
+        beginning of the user's first message.
         """
-        column = {kind: values_of(fields.media.get(kind)) for kind in KINDS}
-        named = {"image": self.options.image_key, "video": self.options.video_key}
-        marks = "|".join(f"<{kind}>" for kind, values in column.items() if values or named[kind])
-        messages = [{**m, "content": _parts(m, marks)} for m in asked]
-        if not any(media_parts(messages)):
-            first = next((m for m in messages if m["role"] == "user"), messages[0])
-            first["content"] = [{"type": kind} for kind in KINDS for _ in column[kind]] + first[
-                "content"
-            ]
-        rest, items = {kind: iter(values) for kind, values in column.items()}, list[MediaItem]()
-        places = Counter(media_kind(part) for part in media_parts(messages))
-        own = Counter(
-            media_kind(part) for part in media_parts(messages) if given_in(part) is not None
-        )
-        for kind, values in column.items():
-            if (n_values := own[kind] + len(values)) != places[kind]:
-                what = f"{places[kind]} places for {kind}s, and {n_values} {kind}s"
-                raise ValueError(f"{what}. Correct or remove the row.")
-        read = Counter[str]()
+        columns = {kind: values_of(fields.media.get(kind)) for kind in KINDS}
+        marks = self._marks(columns)
+        divided = [{**message, "content": _parts(message, marks)} for message in messages]
+        if not any(media_parts(divided)):
+            _put_in_front(divided, columns)
+        _require_same_numbers(divided, columns)
+        items = self._read_items(divided, columns, fields.source)
+
+        placed = []
+        for message, original in zip(divided, messages, strict=True):
+            placed.append(message if any(media_parts([message])) else original)
+        return placed, tuple(items)
+
+    def _marks(self, columns: Columns) -> str:
+        """Pattern of the marks for items in texts; empty if texts have none."""
+        options = self.options
+        keys = {"image": options.image_key, "video": options.video_key}
+        kinds = [kind for kind, values in columns.items() if values or keys[kind]]
+        return "|".join(f"<{kind}>" for kind in kinds)
+
+    def _read_items(
+        self, messages: Sequence[Message], columns: Columns, near: str
+    ) -> list[MediaItem]:
+        """Read the item of each place in ``messages``, and put a ``media_part`` there."""
+        column_values = {kind: iter(values) for kind, values in columns.items()}
+        totals = Counter(media_kind(part) for part in media_parts(messages))
+        numbers = Counter[str]()
+        items = []
         for part in media_parts(messages):
             kind = str(media_kind(part))
-            value = given_in(part)
-            read[kind] += 1
+            numbers[kind] += 1
             if kind not in self.tokens:
-                what = f"the row has videos, and {self.named} reads none"
-                raise ValueError(f"{what}. Remove them, or use a model that does.")
+                raise ValueError(
+                    f"the row has videos, and {self.named} reads none. Remove them, or use a model that does."
+                )
+
+            value = given_in(part)
+            if value is None:
+                value = next(column_values[kind])
             try:
-                item = self.item(next(rest[kind]) if value is None else value, kind, fields.source)
+                item = self.item(value, kind, near)
             except UNREADABLE as error:
-                what = f"{kind} {read[kind]} of {places[kind]} cannot be read: {str(error).rstrip('.')}"
-                raise ValueError(f"{what}. Correct it, or remove the row.") from error
+                problem = str(error).rstrip(".")
+                raise ValueError(
+                    f"{kind} {numbers[kind]} of {totals[kind]} cannot be read: {problem}. Correct it, or remove the "
+                    "row."
+                ) from error
+
             items.append(self.seen.setdefault(item.key, item))
             part.clear()
-            part |= media_part(kind, item.key)
-        made = [
-            m if any(media_parts([m])) else given for m, given in zip(messages, asked, strict=True)
-        ]
-        return made, tuple(items)
+            part.update(media_part(kind, item.key))
+        return items
 
 
 def has_media(fields: RowFields) -> bool:
-    """Whether a row has images or videos, in its columns or in the messages of its prompt."""
+    """True if a row has images or videos, in its columns or in the messages of its prompt."""
+    if any(values_of(column) for column in fields.media.values()):
+        return True
     turns = fields.prompt if isinstance(fields.prompt, list) else []
-    return any(map(values_of, fields.media.values())) or any(
-        media_parts(t for t in turns if isinstance(t, dict))
-    )
+    return any(media_parts(turn for turn in turns if isinstance(turn, dict)))
+
+
+def _put_in_front(messages: Sequence[Message], columns: Columns) -> None:
+    """Begin the user's first message, or else the first one, with places for all items."""
+    of_user = (message for message in messages if message["role"] == "user")
+    first = next(of_user, messages[0])
+    places = [{"type": kind} for kind in KINDS for _ in columns[kind]]
+    first["content"] = places + first["content"]
+
+
+def _require_same_numbers(messages: Sequence[Message], columns: Columns) -> None:
+    """Refuse other numbers of places than of items, in the messages themselves and in columns."""
+    n_places = Counter[str]()
+    n_items = Counter({kind: len(values) for kind, values in columns.items()})
+    for part in media_parts(messages):
+        kind = str(media_kind(part))
+        n_places[kind] += 1
+        if given_in(part) is not None:
+            n_items[kind] += 1
+
+    for kind in columns:
+        if n_places[kind] != n_items[kind]:
+            raise ValueError(
+                f"{n_places[kind]} places for {kind}s, and {n_items[kind]} {kind}s. Correct or remove the row."
+            )
 
 
 def _parts(message: Message, marks: str) -> list[dict[str, Any]]:
-    """Parts of a message, its texts cut where one of the ``marks`` is; the assistant's have none."""
-    content, made = message["content"], list[dict[str, Any]]()
-    for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
-        if media_kind(part) or message["role"] == "assistant" or not marks:
-            made.append(dict(part))
+    """Divide a message into parts, its texts at the ``marks``; the assistant's texts have none."""
+    content = message["content"]
+    if not isinstance(content, list):
+        content = [{"type": "text", "text": content or ""}]
+    has_marks = marks != "" and message["role"] != "assistant"
+
+    parts = []
+    for part in content:
+        if media_kind(part) or not has_marks:
+            parts.append(dict(part))
             continue
         for piece in re.split(f"({marks})", part["text"]):
-            is_mark = re.fullmatch(marks, piece) is not None
-            made.append({"type": piece[1:-1]} if is_mark else {"type": "text", "text": piece})
-    return [part for part in made if media_kind(part) or part["text"]]
+            if re.fullmatch(marks, piece):
+                parts.append({"type": piece[1:-1]})
+            else:
+                parts.append({"type": "text", "text": piece})
+    return [part for part in parts if media_kind(part) or part["text"]]

@@ -1,4 +1,4 @@
-"""Prompts -> text and token ids, as generation starts from them."""
+"""Prompts as text and token ids, as generation starts from them."""
 
 from functools import partial
 
@@ -27,29 +27,32 @@ def render_prompt(
     options: RowsConfig,
     tools: Tools | None = None,
 ) -> Prompt:
-    """Text, token ids and chat messages of a prompt, as generation starts from them: no EOS after it, one BOS at most.
+    """Render a prompt to text, token ids and chat messages: no EOS after it, one BOS at most.
 
     ``value`` is a text (put into ``--input_template`` at ``{}``) or, with ``--apply_chat_template``, also a list of
     chat messages, with ``tools``. A turn of the assistant at their end is continued: the prompt ends where its text
-    does. Raises ``ValueError`` for any other value, an empty one, one without tokens, or one of which the template
-    leaves a message out.
+    does. Raises ``ValueError`` for any other value, an empty one, one without tokens, or a message that the template
+    leaves out.
     """
     if options.apply_chat_template:
         messages = as_messages(value, "user", options.input_template)
         require_texts(messages)
         check_tools(tools, tokenizer)
         text = prompt_text(messages, partial(render_chat, tokenizer=tokenizer, tools=tools))
-        return Prompt(text, not_empty(encode_bare(tokenizer, text), value), messages=messages)
+        ids = encode_bare(tokenizer, text)
+        return Prompt(text, not_empty(ids, value), messages=messages)
+
     text = fill_template(value, options.input_template)
     return Prompt(text, not_empty(encode_start(tokenizer, text), value))
 
 
 def prompt_text(messages: list[Message], render: Render) -> str:
-    """Text of ``messages`` up to where the model goes on, with every one of them in it; else ``ValueError``."""
+    """Render ``messages`` up to where the model continues; ``ValueError`` if one of them is left out."""
     if not any(message["content"] or message.get("tool_calls") for message in messages):
         raise ValueError("all chat messages are empty. Remove the row or choose another column.")
     for number, message in enumerate(messages):
         require_answer(message, number)
+
     text = render_open(messages, render)
     require_read(messages, text, render)
     return text

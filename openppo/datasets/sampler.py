@@ -1,4 +1,7 @@
-"""The order of the data: a function of seed, epoch and position alone, so any run can resume and any rank agrees."""
+"""Order of the data, a function of seed, epoch and position alone.
+
+So any run can resume, and all ranks agree.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -25,20 +28,23 @@ class BatchSampler:
         return -(-self.n_rows // self.batch_size)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        """Global row indexes of each batch of ``epoch``, from batch number ``start`` (0 to ``len(self)``) on."""
+        """Yield the global row indexes of each batch of ``epoch``, from batch ``start`` (0 to ``len(self)``) on."""
         if not 0 <= start <= len(self):
             raise ValueError(
                 f"no batch {start} in epoch {epoch}: an epoch has {len(self)} batches."
             )
-        order, size = _order(self.n_rows, self.seed, epoch), self.batch_size
-        return (order[i * size : (i + 1) * size] for i in range(start, len(self)))
+
+        order = _order(self.n_rows, self.seed, epoch)
+        size = self.batch_size
+        starts = range(start * size, len(self) * size, size)
+        return (order[first : first + size] for first in starts)
 
 
 def cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int = 0) -> Iterator[list[int]]:
-    """Endless full batches of row indexes, from batch number ``start`` on.
+    """Yield endless full batches of row indexes, from batch number ``start`` on.
 
-    They run through reshuffled passes without gaps: a batch may begin in one pass and end in the next, so each run
-    of ``n_rows`` indexes from the start of a pass has every row once.
+    They run through reshuffled passes without gaps: a batch may begin in one pass and end in the next. Each pass has
+    every row once.
     """
     epoch, offset = divmod(start * batch_size, n_rows)
     passes = (_order(n_rows, seed, number) for number in count(epoch))
@@ -47,14 +53,19 @@ def cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int = 0) -> I
 
 
 def shard(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
-    """The part of ``batch`` that ``rank`` works on: contiguous, sizes differ by one at most, in rank order."""
+    """Part of ``batch`` for ``rank``: contiguous, in rank order; sizes differ by one at most.
+
+    >>> [shard(range(5), rank, world_size=2) for rank in range(2)]
+    [[0, 1], [2, 3, 4]]
+    """
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
     n = len(batch)
-    return list(batch[rank * n // world_size : (rank + 1) * n // world_size])
+    start = rank * n // world_size
+    end = (rank + 1) * n // world_size
+    return list(batch[start:end])
 
 
 @lru_cache(maxsize=2)
 def _order(n_rows: int, seed: int, epoch: int) -> list[int]:
-    return torch.randperm(
-        n_rows, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    ).tolist()
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(n_rows, generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""Checks of what a chat template writes, so that nothing is trained or sampled without what was in the data."""
+"""Checks of a chat template, so that nothing in the data is left out of training or sampling."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -9,10 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.datasets.conversation import MARK, Render, example_call, example_tool, render_chat
+from openppo.datasets.message_parts import media_kind
 from openppo.datasets.templates import Message, function_of, shortened, text_of
-from openppo.media import media_kind
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's thoughts."""
 
 
 def require_read(messages: Sequence[Message], rendered: str, render: Render) -> None:
@@ -23,20 +24,22 @@ def require_read(messages: Sequence[Message], rendered: str, render: Render) -> 
     turns, do not count.
     """
     squeezed = _squeezed(rendered)
-    witness = _with_marks(messages, render)
+    with_marks = _with_marks(messages, render)
     for number, message in enumerate(messages):
         texts = _texts(message)
-        names = [function_of(call)["name"] for call in message.get("tool_calls") or []]
-        if witness is None:
-            lost_texts = [text for text in texts if not _occurs(text, squeezed)]
-            lost_calls = [name for name in names if not _occurs(name, squeezed)]
+        names = _called(message)
+        if with_marks is None:
+            lost_texts = _missing(texts, squeezed)
+            lost_calls = _missing(names, squeezed)
         else:
-            lost_texts = texts if _text_mark(number) not in witness else []
-            lost_calls = [
-                name for place, name in enumerate(names) if _call_mark(number, place) not in witness
-            ]
+            lost_texts = texts if _text_mark(number) not in with_marks else []
             if message["role"] != "assistant":
-                lost_texts = lost_texts or [text for text in texts if not _occurs(text, squeezed)]
+                lost_texts = lost_texts or _missing(texts, squeezed)
+            lost_calls = [
+                name
+                for place, name in enumerate(names)
+                if _call_mark(number, place) not in with_marks
+            ]
 
         if lost_texts:
             raise _left_out(message, number, lost_texts[0])
@@ -49,15 +52,12 @@ def require_read(messages: Sequence[Message], rendered: str, render: Render) -> 
 
 def require_shown(messages: Sequence[Message], render: Render) -> None:
     """Refuse a request of which the template skips a message that is not the assistant's."""
-    witness = _with_marks(messages, render)
+    with_marks = _with_marks(messages, render)
     for number, message in enumerate(messages):
         texts = _texts(message)
-        if (
-            message["role"] != "assistant"
-            and texts
-            and witness is not None
-            and _text_mark(number) not in witness
-        ):
+        if message["role"] == "assistant" or not texts or with_marks is None:
+            continue
+        if _text_mark(number) not in with_marks:
             raise _left_out(message, number, texts[0])
 
 
@@ -73,7 +73,7 @@ def _turn(message: Message, number: int) -> str:
 
 
 def _with_marks(messages: Sequence[Message], render: Render) -> str | None:
-    """The chat with a mark for each text and each called tool; None if the template reads them, and refuses marks."""
+    """Render the chat with a mark for each text and each called tool; None if the template refuses marks."""
     try:
         return render([_marked(message, number) for number, message in enumerate(messages)])
     except ValueError:
@@ -82,10 +82,8 @@ def _with_marks(messages: Sequence[Message], render: Render) -> str | None:
 
 def require_answer(message: Message, number: int) -> None:
     """Refuse a turn of the assistant with neither a text nor a call."""
-    has_thoughts = any(message.get(name) for name in _REASONING)
-    if message["role"] == "assistant" and not (
-        message.get("content") or message.get("tool_calls") or has_thoughts
-    ):
+    keys = ("content", "tool_calls", *_REASONING)
+    if message["role"] == "assistant" and not any(message.get(key) for key in keys):
         raise ValueError(
             f"turn {number + 1}, of the assistant, has neither a text nor a call. Remove it or the row."
         )
@@ -94,10 +92,9 @@ def require_answer(message: Message, number: int) -> None:
 def require_whole(message: Message, number: int, rendered: str) -> None:
     """Refuse a rendering that lacks content, reasoning or a called tool of ``message``; blanks do not count."""
     values = (message.get(name) for name in ("content", *_REASONING))
-    parts = [value for value in values if isinstance(value, str)]
-    parts += [function_of(call)["name"] for call in message.get("tool_calls") or []]
+    texts = [value for value in values if isinstance(value, str)]
     squeezed = _squeezed(rendered)
-    for text in parts:
+    for text in [*texts, *_called(message)]:
         if not _occurs(text, squeezed):
             raise ValueError(
                 f"the chat template leaves out part of turn {number + 1}, {shortened(text)}, so it would not be "
@@ -106,7 +103,7 @@ def require_whole(message: Message, number: int, rendered: str) -> None:
 
 
 def left_out(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Those of "tools", "calls" and "results" that the chat template does not write; all if it refuses them."""
+    """Set of "tools", "calls" and "results", as far as the chat template leaves them out; all if it refuses them."""
     result = {"role": "tool", "content": f"{MARK} result", "tool_call_id": "c00000000"}
     with suppress(ValueError):
         messages = [*example_call(f"{MARK} call"), result]
@@ -118,37 +115,42 @@ def left_out(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 def name_rendered(
     prompts: Iterable[object], tokenizer: PreTrainedTokenizerBase, source: str
 ) -> None:
-    """Warn, once, if texts among ``prompts`` begin as the chat template begins, which is applied to them again."""
+    """Warn, once, of texts among ``prompts`` that the chat template has written already."""
     beginnings = _beginnings(tokenizer)
-    rendered = [
-        text for text in prompts if isinstance(text, str) and text.lstrip().startswith(beginnings)
-    ]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    rendered = [text for text in texts if text.lstrip().startswith(beginnings)]
     if rendered:
         logger.warning(
             "%s: %d prompts are rendered already, such as %s, and the chat template is applied to them again: leave "
             "--apply_chat_template out",
-            *(source, len(rendered), shortened(rendered[0])),
+            source,
+            len(rendered),
+            shortened(rendered[0]),
         )
 
 
 def _beginnings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Beginnings of what the chat template writes: all before a user's text, and each token in front of that."""
+    """Beginnings of a rendered chat: all text before a user's, and each token in front of it."""
     try:
-        text, _, _ = render_chat([{"role": "user", "content": MARK}], tokenizer).partition(MARK)
+        rendered = render_chat([{"role": "user", "content": MARK}], tokenizer)
     except ValueError:
         return ()
+    text, _, _ = rendered.partition(MARK)
     beginnings = [text.strip()]
-    added = sorted(
-        (token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True
-    )
-    while token := next((token for token in added if text.startswith(token)), None):
+
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    added.sort(key=len, reverse=True)
+    while True:
+        token = next((token for token in added if text.startswith(token)), None)
+        if not token:
+            break
         beginnings.append(token)
         text = text.removeprefix(token).lstrip()
     return tuple(filter(None, beginnings))
 
 
 def _marked(message: Message, number: int) -> Message:
-    """``message`` with marks for its text and the names of the tools that it calls; images stay."""
+    """Put marks for the text of ``message`` and the names of the tools that it calls; images stay."""
     marked = dict(message)
     content = message.get("content")
     if isinstance(content, list):
@@ -157,17 +159,23 @@ def _marked(message: Message, number: int) -> Message:
         marked["content"] = [*images, *text]
     elif content:
         marked["content"] = _text_mark(number)
-    if calls := message.get("tool_calls"):
-        marked["tool_calls"] = [
-            renamed(call, _call_mark(number, place)) for place, call in enumerate(calls)
-        ]
+
+    calls = message.get("tool_calls")
+    if calls:
+        marks = (_call_mark(number, place) for place in range(len(calls)))
+        marked["tool_calls"] = list(map(renamed, calls, marks))
     return marked
 
 
 def renamed(call: dict[str, Any], name: str) -> dict[str, Any]:
-    """``call`` of a tool called ``name``."""
+    """Make ``call`` one of a tool ``name``."""
     function = {**function_of(call), "name": name}
     return {**call, "function": function} if "function" in call else function
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the tools that a message calls."""
+    return [function_of(call)["name"] for call in message.get("tool_calls") or []]
 
 
 def _text_mark(number: int) -> str:
@@ -182,16 +190,24 @@ def _texts(message: Message) -> list[str]:
     """Texts of a message, those between images apart, without blank ones."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
-    texts = [text_of([part]) for part in parts if part is not None and not media_kind(part)]
+    parts = [part for part in parts if part is not None and not media_kind(part)]
+    texts = [text_of([part]) for part in parts]
     return [text for text in texts if text.strip()]
 
 
+def _missing(texts: Sequence[str], squeezed: str) -> list[str]:
+    """List the ``texts`` that are not in a rendering without blanks."""
+    return [text for text in texts if not _occurs(text, squeezed)]
+
+
 def _occurs(text: str, squeezed: str) -> bool:
-    """Test for ``text``, as it is or in JSON, in a rendering without blanks."""
-    return any(
-        _squeezed(form) in squeezed for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])
-    )
+    """True if ``text``, as it is or in JSON, is in a rendering without blanks."""
+    if _squeezed(text) in squeezed:
+        return True
+    in_json = json.dumps(text, ensure_ascii=False)[1:-1]
+    return _squeezed(in_json) in squeezed
 
 
 def _squeezed(text: str) -> str:
+    """Remove all blanks."""
     return "".join(text.split())

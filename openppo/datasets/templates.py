@@ -9,19 +9,19 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.media import Media, media_kind
+from openppo.datasets.message_parts import media_kind
+from openppo.media import Media
 from openppo.user_code import TEMPLATE_ERRORS
 
 Message = dict[str, Any]
 """One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls".
 
-With images or videos it is a list of parts, of which those are ``media_part`` once they have been read."""
-
+With images or videos "content" is a list of parts; once read, a ``media_part`` stands for each of them.
+"""
 
 Tools = list[dict[str, Any]]
 """Schemas of the tools that a template offers."""
@@ -40,7 +40,7 @@ class TokenExample:
 
 
 def require_texts(messages: Sequence[Message]) -> None:
-    """``ValueError`` for messages with images or videos."""
+    """Raise ``ValueError`` for messages with images or videos."""
     if any(isinstance(message["content"], list) for message in messages):
         raise ValueError(
             "not a chat message with a text: images are read here in prompts of rows only. Leave it out."
@@ -48,7 +48,7 @@ def require_texts(messages: Sequence[Message]) -> None:
 
 
 def not_empty(ids: list[int], value: object) -> list[int]:
-    """``ids`` of ``value``, or ``ValueError``."""
+    """Return the ``ids`` of ``value``; ``ValueError`` if there are none."""
     if not ids:
         raise ValueError(
             f"the text {shortened(value)} has no tokens. Remove the row or choose another column."
@@ -59,13 +59,14 @@ def not_empty(ids: list[int], value: object) -> list[int]:
 def as_messages(
     value: object, role: str | None = None, input_template: str | None = None
 ) -> list[Message]:
-    """``value`` as chat messages; a text becomes one message of ``role``, put into ``input_template`` first.
+    """Read ``value`` as chat messages; a text becomes one message of ``role``, put into ``input_template`` first.
 
     OpenAI's older ``function_call`` and role "function" become tool calls and their results. Raises ``ValueError`` for
     anything but a text (where ``role`` is given) or a list of messages.
     """
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": fill_template(value, input_template)}]
+
     if not isinstance(value, list):
         problem = f"neither a text nor a list of chat messages but {type(value).__name__}: {shortened(value)}"
         raise ValueError(f"{problem}. Correct or remove the row, or choose another column.")
@@ -81,15 +82,17 @@ def as_messages(
 
 
 def _with_tool_calls(messages: list[Any]) -> list[Any]:
-    """``messages`` with each ``function_call`` as a tool call, and each "function" as the tool that answers it."""
-    converted, call_id = [], None
+    """Convert each ``function_call`` to a tool call, and each "function" to the tool that answers it."""
+    converted = []
+    call_id = None
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
             converted.append(message)
             continue
 
         turn = dict(message)
-        if function := turn.get("function_call"):
+        function = turn.get("function_call")
+        if function:
             if turn.get("tool_calls"):
                 raise ValueError(
                     'a message has both "function_call" and "tool_calls". Keep the latter.'
@@ -116,36 +119,40 @@ def _as_message(message: object) -> Message:
     calls = turn.get("tool_calls") or []
     content = turn.get("content")
     role = turn.get("role")
-    named = isinstance(calls, list) and all(
-        isinstance(function_of(call).get("name"), str) for call in calls
-    )
+    are_named = isinstance(calls, list) and all(map(_has_name, calls))
     may_lack_text = calls or (role in ("assistant", "tool") and "content" in turn)
-    if not named or not isinstance(role, str) or (content is None and not may_lack_text):
+    if not are_named or not isinstance(role, str) or (content is None and not may_lack_text):
         form = 'texts "role" and "content", and in "tool_calls" functions with a "name"'
         raise ValueError(f"not a chat message with {form}: {shortened(message)}.")
+
+    if content is None and calls:
+        return {**turn, "content": None}
     if isinstance(content, list) and any(map(media_kind, content)):
-        parts = [
-            part if media_kind(part) else {"type": "text", "text": text_of([part])}
-            for part in content
-        ]
+        parts = []
+        for part in content:
+            is_media = media_kind(part) is not None
+            parts.append(part if is_media else {"type": "text", "text": text_of([part])})
         return {**turn, "content": parts}
-    return {**turn, "content": None if content is None and calls else text_of(content)}
+    return {**turn, "content": text_of(content)}
+
+
+def _has_name(call: object) -> bool:
+    return isinstance(function_of(call).get("name"), str)
 
 
 def text_of(content: object) -> str:
-    """Text of a message's content for people: a string, None (empty), or a list of parts, whose texts are joined.
+    """Text of a message's content for people.
 
-    An image is ``<image>`` in it. ``ValueError`` for any other content.
+    A content is a string, None (empty), or a list of parts, whose texts are joined; an image becomes ``<image>``.
+    Raises ``ValueError`` for any other content.
+
+    >>> text_of([{"type": "image"}, {"type": "text", "text": "Who is it?"}])
+    '<image>Who is it?'
     """
-    parts = content if isinstance(content, list) else ["" if content is None else content]
-    texts = [
-        f"<{kind}>"
-        if (kind := media_kind(part))
-        else part.get("text")
-        if isinstance(part, dict) and part.get("type", "text") == "text"
-        else part
-        for part in parts
-    ]
+    if content is None:
+        return ""
+    parts = content if isinstance(content, list) else [content]
+    texts = list(map(_text_of_part, parts))
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f"not a chat message with a text, or a list of texts, as content: {shortened(content)}."
@@ -153,14 +160,28 @@ def text_of(content: object) -> str:
     return "".join(map(str, texts))
 
 
+def _text_of_part(part: object) -> object:
+    """Text of a part; the part itself if it has none."""
+    kind = media_kind(part)
+    if kind is not None:
+        return f"<{kind}>"
+    if isinstance(part, dict) and part.get("type", "text") == "text":
+        return part.get("text")
+    return part
+
+
 def function_of(call: object) -> dict[str, Any]:
-    """Name and arguments of a tool call, in OpenAI's form or flat; empty without."""
+    """Name and arguments of a tool call, in OpenAI's form or flat; empty for anything else."""
     function = call.get("function", call) if isinstance(call, dict) else None
     return function if isinstance(function, dict) else {}
 
 
 def fill_template(value: object, input_template: str | None) -> str:
-    """``value``, a text that is not empty, put into ``input_template`` at ``{}``."""
+    """Put ``value``, a text that is not empty, into ``input_template`` at ``{}``.
+
+    >>> fill_template("2 + 2?", "Question: {}")
+    'Question: 2 + 2?'
+    """
     text = as_text(value)
     if not text:
         raise ValueError("the text is empty. Remove the row or choose another column.")
@@ -168,27 +189,29 @@ def fill_template(value: object, input_template: str | None) -> str:
 
 
 def encode_start(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of the start of a text: with the tokenizer's special tokens, without an EOS at the end."""
+    """Encode the start of a text: with the tokenizer's special tokens, without an EOS at the end."""
     ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
     bare = encode_bare(tokenizer, text)
-    if (
-        ids and ids[-1] == tokenizer.eos_token_id and ids[-1 - len(bare) : -1] == bare
-    ):  # no EOS of the text itself
+
+    # An EOS that the text itself ends in stays.
+    ends_in_eos = bool(ids) and ids[-1] == tokenizer.eos_token_id
+    if ends_in_eos and ids[-1 - len(bare) : -1] == bare:
         ids = ids[:-1]
+
+    # Text that was rendered before has its BOS.
     front = ids[: len(ids) - len(bare)]
-    return (
-        bare if front and bare[: len(front)] == front else ids
-    )  # text that was rendered before has its BOS
+    has_front = len(front) > 0 and bare[: len(front)] == front
+    return bare if has_front else ids
 
 
 def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of the text alone."""
+    """Encode the text alone, without special tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """``ids`` with one EOS at the end; whitespace after an EOS, as of chat templates, is cut."""
+    """End ``ids`` with one EOS; whitespace after an EOS, as chat templates write it, is cut."""
     eos: int | None = tokenizer.eos_token_id
     if eos is None:
         raise ValueError(
@@ -204,23 +227,30 @@ def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int
 def encode_cut(
     tokenizer: PreTrainedTokenizerBase, text: str, cuts: Sequence[int], *, add_special_tokens: bool
 ) -> tuple[list[int], list[int]]:
-    """Token ids of ``text`` with a token starting at each of the rising positions ``cuts``, and its place in the ids.
+    """Encode ``text`` so that a token starts at each of the rising positions ``cuts``.
 
-    The ids of the whole text are kept, unless the text before a cut, which is all that generation sees, has other ids
-    alone: then both sides of that cut are tokenized apart.
+    Returns the ids, and the places of these tokens. The ids of the whole text are kept, unless the text before a
+    cut, which is all that generation sees, has other ids alone: then both sides of that cut are tokenized apart.
     """
     encode = encode_start if add_special_tokens else encode_bare
-    ids, places = encode(tokenizer, text), []
-    anchors = [] if add_special_tokens or len(cuts) == 1 else _added_tokens(tokenizer, text)
-    rest, done = 0, 0  # the character and the token after which the text is tokenized by itself
+    ids = encode(tokenizer, text)
+    places = []
+
+    # The text is tokenized by itself from a start: its position in the text, and in the ids.
+    start = (0, 0)
+    anchors = []
+    if not add_special_tokens and len(cuts) > 1:
+        anchors = _added_tokens(tokenizer, text)
+
     for cut in cuts:
-        rest, done = max([(rest, done), *(anchor for anchor in anchors if anchor[0] < cut)])
-        head = encode(tokenizer, text[rest:cut])
-        places.append(done + len(head))
-        if ids[done : places[-1]] != head:
-            ids = ids[:done] + head + encode_bare(tokenizer, text[cut:])
-            rest = cut
-            done = places[-1]
+        start = max([start, *(anchor for anchor in anchors if anchor[0] < cut)])
+        position, n_before = start
+        head = encode(tokenizer, text[position:cut])
+        place = n_before + len(head)
+        places.append(place)
+        if ids[n_before:place] != head:
+            ids = ids[:n_before] + head + encode_bare(tokenizer, text[cut:])
+            start = (cut, place)
             anchors = []
             encode = encode_bare
     return ids, places
@@ -229,11 +259,14 @@ def encode_cut(
 def _added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int]]:
     """Character and token position of each added token, such as "<|im_start|>": text never merges across one."""
     if not tokenizer.is_fast:
-        return []  # without character positions, which only costs time
+        # There are no character positions; encoding from the start only costs time.
+        return []
+
     added = tokenizer.added_tokens_decoder
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    pairs = enumerate(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
-    return [(start, place) for place, (token, (start, _)) in pairs if token in added]
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    tokens = zip(encoded["input_ids"], starts, strict=True)
+    return [(start, place) for place, (token, start) in enumerate(tokens) if token in added]
 
 
 def apply_template(
@@ -243,7 +276,7 @@ def apply_template(
     for_generation: bool = False,
     tools: Tools | None = None,
 ) -> str:
-    """Messages as they are, in the tokenizer's chat template; ``render_chat`` makes them what templates expect.
+    """Write messages as they are by the tokenizer's chat template; ``render_chat`` adapts them to it first.
 
     Raises ``ValueError`` if there is no template or it refuses the messages.
     """
@@ -252,48 +285,57 @@ def apply_template(
             "--apply_chat_template: the tokenizer has no chat template. Leave the flag out, or use a model whose "
             "tokenizer has one."
         )
+
     try:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": for_generation}
-        options |= {"tools": tools} if tools else {}  # --chat_template_kwargs may name some
+        # Without tools those of --chat_template_kwargs count, if it names some.
+        if tools:
+            options["tools"] = tools
         text = str(tokenizer.apply_chat_template(messages, **options))
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(
             f"the chat template refuses messages with the roles {roles}: {error}"
         ) from error
+
     text.encode()  # ValueError for half a surrogate pair
     return text
 
 
 def as_text(value: object) -> str:
-    """``value`` if it is a text that can be encoded; else ``ValueError``."""
+    """Return ``value`` if it is a text that can be encoded; else raise ``ValueError``."""
     if isinstance(value, list):
         raise ValueError("a list of chat messages needs --apply_chat_template.")
     if not isinstance(value, str):
-        what = f"not a text but {type(value).__name__}: {shortened(value)}"
-        raise ValueError(f"{what}. Correct or remove the row, or choose another column.")
+        raise ValueError(
+            f"not a text but {type(value).__name__}: {shortened(value)}. Correct or remove the row, or choose "
+            "another column."
+        )
     value.encode()  # ValueError for half a surrogate pair
     return value
 
 
 def shortened(value: object) -> str:
-    """``value`` for a message, at most 80 characters."""
+    """Write ``value`` for a message, in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read_tools(value: object, key: str) -> Tools | None:
-    """Schemas of tools in column ``key``: a list of objects, or that as JSON text; None for none."""
-    given: Any = value
-    with suppress(ValueError, RecursionError):
-        given = json.loads(value) if isinstance(value, str) else value
-    given = given or []
-    if not isinstance(given, list) or not all(function_of(tool).get("name") for tool in given):
-        what = 'a list of objects like {"type": "function", "function": {"name": ...}}, nor one as JSON text'
+    """Read the schemas of tools in column ``key``: a list of objects, or that as JSON text; None for none."""
+    tools: Any = value
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            tools = json.loads(value)
+    if not tools:
+        return None
+
+    if not isinstance(tools, list) or not all(function_of(tool).get("name") for tool in tools):
+        form = 'a list of objects like {"type": "function", "function": {"name": ...}}, nor one as JSON text'
         raise ValueError(
-            f"the tools in column {key!r} are not {what}: {shortened(value)}. Correct the row."
+            f"the tools in column {key!r} are not {form}: {shortened(value)}. Correct the row."
         )
-    return given or None
+    return tools
 
 
 def check_tools(tools: Tools | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -305,7 +347,14 @@ def check_tools(tools: Tools | None, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def shared_start(a: str, b: str) -> str:
-    """The common beginning."""
-    return "".join(
-        x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    )
+    """Return the common beginning of two texts.
+
+    >>> shared_start("tokens", "tools")
+    'to'
+    """
+    length = 0
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            break
+        length += 1
+    return a[:length]

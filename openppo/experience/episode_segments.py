@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from openppo.experience.token_rewards import StepRewards
-from openppo.rollout.rollout import by_episode, episode_numbers
+from openppo.rollout.episodes import by_episode, episode_numbers
 from openppo.types import Trajectory
 
 

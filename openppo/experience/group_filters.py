@@ -6,7 +6,7 @@ from itertools import chain, compress
 import torch
 from torch import Tensor
 
-from openppo.rollout.rollout import by_episode, episode_reward
+from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.types import Trajectory
 
 

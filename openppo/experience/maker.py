@@ -42,13 +42,8 @@ from openppo.experience.token_rewards import (
     shape_scores,
 )
 from openppo.models.log_probs import compute_approx_kl
-from openppo.rollout.rollout import (
-    Rollout,
-    by_episode,
-    episode_reward,
-    wait_for_scores,
-    whole_rewards,
-)
+from openppo.rollout.episodes import by_episode, episode_reward, whole_rewards
+from openppo.rollout.rollout import Rollout, wait_for_scores
 from openppo.tracking import Metrics
 from openppo.types import Comm, Experience, Trajectory
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from openppo.experience.replay_buffer import join_rows
 from openppo.models.correction import RatioRange
 from openppo.models.log_probs import KLEstimator, compute_approx_kl, masked_sum, policy_ratio
-from openppo.rollout.rollout import by_episode, episode_reward, whole_rewards
+from openppo.rollout.episodes import by_episode, episode_reward, whole_rewards
 from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
 

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from openppo.rewards import Scorer, start_scoring
+from openppo.rollout.episodes import by_episode
 from openppo.rollout.failures import NothingTrainedError
-from openppo.rollout.rollout import Rollout, by_episode, write_scores
+from openppo.rollout.rollout import Rollout
+from openppo.rollout.scores import write_scores
 from openppo.tracking import Metrics
 from openppo.types import Comm, Score, StopCheck, Trajectory
 

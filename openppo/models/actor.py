@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from openppo import logger
-from openppo.media import Media, model_inputs
+from openppo.media import Media
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.argument_order import check_masks
 from openppo.models.disabling import disable_extras
@@ -23,6 +23,7 @@ from openppo.models.log_probs import (
     log_probs_and_entropy,
     log_probs_from_logits,
 )
+from openppo.models.media_inputs import model_inputs
 from openppo.models.padding import (
     WithMedia,
     base_of,

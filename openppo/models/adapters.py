@@ -13,8 +13,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from openppo import logger
 from openppo.config import LoRAConfig
-from openppo.media import CONNECTORS, TOWERS, placeholders
 from openppo.models.pretrained import UntrustedModelError, forbid_remote_code, is_peft_folder
+from openppo.models.vision_models import CONNECTORS, TOWERS, placeholders
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 HEAD_TASK = "SEQ_CLS"

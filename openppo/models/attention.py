@@ -10,9 +10,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from openppo.media import placeholders
 from openppo.models.lengths import lengths_are_exact, varlen_attn
 from openppo.models.tree_attention import tree_attention
+from openppo.models.vision_models import placeholders
 
 ON_CPU = "openppo_cpu"
 ON_GPU = "openppo_cuda"

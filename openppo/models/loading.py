@@ -12,7 +12,6 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import deepspeed as zero3
 
 from openppo import logger
-from openppo.media import placeholders, vision_part
 from openppo.models.adapters import merge_adapters
 from openppo.models.attention import use_fast_attention
 from openppo.models.pretrained import (
@@ -22,6 +21,7 @@ from openppo.models.pretrained import (
     language_model_class,
     load_config,
 )
+from openppo.models.vision_models import placeholders, vision_part
 
 
 def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:

@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import MergeLoRAConfig
-from openppo.media import copy_processor
 from openppo.models.adapters import HEAD_TASK
 from openppo.models.disabling import disable_outputs
 from openppo.models.loading import load_causal_lm, load_options, model_error_context
@@ -21,6 +20,7 @@ from openppo.models.pretrained import (
 )
 from openppo.models.scalar_head import load_classifier
 from openppo.overrides import restore_overridden
+from openppo.processor_files import copy_processor
 from openppo.weight_files import holds_model, set_usual_mode
 
 

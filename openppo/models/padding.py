@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo import logger
-from openppo.media import Media, placeholders
+from openppo.media import Media
 from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.pretrained import context_length
+from openppo.models.vision_models import placeholders
 
 _ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
 _LEAK, NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too

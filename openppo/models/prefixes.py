@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openppo import logger
-from openppo.media import Media, MediaItem, distinct_ids, item_places, model_inputs, rope_positions
+from openppo.media import Media, MediaItem, distinct_ids, item_places
 from openppo.models.attention import BY_LENGTHS, ON_CPU, PREFIX_TREE, finished_mask
 from openppo.models.batching import LEAST_SHARED, pays, shared_order
+from openppo.models.media_inputs import model_inputs, rope_positions
 from openppo.models.padding import (
     NOISE,
     base_of,

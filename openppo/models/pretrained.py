@@ -26,9 +26,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from openppo.media import placeholders
 from openppo.models.sampled_ids import SampledIds
 from openppo.models.template_limits import require_bounded
+from openppo.models.vision_models import placeholders
 from openppo.user_code import TEMPLATE_ERRORS
 
 _ADAPTER_CONFIG = "adapter_config.json"

@@ -23,7 +23,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIER
 
 from openppo import logger
 from openppo.config import LoRAConfig
-from openppo.media import Media, model_inputs
+from openppo.media import Media
 from openppo.models.adapters import (
     HEAD_TASK,
     add_adapters,
@@ -35,6 +35,7 @@ from openppo.models.argument_order import check_masks
 from openppo.models.attention import use_fast_attention
 from openppo.models.disabling import disable_extras
 from openppo.models.loading import load_options, load_weights
+from openppo.models.media_inputs import model_inputs
 from openppo.models.padding import WithMedia, on_device, pad_width, with_stand_in
 from openppo.models.prefixes import row_inputs
 from openppo.models.pretrained import (

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from openppo.media import vision_part
 from openppo.models.actor import ends_in_head
 from openppo.models.disabling import disable_outputs
 from openppo.models.pretrained import language_model_class, layer_kinds
 from openppo.models.scalar_head import classifier_of
+from openppo.models.vision_models import vision_part
 
 
 class ModelSize(NamedTuple):

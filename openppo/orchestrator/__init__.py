@@ -1,1 +1,1 @@
-"""Which trajectories are trained on next, where sampling does not wait for training."""
+"""Asynchronous runs: sampling does not wait for training."""

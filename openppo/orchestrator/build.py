@@ -1,4 +1,4 @@
-"""Put the parts of an asynchronous run together, on the ranks that train and on those that only sample."""
+"""Builders of asynchronous runs, for ranks that train and ranks that only sample."""
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import RolloutRank, Worker
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
-from openppo.rollout.tasks import TaskMaker, TaskSampler
+from openppo.rollout.tasks import TaskPlayers, TaskSampler
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.links import connect
 from openppo.strategy.trainable_model import TrainableModel
@@ -20,24 +20,26 @@ from openppo.strategy.weights import WeightReceiver, WeightSender, WholeWeights
 from openppo.types import Prompt
 
 _COORDINATOR = "coordinator"
-"""Key of its address in the launch's store."""
+"""Key of the coordinator's address in the launch's store."""
 
 
 def async_steps(config: TrainPPOConfig, n_prompts: int, are_tasks: bool) -> int:
-    """Global steps: a batch holds groups that are complete, whichever pass over the prompts they are of."""
-    if are_tasks or (config.agents.environment is not None and not config.data.prompt_data):
+    """Return the number of global steps, whose batches may span passes over the prompts."""
+    has_endless_prompts = config.agents.environment is not None and not config.data.prompt_data
+    if are_tasks or has_endless_prompts:
         return config.ppo.max_steps or 0
+
     n_steps = config.ppo.num_episodes * n_prompts // config.prompts_per_step
     if n_steps == 0:
-        least = f"--rollout_batch_size {config.prompts_per_step} needs as many prompts"
         raise ValueError(
-            f"{least}, and {config.ppo.num_episodes} x {n_prompts} are given: lower it."
+            f"--rollout_batch_size {config.prompts_per_step} needs as many prompts, and "
+            f"{config.ppo.num_episodes} x {n_prompts} are given: lower it."
         )
     return n_steps
 
 
 def scored_by_trainers(config: TrainPPOConfig) -> bool:
-    """Whether all rewards are given when a batch is trained on: reward models lie on the ranks that train."""
+    """True if trainers score batches, since reward models are on the ranks that train."""
     return bool(config.rewards.reward_pretrain or config.rewards.prm_pretrain)
 
 
@@ -49,33 +51,40 @@ def async_source(
     engines: Engines,
     scorer: Scorer | None,
     prompts: list[Prompt],
-    tasks: TaskMaker,
+    tasks: TaskPlayers,
 ) -> AsyncSource:
-    """The source of the ranks that train; on the first also the coordinator, and without others a worker each."""
+    """Build the source of the ranks that train; on the first also the coordinator.
+
+    Without rollout ranks, each rank has a worker too.
+    """
     asynchronous = config.orchestrator
     comm = strategy.comm
     launch = strategy.launch
-    overlaps, plans = asynchronous.rollout_ranks == 0, _plans(tasks, prompts)
+    overlaps = asynchronous.rollout_ranks == 0
+    plans = _plans(tasks, prompts)
     n_steps = async_steps(config, len(prompts), tasks.are_named)
     source = AsyncSource(config, actor, engines, comm=comm, hooks=hooks, n_steps=n_steps)
+
     if strategy.is_main:
-        buffer = WorkBuffer(config.prompts_per_step, asynchronous.max_staleness, asynchronous.stale)
-        most = min(n_steps, config.ppo.max_steps or n_steps) * config.prompts_per_step
-        n_workers = comm.world_size if overlaps else asynchronous.rollout_ranks
         schedule = TaskSchedule(
-            {task.name: task.share for task in tasks.tasks}, tasks.ratios, tasks.newcomer
+            {task.name: task.progress for task in tasks.tasks}, tasks.ratios, tasks.newcomer
         )
+        last_step = min(n_steps, config.ppo.max_steps or n_steps)
         source.coordinator = Coordinator(
-            buffer, schedule, plans, most=most, n_workers=n_workers, pauses=overlaps
+            WorkBuffer(config.prompts_per_step, asynchronous.max_staleness, asynchronous.stale),
+            schedule,
+            plans,
+            most=last_step * config.prompts_per_step,
+            n_workers=comm.world_size if overlaps else asynchronous.rollout_ranks,
+            pauses=overlaps,
         )
         launch.post(_COORDINATOR, source.coordinator.workers.entrance.address)
         source.end_service = tasks.serve(source.coordinator)
+
     if overlaps:
         player = _player(config, engines.sampler, plans, scorer=scorer)
-        address = launch.wait_for(_COORDINATOR)
-        source.worker = Worker(
-            player, connect(address), launch.rank, leave=asynchronous.running_requests
-        )
+        link = connect(launch.wait_for(_COORDINATOR))
+        source.worker = Worker(player, link, launch.rank, leave=asynchronous.running_requests)
     else:
         source.sender = WeightSender(launch)
     source.scorer = scorer if scored_by_trainers(config) else None
@@ -90,13 +99,11 @@ def rollout_rank(
     sampler: TaskSampler,
     scorer: Scorer | None,
     prompts: list[Prompt],
-    tasks: TaskMaker,
+    tasks: TaskPlayers,
 ) -> RolloutRank:
-    """What a rank that only samples runs; ``policy`` is the Hugging Face model that ``engine`` samples from."""
-    launch, player = (
-        strategy.launch,
-        _player(config, sampler, _plans(tasks, prompts), scorer=scorer),
-    )
+    """Build the job of a rank that only samples, with ``policy`` the Hugging Face model of ``engine``."""
+    launch = strategy.launch
+    player = _player(config, sampler, _plans(tasks, prompts), scorer=scorer)
     link = connect(launch.wait_for(_COORDINATOR))
     worker = Worker(player, link, launch.rank, leave=config.orchestrator.running_requests)
     return RolloutRank(
@@ -108,12 +115,13 @@ def rollout_rank(
     )
 
 
-def _plans(tasks: TaskMaker, prompts: list[Prompt]) -> dict[str, GroupPlan]:
-    """The plan of each task, by its name."""
-    return {
-        t.name: GroupPlan.of(t, [prompt for prompt in prompts if prompt.task == t.name])
-        for t in tasks.tasks
-    }
+def _plans(tasks: TaskPlayers, prompts: list[Prompt]) -> dict[str, GroupPlan]:
+    """Make the plan of each task, by its name."""
+    plans: dict[str, GroupPlan] = {}
+    for task in tasks.tasks:
+        task_prompts = [prompt for prompt in prompts if prompt.task == task.name]
+        plans[task.name] = GroupPlan.of(task, task_prompts)
+    return plans
 
 
 def _player(

@@ -1,10 +1,11 @@
-"""Playing one group: the samples of a prompt, scored."""
+"""The player of groups: samples of a prompt, scored."""
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 from zlib import crc32
 
 from openppo.datasets.sampler import cyclic_batches
@@ -14,22 +15,24 @@ from openppo.experience.scoring import begin_scoring
 from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
 from openppo.rollout.failures import N_SHOWN
-from openppo.rollout.rollout import SampleFailed, sample_seed
+from openppo.rollout.samplers import SampleFailed
 from openppo.rollout.sampling import sampling_params
+from openppo.rollout.seeds import sample_seed
 from openppo.rollout.tasks import RunTask, TaskSampler
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 from openppo.types import Prompt, SamplingParams, StopCheck, Trajectory
 
 ATTEMPTS = 3
-"""Of each sample, if its task says nothing else; then its group continues without it."""
+"""Attempts at each sample, unless its task sets ``retries``; then its group continues without it."""
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """How the groups of a task are sampled, the same on all ranks. ``index`` is a group's place among them.
+    """Plan of the groups of a task, the same on all ranks.
 
-    With ``most_in_vain`` above 0 groups of equal rewards are left out; as many in a row end the run.
+    ``index`` is a group's place among them. With ``most_in_vain`` above 0 groups of equal rewards are left out; as many
+    in a row end the run.
     """
 
     prompts: Sequence[Prompt]
@@ -43,43 +46,42 @@ class GroupPlan:
 
     @classmethod
     def of(cls, task: RunTask, prompts: Sequence[Prompt]) -> "GroupPlan":
-        """The plan that options ask for."""
-        config, ppo = task.config, task.config.ppo
-        estimator = ESTIMATORS[config.advantage.advantage_estimator]
-        # Equal prompts of two tasks get other samples; a run without tasks those of a synchronous one.
-        seed = (
-            sample_seed(config.deepspeed.seed, crc32(task.name.encode()))
-            if task.name
-            else config.deepspeed.seed
+        """Make the plan of a task from its options."""
+        config = task.config
+        ppo = config.ppo
+        # Equal prompts of two tasks get different samples; a run without tasks those of a synchronous one.
+        seed = config.deepspeed.seed
+        if task.name:
+            seed = sample_seed(seed, crc32(task.name.encode()))
+        most_batches = ppo.dynamic_sampling_max_batches if ppo.dynamic_sampling else 0
+        return cls(
+            prompts=prompts,
+            params=sampling_params(config.generation),
+            n_samples=ppo.n_samples_per_prompt,
+            seed=seed,
+            estimator=ESTIMATORS[config.advantage.advantage_estimator],
+            weights=config.rewards.weights(),
+            most_in_vain=most_batches * config.prompts_per_step,
+            attempts=1 + task.retries,
         )
-        what = (
-            prompts,
-            sampling_params(config.generation),
-            ppo.n_samples_per_prompt,
-            seed,
-            estimator,
-        )
-        most_in_vain = (
-            ppo.dynamic_sampling * ppo.dynamic_sampling_max_batches * config.prompts_per_step
-        )
-        return cls(*what, config.rewards.weights(), most_in_vain, 1 + task.retries)
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of a group, in the order of a synchronous run."""
+        """Return the prompt of a group, in the order of a synchronous run."""
         (row,) = next(cyclic_batches(len(self.prompts), 1, self.seed, start=index))
         return self.prompts[row]
 
     def sample_seed(self, index: int, sample: int, attempt: int) -> int:
-        """The seed of a sample, at the first attempt that of a synchronous run."""
+        """Return the seed of a sample; at the first attempt, that of a synchronous run."""
         seed = sample_seed(self.seed, index * self.n_samples + sample)
         return seed if attempt == 0 else sample_seed(seed, attempt)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended, after ``seconds``: with scored trajectories, without any that teach, or failed (None).
+    """Outcome of a group after ``seconds``.
 
-    ``failed`` stand for some of its attempts that failed.
+    ``trajectories`` are scored; without any the group teaches nothing, and None stands for a failed group. ``failed``
+    are stand-ins for some of its failed attempts.
     """
 
     number: int
@@ -90,31 +92,37 @@ class Outcome:
     seconds: float = 0.0
 
 
+class _Unscored(NamedTuple):
+    """A group that waits for its scores."""
+
+    trajectories: list[Trajectory]
+    metrics: Metrics
+    scored: asyncio.Future[None]
+
+
 @dataclass(eq=False)
 class GroupPlayer:
-    """Plays groups, by the plan of their task, as coroutines of the sampler's loop.
+    """Player of groups, by the plan of their task, as coroutines of the sampler's loop.
 
-    ``scorer`` is None where trainers score.
+    ``scorer`` is None if trainers score.
     """
 
     plans: dict[str, GroupPlan]
     sampler: TaskSampler
     scorer: Scorer | None
-    _unscored: list[tuple[list[Trajectory], Metrics, asyncio.Future[None]]] = field(
-        default_factory=list
-    )
+    _unscored: list[_Unscored] = field(default_factory=list)
     is_scoring: bool = False
 
     async def play(self, start: Start) -> Outcome:
-        """Sample a group, replace what fails, score it."""
+        """Sample a group, replace failed samples, and score it."""
         begun = time.monotonic()
         failures: list[SampleFailed] = []
         outcome = await self._play(start, failures)
-        failed = [each.trajectory for each in failures if each.trajectory is not None]
+        failed = [error.trajectory for error in failures if error.trajectory is not None]
         return replace(outcome, failed=failed[:N_SHOWN], seconds=time.monotonic() - begun)
 
     async def join(self, task: RunTask, prompts: Sequence[Prompt]) -> None:
-        """Another task, from now on."""
+        """Add a task."""
         self.plans[task.name] = GroupPlan.of(task, prompts)
         await self.sampler.join(task)
 
@@ -133,6 +141,7 @@ class GroupPlayer:
         if len(good) < min(2, plan.n_samples):
             return Outcome(number, None, metrics, error=str(failures[-1]))
         trajectories = list(chain.from_iterable(good))
+
         if plan.estimator.needs_greedy:
             params = replace(plan.params, temperature=0.0)
             greedy = await self._member(
@@ -142,9 +151,10 @@ class GroupPlayer:
                 return Outcome(number, None, metrics, error=str(failures[-1]))
             for trajectory in trajectories:
                 trajectory.greedy = tuple(greedy)
+
         await self._score(trajectories, metrics)
         if plan.most_in_vain > 0:
-            errors = [each.reward_error for each in trajectories if each.reward_error is not None]
+            errors = [row.reward_error for row in trajectories if row.reward_error is not None]
             if len(errors) == len(trajectories):
                 return Outcome(number, None, metrics, error=errors[0])
             trajectories = useful_groups(trajectories, plan.estimator.compares_steps, plan.weights)
@@ -159,8 +169,9 @@ class GroupPlayer:
         metrics: Metrics,
         failures: list[SampleFailed],
     ) -> list[Trajectory] | None:
-        """The parts of one sample; None if all attempts failed."""
-        prompt, env_seed = plan.prompt(start.index), sample_seed(plan.seed, start.index) % 2**31
+        """Return the parts of one sample; None if all attempts failed."""
+        prompt = plan.prompt(start.index)
+        env_seed = sample_seed(plan.seed, start.index) % 2**31
         for attempt in range(plan.attempts):
             seed = plan.sample_seed(start.index, sample, attempt)
             try:
@@ -172,23 +183,24 @@ class GroupPlayer:
         return None
 
     async def _score(self, trajectories: list[Trajectory], metrics: Metrics) -> None:
-        """Score in the background; groups that wait meanwhile are scored together: sources run on one thread."""
+        """Score in the background; groups that wait meanwhile are scored together."""
         if self.scorer is None:
             return
+
         scored = asyncio.get_running_loop().create_future()
-        self._unscored.append((trajectories, metrics, scored))
+        self._unscored.append(_Unscored(trajectories, metrics, scored))
         while self._unscored and not self.is_scoring:
             self.is_scoring = True
-            batch = self._unscored
+            groups = self._unscored
             self._unscored = []
             try:
-                rows = [trajectory for of_group, _, _ in batch for trajectory in of_group]
+                rows = [trajectory for group in groups for trajectory in group.trajectories]
                 rollout = begin_scoring(self.scorer, rows, StopCheck())
                 await asyncio.to_thread(rollout.wait)
                 current.progress()
             finally:
                 self.is_scoring = False
-            batch[0][1].merge(rollout.metrics)
-            for *_, future in batch:
-                future.set_result(None)
+            groups[0].metrics.merge(rollout.metrics)
+            for group in groups:
+                group.scored.set_result(None)
         await scored

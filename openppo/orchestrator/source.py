@@ -1,4 +1,4 @@
-"""Trajectories that were sampled while the policy trained: the asynchronous ``RolloutSource``."""
+"""The asynchronous ``RolloutSource``: its trajectories are sampled while the policy trains."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from openppo.types import Comm, RolloutSource, Trajectory
 
 @dataclass(frozen=True)
 class Engines:
-    """What evaluates, and what samples on this rank, inside ``with_weights``."""
+    """Source of held-out responses, and sampler of this rank, for use inside ``with_weights``."""
 
     held_out: RolloutSource
     sampler: TaskSampler
@@ -34,11 +34,11 @@ class Engines:
 
 @dataclass(eq=False)
 class AsyncSource:
-    """Batches that the ``coordinator``, on rank 0, cuts from what workers sample. Collective in every method.
+    """Source of the batches that the ``coordinator``, on rank 0, cuts. Every method is collective.
 
-    With ``sender`` workers are ranks of their own, which get the weights of ``actor`` every ``--sync_every`` steps;
-    without, this rank is one of them: ``worker`` runs its engine until a batch is complete. ``scorer`` scores batches
-    whose groups come without scores.
+    With ``sender`` workers are other ranks, which get the weights of ``actor`` every ``--sync_every`` steps. Without
+    it, this rank is one of them: ``worker`` runs its engine until a batch is complete. ``scorer`` scores batches whose
+    groups come without scores.
     """
 
     config: TrainPPOConfig
@@ -53,8 +53,10 @@ class AsyncSource:
     scorer: Scorer | None = None
     end_service: Callable[[], None] = lambda: None
     version: int = 0
-    _synced: int | None = None  # None: workers have what the run started with
-    _measured: Metrics | None = None  # of the last transfer
+    _synced: int | None = None
+    """Version that workers have; None: the weights at the start of the run."""
+    _transfer: Metrics | None = None
+    """Metrics of the last transfer of weights."""
 
     @property
     def steps(self) -> int:
@@ -66,71 +68,73 @@ class AsyncSource:
             yield self._next()
 
     def publish(self, version: int) -> None:
-        """Note the step, and give workers the new weights when they are due."""
+        """Note the step, and send the new weights to workers when they are due."""
+        options = self.config.orchestrator
         self.version = version
-        due = self._synced is None or version - self._synced >= self.config.orchestrator.sync_every
-        if due:
+        is_due = self._synced is None or version - self._synced >= options.sync_every
+        if is_due:
             self._synced = version
             if self.sender is not None:
                 self._send(version)
-            if self.config.orchestrator.reset_optimizer_on_sync:
+            if options.reset_optimizer_on_sync:
                 self.actor.reset_adam()
         if self.coordinator is not None:
-            self.coordinator.advance(version, due)
+            self.coordinator.advance(version, is_due)
 
     def evaluate(self) -> list[Trajectory]:
-        """Scored responses to held-out tasks, sampled on the ranks that train."""
+        """Return scored responses to held-out tasks, sampled on the ranks that train."""
         return self.engines.held_out.evaluate()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the buffer holds; rank 0 writes it."""
+        """Return the coordinator's state; rank 0 writes it."""
         return {} if self.coordinator is None else self.coordinator.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a state; ``publish`` follows."""
+        """Restore a state; ``publish`` follows."""
         self._synced = None
         if self.coordinator is not None:
             self.coordinator.load_state_dict(state)
 
     def close(self) -> None:
-        """End workers, and what evaluates."""
+        """End workers and the source of held-out responses."""
         if self.coordinator is not None:
             self.end_service()
             self.coordinator.close()
         self.engines.held_out.close()
 
     def _next(self) -> Rollout:
-        """This rank's share of the next batch."""
-        with self.hooks.timer.step(self.version + 1):
-            with self.hooks.timer.phase("generation"):
+        """Return this rank's share of the next batch."""
+        timer = self.hooks.timer
+        with timer.step(self.version + 1):
+            with timer.phase("generation"):
                 groups, metrics = self._batch()
-            mine = [
-                trajectory
-                for group in shard(groups, self.comm.rank, self.comm.world_size)
-                for trajectory in group
-            ]
-            self.hooks.timer.count_tokens("generation", sum(sum(t.action_mask) for t in mine))
-            if self._measured is not None:
-                metrics.merge(self._measured)
-                self._measured = None
-            own = metrics if self.comm.rank == 0 else Metrics()  # they are summed over ranks
+            rank_groups = shard(groups, self.comm.rank, self.comm.world_size)
+            trajectories = [trajectory for group in rank_groups for trajectory in group]
+            n_sampled = sum(sum(trajectory.action_mask) for trajectory in trajectories)
+            timer.count_tokens("generation", n_sampled)
+            if self._transfer is not None:
+                metrics.merge(self._transfer)
+                self._transfer = None
+
+            rank_metrics = metrics if self.comm.rank == 0 else Metrics()  # ranks are summed
             if self.scorer is None:
-                rollout = Rollout(mine, own)
+                rollout = Rollout(trajectories, rank_metrics)
             else:
-                with self.hooks.timer.phase("scoring"):
-                    rollout = begin_scoring(self.scorer, mine, self.hooks.stop)
-                rollout.metrics.merge(own)
+                with timer.phase("scoring"):
+                    rollout = begin_scoring(self.scorer, trajectories, self.hooks.stop)
+                rollout.metrics.merge(rank_metrics)
             if self.coordinator is not None:
                 rollout.failed.extend(self.coordinator.take_failed())
             return rollout
 
     def _batch(self) -> tuple[list[list[Trajectory]], Metrics]:
-        """The groups of all ranks; ``Interrupted`` upon a signal and ``NothingTrainedError`` on all of them."""
+        """Return the groups of all ranks; all raise ``Interrupted`` upon a signal, or ``NothingTrainedError``."""
         if self.coordinator is not None:
             self.coordinator.want_batch()
         if self.worker is not None:
             with self.engines.with_weights():
                 self.worker.drive()
+
         batch, failure = None, None
         start = time.monotonic()
         if self.coordinator is not None:
@@ -138,6 +142,7 @@ class AsyncSource:
                 batch = self.coordinator.wait_for_batch(self.hooks.stop)
             except NothingTrainedError as error:
                 failure = NothingTrainedError(str(error), self.coordinator.take_failed())
+
         batch, failure = self.comm.all_gather_object((batch, failure))[0]
         self.hooks.stop()
         if failure is not None:
@@ -154,7 +159,7 @@ class AsyncSource:
             self.coordinator.pause_for(version)
         with phase("sync"):
             sent = self.sender.send(self.actor.merged())
-        self._measured = Metrics()
-        self._measured.add("async/sync_s", sent.seconds)
-        self._measured.add("async/wait_for_samplers_s", sent.waited)
-        self._measured.add("async/sync_gib", sent.n_bytes / 2**30)
+        self._transfer = Metrics()
+        self._transfer.add("async/sync_s", sent.seconds)
+        self._transfer.add("async/wait_for_samplers_s", sent.waited)
+        self._transfer.add("async/sync_gib", sent.n_bytes / 2**30)

@@ -1,13 +1,13 @@
-"""Groups under way, complete and taken: how many may begin, and which make up the next batch."""
+"""Bookkeeping of groups: how many may begin, and which make up the next batch."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from openppo import logger
+from openppo.rollout.episodes import by_episode
 from openppo.rollout.kept import oldest_version, without_old
-from openppo.rollout.rollout import by_episode
 from openppo.tracking import Metrics
 from openppo.types import Trajectory
 
@@ -19,11 +19,12 @@ _MUCH = 0.05
 
 @dataclass(eq=False)
 class WorkBuffer:
-    """Bookkeeping of groups by number; no thread of its own.
+    """Bookkeeping of groups by number; it has no thread.
 
     ``version`` counts the global steps trained, ``synced`` is the version that samplers have. Admission keeps samples
-    from growing old (AReaL, arXiv 2505.24298, section 5.1); the check when a batch is cut is what guarantees it. At
-    every event each submitted group is in one place:
+    from growing old (AReaL, arXiv 2505.24298, section 5.1); the check when a batch is cut guarantees their age.
+
+    At every event each submitted group is in one place:
     ``submitted = trained + filtered + stale + failed + buffered + running``.
     """
 
@@ -37,23 +38,23 @@ class WorkBuffer:
     running: set[int] = field(default_factory=set)
     buffered: dict[int, Group] = field(default_factory=dict)
     in_vain: int = 0
-    """Groups filtered since one was complete."""
+    """Groups filtered since the last complete one."""
     _lengths: list[tuple[int, bool]] = field(default_factory=list)
-    """Of each episode since ``measure``: its tokens, and whether it was too old."""
+    """Tokens of each episode since ``measure``, and True if it was too old."""
     _has_warned: bool = False
 
     @property
     def accepted(self) -> int:
-        """Groups that are trained on or will be, as far as is known."""
+        """Number of groups that are trained on or, as far as is known, will be."""
         return self.counts["trained"] + len(self.buffered)
 
     def room(self) -> int:
-        """Groups that may be submitted now."""
+        """Return how many groups may be submitted now."""
         most = (self.max_staleness + self.synced + 1) * self.batch
         return max(0, most - self.accepted - len(self.running))
 
     def submit(self, number: int) -> None:
-        """A group begins."""
+        """Note that a group begins."""
         assert number not in self.running and number not in self.buffered, (
             f"group {number} has begun already"
         )
@@ -62,69 +63,81 @@ class WorkBuffer:
         self._check()
 
     def complete(self, number: int, group: Group) -> None:
-        """A group has ended; ``KeyError`` if it is not under way."""
+        """Note that a group has ended; ``KeyError`` if it is not running."""
         self.running.remove(number)
-        self.buffered[number], self.in_vain = group, 0
+        self.buffered[number] = group
+        self.in_vain = 0
         self._check()
 
     def drop(self, number: int, outcome: Literal["filtered", "failed"]) -> None:
-        """A group has ended without anything to train on; ``KeyError`` as of ``complete``."""
+        """Note that a group has ended without anything to train on; ``KeyError`` if it is not running."""
         self.running.remove(number)
         self.counts[outcome] += 1
-        self.in_vain += outcome == "filtered"
+        if outcome == "filtered":
+            self.in_vain += 1
         self._check()
 
     def advance(self, version: int) -> None:
-        """So many global steps are trained."""
+        """Note that ``version`` global steps are trained."""
         assert version >= self.version, f"version {version} after {self.version}"
         self.version = version
 
     def sync(self, version: int) -> None:
-        """Samplers have these weights."""
+        """Note that samplers have the weights of ``version``."""
         assert self.synced <= version <= self.version, (
             f"version {version} after {self.synced}, of {self.version}"
         )
         self.synced = version
 
-    def cut(self) -> list[Group] | None:
-        """The complete groups of lowest numbers, taken out; None as long as too few are fresh enough."""
+    def drop_stale(self) -> dict[int, int]:
+        """Drop complete episodes that are too old; return their number by group.
+
+        A group of which too few are left is dropped as a whole.
+        """
+        n_stale: dict[int, int] = {}
         oldest = self.version - self.max_staleness
         for number, group in list(self.buffered.items()):
-            if _is_old(group, oldest):
-                fresh = self._fresh_part(group, oldest)
-                if fresh:
-                    self.buffered[number] = fresh
-                else:
-                    del self.buffered[number]
-                    self.counts["stale"] += 1
+            if not _is_old(group, oldest):
+                continue
+
+            fresh = self._fresh_part(group, oldest)
+            n_stale[number] = len(by_episode(group)) - len(by_episode(fresh))
+            if fresh:
+                self.buffered[number] = fresh
+            else:
+                del self.buffered[number]
+                self.counts["stale"] += 1
         self._check()
+        return n_stale
+
+    def cut(self) -> list[Group] | None:
+        """Take out the complete groups of lowest numbers; None while too few are fresh enough."""
+        self.drop_stale()
         if len(self.buffered) < self.batch:
             return None
+
         numbers = sorted(self.buffered)[: self.batch]
         groups = [self.buffered.pop(number) for number in numbers]
         self.counts["trained"] += len(groups)
-        self._lengths += [
-            (sum(len(t.token_ids) for t in parts), False) for g in groups for parts in by_episode(g)
-        ]
+        for group in groups:
+            self._lengths += [(_n_tokens(parts), False) for parts in by_episode(group)]
         self._check()
         return groups
 
     def measure(self, metrics: Metrics) -> None:
-        """Where groups are, and which share of the episodes since the last call was too old, by length."""
+        """Add counts of groups to ``metrics``, and the share of stale episodes since the last call."""
         for name in _OUTCOMES[1:]:
             metrics.add(f"async/{name}_groups", self.counts[name])
         metrics.add("async/buffered_groups", len(self.buffered))
         metrics.add("async/running_groups", len(self.running))
-        lengths, self._lengths = sorted(self._lengths), []
-        share = sum(old for _, old in lengths) / max(1, len(lengths))
+
+        lengths = sorted(self._lengths)
+        self._lengths = []
+        share = sum(is_old for _, is_old in lengths) / max(1, len(lengths))
         metrics.add("stale/share", share)
-        known, old = Counter(n for n, _ in lengths), Counter(n for n, is_old in lengths if is_old)
-        for i, (length, _) in enumerate(
-            lengths if share > 0 else ()
-        ):  # a quarter may begin within one length
-            metrics.add(
-                f"stale/share_by_length/{1 + 4 * i // len(lengths)}", old[length] / known[length]
-            )
+        if share > 0:
+            _measure_by_length(lengths, metrics)
+
         if share >= _MUCH and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -135,30 +148,34 @@ class WorkBuffer:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Complete groups, and counters without the groups under way."""
+        """Return complete groups, and counters without running groups."""
         submitted = self.submitted - len(self.running)
         return {"submitted": submitted, "counts": dict(self.counts), "groups": dict(self.buffered)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state, in which nothing is under way; ``advance`` and ``sync`` follow."""
-        self.submitted, self.counts = state["submitted"], Counter(state["counts"])
-        self.running, self.buffered = set(), dict(state["groups"])
+        """Restore a state, in which no group is running; ``advance`` and ``sync`` follow."""
+        self.submitted = state["submitted"]
+        self.counts = Counter(state["counts"])
+        self.running = set()
+        self.buffered = dict(state["groups"])
         self.version = self.synced = self.counts["trained"] // self.batch
         self._check()
 
     def _fresh_part(self, group: Group, oldest: int) -> Group:
-        """What of a group is young enough; nothing if fewer than two episodes are left of several."""
-        episodes, kept = by_episode(group), []
+        """Return the fresh episodes of a group; none if fewer than two of several are left."""
+        episodes = by_episode(group)
+        fresh: list[list[Trajectory]] = []
         for parts in episodes:
             if not _is_old(parts, oldest):
-                kept.append(parts)
+                fresh.append(parts)
             elif self.stale == "mask" and any(max(part.versions) >= oldest for part in parts):
-                kept.append([without_old(part, oldest) for part in parts])
+                fresh.append([without_old(part, oldest) for part in parts])
             else:
-                self._lengths.append((sum(len(t.token_ids) for t in parts), True))
-        return (
-            [part for parts in kept for part in parts] if len(kept) >= min(2, len(episodes)) else []
-        )
+                self._lengths.append((_n_tokens(parts), True))
+
+        if len(fresh) < min(2, len(episodes)):
+            return []
+        return [part for parts in fresh for part in parts]
 
     def _check(self) -> None:
         placed = sum(self.counts.values()) + len(self.buffered) + len(self.running)
@@ -168,6 +185,22 @@ class WorkBuffer:
 
 
 def _is_old(trajectories: Group, oldest: int) -> bool:
-    """Whether losses would read an action of a version before ``oldest``."""
+    """True if an action of a version before ``oldest`` would be trained on."""
     versions = map(oldest_version, trajectories)
     return any(version is not None and version < oldest for version in versions)
+
+
+def _n_tokens(parts: Sequence[Trajectory]) -> int:
+    return sum(len(part.token_ids) for part in parts)
+
+
+def _measure_by_length(lengths: Sequence[tuple[int, bool]], metrics: Metrics) -> None:
+    """Add the share of stale episodes by quarters of the sorted ``lengths``, (tokens, is stale).
+
+    Episodes of equal length count alike, since a quarter may begin between them.
+    """
+    total = Counter(length for length, _ in lengths)
+    stale = Counter(length for length, is_stale in lengths if is_stale)
+    for i, (length, _) in enumerate(lengths):
+        quarter = 1 + 4 * i // len(lengths)
+        metrics.add(f"stale/share_by_length/{quarter}", stale[length] / total[length])

@@ -1,4 +1,4 @@
-"""A rank that samples: it plays the groups that the coordinator hands out, with the weights that trainers send."""
+"""The worker of a rank that samples, which plays groups of the coordinator."""
 
 import asyncio
 import threading
@@ -22,9 +22,10 @@ from openppo.tracking.phase import current, phase
 
 
 class Worker:
-    """Groups are played in the loop of the sampler's driver, at any time; their requests run inside ``drive``.
+    """Player of the coordinator's groups on this rank.
 
-    A thread receives messages; the loop takes them one by one and sends outcomes.
+    It plays groups in the loop of the sampler's driver, at any time; their requests run inside ``drive``. A thread
+    receives messages; the loop takes them one by one and sends outcomes.
     """
 
     def __init__(self, player: GroupPlayer, link: Link, rank: int, leave: Leave) -> None:
@@ -36,22 +37,22 @@ class Worker:
         self._pauses: asyncio.Queue[Pause | BaseException] = asyncio.Queue()
         self._playing: set[asyncio.Future[Outcome]] = set()
         self._is_ending = False
-        self._measured = time.monotonic(), self.driver.waited
+        self._measured_at = time.monotonic()
+        self._measured_wait = self.driver.waited
         link.send(rank)
-        asyncio.run_coroutine_threadsafe(self._serve(), self.driver.loop).add_done_callback(
-            self._raise_in_drive
-        )
+        serving = asyncio.run_coroutine_threadsafe(self._serve(), self.driver.loop)
+        serving.add_done_callback(self._raise_in_drive)
         threading.Thread(target=self._receive, name="messages", daemon=True).start()
 
     def drive(self) -> Pause:
-        """Sample until the coordinator says to pause; raises what ended the playing of a group."""
+        """Sample until the coordinator sends a pause; raise the errors of groups."""
         pause = self.driver.drive(self._pauses.get(), self._show, self.leave)
         if isinstance(pause, BaseException):
             raise pause
         return pause
 
     def _show(self) -> None:
-        """Note progress; of sources of rewards only their answers are some, since they have no time limit."""
+        """Note progress, but not while sources of rewards, which have no time limit, score."""
         if not self.player.is_scoring:
             current.progress()
 
@@ -85,38 +86,44 @@ class Worker:
                 continue
             for task, prompts in message.joined:
                 await self.player.join(task, prompts)
-            with (
-                self.driver.hold()
-            ):  # requests that come together enter the engine together, as in one batch
+            # Requests that come together enter the engine together, as in one batch.
+            with self.driver.hold():
                 for start in message.starts:
                     group = asyncio.ensure_future(self.player.play(start))
                     self._playing.add(group)
                     group.add_done_callback(self._send)
-                for _ in range(3):  # group, sample, request
+                for _ in range(3):  # passes of the loop for group, sample and request
                     await asyncio.sleep(0)
 
     def _raise_in_drive(self, ended: Future[None]) -> None:
-        if not ended.cancelled() and (error := ended.exception()) is not None:
+        if ended.cancelled():
+            return
+        error = ended.exception()
+        if error is not None:
             self._pauses.put_nowait(error)
 
     def _send(self, group: asyncio.Future[Outcome]) -> None:
         self._playing.discard(group)
         if self._is_ending or group.cancelled():
             return
-        if (error := group.exception()) is not None:
+        error = group.exception()
+        if error is not None:
             self._pauses.put_nowait(error)
-        else:
-            self._measure(group.result().metrics)
-            with suppress(OSError):  # the coordinator is gone, which the receiving thread says
-                self.link.send(group.result())
+            return
+
+        self._measure(group.result().metrics)
+        with suppress(OSError):  # the receiving thread reports a coordinator that is gone
+            self.link.send(group.result())
 
     def _measure(self, metrics: Metrics) -> None:
-        """The share of the time since the last group in which the engine had no requests."""
-        then, before = self._measured
-        self._measured = now, waited = time.monotonic(), self.driver.waited
-        metrics.add(
-            "async/engine_idle_share", (waited - before) / max(now - then, 1e-9), weight=now - then
-        )
+        """Add to ``metrics`` the engine's share of idle time since the last group."""
+        now = time.monotonic()
+        wait = self.driver.waited
+        seconds = now - self._measured_at
+        idle_seconds = wait - self._measured_wait
+        self._measured_at = now
+        self._measured_wait = wait
+        metrics.add("async/engine_idle_share", idle_seconds / max(seconds, 1e-9), weight=seconds)
 
 
 @dataclass(eq=False)
@@ -142,6 +149,6 @@ class RolloutRank:
             self.engine.version = pause.version
 
     def close(self) -> None:
-        """End the agents, and leave the process group."""
+        """End the agents and leave the process group."""
         self.worker.player.sampler.close()
         self.strategy.close()

@@ -1,4 +1,4 @@
-"""The coordinator's end of its connections to the ranks that sample, and what it says there."""
+"""The coordinator's connections to the ranks that sample, and its messages to them."""
 
 import threading
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ from openppo.types import Prompt
 
 @dataclass(frozen=True)
 class Play:
-    """Play these groups; tasks that have ``joined`` meanwhile come with their prompts."""
+    """Message to play groups, with prompts of tasks that have ``joined`` since the last one."""
 
     starts: list[Start]
     joined: list[tuple[RunTask, list[Prompt]]]
@@ -25,16 +25,17 @@ class Play:
 
 @dataclass(frozen=True)
 class Pause:
-    """Leave the engine: for ``weights`` of ``version``, for a ``batch`` that is complete, or at the ``end``."""
+    """Message to leave the engine for ``weights`` of ``version``, a complete ``batch`` or the ``end``."""
 
     reason: Literal["weights", "batch", "end"]
     version: int = -1
 
 
 class Workers:
-    """``n_workers`` ranks of the launch. ``come`` and ``gone`` are called on a thread of each, ``come`` with outcomes.
+    """Connections to ``n_workers`` ranks of the launch.
 
-    They are called with ``lock`` held, and so are the methods here.
+    ``come`` gets None when a worker connects and its outcomes, ``gone`` its rank when the connection ends. They are
+    called on a thread of each worker, with ``lock`` held; so must all methods be.
     """
 
     def __init__(
@@ -48,36 +49,39 @@ class Workers:
         self.lock = lock
         self.come = come
         self.gone = gone
-        self.entrance = Entrance()  # until all are here
-        self._links: dict[int, Link] = {}  # by launch rank
-        self._load: Counter[int] = Counter()  # groups under way
+        self.entrance = Entrance()  # open until all are connected
         self.joined: list[tuple[RunTask, list[Prompt]]] = []
-        self._knows: Counter[int] = Counter()  # of these
+        # By launch rank:
+        self._links: dict[int, Link] = {}
+        self._running_groups: Counter[int] = Counter()
+        self._n_joined_sent: Counter[int] = Counter()
         self._is_closed = False
         threading.Thread(target=self._accept, name="coordinator", daemon=True).start()
 
     @property
     def are_here(self) -> bool:
-        """Whether all have connected."""
+        """True if all workers are connected."""
         return len(self._links) == self.n_workers
 
     def tell(self, pause: Pause) -> None:
-        """Send to all; an end that is gone is noticed where it is read."""
+        """Send ``pause`` to all workers; the reading thread notices a worker that is gone."""
         for link in self._links.values():
             with suppress(OSError):
                 link.send(pause)
 
     def play(self, starts: Sequence[Start]) -> None:
-        """Give each group to the worker that plays fewest, those of one worker in one message."""
-        shares: dict[int, list[Start]] = defaultdict(list)
+        """Hand each group to the worker that plays fewest; send each worker one message."""
+        by_rank: dict[int, list[Start]] = defaultdict(list)
         for start in starts:
-            rank = min(self._links, key=lambda rank: (self._load[rank], rank))
-            self._load[rank] += 1
-            shares[rank].append(start)
-        for rank, share in shares.items():
-            joined, self._knows[rank] = self.joined[self._knows[rank] :], len(self.joined)
+            rank = min(self._links, key=lambda rank: (self._running_groups[rank], rank))
+            self._running_groups[rank] += 1
+            by_rank[rank].append(start)
+
+        for rank, rank_starts in by_rank.items():
+            joined = self.joined[self._n_joined_sent[rank] :]
+            self._n_joined_sent[rank] = len(self.joined)
             with suppress(OSError):
-                self._links[rank].send(Play(share, joined))
+                self._links[rank].send(Play(rank_starts, joined))
 
     def close(self) -> None:
         """End all workers."""
@@ -89,12 +93,13 @@ class Workers:
         with suppress(OSError):  # closed
             while True:
                 link = self.entrance.accept()
-                threading.Thread(
+                reader = threading.Thread(
                     target=self._read, args=(link,), name="coordinator", daemon=True
-                ).start()
+                )
+                reader.start()
 
     def _read(self, link: Link) -> None:
-        rank: int | None = None  # of a connection that has not said that it is a worker's
+        rank: int | None = None  # the first message, which only workers send
         try:
             with suppress(EOFError, OSError):
                 rank = link.receive()
@@ -106,7 +111,7 @@ class Workers:
                 while True:
                     outcome: Outcome = link.receive()
                     with self.lock:
-                        self._load[rank] -= 1
+                        self._running_groups[rank] -= 1
                         self.come(outcome)
         finally:  # also after an error, whose traceback is on stderr
             with self.lock:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import RewardConfig
 from openppo.datasets import single_token_id
-from openppo.media import check_images, placeholders
+from openppo.datasets.image_families import check_images
 from openppo.models.actor import Actor
 from openppo.models.batching import MicroBatchSize
 from openppo.models.loading import model_error_context
@@ -24,6 +24,7 @@ from openppo.models.pretrained import (
     pad_token_id,
 )
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
+from openppo.models.vision_models import placeholders
 from openppo.rewards.function import FunctionScorer
 from openppo.rewards.http import RemoteScorer
 from openppo.rewards.model import (

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import ServeRMConfig
 from openppo.datasets.templates import encode_start
-from openppo.media import placeholders
 from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.pretrained import (
     check_model,
@@ -27,6 +26,7 @@ from openppo.models.pretrained import (
     pad_token_id,
 )
 from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.models.vision_models import placeholders
 from openppo.rewards.build import stored_normalization
 from openppo.rewards.http import read_token
 from openppo.rewards.http_server import app_runner, body_of, serve

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: the kernels of a forward take less time than launching them one by one."""
+"""Decode steps as CUDA graphs, which save the launches of single kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,21 +15,20 @@ from openppo.models.pretrained import layer_kinds
 from openppo.rollout.row_cache import RowCache
 
 COLUMNS_TOGETHER = 256
-"""A graph is recorded for this many columns more than the last."""
+"""Graphs are recorded for multiples of this number of columns."""
 
 Forward = Callable[[], Tensor]
 Recorder = Callable[[Forward], Forward]
-"""Makes a forward that can be replayed; it returns the same tensor each time."""
+"""Records a forward; its result replays it and returns the same tensor each time."""
 
 
 @dataclass(eq=False)
 class DecodeGraphs:
-    """Forwards over one token per row of ``cache``, recorded once for each shape and replayed from then on.
+    """Forwards over one token per row of ``cache``, recorded once for each shape.
 
-    A graph always has the same shapes and addresses. So rows are rounded up to a power of two and columns, where a mask
-    says which of them are seen, to ``COLUMNS_TOGETHER``; what differs between steps is read from one small tensor, and
-    the graphs are good for these buffers and weights only, though not for their values: whoever makes others makes a
-    new object.
+    A graph always has the same shapes and addresses. So rows are rounded up to a power of two, and columns, for
+    attention with a mask, to ``COLUMNS_TOGETHER``. Inputs that differ between steps lie in one small tensor. Weights
+    and buffers may get other values, but other tensors need a new object.
     """
 
     model: Any
@@ -41,44 +40,53 @@ class DecodeGraphs:
         self._recorded: dict[tuple[int, int], tuple[Tensor, Forward]] = {}
 
     def __call__(self, last: Tensor) -> Tensor:
-        """Logits (rows, V) after the ids ``last`` (rows,), one of each row; good until the next call."""
+        """Return logits (rows, V) after ``last`` ids (rows,), valid until the next call."""
         self.cache.make_room()
-        n_rows, column = len(last), self.cache.window.end
-        rows = min(1 << (n_rows - 1).bit_length(), self.cache.shape[0])
-        columns = self.cache.shape[1]
-        if not self.cache.window.by_lengths:
-            columns = min(-(-(column + 1) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER, columns)
+        n_rows = len(last)
+        column = self.cache.window.end
+        rows, columns = self._graph_shape(n_rows, column + 1)
         inputs, forward = self._recorded.get((rows, columns), (None, None))
         if inputs is None:
             inputs = torch.zeros(rows, 4, dtype=torch.long, device=last.device)
+
         inputs[:, 2:].fill_(column)
-        inputs[:n_rows, 0], inputs[:n_rows, 1:3] = last, self.cache.device_starts().flip(0).T
-        inputs[n_rows:, 0].zero_()  # idle rows see themselves alone: nothing else is theirs
+        inputs[:n_rows, 0] = last
+        inputs[:n_rows, 1:3] = self.cache.device_starts().flip(0).T
+        inputs[n_rows:, 0].zero_()  # idle rows see only their own new column
         if forward is None:
             forward = self.record(partial(self._forward, columns, inputs))
             self._recorded[rows, columns] = inputs, forward
         return forward()[:n_rows]
 
+    def _graph_shape(self, n_rows: int, n_columns: int) -> tuple[int, int]:
+        """Rows and columns of the graph for so many rows and columns."""
+        rows, columns = self.cache.shape
+        power_of_two = 1 << (n_rows - 1).bit_length()
+        if not self.cache.window.by_lengths:
+            n_blocks = -(-n_columns // COLUMNS_TOGETHER)
+            columns = min(n_blocks * COLUMNS_TOGETHER, columns)
+        return min(power_of_two, rows), columns
+
     def _forward(self, columns: int, inputs: Tensor) -> Tensor:
-        """``inputs`` (rows, 4) int64 are token id, shift, first column and this column of each row."""
+        """Run a forward on ``inputs`` (rows, 4) int64: token id, shift, first and current column."""
         ids = inputs[:, 0]
         shifts = inputs[:, 1]
         starts = inputs[:, 2]
         column = inputs[:1, 3]
-        where = self.cache.inputs(starts, shifts, column, columns=slice(0, columns))
+        model_inputs = self.cache.inputs(starts, shifts, column, columns=slice(0, columns))
         self.cache.window.fixed = len(inputs), columns, column
         try:
-            return self.cache.logits(self.model, ids[:, None], where)
+            return self.cache.logits(self.model, ids[:, None], model_inputs)
         finally:
             self.cache.window.fixed = None
 
     def still_fit(self) -> bool:
-        """Whether weights and buffers of the model are where they were."""
+        """True if weights and buffers of the model have the addresses of the recordings."""
         return self._addresses == addresses(self.model)
 
 
 def addresses(model: Any) -> list[int]:
-    """Where a model's parameters and buffers are."""
+    """Memory addresses of a model's parameters and buffers."""
     return [tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())]
 
 
@@ -87,9 +95,9 @@ class CannotRecordError(RuntimeError):
 
 
 class CUDARecorder:
-    """Records forwards as CUDA graphs that share their memory: they never run at the same time.
+    """Recorder of CUDA graphs that share their memory, since they never run together.
 
-    Its graphs are let go together: torch takes a pool of memory for dead that no graph uses any more.
+    Release its graphs together: torch gives up a memory pool that no graph uses any more.
     """
 
     def __init__(self, is_required: bool = False) -> None:
@@ -97,14 +105,15 @@ class CUDARecorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Forward) -> Forward:
-        """``forward`` as one launch. ``CannotRecordError``, or if required ``RuntimeError``, if it cannot be."""
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(here)
-        with torch.cuda.stream(
-            aside
-        ):  # libraries make what they need at a first call, which cannot be recorded
+        """Record ``forward`` as one launch; ``CannotRecordError`` if it cannot be, or ``RuntimeError`` if required."""
+        current = torch.cuda.current_stream()
+        warm_up = torch.cuda.Stream()
+        warm_up.wait_stream(current)
+        # Libraries initialize themselves at their first call, which cannot be recorded.
+        with torch.cuda.stream(warm_up):
             forward()
-        here.wait_stream(aside)
+        current.wait_stream(warm_up)
+
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, such as those that score, may use the device meanwhile.
@@ -129,13 +138,17 @@ class CUDARecorder:
 def choose_recorder(
     choice: str, config: PreTrainedConfig, device: torch.device, in_lockstep: bool = False
 ) -> Callable[[], Recorder] | None:
-    """What makes recorders for ``--cuda_graphs``; None where steps are launched, with a log line on a GPU."""
+    """Return a factory of recorders for ``--cuda_graphs``; None to launch steps one by one.
+
+    On a GPU, a log line says why there is none.
+    """
     if choice == "on" and device.type != "cuda":
         raise ValueError(
             "--cuda_graphs on records steps on a GPU, and this run is on a CPU: leave it out."
         )
     if choice == "off" or device.type != "cuda":
         return None
+
     problem = "ranks in lockstep cannot replay steps" if in_lockstep else None
     try:
         check_layers(config)
@@ -150,7 +163,7 @@ def choose_recorder(
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """``ValueError`` for models whose layers see a part of the row only: where it begins changes with each step."""
+    """Raise ``ValueError`` for models with windowed layers, whose windows start elsewhere at each step."""
     windowed = sorted(layer_kinds(config) - {"full_attention", "global"})
     if windowed:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Drive an engine on the caller's thread for coroutines in an event loop on another."""
+"""A driver that steps an engine for coroutines in an event loop on another thread."""
 
 import asyncio
 import math
@@ -18,39 +18,42 @@ from openppo.types import Completion, SamplingParams, StopCheck
 
 T = TypeVar("T")
 Leave = Literal["abandon", "drain", "continue", "abort"]
-"""What becomes of requests under way when the work is done: they are cancelled, end first, stay, or begin anew."""
+"""Fate of running requests when the work is done; abort restarts them at the next ``drive``."""
 
 LONGEST_WAIT = 0.02
-"""Seconds that the engine waits for requests before ranks agree again on whether anything runs anywhere."""
+"""Seconds to wait for requests before ranks check again if any of them has work."""
 _SECONDS_TO_END = 5.0
-"""For coroutines that are cancelled when the loop ends."""
+"""Seconds for cancelled coroutines to clean up when the loop ends."""
 _SECONDS_TO_CLEAN_UP = 10.0
-"""For work that a signal has cancelled, until it is cancelled again: libraries lose a cancellation now and then."""
-
+"""Seconds before work is cancelled again after a signal, since libraries sometimes lose a cancellation."""
 
 _EPISODE: ContextVar[object] = ContextVar("episode", default=None)
 
 
 def episode_context() -> Context:
-    """A context for the code of one episode, in which it can cancel no tasks but its own."""
+    """Return a context in which the code of an episode can cancel only its own tasks."""
     context = copy_context()
     context.run(_EPISODE.set, object())
     return context
 
 
 class _Task(asyncio.Task[Any]):
-    """A task of a loop of agents: ``asyncio.all_tasks``, which some cancel, has those of others and ours, too."""
+    """A task that only its own episode can cancel.
+
+    Some agents cancel ``asyncio.all_tasks``, which has tasks of other episodes and of the driver, too.
+    """
 
     def __init__(self, coroutine: Any, *, context: Context | None = None, **options: Any) -> None:
         super().__init__(coroutine, context=context, **options)
         self._episode = _EPISODE.get() if context is None else context.get(_EPISODE)
 
     def cancel(self, msg: Any | None = None) -> bool:
-        return _EPISODE.get() in (None, self._episode) and super().cancel(msg)
+        may_cancel = _EPISODE.get() in (None, self._episode)
+        return may_cancel and super().cancel(msg)
 
 
 def agent_loop() -> asyncio.AbstractEventLoop:
-    """An event loop for agents and what samples for them."""
+    """Return a new event loop for agents and the samplers of their turns."""
     loop = asyncio.new_event_loop()
     loop.set_task_factory(lambda loop, work, **options: _Task(work, loop=loop, **options))
     return loop
@@ -62,19 +65,20 @@ class _Request:
     params: SamplingParams
     seed: int
     park: bool
-    resume: int | None
+    continue_from: int | None
     media: Media
     answer: asyncio.Future[Completion]
-    number: int | None = None  # of the engine, once it is submitted
+    number: int | None = None
+    """The engine's number, once it is submitted."""
 
 
 class EngineDriver:
     """Coroutines of ``loop`` await ``generate``; ``drive`` runs the engine until their work is done.
 
-    The engine's steps consume requests and cancellations from one queue and hand completions to the loop. ``drive``
-    waits for requests at most ``LONGEST_WAIT`` at a time. Ranks in lockstep take equally many steps: one whose
-    coroutines all wait for tools takes part. Coroutines may outlive the work: their requests wait for the next
-    ``drive``. ``waited`` are seconds without requests in it, ``stood`` those outside of it.
+    Between steps, the driver takes requests and cancellations from one queue and hands completions to the loop.
+    ``drive`` waits for requests at most ``LONGEST_WAIT`` at a time. Ranks in lockstep take equally many steps, also a
+    rank whose coroutines all wait for tools. Coroutines may outlive the work: their requests wait for the next
+    ``drive``. ``waited`` counts seconds in ``drive`` without requests, ``stood`` seconds outside of it.
     """
 
     def __init__(self, engine: Engine, stop: StopCheck | None = None) -> None:
@@ -82,15 +86,15 @@ class EngineDriver:
         self.any_rank = engine.any_rank or (lambda flag: flag)
         self.stop = stop or StopCheck()
         self.loop = agent_loop()
-        self.steps, self.waited = 0, 0.0
-        self._stood, self._left_at = 0.0, time.monotonic()  # math.inf while it is driven
+        self.steps = 0
+        self.waited = 0.0
+        self._stood = 0.0
+        self._left_at = time.monotonic()  # math.inf inside drive()
         self._loop_runs = True
         self._inbox: SimpleQueue[list[_Request]] = SimpleQueue()
         self._held: list[_Request] | None = None
         self._under_way: dict[int, _Request] = {}
-        self._ended: asyncio.Queue[tuple[Any, Completion, asyncio.Future[Completion]]] = (
-            asyncio.Queue()
-        )
+        self._ended: asyncio.Queue[tuple[_Request, Completion]] = asyncio.Queue()
         self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._hand_over(), self.loop)
@@ -100,7 +104,7 @@ class EngineDriver:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         seed: int,
-        resume: int | None = None,
+        continue_from: int | None = None,
         park: bool = True,
         media: Media = (),
     ) -> Completion:
@@ -110,7 +114,7 @@ class EngineDriver:
             params,
             seed,
             park=park,
-            resume=resume,
+            continue_from=continue_from,
             media=media,
             answer=self.loop.create_future(),
         )
@@ -121,14 +125,14 @@ class EngineDriver:
         try:
             return await request.answer
         except asyncio.CancelledError:
-            self._inbox.put([request])  # its answer is cancelled, which the engine's thread sees
+            self._inbox.put([request])  # the engine's thread sees the cancelled answer
             raise
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Requests made inside, in ``loop``, enter the engine together, in the order that its ``generate`` gives them.
+        """Hold requests made inside, in ``loop``; then submit them together, in the order of ``Engine.generate``.
 
-        So they are sampled as that samples them, to the bit.
+        So they are sampled exactly as ``Engine.generate`` does.
         """
         held: list[_Request] = []
         self._held = held
@@ -136,9 +140,8 @@ class EngineDriver:
             yield
         finally:
             self._held = None
-            self._inbox.put(
-                [held[i] for i in self.engine.order([request.prompt_ids for request in held])]
-            )
+            prompts = [request.prompt_ids for request in held]
+            self._inbox.put([held[i] for i in self.engine.order(prompts)])
 
     def drive(
         self,
@@ -146,12 +149,13 @@ class EngineDriver:
         show: Callable[[], None] = current.progress,
         leave: Leave = "abandon",
     ) -> T:
-        """The result of ``work``, which runs in the loop, while this thread steps the engine; all ranks together.
+        """Run ``work`` in the loop while this thread steps the engine; return its result.
 
-        ``show`` is called between steps, as long as the loop runs.
-        ``Interrupted`` on all ranks upon a signal: the work is cancelled, again and again if something swallows that.
+        All ranks call it together. ``show`` is called between steps, as long as the loop runs. A signal raises
+        ``Interrupted`` on all ranks: the work is cancelled, repeatedly if it swallows that.
         """
-        self._stood, self._left_at = self.stood, math.inf
+        self._stood = self.stood
+        self._left_at = math.inf
         task = asyncio.run_coroutine_threadsafe(self._begin(work), self.loop).result()
         cancel_at = 0.0
         try:
@@ -164,6 +168,7 @@ class EngineDriver:
                     if self.stop.requested() and time.monotonic() >= cancel_at:
                         self.loop.call_soon_threadsafe(task.cancel)
                         cancel_at = time.monotonic() + _SECONDS_TO_CLEAN_UP
+
                 stays = is_done and leave == "continue"
                 if self.any_rank(self.engine.busy and not stays):
                     self.engine.step()
@@ -173,6 +178,7 @@ class EngineDriver:
                     self._wait()
                 else:
                     break
+
                 if self._loop_runs:  # user code that blocks the loop is no progress
                     self._loop_runs = False
                     self.loop.call_soon_threadsafe(self._tick)
@@ -181,6 +187,7 @@ class EngineDriver:
             self._left_at = time.monotonic()
             if not task.done():  # the engine raised
                 self.loop.call_soon_threadsafe(task.cancel)
+
         self.stop()
         if task.cancelled():
             raise RuntimeError(
@@ -190,11 +197,11 @@ class EngineDriver:
 
     @property
     def stood(self) -> float:
-        """Seconds in which nobody drove the engine; no time limit of an episode counts them."""
+        """Idle seconds of the engine, excluded from the time limits of episodes."""
         return self._stood + max(0.0, time.monotonic() - self._left_at)
 
     def close(self) -> None:
-        """Cancel what still runs in the loop; end it and its thread."""
+        """Cancel the tasks of the loop; stop it and its thread."""
         asyncio.run_coroutine_threadsafe(end_tasks(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -204,13 +211,13 @@ class EngineDriver:
         self._loop_runs = True
 
     async def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start the work; the engine's thread is woken when it ends."""
+        """Start the work, and wake the engine's thread when it ends."""
         task = asyncio.ensure_future(work)
         task.add_done_callback(lambda _: self._inbox.put([]))
         return task
 
     def _leave(self, leave: Leave) -> None:
-        """Deal with requests under way once the work is done."""
+        """Cancel or restart running requests once the work is done, unless they drain or continue."""
         if leave in ("drain", "continue"):
             return
         for number, request in self._under_way.items():
@@ -222,65 +229,71 @@ class EngineDriver:
         self._under_way = {}
 
     def _wait(self) -> None:
-        """Block until a request comes, for a moment."""
+        """Block until a request comes, at most ``LONGEST_WAIT``."""
         start = time.monotonic()
         self._take_in(LONGEST_WAIT)
         self.waited += time.monotonic() - start
 
     def _take_in(self, wait: float = 0.0) -> None:
-        """Submit and cancel what is in the queue; with ``wait`` seconds block for the first."""
+        """Submit and cancel the requests of the queue; with ``wait`` seconds block for the first."""
         try:
             while True:
                 requests = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
                 wait = 0.0
                 for request in requests:
-                    if not request.answer.cancelled():
+                    if request.answer.cancelled():
+                        self._cancel(request)
+                    else:
                         self._submit(request)
-                    elif (
-                        request.number is not None
-                        and self._under_way.pop(request.number, None) is not None
-                    ):
-                        self.engine.cancel(request.number)
         except Empty:
             pass
 
+    def _cancel(self, request: _Request) -> None:
+        number = request.number
+        if number is not None and self._under_way.pop(number, None) is not None:
+            self.engine.cancel(number)
+
     def _submit(self, request: _Request) -> None:
+        images: dict[str, Any] = {"media": request.media} if request.media else {}
         try:
-            given = request.params, request.seed, request.park, request.resume
-            more: dict[str, Any] = {"media": request.media} if request.media else {}
-            number = self.engine.submit(request.prompt_ids, *given, **more)
-        except ValueError as error:  # a prompt that the engine cannot read
-            self.loop.call_soon_threadsafe(
-                _settle, request.answer.set_exception, error, request.answer
+            number = self.engine.submit(
+                request.prompt_ids,
+                request.params,
+                request.seed,
+                park=request.park,
+                continue_from=request.continue_from,
+                **images,
             )
+        except ValueError as error:  # a prompt that the engine cannot read
+            self.loop.call_soon_threadsafe(_fail, request.answer, error)
             return
         request.number = number
         self._under_way[number] = request
 
     def _hand_out(self) -> None:
         for number, completion in self.engine.collect().items():
-            if request := self._under_way.pop(number, None):
-                outcome = request.answer.set_result, completion, request.answer
-                self.loop.call_soon_threadsafe(self._ended.put_nowait, outcome)
+            request = self._under_way.pop(number, None)
+            if request is not None:
+                self.loop.call_soon_threadsafe(self._ended.put_nowait, (request, completion))
 
     async def _hand_over(self) -> None:
-        """Settle one request in each pass of the loop: what else runs there need not wait for all of a step."""
+        """Settle one request in each pass of the loop, so that other coroutines run in between."""
         while True:
-            _settle(*await self._ended.get())
+            request, completion = await self._ended.get()
+            if not request.answer.done():
+                request.answer.set_result(completion)
             await asyncio.sleep(0)
 
 
-def _settle(
-    set_outcome: Callable[[Any], None], outcome: Any, answer: asyncio.Future[Completion]
-) -> None:
+def _fail(answer: asyncio.Future[Completion], error: ValueError) -> None:
     if not answer.done():
-        set_outcome(outcome)
+        answer.set_exception(error)
 
 
 async def end_tasks() -> None:
     """Cancel all other tasks of the loop and give them time to clean up."""
-    rest = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in rest:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
         task.cancel()
-    if rest:
-        await asyncio.wait(rest, timeout=_SECONDS_TO_END)
+    if others:
+        await asyncio.wait(others, timeout=_SECONDS_TO_END)

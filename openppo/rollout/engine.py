@@ -1,4 +1,4 @@
-"""Generation engines: what all of them do, and the loop over their steps."""
+"""The interface of generation engines, and the loop over their steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,30 +16,34 @@ from openppo.types import Completion, SamplingParams, StopCheck
 
 
 class WeightSource(Protocol):
-    """Weights of the trained policy, for an engine to sample with. All ranks call every method together."""
+    """Weights of the policy for an engine. All ranks call every method together."""
 
     def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
-        """Inside, the policy's module, perhaps merged, may be called by each rank alone, or ``in_lockstep`` by all."""
+        """Gather the policy's weights, with adapters perhaps merged.
+
+        Inside, each rank may call the module alone, or ``in_lockstep`` all together.
+        """
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole weight, one by one, of the Hugging Face model, adapters added."""
+        """Yield name and whole weight, one by one, of the Hugging Face model with merged adapters."""
 
 
 class Engine(ABC):
     """Token ids in; token ids, log-probs of the distribution sampled from, and finish reason out.
 
-    Requests enter one by one with ``submit``; each ``step`` advances what is under way by one forward pass;
-    ``collect`` hands out what has ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise
-    ``Interrupted``. ``version`` counts the policy's global steps, and the owner of the weights sets it; requests under
-    way continue with new weights, and each token is recorded with its version. Stop strings are looked for in the text
-    that ``decode`` makes of ids; its owner sets it, and ``sampled_ids``, which the policy's log-probs are over. All of
-    it takes place inside ``with_weights``. An engine that sizes itself does so by ``free`` bytes (None: by what is free
-    then).
+    Requests enter one by one with ``submit``; each ``step`` advances them by one forward pass; ``collect`` returns
+    completions that have ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise ``Interrupted``. All
+    of this takes place inside ``with_weights``.
+
+    ``version`` counts the policy's global steps; the owner of the weights sets it. Running requests continue with new
+    weights, and each token is recorded with its version. The owner also sets ``decode``, which makes the text that is
+    searched for stop strings, and ``sampled_ids``, the ids that the policy's log-probs are over. An engine that sizes
+    itself does so by ``free`` bytes (None: by the memory that is free when it starts to decode).
 
     ``any_rank`` puts ranks in lockstep (None: each decodes by itself): it combines their ``busy`` before each step, and
-    a rank with nothing to do takes part in every step.
+    an idle rank takes part in every step.
 
-    ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those of which keys and values were
+    ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those whose keys and values were
     kept.
     """
 
@@ -73,15 +77,16 @@ class Engine(ABC):
         params: SamplingParams,
         seed: int,
         park: bool = False,
-        resume: int | None = None,
+        continue_from: int | None = None,
         media: Media = (),
     ) -> int:
-        """Queue a request and return its number. The response depends on ``seed``, not on its neighbours.
+        """Queue a request and return its number.
 
-        ``media`` are the images of the prompt.
+        Its response depends on ``seed``, not on its neighbours. ``media`` are the images of the prompt.
+
         With ``park`` keys and values of prompt and response are kept, while memory allows it and until the weights
-        change; ``Completion.parked`` is their handle. ``resume`` is the handle of tokens that the prompt begins with,
-        which are then not read again.
+        change; ``Completion.parked`` is their handle. ``continue_from`` is the handle of tokens that the prompt begins
+        with, which are then not read again.
         """
 
     @abstractmethod
@@ -90,19 +95,20 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """One forward pass: decode, or take in waiting requests."""
+        """Run one forward pass: decode, or read the prompts of waiting requests."""
 
     @abstractmethod
     def with_weights(self, weights: WeightSource) -> AbstractContextManager[None]:
-        """Inside, the engine may decode, with the weights of now, on each rank by itself or in lockstep."""
+        """Load the current weights; inside, ranks may decode, each by itself or in lockstep."""
 
     @abstractmethod
     def _drop_all(self) -> None:
         """Forget all requests."""
 
     def collect(self) -> dict[int, Completion]:
-        """Completions that ended since the last call, by request number."""
-        ended, self._ended = self._ended, {}
+        """Return completions that ended since the last call, by request number."""
+        ended = self._ended
+        self._ended = {}
         return ended
 
     def generate(
@@ -112,25 +118,24 @@ class Engine(ABC):
         seeds: Sequence[int],
         media: Sequence[Media] = (),
     ) -> list[Completion]:
-        """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]`` and has ``media[i]``."""
-        more: list[dict[str, Any]] = [{"media": of_prompt} for of_prompt in media] or [{}] * len(
-            prompts
-        )
-        numbers = {
-            i: self.submit(prompts[i], params, seeds[i], **more[i]) for i in self.order(prompts)
-        }
-        done: dict[int, Completion] = {}
+        """Sample a completion of each prompt, in their order; request i has ``seeds[i]`` and ``media[i]``."""
+        numbers: dict[int, int] = {}
+        for i in self.order(prompts):
+            images: dict[str, Any] = {"media": media[i]} if media else {}
+            numbers[i] = self.submit(prompts[i], params, seeds[i], **images)
+
+        completions: dict[int, Completion] = {}
         with progress_bar(len(prompts), "generation", enabled=self.show_progress) as bar:
             while self._has_work():
                 self.step()
                 ended = self.collect()
-                done |= ended
+                completions |= ended
                 bar.update(len(ended))
         self.stop()
-        return [done[numbers[i]] for i in range(len(prompts))]
+        return [completions[numbers[i]] for i in range(len(prompts))]
 
     def order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Indexes of prompts in the order in which they are submitted."""
+        """Indexes of prompts in the order of their submission."""
         return range(len(prompts))
 
     def _has_work(self) -> bool:
@@ -139,5 +144,5 @@ class Engine(ABC):
         return self._anywhere(self.busy)
 
     def _anywhere(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on a rank in lockstep with this one."""
+        """True if ``flag`` is true on this rank or one in lockstep with it."""
         return flag if self.any_rank is None else self.any_rank(flag)

@@ -1,4 +1,4 @@
-"""Generation with the actor's own Hugging Face module: its weights are read in place, nothing is copied."""
+"""Generation with the actor's own Hugging Face module, whose weights are read in place."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,31 +13,26 @@ from openppo.models.attention import LengthsError
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.requests import (
-    Queue,
-    Request,
-    free_memory,
-    longest,
-    padded_left,
-    prefill_tokens,
-    whole_images,
-)
+from openppo.rollout.memory import free_memory
+from openppo.rollout.prefill import padded_left, prefill_tokens, whole_images
+from openppo.rollout.request_queue import Queue
+from openppo.rollout.requests import Request, longest
 from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
-from openppo.types import Completion, SamplingParams, StopCheck
+from openppo.types import SamplingParams, StopCheck
 
-ROWS_ON_CPU, ROWS_ON_GPU = 64, 256
+ROWS_ON_CPU = 64
+ROWS_ON_GPU = 256
 
 
 class HFEngine(Engine):
     """``Engine`` over a causal language model of transformers.
 
-    Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or what ``rows_that_fit``
-    when decoding begins). Waiting requests take the places of those that have ended; equal prompts are read once. A
-    sampled id in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places, so it
-    may equal EOS.
+    Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or ``rows_that_fit`` when
+    decoding begins). Waiting requests take the rows of those that have ended; equal prompts are read once. A sampled id
+    in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places: it may be EOS.
 
-    ``any_rank`` is for partitioned weights that cannot be gathered. Else ``new_recorder`` may record decode steps.
+    ``any_rank`` is for partitioned weights that cannot be gathered; without it ``new_recorder`` can record steps.
     """
 
     def __init__(
@@ -58,9 +53,7 @@ class HFEngine(Engine):
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pad_token_id = pad_token_id
-        self.max_batch_size = max_batch_size or (
-            ROWS_ON_CPU if self._device.type == "cpu" else ROWS_ON_GPU
-        )
+        self.max_batch_size = max_batch_size or _default_rows(self._device)
         self.new_recorder = new_recorder
         self._sizes_itself = max_batch_size is None
         self._waiting = Queue()
@@ -78,7 +71,7 @@ class HFEngine(Engine):
         params: SamplingParams,
         seed: int,
         park: bool = False,
-        resume: int | None = None,
+        continue_from: int | None = None,
         media: Media = (),
     ) -> int:
         """Queue a request and return its number."""
@@ -92,7 +85,7 @@ class HFEngine(Engine):
             params,
             uniforms=uniforms,
             park=park,
-            resume=resume,
+            continue_from=continue_from,
             media=media,
         )
         self._waiting.append(request)
@@ -103,116 +96,129 @@ class HFEngine(Engine):
     def cancel(self, number: int) -> None:
         """Drop a request and free its row; nothing happens if it has ended."""
         self._waiting[:] = [request for request in self._waiting if request.number != number]
-        self._let_go([row for row, request in enumerate(self._running) if request.number == number])
+        rows = [row for row, request in enumerate(self._running) if request.number == number]
+        self._free_rows(rows)
 
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
-        """One forward pass: read waiting prompts, or decode one token per row, or run along."""
+        """Run one forward: read waiting prompts, decode one token per row, or take part in lockstep."""
         if self._cache is not None and self._cache.version != self.version:
-            self._read_anew()
-        if entering := self._admit():
+            self._reread_rows()
+
+        entering = self._admit()
+        if entering:
             self._prefill(entering)
         elif self._running:
             self._decode()
         else:
-            self.model(
-                input_ids=torch.tensor([[self.pad_token_id]], device=self._device), use_cache=False
-            )
-        if (
-            not self.busy
-            and self._cache is not None
-            and self._graphs is None
-            and not self._cache.prefixes
-        ):
-            self._cache = None  # nothing is under way, nor kept to be resumed, nor recorded
+            ids = torch.tensor([[self.pad_token_id]], device=self._device)
+            self.model(input_ids=ids, use_cache=False)
+
+        if self._cache is None or self.busy or self._graphs is not None:
+            return
+        if not self._cache.prefixes:
+            self._cache = None
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
-        """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
+        """Gather weights that ZeRO-3 partitions, unless ranks decode in lockstep."""
         with (
             weights.gathered(in_lockstep=self.any_rank is not None),
             _without_flash_attention(self.model),
         ):
-            self._read_anew()  # unless weights are where they were, what was recorded is of no use
+            self._reread_rows()  # graphs are dropped if weights have moved
             try:
                 yield
             finally:
-                self._read_anew()  # later: weights may change
-        if self._graphs is not None and not (
-            self._graphs.still_fit() and self._graphs.cache.is_small()
-        ):
-            self._cache = self._graphs = None  # memory is for other work now
+                self._reread_rows()  # weights may change afterwards
+
+        if self._graphs is not None:
+            stays = self._graphs.still_fit() and self._graphs.cache.is_small()
+            if not stays:
+                self._cache = self._graphs = None  # other work needs the memory
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
+            torch.cuda.empty_cache()  # blocks as large as the buffers do not fit other shapes
 
     def order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Longest first."""
+        """Indexes of prompts, longest first."""
         return sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
 
     def _drop_all(self) -> None:
-        self._waiting, self._running = Queue(), []
+        self._waiting = Queue()
+        self._running = []
         self._cache = self._graphs = None
 
-    def _read_anew(self) -> None:
-        """Drop all keys and values; rows under way are read again, prompt and response, and continue."""
+    def _reread_rows(self) -> None:
+        """Drop all keys and values; a prefill then reads running rows again."""
         self._accept(late=0)
         self._waiting[:0] = self._running
         self._running = []
         if self._graphs is not None and self._graphs.still_fit():
-            self._graphs.cache.clear(
-                self.version
-            )  # all it had is of old weights; its buffers are those of the graphs
+            # Only the contents are of old weights; graphs replay on the same buffers.
+            self._graphs.cache.clear(self.version)
         else:
             self._cache = self._graphs = None
 
     def _admit(self) -> list[Request]:
-        """Requests whose prompts are read next, taken from those that wait; none if too little room is free."""
+        """Take waiting requests whose prompts are read next; none if too few rows are free."""
         if self._cache is None:
             if not self._waiting:
                 return []
-            free = None
-            if self._sizes_itself:
-                free = free_memory(self._device) if self.free is None else self.free
-            limits = self.max_batch_size, free
-            self._cache = RowCache(
-                self.model, self.eos_token_ids, *limits, self.version, self.sampled_ids
-            )
+            self._cache = self._new_cache()
             self._cache.fit(longest(self._waiting))
+
         most = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(
             len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most=most
         )
 
+    def _new_cache(self) -> RowCache:
+        free = None
+        if self._sizes_itself:
+            free = free_memory(self._device) if self.free is None else self.free
+        return RowCache(
+            self.model,
+            self.eos_token_ids,
+            max_rows=self.max_batch_size,
+            free=free,
+            version=self.version,
+            sampled_ids=self.sampled_ids,
+        )
+
     def _prefill(self, requests: list[Request]) -> None:
-        """One forward over what is not kept of the prompts of ``requests``."""
-        assert self._cache is not None
+        """Run one forward over the unread tokens of ``requests``, and sample a token for each."""
+        cache = self._cache
+        assert cache is not None
         everyone = [*self._running, *requests, *self._waiting]
-        if self._cache.reserve(len(everyone), longest(everyone)):
+        if cache.reserve(len(everyone), longest(everyone)):
             self._graphs = None
         self.read_tokens += sum(len(request.known_ids) for request in requests)
         self.reused_tokens += sum(request.n_kept for request in requests)
-        kept = self._cache.prefixes.states(requests)
-        prompts, by_ids = list(kept), {request.known_ids: request.media for request in requests}
-        media = [by_ids[prompt] for prompt in prompts]
-        width = whole_images(
-            self.model, prompts, media, width=max(request.n_unread for request in requests)
-        )
-        where = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
-        ids, shifts = padded_left(self.model, prompts, media, width=width, where=where)
-        logits = self._cache.logits(self.model, ids, where)  # (prompts, V)
+
+        # Equal prompts are read once.
+        states = cache.prefixes.states(requests)
+        prompts = list(states)
+        media_of = {request.known_ids: request.media for request in requests}
+        media = [media_of[prompt] for prompt in prompts]
+        n_unread = max(request.n_unread for request in requests)
+        width = whole_images(self.model, prompts, media, width=n_unread)
+
+        inputs = cache.begin(list(map(len, prompts)), width, list(states.values()))
+        ids, shifts = padded_left(self.model, prompts, media, width=width, inputs=inputs)
+        logits = cache.logits(self.model, ids, inputs)  # (prompts, V)
+
         rows = [prompts.index(request.known_ids) for request in requests]
-        self._cache.enter(
-            rows, [len(request.known_ids) for request in requests], [shifts[row] for row in rows]
-        )
+        lengths = [len(request.known_ids) for request in requests]
+        cache.enter(rows, lengths, [shifts[row] for row in rows])
         self._running += requests
-        self._cache.on_device.enter(requests)
-        self._cache.on_device.sample(
-            logits[torch.tensor(rows, device=self._device)], requests, self.version
-        )
+
+        row_logits = logits[torch.tensor(rows, device=self._device)]
+        cache.on_device.enter(requests)
+        cache.on_device.sample(row_logits, requests, self.version)
         self._accept()
 
     def _decode(self) -> None:
-        """One forward over the last token of each row."""
+        """Run one forward over the last token of each row, and sample the next ones."""
         assert self._cache is not None
         logits = self._next_logits(self._cache)
         self._cache.window.end += 1
@@ -220,7 +226,7 @@ class HFEngine(Engine):
         self._accept()
 
     def _next_logits(self, cache: RowCache) -> Tensor:
-        """Logits (rows, V), from a recorded forward or a launched one."""
+        """Return logits (rows, V) of a recorded forward or a launched one."""
         try:
             if self.new_recorder is None:
                 return cache.logits(self.model, cache.on_device.last[:, None], cache.next_column())
@@ -235,42 +241,49 @@ class HFEngine(Engine):
             logger.warning("decode steps take a mask: %s", error)
             self.model.set_attn_implementation("sdpa")
             cache.window.by_lengths = False
-        return self._next_logits(cache)  # what the forward has written, the next writes again
+        return self._next_logits(cache)  # it overwrites the column of the forward that failed
 
     def _accept(self, late: int | None = None) -> None:
-        """Record the tokens that have arrived, and let ended rows go."""
-        for sampled in () if (cache := self._cache) is None else cache.on_device.arrived(late):
-            assert cache is not None
-            places = {request.number: row for row, request in enumerate(self._running)}
-            ended = sampled.record(places, self.decode)
-            for request, reason in ended:
-                parked, n_kept = None, len(request.known_ids) - 1
-                if request.park:
-                    parked = cache.prefixes.park(
-                        request, cache.park(places[request.number], n_kept)
-                    )
-                whole = request.token_ids, request.log_probs, request.versions
-                self._ended[request.number] = Completion(*whole, reason, parked)
-            self._let_go([places[request.number] for request, _ in ended])
+        """Record sampled tokens, but for the last ``late`` steps, and free rows that ended."""
+        cache = self._cache
+        if cache is None:
+            return
 
-    def _let_go(self, rows: list[int]) -> None:
-        """Free ``rows``; the last rows take their places."""
-        if rows:
-            assert self._cache is not None
-            moves = self._cache.leave(rows)
-            for source, target in moves:
-                self._running[target] = self._running[source]
-            del self._running[len(self._running) - len(rows) :]
-            self._cache.on_device.leave(moves, len(self._running))
+        for sampled in cache.on_device.arrived(late):
+            rows = {request.number: row for row, request in enumerate(self._running)}
+            ended = sampled.record(rows, self.decode)
+            for request, reason in ended:
+                parked = None
+                if request.park:
+                    states = cache.park(rows[request.number], len(request.known_ids) - 1)
+                    parked = cache.prefixes.park(request, states)
+                self._ended[request.number] = request.completion(reason, parked)
+            self._free_rows([rows[request.number] for request, _ in ended])
+
+    def _free_rows(self, rows: list[int]) -> None:
+        """Drop ``rows``; the last rows move to their places."""
+        if not rows:
+            return
+
+        assert self._cache is not None
+        moves = self._cache.leave(rows)
+        for source, target in moves:
+            self._running[target] = self._running[source]
+        del self._running[len(self._running) - len(rows) :]
+        self._cache.on_device.leave(moves, len(self._running))
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
 
+def _default_rows(device: torch.device) -> int:
+    return ROWS_ON_CPU if device.type == "cpu" else ROWS_ON_GPU
+
+
 @contextmanager
 def _without_flash_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, SDPA takes its place: it copies keys and values of padded rows in each step."""
+    """Replace flash attention, which copies keys and values of padded rows in each step."""
     chosen = model.config._attn_implementation
     if chosen == "flash_attention_2":
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")

@@ -23,29 +23,41 @@ class FrozenPolicy:
     """The model of ``--pretrain`` with its tokenizer; ``load`` makes its engine."""
 
     def __init__(self, options: PromptsConfig | ServeAgentConfig) -> None:
-        """Check what can be checked without weights; ``ValueError`` names the flag to change."""
-        self.pretrain, trust = options.pretrain, options.trust_remote_code
+        """Check options and tokenizer, before weights are loaded; ``ValueError`` names the flag to change."""
+        trust = options.trust_remote_code
+        self.pretrain = options.pretrain
         self.loading = {
             "bf16": options.bf16,
             "flash_attn": options.flash_attn,
             "trust_remote_code": trust,
         }
+
         self.config = check_model(self.pretrain, "--pretrain", trust)
         self.context = context_length(self.config)
         check_cache(self.config)
         attention_implementation(options.flash_attn, options.bf16)
-        given = parse_template_kwargs(options.chat_template_kwargs), options.chat_template
-        self.tokenizer = load_tokenizer(self.pretrain, "--pretrain", None, trust, *given)
+        self.tokenizer = load_tokenizer(
+            self.pretrain,
+            "--pretrain",
+            trust_remote_code=trust,
+            template_kwargs=parse_template_kwargs(options.chat_template_kwargs),
+            chat_template=options.chat_template,
+        )
 
     def load(
         self, prepare: Callable[[Actor], object], max_batch_size: int | None = None, **engine: Any
     ) -> None:
-        """Load the weights; ``prepare`` moves them to this rank's device, ``engine`` are more options of the engine."""
+        """Load the weights and make the engine, with further options ``engine``.
+
+        ``prepare`` moves the weights to this rank's device.
+        """
         with model_error_context("--pretrain", self.pretrain):
             self.actor = Actor(self.pretrain, **self.loading)
         prepare(self.actor)
+
         model: Any = self.actor.model
-        self.eos_token_ids, pad = eos_token_ids(model, self.tokenizer), pad_token_id(self.tokenizer)
+        self.eos_token_ids = eos_token_ids(model, self.tokenizer)
+        pad = pad_token_id(self.tokenizer)
         self.engine = HFEngine(
             model, self.eos_token_ids, pad, max_batch_size=max_batch_size, **engine
         )

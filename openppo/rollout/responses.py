@@ -1,51 +1,45 @@
-"""Single responses, sampled one by one through a driver."""
+"""Single responses that a driver samples."""
 
 import asyncio
-from itertools import product
 
-from openppo.rollout.rollout import (
-    SampleFailed,
-    SampleRequest,
-    SamplerParts,
-    make_trajectory,
-    rank_share,
-    sample_seed,
-)
+from openppo.rollout.engine_sampler import make_trajectory, rank_share
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SampleFailed, SamplerParts
+from openppo.rollout.seeds import sample_seed
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
 
 
 class ResponseSampler:
-    """One response to each sample of a prompt, also while requests of others are under way."""
+    """Sampler of single responses that shares a driver with other samplers."""
 
     def __init__(self, parts: SamplerParts) -> None:
         self.parts = parts
         self.driver = parts.own_driver()
 
-    def sample(self, asked: SampleRequest) -> list[Trajectory]:
-        """This rank's share, as ``sample_trajectories`` numbers it."""
-        mine, first_group = rank_share(asked.prompts, asked.first_group, self.parts.comm)
+    def sample(self, request: SampleRequest) -> list[Trajectory]:
+        """Sample this rank's share, with the numbers of ``sample_trajectories``."""
+        samples = self.driver.drive(self._sample_all(request), leave=self.parts.leave)
+        return [trajectory for parts in samples for trajectory in parts]
 
-        async def one(group: int, prompt: Prompt, sample: int) -> list[Trajectory]:
-            seed = sample_seed(asked.seed, group * asked.n_samples + sample)
-            return await self.sample_one(
-                prompt, asked.params, seed, env_seed=0, group=group, metrics=asked.metrics
-            )
+    async def _sample_all(self, request: SampleRequest) -> list[list[Trajectory]]:
+        prompts, first_group = rank_share(request.prompts, request.first_group, self.parts.comm)
+        with self.driver.hold():
+            work = [
+                asyncio.ensure_future(self._sample_numbered(request, prompt, group, sample=sample))
+                for group, prompt in enumerate(prompts, first_group)
+                for sample in range(request.n_samples)
+            ]
+            await asyncio.sleep(0)
+        return await asyncio.gather(*work)
 
-        async def everything() -> list[list[Trajectory]]:
-            samples = product(enumerate(mine, first_group), range(asked.n_samples))
-            with self.driver.hold():  # in the order that an engine's ``generate`` gives them
-                work = [
-                    asyncio.ensure_future(one(*numbered, sample)) for numbered, sample in samples
-                ]
-                await asyncio.sleep(0)
-            return await asyncio.gather(*work)
-
-        return [
-            trajectory
-            for parts in self.driver.drive(everything(), leave=self.parts.leave)
-            for trajectory in parts
-        ]
+    async def _sample_numbered(
+        self, request: SampleRequest, prompt: Prompt, group: int, sample: int
+    ) -> list[Trajectory]:
+        seed = sample_seed(request.seed, group * request.n_samples + sample)
+        return await self.sample_one(
+            prompt, request.params, seed, env_seed=0, group=group, metrics=request.metrics
+        )
 
     async def start(self) -> None:
         """Nothing to do."""
@@ -62,7 +56,7 @@ class ResponseSampler:
         group: int,
         metrics: Metrics,
     ) -> list[Trajectory]:
-        """One response; ``SampleFailed`` if the engine cannot read the prompt."""
+        """Sample one response; ``SampleFailed`` if the engine cannot read the prompt."""
         try:
             completion = await self.driver.generate(
                 prompt.token_ids, params, seed, park=False, media=prompt.media

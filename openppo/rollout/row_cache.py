@@ -1,7 +1,7 @@
 """Keys and values of rows that are decoded together, in buffers that are written in place.
 
-Rows come and go: all of them end at the same column, and each begins where its prompt does. So a decode step writes
-one column, and prompts are read into the rows behind those that are decoded, padded on the left.
+All rows end at the same column, and each begins where its prompt does. So a decode step writes one column, and a
+prefill writes prompts, padded on the left, into the rows behind those that are decoded.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,22 +20,26 @@ from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.models.size import cache_elements
 from openppo.rollout.device_rows import DeviceRows
-from openppo.rollout.requests import Prefixes, States, free_memory, reads_whole
+from openppo.rollout.memory import free_memory
+from openppo.rollout.prefill import reads_whole
+from openppo.rollout.prefixes import Prefixes, States
 
 SLACK_COLUMNS = 64
-"""Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
-_SHARE_FOR_ROWS = 0.5  # of free memory
-_SHARE_TO_KEEP = 0.125  # of free memory, between rollouts
+"""Columns beyond the longest row, one for each decode step before rows must move back."""
+_SHARE_FOR_ROWS = 0.5
+"""Share of free memory for the rows of a rollout."""
+_SHARE_TO_KEEP = 0.125
+"""Share of free memory that buffers may keep between rollouts."""
 
 
 @dataclass
 class _Window:
-    """What all layers share: ``n_rows`` rows lie in columns ``start`` to ``end``, the last not included.
+    """Place of the rows in all layers: ``n_rows`` rows in columns ``start`` to ``end`` (excluded).
 
     A forward sees ``rows`` and ``columns`` of the buffers, which have the ``shape`` (rows, columns), and writes the
-    columns ``new``. With ``fixed`` layers see the first rows and columns, so many, and write where the tensor says:
-    (1,) int64 on the buffers' device, so that a forward that is recorded works for other columns too. For attention
-    ``by_lengths`` columns come before heads in memory, and decode steps see all of them.
+    columns ``new``. ``fixed`` is (number of rows, number of columns, column): layers see the first rows and columns,
+    and write the column of the tensor, (1,) int64 on the buffers' device, so that a recorded forward works for other
+    columns too. For attention ``by_lengths`` columns come before heads in memory, and decode steps see all of them.
     """
 
     n_rows: int = 0
@@ -49,25 +53,26 @@ class _Window:
     by_lengths: bool = False
 
     def buffer(self, tensor: Tensor) -> Tensor:
-        """A copy (rows, heads, columns, width) with room for all rows and columns, and zeros there.
+        """Return a copy (rows, heads, columns, width) of the window's shape, with zeros in the new room.
 
-        Zeros, since what is masked must be finite: 0 x NaN is NaN.
+        Masked values must be finite, since 0 x NaN is NaN.
         """
-        (n_rows, n_columns) = self.shape
+        n_rows, n_columns = self.shape
         heads = tensor.shape[1]
         width = tensor.shape[3]
         if self.by_lengths:
-            made = tensor.new_zeros((n_rows, n_columns, heads, width)).transpose(1, 2)
+            buffer = tensor.new_zeros((n_rows, n_columns, heads, width)).transpose(1, 2)
         else:
-            made = tensor.new_zeros((n_rows, heads, n_columns, width))
+            buffer = tensor.new_zeros((n_rows, heads, n_columns, width))
+
         rows = tensor[:n_rows]
         if len(rows) > 0:
-            made[: len(rows), :, : rows.shape[2]] = rows
-        return made
+            buffer[: len(rows), :, : rows.shape[2]] = rows
+        return buffer
 
 
 class _Layer(DynamicLayer):
-    """The part of a cache that transformers' attention layers see."""
+    """One layer of the cache, with the interface of transformers' attention layers."""
 
     keys: Any
     values: Any
@@ -79,18 +84,18 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new columns; returns all columns that the forward sees, (rows, heads, columns, width) each."""
+        """Write the new columns; return all columns that the forward sees, (rows, heads, columns, width) each."""
         if self.window.fixed is not None:
             n_rows, n_columns, column = self.window.fixed
             self.keys[:n_rows].index_copy_(2, column, key_states)
             self.values[:n_rows].index_copy_(2, column, value_states)
             return self.keys[:n_rows, :, :n_columns], self.values[:n_rows, :, :n_columns]
+
         if not self.is_initialized:
-            self.keys, self.values = (
-                self.window.buffer(key_states[:0]),
-                self.window.buffer(value_states[:0]),
-            )
+            self.keys = self.window.buffer(key_states[:0])
+            self.values = self.window.buffer(value_states[:0])
             self.is_initialized = True
+
         rows = self.window.rows
         columns = self.window.columns
         new = self.window.new
@@ -99,7 +104,7 @@ class _Layer(DynamicLayer):
         return self.keys[rows, :, columns], self.values[rows, :, columns]
 
     def get_seq_length(self) -> int:
-        """Columns before those that are being written; of a fixed shape, before the last."""
+        """Number of columns before the new ones; for a fixed shape, before the last."""
         window = self.window
         if window.fixed is not None:
             return window.fixed[1] - 1
@@ -107,12 +112,12 @@ class _Layer(DynamicLayer):
 
 
 class RowCache(Cache):
-    """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become.
+    """Keys and values of the rows that are decoded; ``reserve`` makes room for more.
 
     All are of weights of one ``version``. ``starts`` are the first columns of the rows, and ``shifts`` are how far
-    their tokens' positions are above their places, since images may take fewer. There are ``max_rows`` at most; with
-    ``free`` bytes of memory what fits into half of them. ``prefixes`` are kept of rows that have left, and
-    ``on_device`` has what sampling needs of those that are here.
+    their tokens' positions are above their places, since images may take fewer positions. There are ``max_rows`` at
+    most; with ``free`` bytes of memory, as many as fit into half of them. ``prefixes`` keeps states of ended rows, and
+    ``on_device`` has the inputs of sampling of the current ones.
     """
 
     layers: list[Any]
@@ -140,14 +145,15 @@ class RowCache(Cache):
         self.window = _Window(by_lengths=model.config._attn_implementation == BY_LENGTHS)
         n_layers = model.config.get_text_config().num_hidden_layers
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
-        self.starts, self.shifts = list[int](), list[int]()
-        self._device_starts: Tensor | None = (
-            None  # both, (2, rows), once they are needed; None: other ones
-        )
+        self.starts: list[int] = []
+        self.shifts: list[int] = []
+        self._device_starts: Tensor | None = None
+        """Copy of both, (2, rows); None after a change."""
 
     def clear(self, version: int) -> None:
-        """Empty the buffers, for weights of another ``version``; nothing that was kept is known any more."""
-        self.version, self.prefixes = version, Prefixes(self.device, self.prefixes.reads_whole)
+        """Drop all rows and kept prefixes, for weights of another ``version``; the buffers stay."""
+        self.version = version
+        self.prefixes = Prefixes(self.device, self.prefixes.reads_whole)
         self.on_device = DeviceRows(self.device, self.on_device.eos_token_ids)
         self.starts = []
         self.shifts = []
@@ -155,74 +161,86 @@ class RowCache(Cache):
         self.window.n_rows = self.window.start = self.window.end = 0
 
     def is_small(self) -> bool:
-        """Whether its buffers may stay while other work needs memory; on CPUs they may."""
-        n_bytes = sum(
-            layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized
-        )
+        """True if the buffers may stay while other work needs memory; always on CPUs."""
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         free = free_memory(self.device)
         return free is None or n_bytes <= _SHARE_TO_KEEP * free
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns there is room for."""
+        """Rows and columns of the buffers."""
         return self.window.shape
 
     def fit(self, length: int) -> None:
-        """Lower ``max_rows`` to what memory has room for, if rows become this long."""
-        if self.free is not None:
-            row = self._columns_for(length) * cache_elements(self.config) * self.dtype.itemsize
-            self.max_rows = rows_that_fit(self.free, row, self.max_rows)
+        """Lower ``max_rows`` to the rows of ``length`` tokens that fit into memory."""
+        if self.free is None:
+            return
+
+        row_bytes = self._columns_for(length) * cache_elements(self.config) * self.dtype.itemsize
+        self.max_rows = rows_that_fit(self.free, row_bytes, self.max_rows)
 
     def reserve(self, n_rows: int, length: int) -> bool:
-        """Make room for so many rows of so many tokens; what is there stays. Returns whether that took new buffers."""
-        rows, columns = self.shape
-        wanted = n_rows if rows == 0 else rows if n_rows <= rows else max(n_rows, 2 * rows)
-        shape = min(self.max_rows, wanted), self._columns_for(length)
-        if shape[0] <= rows and shape[1] == columns:
+        """Make room for ``n_rows`` rows of ``length`` tokens; return True if buffers are new."""
+        old_rows, old_columns = self.shape
+        wanted_rows = old_rows if n_rows <= old_rows else max(n_rows, 2 * old_rows)
+        rows = min(self.max_rows, wanted_rows)
+        columns = self._columns_for(length)
+        if rows <= old_rows and columns == old_columns:
             return False
-        self.window.shape = shape
+
+        self.window.shape = rows, columns
         for layer in self.layers:
             if layer.is_initialized:
-                layer.keys, layer.values = (
-                    self.window.buffer(layer.keys),
-                    self.window.buffer(layer.values),
-                )
+                layer.keys = self.window.buffer(layer.keys)
+                layer.values = self.window.buffer(layer.values)
         return True
 
     def begin(self, lengths: Sequence[int], n_new: int, kept: Sequence[States]) -> dict[str, Any]:
-        """For a forward over the last ``n_new`` places of prompts of these ``lengths``, padded on the left.
+        """Return inputs of a forward over the last ``n_new`` places of left-padded prompts.
 
-        ``kept`` are states of each prompt's first tokens, of all that lie before those places at least: where a prompt
-        has more, they are computed again in place of padding, so that each row is in one piece. Returns inputs: a bool
+        ``kept`` are states of each prompt's first tokens, at least of those before these places. Where a prompt has
+        more, the forward computes them again in place of padding, so that each row is in one piece. Inputs are a bool
         mask (prompts, longest length) and position ids (prompts, n_new).
         """
         window = self.window
         width = max(lengths)
-        first = self.window.n_rows
         if width > window.end:
             self._move(width - window.end)
+        first = window.n_rows
         end = window.end
-        window.rows, window.columns = slice(first, first + len(lengths)), slice(end - width, end)
+        window.rows = slice(first, first + len(lengths))
+        window.columns = slice(end - width, end)
         window.new = slice(end - n_new, end)
+
         for row, length, states in zip(count(first), lengths, kept, strict=False):
-            for layer, (keys, values) in zip(self.layers if states else (), states, strict=True):
-                columns = slice(end - length, end - length + keys.shape[1])
-                layer.keys[row, :, columns], layer.values[row, :, columns] = keys, values
+            if states:
+                self._write(row, end - length, states)
+
         starts = torch.tensor([[width - length] for length in lengths], device=self.device)
         places = torch.arange(width, device=self.device) - starts  # (prompts, width)
         positions = places[:, -n_new:].clamp(min=0)
         return {"attention_mask": places >= 0, "position_ids": positions, "past_key_values": self}
 
+    def _write(self, row: int, start: int, states: States) -> None:
+        """Copy ``states`` into ``row``, from column ``start`` on."""
+        for layer, (keys, values) in zip(self.layers, states, strict=True):
+            columns = slice(start, start + keys.shape[1])
+            layer.keys[row, :, columns] = keys
+            layer.values[row, :, columns] = values
+
     def enter(self, rows: Sequence[int], lengths: Sequence[int], shifts: Sequence[int]) -> None:
         """Add rows: ``rows`` of the prompts that the last forward read, with ``lengths`` tokens and ``shifts``."""
         window = self.window
-        first = self.window.n_rows
-        columns = self.window.columns
+        first = window.n_rows
         if list(rows) != list(range(len(rows))):
-            indices = torch.tensor(rows, device=self.device) + first
+            entering = slice(first, first + len(rows))
+            sources = torch.tensor(rows, device=self.device) + first
+            columns = window.columns
             for layer in self.layers:
-                for kept in (layer.keys, layer.values):
-                    kept[first : first + len(rows), :, columns] = kept[indices, :, columns]
+                for buffer in (layer.keys, layer.values):
+                    buffer[entering, :, columns] = buffer[sources, :, columns]
+
         self.starts += [window.end - length for length in lengths]
         self.shifts += shifts
         self._device_starts = None
@@ -230,52 +248,61 @@ class RowCache(Cache):
         window.start = min(self.starts)
 
     def park(self, row: int, length: int) -> States:
-        """A copy of keys and values of a row's first ``length`` tokens."""
+        """Return a copy of keys and values of a row's first ``length`` tokens."""
         columns = slice(self.starts[row], self.starts[row] + length)
-        return [
-            (layer.keys[row, :, columns].clone(), layer.values[row, :, columns].clone())
-            for layer in self.layers
-        ]
+        states: States = []
+        for layer in self.layers:
+            keys = layer.keys[row, :, columns].clone()
+            values = layer.values[row, :, columns].clone()
+            states.append((keys, values))
+        return states
 
-    def leave(self, gone: Sequence[int]) -> list[tuple[int, int]]:
-        """Drop rows; the last rows take their places. Returns (from, to) of those that moved."""
-        n_left = self.window.n_rows - len(gone)
-        dropped = set(gone)
-        sources = [row for row in range(n_left, self.window.n_rows) if row not in dropped]
-        moves = list(zip(sources, sorted(row for row in gone if row < n_left), strict=True))
-        columns = slice(self.window.start, self.window.end)
+    def leave(self, ended: Sequence[int]) -> list[tuple[int, int]]:
+        """Drop rows; the last rows take their places. Return (from, to) of those that moved."""
+        window = self.window
+        n_left = window.n_rows - len(ended)
+        dropped = set(ended)
+        sources = [row for row in range(n_left, window.n_rows) if row not in dropped]
+        targets = sorted(row for row in ended if row < n_left)
+        moves = list(zip(sources, targets, strict=True))
+
+        columns = slice(window.start, window.end)
         for source, target in moves:
             for layer in self.layers:
                 layer.keys[target, :, columns] = layer.keys[source, :, columns]
                 layer.values[target, :, columns] = layer.values[source, :, columns]
-            self.starts[target], self.shifts[target] = self.starts[source], self.shifts[source]
-        del self.starts[n_left:], self.shifts[n_left:]
+            self.starts[target] = self.starts[source]
+            self.shifts[target] = self.shifts[source]
+
+        del self.starts[n_left:]
+        del self.shifts[n_left:]
         self._device_starts = None
-        self.window.n_rows = n_left
+        window.n_rows = n_left
         if n_left == 0:
-            self.window.end = 0
-        self.window.start = min(self.starts, default=0)
+            window.end = 0
+        window.start = min(self.starts, default=0)
         return moves
 
     def next_column(self) -> dict[str, Any]:
-        """Inputs of a forward over each row's next token, but for the tokens."""
+        """Return inputs of a forward over each row's next token, except the tokens."""
         self.make_room()
         window = self.window
-        seen, window.new = slice(window.start, window.end + 1), slice(window.end, window.end + 1)
-        window.rows, window.columns = (
-            slice(window.n_rows),
-            slice(0, self.shape[1]) if window.by_lengths else seen,
-        )
+        seen = slice(window.start, window.end + 1)
+        window.rows = slice(window.n_rows)
+        window.columns = slice(0, self.shape[1]) if window.by_lengths else seen
+        window.new = slice(window.end, window.end + 1)
+
         starts, shifts = self.device_starts()
         return self.inputs(starts, shifts, window.end, columns=seen)
 
     def inputs(
         self, starts: Tensor, shifts: Tensor, column: Tensor | int, columns: slice
     ) -> dict[str, Any]:
-        """Inputs of a forward over a token per row in ``column``, the last of ``columns`` that any row sees.
+        """Return inputs of a forward over one token per row, in ``column``.
 
-        Position ids (rows, 1), and a bool mask (rows, columns) or int32 where each row begins in the flat buffers of
-        (rows x columns), and how long it is.
+        Rows see ``columns``, of which it is the last. Inputs are position ids (rows, 1) and a bool mask (rows,
+        columns); for attention by lengths, int32 offsets of the rows in the flat buffers of (rows x columns), and
+        lengths of the rows.
         """
         inputs: dict[str, Any] = {
             "position_ids": (column - starts + shifts)[:, None],
@@ -283,57 +310,66 @@ class RowCache(Cache):
         }
         if not self.window.by_lengths:
             places = torch.arange(columns.start, columns.stop, device=self.device)
-            return inputs | {"attention_mask": (places >= starts[:, None]) & (places <= column)}
+            inputs["attention_mask"] = (places >= starts[:, None]) & (places <= column)
+            return inputs
+
         rows = torch.arange(len(starts) + 1, dtype=torch.int32, device=self.device)
-        inputs |= {
-            "cu_seq_lens_q": rows,
-            "cu_seq_lens_k": rows * self.shape[1] + pad(starts, (0, 1)).int(),
-        }
-        inputs |= {"max_length_q": 1, "max_length_k": columns.stop - columns.start}
-        return inputs | {
-            "seqused_k": (column + 1 - starts).int(),
-            "attention_mask": finished_mask(self.device),
-        }
+        inputs["cu_seq_lens_q"] = rows
+        inputs["cu_seq_lens_k"] = rows * self.shape[1] + pad(starts, (0, 1)).int()
+        inputs["max_length_q"] = 1
+        inputs["max_length_k"] = columns.stop - columns.start
+        inputs["seqused_k"] = (column + 1 - starts).int()
+        inputs["attention_mask"] = finished_mask(self.device)
+        return inputs
 
     def logits(self, model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Logits (rows, V) after ``ids`` (rows, n_new), for ``inputs`` beside them."""
+        """Run ``model`` on ``ids`` (rows, n_new) with ``inputs``; return the next tokens' logits (rows, V)."""
         return self.sampled_ids.mask(next_logits(model, self.head, input_ids=ids, **inputs))
 
     def device_starts(self) -> Tensor:
-        """``starts`` and ``shifts`` (2, rows) on the device; copied there when rows have changed."""
+        """Return ``starts`` and ``shifts`` (2, rows) on the device, copied if rows have changed."""
         if self._device_starts is None:
             self._device_starts = torch.tensor([self.starts, self.shifts], device=self.device)
         return self._device_starts
 
     def make_room(self) -> None:
-        """Have a free column at ``window.end``."""
+        """Move rows to the left if ``window.end`` is not a free column."""
         if self.window.end == self.shape[1]:
             self._move(-self.window.start)
         assert self.window.end < self.shape[1], "a row is longer than was reserved"
 
     def _columns_for(self, length: int) -> int:
-        """Columns of buffers for rows of so many tokens; at least a quarter more than now where they must grow."""
+        """Columns of buffers for rows of ``length`` tokens; buffers grow by at least a quarter."""
         columns = self.shape[1]
-        return columns if length < columns else max(length + SLACK_COLUMNS, columns * 5 // 4)
+        if length < columns:
+            return columns
+        return max(length + SLACK_COLUMNS, columns * 5 // 4)
 
     def _move(self, columns: int) -> None:
         """Shift all rows to the right, or with negative ``columns`` to the left."""
         window = self.window
-        old, new = (
-            slice(window.start, window.end),
-            slice(window.start + columns, window.end + columns),
-        )
-        for layer in self.layers if window.n_rows > 0 else ():
-            for buffer in (layer.keys, layer.values):
-                buffer[: window.n_rows, :, new] = buffer[: window.n_rows, :, old].clone()
-        window.start, window.end = new.start, new.stop
-        self.starts, self._device_starts = [start + columns for start in self.starts], None
+        old = slice(window.start, window.end)
+        new = slice(window.start + columns, window.end + columns)
+        if window.n_rows > 0:
+            for layer in self.layers:
+                for buffer in (layer.keys, layer.values):
+                    rows = buffer[: window.n_rows]
+                    rows[:, :, new] = rows[:, :, old].clone()
+
+        window.start = new.start
+        window.end = new.stop
+        self.starts = [start + columns for start in self.starts]
+        self._device_starts = None
 
 
 def rows_that_fit(free: int, row: int, most: int) -> int:
-    """Rows of ``row`` bytes for which half of ``free`` bytes is enough, at most ``most``; eights of them beyond 8.
+    """Number of rows of ``row`` bytes that fit into half of ``free`` bytes, from 1 to ``most``.
 
-    Eights, so that a small difference in free memory does not change how samples are batched.
+    Above 8 it is rounded down to a multiple of 8, unless it is ``most``: a small difference in free memory then does
+    not change how samples are batched.
     """
-    rows = max(1, min(most, int(_SHARE_FOR_ROWS * free) // row))
-    return rows if rows < 8 or rows == most else rows - rows % 8
+    rows = int(_SHARE_FOR_ROWS * free) // row
+    rows = max(1, min(most, rows))
+    if rows < 8 or rows == most:
+        return rows
+    return rows - rows % 8

@@ -1,4 +1,4 @@
-"""Several tasks in one run: what each is, its part of the run, and one sampler for all of them."""
+"""Several tasks in one run: their options, their progress, and a sampler for all of them."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from openppo.config import TrainPPOConfig
 from openppo.rollout.failures import FailureCount
 from openppo.rollout.responses import ResponseSampler
-from openppo.rollout.rollout import SampleRequest, SamplerMaker, SamplerParts, SingleSampler
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import Players, SamplerParts, SingleSampler
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams, Trajectory
@@ -19,16 +20,17 @@ from openppo.types import Prompt, SamplingParams, Trajectory
 
 @dataclass(frozen=True)
 class RunTask:
-    """A task of a run: ``config`` are the run's options with the task's own, ``maker`` plays its episodes.
+    """A task of a run.
 
-    ``ratio`` is its share of the trained episodes, ``max_concurrent`` bounds its episodes under way on all ranks, and a
-    failed episode is played again ``retries`` times. A run without tasks is one without a name. ``fields`` are what a
-    program has registered it with.
+    ``config`` are the run's options with the task's own, ``players`` make its sampler. ``ratio`` is its share of the
+    trained episodes, ``max_concurrent`` bounds its running episodes on all ranks, and a failed episode is played again
+    up to ``retries`` times. A run without tasks has one with an empty name. ``fields`` are those with which a program
+    has registered it.
     """
 
     name: str
     config: TrainPPOConfig
-    maker: SamplerMaker | None = None
+    players: Players | None = None
     ratio: float = 1.0
     max_concurrent: int | None = None
     retries: int = 2
@@ -36,19 +38,19 @@ class RunTask:
 
     @property
     def has_rewards(self) -> bool:
-        """Whether sources of rewards score its episodes."""
+        """True if sources of rewards score its episodes."""
         return bool(self.config.rewards.names())
 
     @property
-    def share(self) -> "TaskShare":
-        """Its part of a run that begins."""
-        return TaskShare(self.ratio, self.config.ppo.n_samples_per_prompt, self.max_concurrent)
+    def progress(self) -> "TaskProgress":
+        """Progress of the task when a run begins."""
+        return TaskProgress(self.ratio, self.config.ppo.n_samples_per_prompt, self.max_concurrent)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """``ValueError`` for prompts that cannot be played."""
+        """Raise ``ValueError`` for prompts that cannot be played."""
         with self.named():
-            if self.maker is not None:
-                self.maker.check_prompts(prompts)
+            if self.players is not None:
+                self.players.check_prompts(prompts)
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -56,16 +58,18 @@ class RunTask:
         try:
             yield
         except ValueError as error:
-            raise ValueError(f"task {self.name}: {error}" if self.name else str(error)) from error
+            message = f"task {self.name}: {error}" if self.name else str(error)
+            raise ValueError(message) from error
 
 
 @dataclass(eq=False)
-class TaskShare:
-    """A task's part of a run. ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1.
+class TaskProgress:
+    """Progress of a task.
 
-    ``max_concurrent`` bounds its episodes under way. Groups ``begun``, ``running`` and ``failed``, with
-    ``failures`` in a row; ``accepted`` episodes; ``counted`` are the same, less what its ratios so far would have given
-    it. ``rewards`` and ``seconds`` are sums over those that have ``ended``, also if they were too old.
+    ``ratio`` is its share of accepted episodes; the ratios of all tasks sum to 1. ``max_concurrent`` bounds its running
+    episodes. ``begun``, ``running`` and ``failed`` count groups, ``failures`` those that failed in a row. ``accepted``
+    counts episodes; ``counted`` is that count, less the episodes that its earlier ratios entitled it to. ``rewards``
+    and ``seconds`` are sums over episodes that have ``ended``, also if they were too old to train on.
     """
 
     ratio: float
@@ -84,139 +88,156 @@ class TaskShare:
 
     @property
     def mean_seconds(self) -> float | None:
-        """What a group takes; None while none has ended."""
+        """Mean duration of a group; None before the first has ended."""
         return self.seconds / self.ended if self.ended else None
 
     def progress(self, total: int) -> dict[str, float]:
-        """The ratio wanted, the share reached of ``total`` accepted episodes, and other counts."""
-        counts = {
+        """Return the ratio, the share reached of ``total`` accepted episodes, and further numbers."""
+        return {
+            "ratio": self.ratio,
+            "share": self.accepted / max(1, total),
             "accepted_episodes": self.accepted,
             "running_groups": self.running,
             "failed_groups": self.failed,
+            "group_s": self.mean_seconds or 0.0,
         }
-        reached = {"ratio": self.ratio, "share": self.accepted / max(1, total)}
-        return {**reached, **counts, "group_s": self.mean_seconds or 0.0}
 
     @property
     def has_room(self) -> bool:
-        """Whether another group may begin."""
-        most = self.max_concurrent
-        fits = most is None or (self.running + 1) * self.group_size <= max(most, self.group_size)
-        return fits and self.ratio > 0 and not self.is_left_out
+        """True if another group may begin."""
+        if self.ratio <= 0 or self.is_left_out:
+            return False
+        if self.max_concurrent is None:
+            return True
+        n_episodes = (self.running + 1) * self.group_size
+        return n_episodes <= max(self.max_concurrent, self.group_size)
 
 
-Ratios = Callable[[Mapping[str, TaskShare]], Mapping[str, float]]
-"""New ratios, in any unit, of the tasks that are played; called once per global step."""
+Ratios = Callable[[Mapping[str, TaskProgress]], Mapping[str, float]]
+"""Function of the tasks that are played to their new ratios, in any unit, called once per step."""
 
 
-def by_success(shares: Mapping[str, TaskShare]) -> dict[str, float]:
-    """More of what succeeds less: 1 less the mean reward, of a reward from 0 to 1, and 0.1 at least."""
-    return {
-        name: max(0.1, 1 - share.rewards / max(1, share.ended)) for name, share in shares.items()
-    }
+def by_success(tasks: Mapping[str, TaskProgress]) -> dict[str, float]:
+    """Prefer tasks with little reward.
+
+    The ratio is 1 less the mean reward, of rewards from 0 to 1, and at least 0.1.
+    """
+    ratios: dict[str, float] = {}
+    for name, task in tasks.items():
+        mean_reward = task.rewards / max(1, task.ended)
+        ratios[name] = max(0.1, 1 - mean_reward)
+    return ratios
 
 
-def by_speed(shares: Mapping[str, TaskShare]) -> dict[str, float]:
-    """More of what takes less time: episodes per second; before the first has ended all are alike."""
-    known = [share.mean_seconds for share in shares.values() if share.mean_seconds is not None]
+def by_speed(tasks: Mapping[str, TaskProgress]) -> dict[str, float]:
+    """Prefer fast tasks: the ratio is episodes per second, their mean before the first has ended."""
+    known = [task.mean_seconds for task in tasks.values() if task.mean_seconds is not None]
     usual = sum(known) / len(known) if known else 1.0
-    return {name: 1 / max(1e-3, share.mean_seconds or usual) for name, share in shares.items()}
+    return {name: 1 / max(1e-3, task.mean_seconds or usual) for name, task in tasks.items()}
 
 
 RATIOS: dict[str, Ratios] = {"success": by_success, "speed": by_speed}
-"""Values of ``--task_ratios`` besides a function of one's own."""
-
+"""Values of ``--task_ratios`` besides functions of the user."""
 
 Newcomer = Callable[[Mapping[str, Any]], tuple[RunTask, list[Prompt]]]
-"""Makes a task and its prompts of the fields that a program registers; ``ValueError`` says what is wrong."""
+"""Function of the fields that a program registers to a task and its prompts."""
 
 
 def no_newcomer(fields: Mapping[str, Any]) -> tuple[RunTask, list[Prompt]]:
-    """Refuse."""
+    """Refuse a task that a program registers."""
     raise ValueError("this run takes no other tasks.")
 
 
 class TaskControl(Protocol):
-    """What can be asked of the tasks of a run, and changed, on any thread."""
+    """Interface for watching and changing the tasks of a run, from any thread."""
 
     def progress(self) -> dict[str, dict[str, float]]:
-        """What each task has come to."""
+        """Return the numbers of each task's progress."""
 
     def change(self, name: str, ratio: float | None, max_concurrent: int | None) -> None:
-        """Another ratio or limit of a task; ``KeyError`` if there is none of that name."""
+        """Set the ratio or limit of a task; ``KeyError`` if no task has that name."""
 
     def join(self, fields: dict[str, Any]) -> None:
-        """Another task of the ``fields`` of a ``TaskService``; ``ValueError`` says what is wrong."""
+        """Add a task with the ``fields`` of a ``TaskService``; ``ValueError`` names a wrong field."""
 
 
-class TaskMaker(SamplerMaker):
-    """Makes a sampler of several tasks; ``ratios``, if given, sets theirs anew at each step."""
+class TaskPlayers(Players):
+    """Factory of the sampler of several tasks; ``ratios`` may set their ratios at each step."""
 
     gives_rewards = True
     newcomer: Newcomer = staticmethod(no_newcomer)
 
     def __init__(self, tasks: Sequence[RunTask], ratios: Ratios | None = None) -> None:
-        self.tasks, self.ratios = tasks, ratios
+        self.tasks = tasks
+        self.ratios = ratios
 
     @classmethod
-    def of(cls, config: TrainPPOConfig, maker: SamplerMaker | None) -> "TaskMaker":
-        """``maker`` if it makes tasks, else one that plays it as the only one."""
-        return maker if isinstance(maker, cls) else cls([RunTask("", config, maker)])
+    def of(cls, config: TrainPPOConfig, players: Players | None) -> "TaskPlayers":
+        """Return ``players`` if they are ``TaskPlayers``, or make those of a single task."""
+        if isinstance(players, cls):
+            return players
+        return cls([RunTask("", config, players)])
 
     @property
     def are_named(self) -> bool:
-        """Whether the run has tasks with names, not only itself."""
+        """True if the run has named tasks, not only the single one without a name."""
         return bool(self.tasks[0].name)
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """``ValueError`` naming the task of what cannot work."""
+        """Raise ``ValueError``, with the task's name, for options that cannot work."""
         for task in self.tasks:
             with task.named():
-                if task.maker is not None:
-                    task.maker.check(tokenizer)
+                if task.players is not None:
+                    task.players.check(tokenizer)
 
     def serve(self, control: TaskControl) -> Callable[[], None]:
-        """Let others ask and change, on the trainers' first rank; what is returned ends it."""
+        """Publish ``control``, on the trainers' first rank; return the function that ends it."""
         return lambda: None
 
     def make(self, parts: SamplerParts) -> "TaskSampler":
-        """The sampler."""
+        """Make the sampler of all tasks, with one driver."""
         return TaskSampler(self.tasks, replace(parts, driver=parts.own_driver()))
 
 
 class TaskSampler:
-    """Each prompt is sampled by the sampler of its task. All share a driver."""
+    """Sampler that passes each prompt to the sampler of its task. All share a driver."""
 
     def __init__(self, tasks: Sequence[RunTask], parts: SamplerParts) -> None:
-        self.parts, self.driver = parts, parts.own_driver()
+        self.parts = parts
+        self.driver = parts.own_driver()
         self.params = {task.name: sampling_params(task.config.generation) for task in tasks}
-        self.samplers = {task.name: self._made(task) for task in tasks}
+        self.samplers = {task.name: self._new_sampler(task) for task in tasks}
 
-    def sample(self, asked: SampleRequest) -> list[Trajectory]:
-        """This rank's share, one task after the other, at the temperature of the request."""
-        sampled, first_group = list[Trajectory](), asked.first_group
+    def sample(self, request: SampleRequest) -> list[Trajectory]:
+        """Sample this rank's share, one task after the other, at the temperature of the request."""
+        trajectories: list[Trajectory] = []
+        first_group = request.first_group
         for name, sampler in list(self.samplers.items()):
-            if mine := [prompt for prompt in asked.prompts if prompt.task == name]:
-                own = replace(self.params[name], temperature=asked.params.temperature)
-                sampled += sampler.sample(
-                    asked._replace(prompts=mine, params=own, first_group=first_group)
-                )
-            first_group += len(mine)
-        return sampled
+            prompts = [prompt for prompt in request.prompts if prompt.task == name]
+            if not prompts:
+                continue
+
+            params = replace(self.params[name], temperature=request.params.temperature)
+            trajectories += sampler.sample(
+                request._replace(prompts=prompts, params=params, first_group=first_group)
+            )
+            first_group += len(prompts)
+        return trajectories
 
     async def start(self) -> None:
-        """Start all."""
+        """Start all samplers."""
         for sampler in self.samplers.values():
             await sampler.start()
 
     async def join(self, task: RunTask) -> None:
-        """Another task, from now on; it is not evaluated."""
+        """Add a task, which is not evaluated."""
         self.params[task.name] = sampling_params(task.config.generation)
-        self.samplers[task.name] = sampler = self._made(task)
+        sampler = self._new_sampler(task)
+        self.samplers[task.name] = sampler
         await sampler.start()
 
     async def end(self) -> None:
-        """End all."""
+        """End all samplers."""
         for sampler in self.samplers.values():
             await sampler.end()
 
@@ -229,18 +250,18 @@ class TaskSampler:
         group: int,
         metrics: Metrics,
     ) -> list[Trajectory]:
-        """The parts of one sample."""
+        """Return the parts of one sample."""
         return await self.samplers[prompt.task].sample_one(
             prompt, params, seed, env_seed=env_seed, group=group, metrics=metrics
         )
 
-    def _made(self, task: RunTask) -> SingleSampler:
-        own = replace(self.parts, has_rewards=task.has_rewards)
+    def _new_sampler(self, task: RunTask) -> SingleSampler:
+        parts = replace(self.parts, has_rewards=task.has_rewards)
         with task.named():
-            own.engine.sampled_ids.check_ends((), task.config.generation.stop_token_ids)
-        return ResponseSampler(own) if task.maker is None else task.maker.make(own)
+            parts.engine.sampled_ids.check_ends((), task.config.generation.stop_token_ids)
+        return ResponseSampler(parts) if task.players is None else task.players.make(parts)
 
     def close(self) -> None:
-        """End all, and the driver."""
+        """End all samplers and the driver."""
         asyncio.run_coroutine_threadsafe(self.end(), self.driver.loop).result()
         self.driver.close()

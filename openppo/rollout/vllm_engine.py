@@ -1,4 +1,4 @@
-"""Generation with vLLM inside the trainer's process: weights of its own, handed over before each rollout."""
+"""Generation with vLLM inside the trainer's process, on a copy of the weights."""
 
 import gc
 import importlib.util
@@ -22,12 +22,14 @@ from openppo.rollout.vllm_requests import VLLMRequests, add_request, masking
 from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_PROBE = 4  # tokens
+_PROBE = 4
+"""Tokens of the prompt whose greedy completion checks a sleep level."""
 _TOWER = "vision_tower.vision_model."
+"""Prefix of the weights of CLIP and SigLIP in vLLM, as in transformers before version 5."""
 
 
 def check_vllm() -> None:
-    """``ValueError`` if vLLM is not installed."""
+    """Raise ``ValueError`` if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "--rollout_engine vllm needs the package vllm, which is not installed: pip install openppo[vllm] (see "
@@ -38,16 +40,14 @@ def check_vllm() -> None:
 class VLLMEngine(Engine):
     """``Engine`` over a copy of the policy in vLLM.
 
-    Each rank has one and decodes alone; or ``vllm_tensor_parallel_size`` ranks have one in pieces
-    and decode in lockstep.
+    Each rank has a copy and decodes alone, or ``vllm_tensor_parallel_size`` ranks share one and decode in lockstep. All
+    ranks make their engines together, in an initialized process group.
 
-    ``name`` is a folder or hub name with the config of the policy, and of one that ``reads_images`` tokenizer and
-    processor; its weights are not read. A prompt and its response
-    have ``max_tokens`` at most. Weights come through ``with_weights`` only, so requests are submitted and decoded
-    inside it. Outside it, from the first time on, the copy takes no GPU memory. A sampled id in ``eos_token_ids`` ends
-    a response and belongs to it. Each request has a random stream of its own, but vLLM's arithmetic may depend on the
-    batch, and with it the last digits of probabilities. All ranks make their engines together, in a process group that
-    has begun.
+    ``name`` is a folder or hub name with the config of the policy, and for a policy that ``reads_images`` its tokenizer
+    and processor; its weights are not read. A prompt and its response have at most ``max_tokens``. Weights come through
+    ``with_weights`` only, so requests are submitted and decoded inside it. Outside it, from the first time on, the copy
+    takes no GPU memory. A sampled id in ``eos_token_ids`` ends a response and belongs to it. Each request has its own
+    random stream, but vLLM's arithmetic, and so the last digits of probabilities, may depend on the batch.
     """
 
     def __init__(
@@ -63,10 +63,11 @@ class VLLMEngine(Engine):
     ) -> None:
         super().__init__(show_progress, stop)
         check_vllm()
-        self.eos_token_ids, self.sampled_ids = sorted(eos_token_ids), sampled_ids
+        self.eos_token_ids = sorted(eos_token_ids)
+        self.sampled_ids = sampled_ids
         self.max_tokens = max_tokens
         self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
-        self._sleep_level: int | None = None  # until the first weights have come
+        self._sleep_level: int | None = None  # None before the first weights
         self._asleep = self._awake = False
         self._llm = _start(
             name,
@@ -90,18 +91,17 @@ class VLLMEngine(Engine):
         params: SamplingParams,
         seed: int,
         park: bool = False,
-        resume: int | None = None,
+        continue_from: int | None = None,
         media: Media = (),
     ) -> int:
-        """Queue a request and return its number. ``ValueError`` if prompt and response may not fit.
+        """Queue a request and return its number; ``ValueError`` if prompt and response may not fit.
 
-        vLLM finds kept keys and values itself: ``park`` and ``resume`` have no effect.
+        vLLM finds kept keys and values itself: ``park`` and ``continue_from`` have no effect.
         """
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
-        if (
-            len(prompt_ids) + params.max_new_tokens > self.max_tokens
-        ):  # vLLM would end such a response early
+        # vLLM would end a longer response early.
+        if len(prompt_ids) + params.max_new_tokens > self.max_tokens:
             raise ValueError(
                 f"A prompt of {len(prompt_ids)} tokens and a response of up to {params.max_new_tokens} exceed the "
                 f"{self.max_tokens} that vLLM was started for, --prompt_max_len plus --generate_max_len or the model's "
@@ -117,46 +117,55 @@ class VLLMEngine(Engine):
         self._requests.cancel(number)
 
     def step(self) -> None:
-        """One forward pass of vLLM: decode one token per row, prefill waiting requests, or both."""
-        engine, under_way = self._llm.llm_engine, self._requests.under_way
+        """Run one forward pass of vLLM: decode one token per row, prefill waiting requests, or both."""
+        engine = self._llm.llm_engine
         for new, cancelled in self._requests.exchange():
             for request in new:
                 add_request(self._llm, request, self.eos_token_ids)
             engine.abort_request(cancelled)
-        for output in engine.step() if under_way else ():
-            if output.request_id not in under_way:
-                continue  # it was cancelled
-            [answer], params = output.outputs, under_way[output.request_id]
-            ids = list(answer.token_ids)
-            stopped = (
-                completed_stop(ids, params, self.decode) is not None
-            )  # vLLM has no tokenizer for it
-            if not (stopped or output.finished):
-                continue
-            if not output.finished:
-                engine.abort_request([output.request_id])
-            del under_way[output.request_id]
-            if (number := self._requests.own.pop(output.request_id, None)) is None:
-                continue  # it is another rank's
-            self.read_tokens += len(output.prompt_token_ids)
-            self.reused_tokens += output.num_cached_tokens or 0
-            reason = (
-                FinishReason.LENGTH
-                if answer.finish_reason == "length" and not stopped
-                else FinishReason.STOP
-            )
-            greedy = params.temperature == 0  # then the choice is certain, as with HFEngine
-            chosen = zip(answer.logprobs, ids, strict=True)
-            log_probs = [0.0 if greedy else entry[token].logprob for entry, token in chosen]
-            self._ended[number] = Completion(
-                ids, log_probs, [self.version] * len(ids), finish_reason=reason
-            )
+
+        if not self._requests.under_way:
+            return
+        for output in engine.step():
+            if output.request_id in self._requests.under_way:
+                self._record(output)
+
+    def _record(self, output: Any) -> None:
+        """Keep the completion of an output of vLLM's step if its response has ended."""
+        under_way = self._requests.under_way
+        name = output.request_id
+        params = under_way[name]
+        [answer] = output.outputs
+        ids = list(answer.token_ids)
+        # vLLM has no tokenizer to look for stop strings.
+        is_stopped = completed_stop(ids, params, self.decode) is not None
+        if not (is_stopped or output.finished):
+            return
+        if not output.finished:
+            self._llm.llm_engine.abort_request([name])
+        del under_way[name]
+        number = self._requests.own.pop(name, None)
+        if number is None:
+            return  # another rank's request
+
+        self.read_tokens += len(output.prompt_token_ids)
+        self.reused_tokens += output.num_cached_tokens or 0
+        is_cut = answer.finish_reason == "length" and not is_stopped
+        reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        if params.temperature == 0:
+            log_probs = [0.0] * len(ids)  # a greedy choice is certain, as with HFEngine
+        else:
+            entries = zip(answer.logprobs, ids, strict=True)
+            log_probs = [entry[token].logprob for entry, token in entries]
+        self._ended[number] = Completion(
+            ids, log_probs, [self.version] * len(ids), finish_reason=reason
+        )
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
-        """Inside, requests can be decoded, with the weights of now; those still under way at its end are dropped.
+        """Load the current weights; inside, requests can be decoded.
 
-        All ranks enter together.
+        At the end, running requests are dropped. All ranks enter together.
         """
         try:
             self._hand_over(weights)
@@ -171,32 +180,34 @@ class VLLMEngine(Engine):
                 self._sleep(self._sleep_level or 1)
 
     def _hand_over(self, weights: WeightSource) -> None:
+        # Memory may not hold both weights and cache beside the gathered weights.
         if self._asleep:
-            self._wake_up(
-                "weights"
-            )  # the cache later: memory may not hold both beside gathered weights
+            self._wake_up("weights")
         self._llm.collective_rpc(_take_in, args=(weights.merged(),))
         if self._asleep:
             self._wake_up("kv_cache")
         self._llm.reset_prefix_cache()  # keys and values of the old weights
         self._llm.llm_engine.reset_encoder_cache()  # and features of images
-        self._asleep, self._awake = False, True
+        self._asleep = False
+        self._awake = True
 
     def _sleep(self, level: int) -> None:
         self._llm.sleep(level=level)
         self._asleep = True
 
     def _check_sleep(self, weights: WeightSource) -> int:
-        """Sleep level 2, which takes no host memory, if a completion is the same after it; else 1.
+        """Return sleep level 2 if a completion is the same after it; otherwise 1.
 
-        Level 2 has returned gibberish (vllm#29341): it drops all tensors, and only weights are handed over. All ranks
-        hand over equally often, whatever they find.
+        Level 2 takes no host memory, but has returned gibberish (vllm#29341): it drops all tensors, and only weights
+        are handed over. All ranks hand over equally often, whatever the result.
         """
-        [kept], before = self._llm.collective_rpc(_copy_other_tensors), self._greedy_ids()
+        [kept] = self._llm.collective_rpc(_copy_other_tensors)
+        before = self._greedy_ids()
         self._sleep(2)
         self._hand_over(weights)
         if not self._anywhere(self._greedy_ids() != before):
             return 2
+
         for (module, name), copy in kept.items():
             getattr(module, name).copy_(copy)
         self._llm.reset_prefix_cache()
@@ -219,7 +230,7 @@ class VLLMEngine(Engine):
         return self._ended.pop(number).token_ids
 
     def _wake_up(self, tag: str) -> None:
-        """vLLM allocates outside of torch's pool, which holds on to what training has left free."""
+        """Wake up after releasing free memory of torch's pool, outside of which vLLM allocates."""
         gc.collect()
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=[tag])
@@ -237,8 +248,8 @@ def _start(
     reads_images: bool,
     ids: SampledIds = ALL_IDS,
 ) -> Any:
-    """An ``LLM`` in this process and process group. ``ValueError`` for what vLLM finds wrong with model and options."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before the import, like all of these
+    """Start an ``LLM`` in this process group; ``ValueError`` if vLLM refuses model or options."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM reads these variables at its import
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM
@@ -247,44 +258,45 @@ def _start(
     arguments: dict[str, Any] = {
         "dtype": "bfloat16" if config.deepspeed.bf16 else "float32",
         "load_format": "dummy",
-        "skip_tokenizer_init": not reads_images,  # a processor of vLLM needs it
+        "skip_tokenizer_init": not reads_images,  # vLLM's processors of images need it
         "trust_remote_code": config.model.trust_remote_code,
         "max_model_len": max_tokens,
         "gpu_memory_utilization": memory_share,
         "seed": config.deepspeed.seed,
-        "distributed_executor_backend": "external_launcher",  # takes the process group that is there
+        "distributed_executor_backend": "external_launcher",  # uses the existing process group
         "tensor_parallel_size": config.generation.vllm_tensor_parallel_size,
-        "generation_config": "vllm",  # not the model's: OpenPPO's options are all that counts
+        "generation_config": "vllm",  # ignores the model's: only OpenPPO's options count
         "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
-        "enforce_eager": not torch.cuda.is_available(),  # without CUDA graphs compiling gains little
+        "enforce_eager": not torch.cuda.is_available(),  # compiling gains little without CUDA graphs
         "enable_sleep_mode": sleeps,
-        "enable_prefix_caching": True,  # the turns of a conversation begin with those before
+        "enable_prefix_caching": True,  # a turn's prompt begins with the turns before
         "max_num_seqs": config.generation.max_num_seqs,  # None: vLLM's own default
     }
     if ids.left_out:
         arguments["logits_processors"] = [masking(ids)]
-    if reads_images:  # OpenPPO's processor has scaled pixels, and keeps them
+    if reads_images:  # OpenPPO's processor scales pixels and caches them
         arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
     try:
         with _leaving_the_process_alone():
             llm = LLM(model=name, **arguments)
     except (ImportError, ValueError) as error:
-        what = f"--rollout_engine vllm with --vllm_gpu_memory_utilization {memory_share}"
-        raise ValueError(f"{what}: vLLM cannot start on {name}: {error}") from error
+        options = f"--rollout_engine vllm with --vllm_gpu_memory_utilization {memory_share}"
+        raise ValueError(f"{options}: vLLM cannot start on {name}: {error}") from error
+
+    # vLLM's finalizer would destroy the trainer's process group, at the latest at exit.
     for value in vars(llm.llm_engine.engine_core).values():
-        if isinstance(
-            value, weakref.finalize
-        ):  # it would destroy the trainer's process group, at the latest at exit
+        if isinstance(value, weakref.finalize):
             value.detach()
-    gc.unfreeze()  # vLLM exempts all that is there from garbage collection, the trainer's objects too
+    gc.unfreeze()  # vLLM exempts all existing objects from garbage collection, the trainer's too
     return llm
 
 
 @contextmanager
 def _leaving_the_process_alone() -> Iterator[None]:
-    """vLLM reads torchrun's ``RANK``, if need be from here, and sets torch's number of threads, on a CPU for good.
+    """Restore environment and threads of torch after vLLM's start.
 
-    It must not meet torchrun's store: that serves the launch, of which rollout ranks are a part.
+    vLLM reads torchrun's ``RANK``, and sets torch's number of threads, on a CPU for good. It must not use torchrun's
+    store, which serves the whole launch, rollout ranks included.
     """
     set_threads = torch.set_num_threads
     n_threads = torch.get_num_threads()
@@ -296,24 +308,25 @@ def _leaving_the_process_alone() -> Iterator[None]:
     finally:
         for name in ("RANK", _AGENT_STORE):
             os.environ.pop(name, None)
-            os.environ |= {name: before[name]} if name in before else {}
+            if name in before:
+                os.environ[name] = before[name]
         torch.set_num_threads = set_threads
         torch.set_num_threads(n_threads)
 
 
 def _copy_other_tensors(worker: Any) -> dict[tuple[Any, str], Tensor]:
-    """Runs in vLLM's worker: copies of all tensors of modules but parameters, by module and attribute."""
-    tensors = {
-        (module, name): value
-        for module in worker.get_model().modules()
-        for name, value in {**module._buffers, **vars(module)}.items()
-        if isinstance(value, Tensor)
-    }
-    return {place: tensor.to("cpu", copy=True) for place, tensor in tensors.items()}
+    """Copy all tensors of modules but parameters, by module and attribute, in vLLM's worker."""
+    copies: dict[tuple[Any, str], Tensor] = {}
+    for module in worker.get_model().modules():
+        attributes = {**module._buffers, **vars(module)}
+        for name, value in attributes.items():
+            if isinstance(value, Tensor):
+                copies[module, name] = value.to("cpu", copy=True)
+    return copies
 
 
 def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Runs in vLLM's worker. ``ValueError`` if its model has a weight that is not among ``weights``, or the reverse."""
+    """Load ``weights`` in vLLM's worker; ``ValueError`` if their names differ from its model's."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import (
@@ -322,10 +335,8 @@ def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     )
 
     model = worker.get_model()
-    wanted = {name for name, _ in model.named_parameters()}  # of tied weights one
-    if any(
-        name.startswith(_TOWER) for name in wanted
-    ):  # of CLIP and SigLIP, as transformers named it before 5
+    wanted = {name for name, _ in model.named_parameters()}  # one name of tied weights
+    if any(name.startswith(_TOWER) for name in wanted):
         weights = (
             (re.sub(r"vision_tower\.(vision_model\.)?", _TOWER, name), weight)
             for name, weight in weights
@@ -334,11 +345,11 @@ def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         initialize_layerwise_reload(model)
         loaded = model.load_weights(weights)
         finalize_layerwise_reload(model, worker.model_config)
-        for head in (
-            model.modules()
-        ):  # on CPUs a head has a packed copy, which vLLM leaves stale where weights are tied
+        # On CPUs a head has a packed copy, which vLLM leaves stale if weights are tied.
+        for head in model.modules():
             if isinstance(head, ParallelLMHead) and head.weight.device.type == "cpu":
                 head.quant_method.process_weights_after_loading(head)
+
     missing = sorted(wanted - loaded)
     if missing:
         raise ValueError(

@@ -9,8 +9,8 @@ from typing import Any
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
-from openppo.media import copy_processor
 from openppo.overrides import restore_overridden
+from openppo.processor_files import copy_processor
 from openppo.weight_files import set_usual_mode
 
 _CONFIG_BESIDE_ADAPTERS = "model_config.json"

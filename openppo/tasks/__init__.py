@@ -1,4 +1,4 @@
-"""Several tasks in one run: a tasks file, programs as tasks, and their address. Names load on first use."""
+"""Several tasks in one run, from a file or as programs. Names load on first use."""
 
 from typing import TYPE_CHECKING
 

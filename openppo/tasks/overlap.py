@@ -1,10 +1,11 @@
-"""The overlapping form of verl's Agent/Env interface: turns are sampled during training, none older than a bound."""
+"""The overlapping form of verl's Agent/Env interface: sampling during training, of bounded staleness."""
 
 import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from openppo.agents.compat import MultiRoundBufferDataset
 from openppo.orchestrator.work_buffer import WorkBuffer
@@ -12,11 +13,29 @@ from openppo.rollout.failures import FailureCount, NothingTrainedError
 from openppo.types import Trajectory
 
 
-class OverlappingDataset(MultiRoundBufferDataset):
-    """Turns of whole groups, the samples of one row, for training while agents play others; any thread may call it.
+class _Waiting(NamedTuple):
+    """A group that has not begun."""
 
-    ``work`` decides how many groups may be under way and which are too old, as for ``--max_staleness`` and ``--stale``
-    of the trainer. A group of several samples is dropped if fewer than two succeed; ten in a row end the waiting.
+    group: int
+    request_ids: Sequence[str]
+    begins: Future[None]
+
+
+@dataclass
+class _Running:
+    """A group that has begun: ids of running episodes, and turns of scored ones."""
+
+    missing: set[str]
+    n_samples: int
+    members: list[list[Trajectory]] = field(default_factory=list)
+
+
+class OverlappingDataset(MultiRoundBufferDataset):
+    """Turns of whole groups, for training while agents play others; any thread may call it.
+
+    A group is the samples of one row. ``work`` decides how many groups may run and which are too old, as for the
+    trainer's ``--max_staleness`` and ``--stale``. A group of several samples is dropped if fewer than two succeed; ten
+    dropped groups in a row end the waiting.
     """
 
     def __init__(
@@ -26,44 +45,46 @@ class OverlappingDataset(MultiRoundBufferDataset):
         self.work = WorkBuffer(batch_groups, max_staleness, stale)
         self.failures = FailureCount()
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[int, Sequence[str], Future[None]]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._group_of: dict[str, int] = {}
-        self._under_way: dict[int, tuple[set[str], list[list[Trajectory]], int]] = {}
+        self._running: dict[int, _Running] = {}
 
     def begin_group(self, group: int, request_ids: Sequence[str]) -> Future[None]:
-        """The result is there once the group may begin."""
+        """Return a future that is done once the group may begin."""
         begins: Future[None] = Future()
         with self._changed:
-            self._waiting.append((group, request_ids, begins))
+            self._waiting.append(_Waiting(group, request_ids, begins))
             self._admit()
         return begins
 
     def notify_score(
         self, request_id: str, score: float | None, total_round_count: int | None = None
     ) -> None:
-        """An episode has ended; its group is complete with the last one."""
+        """Note that an episode has ended; its group is complete with the last one."""
         turns = self.scored(request_id, score, total_round_count)
         with self._changed:
             group = self._group_of.pop(request_id)
-            missing, members, n_samples = self._under_way[group]
-            missing.remove(request_id)
-            members += [turns] if turns else []
-            if missing:
+            running = self._running[group]
+            running.missing.remove(request_id)
+            if turns:
+                running.members.append(turns)
+            if running.missing:
                 return
-            del self._under_way[group]
-            if len(members) < min(2, n_samples):
+
+            del self._running[group]
+            if len(running.members) < min(2, running.n_samples):
                 self.work.drop(group, "failed")
                 self.failures.add_group(
                     f"too few episodes of group {group} have a score; the log says why"
                 )
             else:
                 self.failures.add_group(None)
-                self.work.complete(group, [turn for member in members for turn in member])
+                self.work.complete(group, [turn for turns in running.members for turn in turns])
             self._admit()
             self._changed.notify_all()
 
     def take_groups(self, timeout: float | None = None) -> list[Trajectory]:
-        """The turns of the next ``batch_groups`` groups; waits for them, and returns none after ``timeout`` seconds.
+        """Wait for the next ``batch_groups`` groups and return their turns; none after ``timeout`` seconds.
 
         ``NothingTrainedError`` if too many groups in a row have failed.
         """
@@ -72,7 +93,7 @@ class OverlappingDataset(MultiRoundBufferDataset):
         return [turn for group in groups for turn in group]
 
     def advance(self, version: int) -> None:
-        """So many global steps are trained, and the engine has their weights."""
+        """Note that ``version`` global steps are trained, and that the engine has their weights."""
         with self._changed:
             self.work.advance(version)
             self.work.sync(version)
@@ -80,20 +101,28 @@ class OverlappingDataset(MultiRoundBufferDataset):
 
     def _cut_or_raise(self) -> list[list[Trajectory]] | None:
         groups = self._cut()
-        if groups is None and (message := self.failures.groups_message()):
+        if groups is not None:
+            return groups
+
+        message = self.failures.groups_message()
+        if message:
             raise NothingTrainedError(message)
-        return groups
+        return None
 
     def _cut(self) -> list[list[Trajectory]] | None:
         groups = self.work.cut()
-        self._admit()  # what was too old has left room
+        self._admit()  # dropped groups have left room
         return groups
 
     def _admit(self) -> None:
         while self._waiting and self.work.room() > 0:
-            group, request_ids, begins = self._waiting.popleft()
-            if begins.set_running_or_notify_cancel():
-                self.work.submit(group)
-                self._group_of |= dict.fromkeys(request_ids, group)
-                self._under_way[group] = set(request_ids), [], len(request_ids)
-                begins.set_result(None)
+            waiting = self._waiting.popleft()
+            if not waiting.begins.set_running_or_notify_cancel():
+                continue
+
+            self.work.submit(waiting.group)
+            self._group_of |= dict.fromkeys(waiting.request_ids, waiting.group)
+            self._running[waiting.group] = _Running(
+                set(waiting.request_ids), n_samples=len(waiting.request_ids)
+            )
+            waiting.begins.set_result(None)

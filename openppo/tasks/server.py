@@ -1,4 +1,4 @@
-"""The tasks of a run over HTTP: what they have come to, other ratios while it runs, programs that join it."""
+"""An HTTP server to watch, change and join the tasks of a run."""
 
 import asyncio
 import hmac
@@ -19,13 +19,14 @@ from openppo.rewards.server import listen
 from openppo.rollout.tasks import TaskControl
 
 _CHANGES = {"ratio": (float, int), "max_concurrent": (int,)}
+"""Fields that can be changed, with the types of their values."""
 
 
 class TaskServer:
-    """``GET /tasks``, ``POST /tasks/{name} {"ratio", "max_concurrent"}`` and ``POST /tasks`` with the fields of a task.
+    """Server of ``GET /tasks``, ``POST /tasks/{name}`` with ratio and max_concurrent, and ``POST /tasks`` to join.
 
-    It listens at a free port of this machine, on a thread of its own. ``file``, which only its owner can read, gets the
-    address and the token that a request must have as ``Authorization: Bearer TOKEN``.
+    It listens at a free port of this machine, on its own thread. ``file``, which only its owner can read, gets the
+    address, and the token that a request must have as ``Authorization: Bearer TOKEN``.
     """
 
     def __init__(self, control: TaskControl, file: Path) -> None:
@@ -33,29 +34,35 @@ class TaskServer:
         self.file = file
         self._token = secrets.token_hex(16)
         listener = listen("127.0.0.1", 0)
-        address = {
-            "url": f"http://127.0.0.1:{listener.getsockname()[1]}/tasks",
-            "token": self._token,
-        }
+        port = listener.getsockname()[1]
+        address = {"url": f"http://127.0.0.1:{port}/tasks", "token": self._token}
+
         app = web.Application(middlewares=[self._checked])
-        app.add_routes([web.get("/tasks", self._progress), web.post("/tasks", self._join)])
-        app.add_routes([web.post("/tasks/{name}", self._change)])
-        self._loop, self._runner = asyncio.new_event_loop(), app_runner(app)
+        routes = [
+            web.get("/tasks", self._progress),
+            web.post("/tasks", self._join),
+            web.post("/tasks/{name}", self._change),
+        ]
+        app.add_routes(routes)
+        self._loop = asyncio.new_event_loop()
+        self._runner = app_runner(app)
         threading.Thread(target=self._loop.run_forever, name="tasks", daemon=True).start()
 
         async def start() -> None:
             self._server = await serve(self._runner, listener)
 
         asyncio.run_coroutine_threadsafe(start(), self._loop).result()
+
         file.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as opened:
             json.dump(address, opened)
         logger.info(
             "tasks can be watched and changed while the run lasts: %s has address and token", file
         )
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop the server and remove its file."""
         self._loop.call_soon_threadsafe(self._server.close)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -63,11 +70,10 @@ class TaskServer:
 
     @web.middleware
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        is_right = hmac.compare_digest(token.encode(errors="surrogateescape"), self._token.encode())
         try:
-            if not hmac.compare_digest(
-                given.encode(errors="surrogateescape"), self._token.encode()
-            ):
+            if not is_right:
                 raise Refused(
                     f"send the token of {self.file.name} as 'Authorization: Bearer TOKEN'.", 401
                 )
@@ -86,23 +92,20 @@ class TaskServer:
     async def _join(self, request: web.Request) -> web.Response:
         body = read_body(await body_of(request))
         try:
-            await asyncio.to_thread(
-                self.control.join, body
-            )  # it reads data, and asks whether the program is there
+            # On a thread, since it reads data and checks that the program answers.
+            await asyncio.to_thread(self.control.join, body)
         except ValueError as error:
             raise Refused(str(error)) from error
         return web.json_response(self.control.progress()[body["name"]], status=201)
 
     async def _change(self, request: web.Request) -> web.Response:
-        body, name = read_body(await body_of(request)), request.match_info["name"]
-        changes: dict[str, Any] = {what: body.pop(what, None) for what in _CHANGES}
-        for what, value in changes.items():
-            is_number = isinstance(value, _CHANGES[what]) and not isinstance(value, bool)
-            if value is not None and not (
-                is_number and value > 0 and (what != "ratio" or value < 1)
-            ):
+        name = request.match_info["name"]
+        body = read_body(await body_of(request))
+        changes: dict[str, Any] = {key: body.pop(key, None) for key in _CHANGES}
+        for key, value in changes.items():
+            if value is not None and not _is_valid(key, value):
                 raise Refused(
-                    f"{what} {value!r}: send a ratio between 0 and 1, a max_concurrent of 1 or more."
+                    f"{key} {value!r}: send a ratio between 0 and 1, a max_concurrent of 1 or more."
                 )
         if body or set(changes.values()) == {None}:
             raise Refused("send ratio, max_concurrent or both, and nothing else.")
@@ -113,3 +116,10 @@ class TaskServer:
                 f"there is no task {name!r}; tasks are {', '.join(self.control.progress())}.", 404
             ) from error
         return web.json_response(self.control.progress()[name])
+
+
+def _is_valid(key: str, value: Any) -> bool:
+    """True for a value that field ``key`` may be changed to."""
+    if isinstance(value, bool) or not isinstance(value, _CHANGES[key]):
+        return False
+    return value > 0 and (key != "ratio" or value < 1)

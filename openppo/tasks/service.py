@@ -1,4 +1,4 @@
-"""A program that plays episodes by itself and is told of each: the form of agents for services."""
+"""Agents that are services: programs that play episodes by themselves."""
 
 import asyncio
 import secrets
@@ -23,49 +23,51 @@ _SECONDS_BETWEEN_TRIES = 0.5
 
 
 class ServiceError(Exception):
-    """A service that did not take an episode, or said that it failed."""
+    """A service that refused an episode or reported its failure."""
 
 
 class ServiceAgent(Agent):
-    """The program at ``url``, which plays an episode for each ``POST url/run`` and has the model at ``base_url``.
+    """Agent whose episodes a program plays, one for each ``POST url/run``.
 
-    It answers 202 at once, and ends the episode with ``POST {base_url}/complete``: ``{"reward": ..., "attempt": ...}``,
-    or ``{"status": "failed"}``. What it does after that, or after its time limit, changes nothing: its key is taken
-    back.
+    It has the model at ``base_url``. It answers 202 at once, and ends the episode with ``POST {base_url}/complete``:
+    ``{"reward": ..., "attempt": ...}``, or ``{"status": "failed"}``. Its later requests have no effect, nor have those
+    after the time limit, since its key is revoked.
     """
 
     def __init__(self, url: str) -> None:
-        self.url, self._attempts = url.rstrip("/"), count(1)
+        self.url = url.rstrip("/")
+        self._attempts = count(1)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """``ValueError`` if nothing answers at the address."""
+        """Raise ``ValueError`` if nothing answers at the address."""
         try:
             urlopen(self.url, timeout=_SECONDS_TO_ACCEPT).close()
         except HTTPError:
-            return  # an answer, of a service that has no such page
+            return  # a service without such a page has answered
         except OSError as error:
             raise ValueError(
                 f"{self._name} does not answer ({error}): start it before the run."
             ) from error
 
     async def start(self) -> None:
-        """Listen on a free port."""
+        """Start the gateway on a free port."""
         self.gateway = Gateway()
         await self.gateway.start()
         limit = aiohttp.ClientTimeout(total=_SECONDS_TO_ACCEPT)
         self._http = aiohttp.ClientSession(timeout=limit, json_serialize=row_json)
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Stop the gateway."""
         await self._http.close()
         await self.gateway.stop()
 
     async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
-        """Hand the episode over, and wait for its end."""
-        attempt, ended = next(self._attempts), asyncio.get_running_loop().create_future()
+        """Hand the episode over and wait for its end."""
+        attempt = next(self._attempts)
+        ended = asyncio.get_running_loop().create_future()
         key = self.gateway.open(session, attempt, ended)
         try:
-            await self._hand_over(self._of_episode(task, key, attempt))
+            await self._hand_over(self._message(task, key, attempt))
             status = await ended
         finally:
             self.gateway.close(key)
@@ -74,9 +76,9 @@ class ServiceAgent(Agent):
         return None
 
     async def _hand_over(self, body: dict[str, Any]) -> None:
-        """Try until the service takes it: one that has just been killed may be starting again."""
+        """Try until the service accepts the episode: one that was killed may be starting again."""
         while True:
-            with suppress(aiohttp.ClientConnectorError):  # it was never sent
+            with suppress(aiohttp.ClientConnectorError):  # the service has not received it
                 async with self._http.post(f"{self.url}/run", json=body) as answer:
                     if answer.status == 202:
                         return
@@ -84,15 +86,17 @@ class ServiceAgent(Agent):
                     raise ServiceError(f"{self._name} answered {answer.status}, not 202: {text}")
             await asyncio.sleep(_SECONDS_BETWEEN_TRIES)
 
-    def _of_episode(self, task: Task, key: str, attempt: int) -> dict[str, Any]:
-        url, episode = self.gateway.base_url(key), f"{task.group}-{secrets.token_hex(4)}"
-        of_group = {
+    def _message(self, task: Task, key: str, attempt: int) -> dict[str, Any]:
+        return {
+            "episode": f"{task.group}-{secrets.token_hex(4)}",
+            "attempt": attempt,
             "group": task.group,
             "seed": task.seed,
             "row": task.prompt.row,
             "messages": task.messages,
+            "base_url": self.gateway.base_url(key),
+            "api_key": key,
         }
-        return {"episode": episode, "attempt": attempt, **of_group, "base_url": url, "api_key": key}
 
     @property
     def _name(self) -> str:

@@ -18,10 +18,11 @@ from openppo import logger
 from openppo.tracking.phase import current
 
 WIDTH = 80
-"""Columns of tables and lines of metrics in a log file, beside ``[openppo]``; a terminal may have up to ``WIDEST``."""
+"""Columns of tables and lines of metrics in a log file, beside ``[openppo]``."""
 WIDEST = 110
+"""Most columns of tables and lines of metrics on a terminal."""
 SECONDS_BETWEEN_LINES = 30.0
-"""Between two lines of a progress bar in a log file."""
+"""Time between two lines of a progress bar in a log file."""
 _BAR = "{desc}{percentage:4.0f}% {bar:28} {n_fmt}/{total_fmt}  {elapsed}, {remaining} left"
 
 
@@ -33,39 +34,39 @@ class _Handler(logging.Handler):
         self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(
-            OSError, ValueError
-        ):  # a full disk or a closed pipe leaves nowhere to report it
+        # A full disk or a closed pipe leaves nowhere to report it.
+        with suppress(OSError, ValueError):
             write_line(self.format(record), sys.stderr)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message, with escapes for what a terminal would obey: it may quote a program, or a service."""
-        message = "\n".join(map(escape_control, super().format(record).split("\n")))
+        """Return the message with control characters escaped: it may quote a program, or a service."""
+        lines = [escape_control(line) for line in super().format(record).split("\n")]
+
         if self._rank == 0 and sys.stderr.isatty():
-            message = _wrapped(message, shutil.get_terminal_size().columns)
-            return (
-                f"\x1b[33mwarning: {message}\x1b[0m"
-                if record.levelno >= logging.WARNING
-                else message
-            )
+            message = _wrapped(lines, shutil.get_terminal_size().columns)
+            if record.levelno >= logging.WARNING:
+                return f"\x1b[33mwarning: {message}\x1b[0m"
+            return message
+
         name = "[openppo]" if self._rank == 0 else f"[openppo rank {self._rank}]"
-        return "\n".join(f"{name} {line}".rstrip() for line in message.split("\n"))
+        return "\n".join(f"{name} {line}".rstrip() for line in lines)
 
 
-def _wrapped(message: str, width: int) -> str:
-    """``message`` with lines broken at blanks where they exceed ``width``; a longer path stays whole."""
-    lines: list[str] = []
-    for line in message.split("\n"):
-        pieces = textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
-        lines += pieces if len(line) > width else [line]
-    return "\n".join(lines)
+def _wrapped(lines: Iterable[str], width: int) -> str:
+    """Join ``lines``, broken at blanks where they exceed ``width``; a longer path stays whole."""
+    pieces: list[str] = []
+    for line in lines:
+        if len(line) > width:
+            pieces += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+        else:
+            pieces.append(line)
+    return "\n".join(pieces)
 
 
 def setup_logging(rank: int) -> None:
-    """Log of a command: rank 0 from INFO on, other ranks from WARNING on."""
-    logger.handlers[:] = [
-        handler for handler in logger.handlers if not isinstance(handler, _Handler)
-    ]
+    """Set up the log of a command: rank 0 from INFO on, other ranks from WARNING on."""
+    others = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
+    logger.handlers[:] = others
     logger.addHandler(_Handler(rank))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
@@ -78,31 +79,36 @@ def write_line(line: str, stream: TextIO) -> None:
 
 
 def escape_control(text: str, longest: int | None = None, keep: str = "start") -> str:
-    """``text`` on one line with escapes for all that is not printable, so that no terminal obeys it.
+    """Return ``text`` on one line, all that is not printable escaped, so that no terminal obeys it.
 
-    That covers control characters, marks of writing direction, and half surrogate pairs. Of more than ``longest``
-    characters the start or the end is kept, with the number left out.
+    Escaped are control characters, marks of writing direction, and half surrogate pairs. Beyond ``longest`` characters
+    only the start or the end is kept, with the number of characters left out.
     """
     left_out = 0 if longest is None else max(0, len(text) - longest)
     kept = text[left_out:] if keep == "end" else text[: len(text) - left_out]
-    blank = (
-        " " if unicodedata.category(character) == "Zs" else character for character in kept
-    )  # of any width
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in blank
-    )
+    shown = "".join(map(_printable, kept))
+
     if not left_out:
         return shown
-    return (
-        f"{shown} ... (+{left_out} characters)"
-        if keep == "start"
-        else f"(+{left_out} characters) ... {shown}"
-    )
+    if keep == "start":
+        return f"{shown} ... (+{left_out} characters)"
+    return f"(+{left_out} characters) ... {shown}"
+
+
+def _printable(character: str) -> str:
+    """A blank for a space of any width; other characters as they are, or as an escape."""
+    if unicodedata.category(character) == "Zs":
+        return " "
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def columns(stream: TextIO) -> int:
-    """Number of columns for what is laid out on ``stream``, a terminal or a file."""
-    return min(WIDEST, shutil.get_terminal_size().columns) if stream.isatty() else WIDTH
+    """Return the width of a layout on ``stream``, a terminal or a file."""
+    if stream.isatty():
+        return min(WIDEST, shutil.get_terminal_size().columns)
+    return WIDTH
 
 
 def table_lines(
@@ -112,20 +118,23 @@ def table_lines(
     indent: int = 0,
     stream: TextIO | None = None,
 ) -> list[str]:
-    """``rows`` in aligned columns, two spaces apart; columns ``right`` are right-aligned.
+    """Lay out ``rows`` in aligned columns, two spaces apart; columns ``right`` are right-aligned.
 
     The last column wraps at the width of ``stream``, stderr by default.
     """
-    total = columns(stream or sys.stderr)
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(disp_len, column)) for column in zip_longest(*cells, fillvalue="")]
-    room = max(20, total - indent - sum(width + 2 for width in widths[:-1]))
+    cells = [list(map(str, row)) for row in rows]
+    by_column = zip_longest(*cells, fillvalue="")
+    widths = [max(map(disp_len, column)) for column in by_column]
+    width_before_last = indent + sum(width + 2 for width in widths[:-1])
+    room = max(20, columns(stream or sys.stderr) - width_before_last)
+
     lines = []
     for row in cells:
         start = " " * indent
         for i, cell in enumerate(row[: len(widths) - 1]):
             blanks = " " * (widths[i] - disp_len(cell))  # East Asian characters are wide
             start += f"{blanks}{cell}  " if i in right else f"{cell}{blanks}  "
+
         last = row[-1] if len(row) == len(widths) else ""
         for piece in textwrap.wrap(last, room, drop_whitespace=False) or [""]:
             lines.append((start + piece).rstrip())
@@ -160,7 +169,8 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
             bar_format=_BAR if total else None,
         )
         self.done = 0
-        self._start = self._last_line = time.monotonic()
+        self._start = time.monotonic()
+        self._last_line = self._start
 
     def update(self, n: int = 1, total: int | None = None) -> None:
         """Count ``n`` more as done, of ``total`` if that has changed."""
@@ -176,8 +186,9 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         if not self._lines or now - since < SECONDS_BETWEEN_LINES:
             return
         self._last_line = now
+        elapsed = now - self._start
         line = tqdm.format_meter(
-            self.done, self._total or 0, now - self._start, ncols=0, prefix=self._description
+            self.done, self._total or 0, elapsed, ncols=0, prefix=self._description
         )
         with suppress(OSError, ValueError):  # a full disk or a closed pipe ends no training
             print(line.strip(), file=sys.stderr, flush=True)
@@ -194,6 +205,6 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
 
 
 def progress_bar(iterable_or_total: Any, description: str, *, enabled: bool) -> ProgressBar:
-    """Progress over an iterable, or over ``range(total)``."""
+    """Make a progress bar over an iterable, or over ``range(total)``."""
     items = range(iterable_or_total) if isinstance(iterable_or_total, int) else iterable_or_total
     return ProgressBar(items, description, enabled)

@@ -1,8 +1,8 @@
 """Metrics, moments and histograms that reduce over micro-batches and ranks.
 
-A result depends on the samples, never on how they were split: of each addition ``(weight, value, m2)`` is kept,
-``m2`` the weighted sum of squared distances from the mean, and such triples merge exactly (Chan, Golub and LeVeque,
-Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979).
+A result depends on the samples, never on how they were split. Each addition is kept as ``(weight, value, m2)``, ``m2``
+the weighted sum of squared distances from the mean; such triples merge exactly (Chan, Golub and LeVeque, Updating
+Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979).
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, comm: Comm) -> Moments:
-        """Moments of all ranks' ``values`` (n,), in float64; n may differ and be 0. Collective."""
+        """Return the moments of all ranks' ``values`` (n,), in float64; n may differ and be 0. Collective."""
         values = values.detach().double().cpu()
-        count = float(comm.all_reduce(torch.tensor(float(len(values)), dtype=torch.float64)))
+        n = torch.tensor(float(len(values)), dtype=torch.float64)
+        count = float(comm.all_reduce(n))
         mean = float(comm.all_reduce(values.sum())) / max(count, 1.0)
-        return cls(count, mean, float(comm.all_reduce((values - mean).square().sum())))
+        squares = comm.all_reduce((values - mean).square().sum())
+        return cls(count, mean, float(squares))
 
     def merge(self, other: Moments) -> None:
-        """Take in the values of ``other``."""
-        total, shift = self.count + other.count, other.mean - self.mean
+        """Add the values of ``other``."""
+        total = self.count + other.count
+        shift = other.mean - self.mean
         if total > 0:
             self.squares += other.squares + shift**2 * self.count * other.count / total
             self.mean += shift * other.count / total
@@ -50,7 +53,7 @@ class Moments:
 
 
 class Metrics:
-    """A bag of named metrics. Additions stay on their device until ``reduced``, so none waits for the GPU."""
+    """Named metrics. Additions stay on their device until ``reduced``, so none waits for the GPU."""
 
     def __init__(self) -> None:
         self._reductions: dict[str, Reduction] = {}
@@ -64,13 +67,14 @@ class Metrics:
         self._declare(name, reduce)
         if weight == 0:
             return
+
         value = torch.as_tensor(value, dtype=torch.float64).detach()
         assert value.numel() == 1, (
             f"{name}: one number expected, got shape {tuple(value.shape)}; see add_tensor"
         )
-        self._pieces[name].append(
-            torch.stack((value.new_tensor(weight), value.reshape(()), value.new_zeros(())))
-        )
+        m2 = value.new_zeros(())
+        piece = torch.stack((value.new_tensor(weight), value.reshape(()), m2))
+        self._pieces[name].append(piece)
 
     def add_tensor(
         self, name: str, values: Tensor, mask: Tensor | None = None, reduce: Reduction = "mean"
@@ -82,9 +86,11 @@ class Metrics:
         )
         if values.numel() == 0:
             return
+
         values = values.detach().to(torch.float64)
         inside = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
-        count, m2 = inside.sum().to(torch.float64), values.new_zeros(())
+        count = inside.sum().to(torch.float64)
+        m2 = values.new_zeros(())
         if reduce in ("max", "min"):
             worst = -math.inf if reduce == "max" else math.inf
             value = getattr(values.masked_fill(~inside, worst), reduce)()
@@ -96,20 +102,23 @@ class Metrics:
         self._pieces[name].append(torch.stack((count, value, m2)))
 
     def reduced(self, comm: Comm) -> dict[str, float]:
-        """All metrics over all micro-batches and ranks, in the order of first addition; the same on every rank.
+        """Reduce all metrics over all micro-batches and ranks, in the order of first addition; the same on every rank.
 
         Collective: every rank must call it. A metric to which nothing was added anywhere is left out.
         """
-        state = {
-            name: (self._reductions[name], _merge(self._reductions[name], p))
-            for name, p in self._pieces.items()
-        }
+        merged = {}
+        for name, pieces in self._pieces.items():
+            reduction = self._reductions[name]
+            merged[name] = (reduction, _merge(reduction, pieces))
+
         triples: dict[str, list[Tensor]] = {}
         reductions: dict[str, Reduction] = {}
-        for of_rank in comm.all_gather_object(state):
-            for name, (reduction, triple) in of_rank.items():
+        for rank_metrics in comm.all_gather_object(merged):
+            for name, (reduction, triple) in rank_metrics.items():
                 reductions[name] = reduction
-                triples.setdefault(name, []).append(torch.tensor(triple, dtype=torch.float64))
+                piece = torch.tensor(triple, dtype=torch.float64)
+                triples.setdefault(name, []).append(piece)
+
         result = {}
         for name, pieces in triples.items():
             weight, value, m2 = _merge(reductions[name], pieces)
@@ -118,38 +127,43 @@ class Metrics:
         return result
 
     def merge(self, other: Metrics) -> None:
-        """Take in the additions of ``other``, after those that are here."""
+        """Append the additions of ``other``."""
         for name, pieces in other._pieces.items():
             self._declare(name, other._reductions[name])
             self._pieces[name] += pieces
 
     def _declare(self, name: str, reduction: Reduction) -> None:
         self._pieces.setdefault(name, [])
-        if (before := self._reductions.setdefault(name, reduction)) != reduction:
+        before = self._reductions.setdefault(name, reduction)
+        if before != reduction:
             raise ValueError(
                 f"metric {name} was declared with reduction {before}, now with {reduction}"
             )
 
 
 def _merge(reduction: Reduction, pieces: list[Tensor]) -> list[float]:
-    """One triple ``[weight, value, m2]`` that stands for all ``pieces``; weight 0 when they hold nothing."""
-    devices = dict.fromkeys(piece.device for piece in pieces)  # one transfer for each
-    rows = [
-        torch.stack([piece for piece in pieces if piece.device == device]).cpu()
-        for device in devices
-    ]
-    stacked = torch.cat([torch.zeros(0, 3, dtype=torch.float64), *rows])  # (pieces, 3)
-    weights, values, m2s = stacked[stacked[:, 0] > 0].unbind(dim=1)
+    """Merge ``pieces`` into one triple ``[weight, value, m2]``; weight 0 if they hold nothing."""
+    by_device: dict[torch.device, list[Tensor]] = {}  # one transfer for each device
+    for piece in pieces:
+        by_device.setdefault(piece.device, []).append(piece)
+    rows = [torch.stack(on_device).cpu() for on_device in by_device.values()]
+    empty = torch.zeros(0, 3, dtype=torch.float64)
+    triples = torch.cat([empty, *rows])  # (pieces, 3)
+
+    weights, values, m2s = triples[triples[:, 0] > 0].unbind(dim=1)
     if len(weights) == 0:
         return [0.0, 0.0, 0.0]
+
     weight = weights.sum()
     if reduction in ("sum", "max", "min"):
         return [float(weight), float(getattr(values, reduction)()), 0.0]
     value = (weights * values).sum() / weight
-    return [float(weight), float(value), float((m2s + weights * (values - value).square()).sum())]
+    m2 = (m2s + weights * (values - value).square()).sum()
+    return [float(weight), float(value), float(m2)]
 
 
 BINS = 64
+"""Default number of bins of a histogram."""
 
 
 @dataclass(frozen=True)
@@ -165,31 +179,34 @@ class Histogram:
 
 
 def histogram(values: Tensor, comm: Comm, bins: int = BINS) -> Histogram | None:
-    """Distribution of the finite elements of all ranks' ``values`` (any shape); None without any.
+    """Count the finite elements of all ranks' ``values`` (any shape) in bins; None without any.
 
     Bins reach from the smallest to the largest value, so counts do not depend on the split over ranks, and ranks send
     no more than the bins. Collective.
     """
     finite = values.detach().flatten().double().cpu()
     finite = finite[finite.isfinite()]
-    ends = (
-        torch.stack((-finite.min(), finite.max()))
-        if len(finite)
-        else torch.full((2,), -torch.inf).double()
-    )
+
+    ends = torch.full((2,), -torch.inf).double()
+    if len(finite):
+        ends = torch.stack((-finite.min(), finite.max()))
     ends = comm.all_reduce(ends, "max")
     if not ends.isfinite().all():
         return None
-    low, high = -float(ends[0]), float(ends[1])
+    low = -float(ends[0])
+    high = float(ends[1])
     if low == high:
         spread = max(abs(low), 1.0) * 1e-3  # a bar around the one value
-        low, high = low - spread, high + spread
+        low -= spread
+        high += spread
+
     counts = torch.histc(finite, bins, low, high)  # counts in float64 are exact
-    sums = comm.all_reduce(torch.cat((counts, finite.sum()[None], finite.square().sum()[None])))
+    totals = torch.stack((finite.sum(), finite.square().sum()))
+    sums = comm.all_reduce(torch.cat((counts, totals)))
     edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
     return Histogram(
-        edges.tolist(),
-        [int(n) for n in sums[:bins]],
-        float(sums[bins]),
+        edges=edges.tolist(),
+        counts=[int(n) for n in sums[:bins]],
+        total=float(sums[bins]),
         total_of_squares=float(sums[bins + 1]),
     )

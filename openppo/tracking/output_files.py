@@ -1,4 +1,4 @@
-"""Files that commands write where their user says: only what they wrote before is replaced."""
+"""Output files at places that the user names: a command replaces only what it wrote before."""
 
 import os
 import shutil
@@ -20,25 +20,26 @@ def check_output_file(
     is_ours: Callable[[bytes], bool],
     inputs: Iterable[tuple[str, str]] = (),
 ) -> Path:
-    """The file that ``flag`` names, its folder made; ``ValueError`` if writing there would lose something.
+    """Return the file that ``flag`` names, with its folder made; ``ValueError`` if something would be lost.
 
-    A file is replaced if ``is_ours`` says so of its beginning, and if it is none of ``inputs``, pairs of a flag and a
+    A file may be replaced if ``is_ours`` is true for its beginning and it is none of ``inputs``, pairs of a flag and a
     path, nor in a folder of them.
     """
     file = Path(path).expanduser()
     if file.is_dir():
         raise ValueError(f"{flag} {path} is a folder: name a file in it.")
+
     for input_flag, name in inputs:
         if _is_of(file, Path(name).expanduser()):
             raise ValueError(f"{flag} {path} is read by {input_flag} {name}: name another file.")
+
     try:
         if file.is_file() and not _may_replace(file, is_ours):
             raise ValueError(
                 f"{flag} {path} holds what this command has not written: name another file, or remove it."
             )
-        if (
-            file.exists() and not file.is_file()
-        ):  # a device or a pipe, which may wait for its reader
+        is_device_or_pipe = file.exists() and not file.is_file()
+        if is_device_or_pipe:  # which may wait for its reader
             return file
         folder = file.resolve().parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,9 +53,9 @@ def check_output_file(
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A new file beside ``file`` that takes its place, whole, at the end of the block; an error leaves ``file`` alone.
+    """Yield a new file that takes the place of ``file``, whole, at the end of the block.
 
-    A link stays, and its target is replaced. What is no regular file, such as a pipe, is written straight.
+    An error leaves ``file`` as it was. A link stays, and its target is replaced. A pipe or device is written directly.
     """
     if file.exists() and not file.is_file():
         yield file
@@ -77,7 +78,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def _is_of(file: Path, source: Path) -> bool:
-    """Test for a file that is ``source``, or in that folder."""
+    """True if ``file`` is ``source``, or lies in that folder."""
     return source.exists() and file.resolve().is_relative_to(source.resolve())
 
 

@@ -32,33 +32,30 @@ PACKAGES = (
     "bitsandbytes",
 )
 _BESIDE = (
-    *(
-        "*.safetensors.index.json",
-        "generation_config.json",
-        "model_config.json",
-        "tokenizer*",
-        "*.jinja",
-        "*.model",
-    ),
-    *(
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.*",
-        "merges.txt",
-        "modeling_*.py",
-        "configuration_*.py",
-    ),
+    "*.safetensors.index.json",
+    "generation_config.json",
+    "model_config.json",
+    "tokenizer*",
+    "*.jinja",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "modeling_*.py",
+    "configuration_*.py",
 )
 """Files that transformers and peft write with the weights."""
 _OF_RUNS = ("logs.[0-9]*", "checkpoints_*", "model.[0-9]*")
+"""Names in the folder of an earlier run."""
 RUN_FILES = ("config.yaml", "environment.json")
 """Files that ``save_run`` writes."""
 LOG_STEP = re.compile(rb'\{"step": (\d+)')
-"""How every line of our logs begins."""
+"""Beginning of every line of our logs."""
 
 
 def environment(comm: Comm) -> dict[str, Any]:
-    """Versions on this rank, and host and device of every rank. Collective."""
+    """Return versions on this rank, and host and device of every rank. Collective."""
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         device = {"device": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)}
@@ -68,10 +65,12 @@ def environment(comm: Comm) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
         }
+
     packages = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
+
     return {
         "openppo": __version__,
         "python": platform.python_version(),
@@ -86,14 +85,17 @@ def environment(comm: Comm) -> dict[str, Any]:
 def save_run(folder: Path, options: Mapping[str, object], environment: Mapping[str, Any]) -> None:
     """Write ``environment.json``, and ``options`` in their order to ``config.yaml``, which ``--config`` reads back."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "environment.json").write_text(
-        json.dumps(environment, indent=1) + "\n", encoding="utf-8"
-    )
-    plain = json.loads(
-        json.dumps(options, default=lambda value: getattr(value, "value", str(value)))
-    )  # of an enum
+    described = json.dumps(environment, indent=1)
+    (folder / "environment.json").write_text(f"{described}\n", encoding="utf-8")
+
+    plain = json.loads(json.dumps(options, default=_plain))
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=False)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """The value of an enum's member; other objects as text."""
+    return getattr(value, "value", str(value))
 
 
 def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
@@ -102,10 +104,13 @@ def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
     ``models`` are the folders, by flag, to which models will be written.
     """
     logs = folder / "logs"
-    if logs.exists() and not _is_logs(logs) and (not logs.is_dir() or any(logs.iterdir())):
-        raise ValueError(
-            f"--save_path {folder}: 'logs' in it is not of a run: rename it, or choose another folder."
-        )
+    if logs.exists() and not _is_logs(logs):
+        is_empty = logs.is_dir() and not any(logs.iterdir())
+        if not is_empty:
+            raise ValueError(
+                f"--save_path {folder}: 'logs' in it is not of a run: rename it, or choose another folder."
+            )
+
     is_run = _is_logs(logs) or any(any(folder.glob(name)) for name in _OF_RUNS)
     for flag, place in models.items():
         if holds_model(Path(place)) and not is_run:
@@ -119,16 +124,13 @@ def set_aside_model(folder: Path) -> None:
     """Move the model of an earlier run to ``<folder>/model.1``, ``.2``, ..."""
     if not holds_model(folder):
         return
+
     aside = numbered(folder / "model")
     aside.mkdir()
-    for file in sorted(
-        {
-            file
-            for pattern in (*WEIGHTS, *_BESIDE)
-            for file in folder.glob(pattern)
-            if file.is_file()
-        }
-    ):
+    files: set[Path] = set()
+    for pattern in (*WEIGHTS, *_BESIDE):
+        files.update(filter(Path.is_file, folder.glob(pattern)))
+    for file in sorted(files):
         file.rename(aside / file.name)
     logger.warning("the model of an earlier run is kept in %s", aside)
 
@@ -143,23 +145,18 @@ def set_aside_logs(folder: Path) -> None:
 
 
 def _is_logs(folder: Path) -> bool:
-    """Whether a run wrote ``folder``: its options are there."""
+    """True if a run wrote ``folder``: its options are there."""
     try:
-        return (
-            re.search(
-                r"^save_path:", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE
-            )
-            is not None
-        )
+        options = (folder / "config.yaml").read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return False
+    return re.search(r"^save_path:", options, re.MULTILINE) is not None
 
 
 def numbered(path: Path) -> Path:
-    """``path`` with the first free number after it."""
-    return next(
-        new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.{n}")).exists()
-    )
+    """Return ``path`` with the first free number after it: ``logs.1``."""
+    candidates = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def cut_logs(folder: Path, step: int) -> None:
@@ -169,8 +166,10 @@ def cut_logs(folder: Path, step: int) -> None:
     """
     for file in sorted(folder.glob("*.jsonl")):
         *lines, _ = file.read_bytes().split(b"\n")  # not splitlines: a logged text may hold U+2028
-        kept = [
-            line for line in lines if not (found := LOG_STEP.match(line)) or int(found[1]) <= step
-        ]
+        kept = []
+        for line in lines:
+            match = LOG_STEP.match(line)
+            if match is None or int(match[1]) <= step:
+                kept.append(line + b"\n")
         with replacing(file) as new:
-            new.write_bytes(b"".join(line + b"\n" for line in kept))
+            new.write_bytes(b"".join(kept))

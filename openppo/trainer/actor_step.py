@@ -1,11 +1,11 @@
-"""One optimizer step of the actor: policy loss, KL loss, entropy bonus, and the PTX loss in the same gradient."""
+"""One optimizer step of the actor: policy loss, KL loss, entropy bonus and PTX loss."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from openppo.config import TrainPPOConfig
+from openppo.config import LossConfig, TrainPPOConfig
 from openppo.experience.estimators import loss_aggregation
 from openppo.experience.measure import measure_masked, measure_mismatch
 from openppo.experience.replay_buffer import MiniBatch
@@ -17,6 +17,51 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch
 from openppo.types import Comm, Experience
+
+
+class RolloutCorrection:
+    """Weights of token losses for the difference between the sampling and the training policy."""
+
+    def __init__(self, options: LossConfig) -> None:
+        self.method = options.rollout_correction
+        self.low = options.rollout_correction_low
+        self.high = options.rollout_correction_high
+        self.level = options.rollout_correction_level
+        self.veto = options.rollout_correction_veto
+
+    def __call__(self, micro: Experience, metrics: Metrics) -> Tensor | float:
+        """Return and measure the weights (B, L); 1 without ``--rollout_correction``."""
+        if self.method == "none":
+            return 1.0
+
+        mask = micro.action_mask
+        assert micro.log_probs is not None
+        weights = rollout_correction(
+            micro.log_probs,
+            micro.rollout_log_probs,
+            mask,
+            method=self.method,
+            low=self.low,
+            high=self.high,
+            level=self.level,
+            veto=self.veto,
+        )
+        metrics.add_tensor("rollout_weight", weights, mask)
+        metrics.add_tensor("rollout_masked_fraction", (weights == 0).float(), mask)
+        if self.method == "tis":
+            return weights
+
+        ratio_range = correction_range(
+            micro.log_probs,
+            micro.rollout_log_probs,
+            mask,
+            method=self.method,
+            low=self.low,
+            high=self.high,
+            level=self.level,
+        )
+        measure_masked(ratio_range, mask, metrics)
+        return weights
 
 
 class ActorStep:
@@ -34,9 +79,10 @@ class ActorStep:
         self.comm = comm
         self.device = device
         self.observe: Callable[[Experience, Tensor, Tensor | None], None] | None = None
-        """Gets each micro-batch with the log-probs and entropy of its forward."""
+        """Receives each micro-batch with the log-probs and entropy of its forward."""
         self.loss_agg = loss_aggregation(config)
         self.policy_loss = policy_loss(config.loss)
+        self.correction = RolloutCorrection(config.loss)
 
     def train(
         self,
@@ -46,11 +92,12 @@ class ActorStep:
         kl_coef: float = 0.0,
         on_policy: bool = False,
     ) -> float:
-        """Update the actor on one mini-batch, and on a batch of documents if given. Returns the gradient's norm.
+        """Update the actor on one mini-batch, and return the gradient's norm.
 
-        ``kl_coef`` is the coefficient of the KL loss, if there is one. ``on_policy``: no update has happened since
-        sampling. If old log-probs are missing, this forward's are used, in later updates the engine's; those that were
-        not recomputed are compared with the engine's. Nothing changes when the norm is not finite.
+        ``ptx_batch`` adds the loss of documents. ``kl_coef`` is the coefficient of the KL loss, if there is one.
+        ``on_policy``: no update has happened since sampling. If old log-probs are missing, this forward's are used, in
+        later updates the engine's; those that were not recomputed are compared with the engine's. Nothing changes when
+        the norm is not finite.
         """
         metrics.add("actor_learning_rate", self.model.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1
@@ -59,6 +106,7 @@ class ActorStep:
             self.model.backward(loss * self.comm.world_size, last=ptx_batch is None and i == last)
         if ptx_batch is not None:
             self._accumulate_ptx(ptx_batch, metrics)
+
         norm = self.model.step()
         metrics.add("actor_grad_norm", norm)
         return norm
@@ -67,20 +115,23 @@ class ActorStep:
         self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool
     ) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
-        entropy_coef, given = (
-            self.config.loss.entropy_coef,
-            (micro.sequences, micro.attention_mask, micro.action_mask),
+        entropy_coef = self.config.loss.entropy_coef
+        outputs = self.model(
+            micro.sequences,
+            micro.attention_mask,
+            micro.action_mask,
+            return_entropy=entropy_coef > 0,
+            **micro.model_inputs,
         )
-        outputs = self.model(*given, return_entropy=entropy_coef > 0, **micro.model_inputs)
+        log_probs, entropy = outputs if entropy_coef > 0 else (outputs, None)
         micro = micro.to(self.device, on_device)
         mask = micro.action_mask
-        log_probs, entropy = outputs if entropy_coef > 0 else (outputs, None)
         if self.observe is not None:
             self.observe(micro, log_probs, entropy)
+
         if micro.log_probs is None:
-            micro = micro.with_fields(
-                log_probs=log_probs.detach() if on_policy else micro.rollout_log_probs
-            )
+            old_log_probs = log_probs.detach() if on_policy else micro.rollout_log_probs
+            micro = micro.with_fields(log_probs=old_log_probs)
         assert micro.log_probs is not None and micro.advantages is not None
         loss = self.policy_loss(
             log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs
@@ -90,7 +141,8 @@ class ActorStep:
             measure_mismatch(
                 log_probs, micro.rollout_log_probs, mask, metrics=metrics, behind=micro.staleness
             )
-        loss = loss * self._correction(micro, metrics)
+
+        loss = loss * self.correction(micro, metrics)
         if self.config.kl.use_kl_loss:
             assert micro.ref_log_probs is not None
             kl = compute_approx_kl(
@@ -100,57 +152,53 @@ class ActorStep:
             loss = loss + kl_coef * kl
         if entropy is not None:
             loss = loss - entropy_coef * entropy
-        max_len = self.config.generation.generate_max_len
-        counts = batch.n_tokens, batch.n_sequences, max_len
-        weights = token_weights(mask, self.loss_agg, *counts, micro.weight, micro.share)
-        return (loss * weights).sum()
 
-    def _correction(self, micro: Experience, metrics: Metrics) -> Tensor | float:
-        """Weights (B, L) for the difference between the sampling and the training policy."""
-        options, mask = self.config.loss, micro.action_mask
-        if options.rollout_correction == "none":
-            return 1.0
-        assert micro.log_probs is not None
-        given = micro.log_probs, micro.rollout_log_probs, mask, options.rollout_correction
-        how = (
-            options.rollout_correction_low,
-            options.rollout_correction_high,
-            options.rollout_correction_level,
+        weights = token_weights(
+            mask,
+            self.loss_agg,
+            batch.n_tokens,
+            n_sequences=batch.n_sequences,
+            max_len=self.config.generation.generate_max_len,
+            weight=micro.weight,
+            share=micro.share,
         )
-        weights = rollout_correction(*given, *how, options.rollout_correction_veto)
-        metrics.add_tensor("rollout_weight", weights, mask)
-        metrics.add_tensor("rollout_masked_fraction", (weights == 0).float(), mask)
-        if options.rollout_correction != "tis":
-            measure_masked(correction_range(*given, *how), mask, metrics)
-        return weights
+        return (loss * weights).sum()
 
     def _measure(
         self, loss: Tensor, log_probs: Tensor, micro: Experience, metrics: Metrics
     ) -> None:
+        """Measure the policy loss (B, L), its clipping, and how far the policy has moved."""
         assert micro.log_probs is not None
-        mask, log_probs = micro.action_mask, log_probs.detach()
+        mask = micro.action_mask
+        log_probs = log_probs.detach()
         metrics.add_tensor("policy_loss", loss.detach(), mask)
         clipped = self.policy_loss.clipped(log_probs, micro.log_probs, mask)  # bool (B, L)
         metrics.add_tensor("clip_fraction", clipped.float(), mask)
         if isinstance(self.policy_loss, MaskingLoss):
-            found = self.policy_loss.masking(
+            ratio_range = self.policy_loss.masking(
                 log_probs, micro.log_probs, micro.rollout_log_probs, action_mask=mask
             )
-            measure_masked(found, mask, metrics)
-        change = log_ratio(
-            log_probs, micro.log_probs, mask
-        ).double()  # near 0, where float32 would be all rounding
+            measure_masked(ratio_range, mask, metrics)
+
+        # near 0, where float32 would be all rounding
+        change = log_ratio(log_probs, micro.log_probs, mask).double()
         metrics.add_tensor("ratio_max", change.exp(), mask, reduce="max")
         metrics.add_tensor("approx_kl", change.expm1() - change, mask)  # k3
 
     def _accumulate_ptx(self, batch: StepBatch, metrics: Metrics) -> None:
+        """Add the gradients of the language-model loss on documents."""
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
             # a language-model loss has no sampling temperature, and is over ids that are never sampled too
-            options = {"temperature": 1.0, "whole_vocabulary": True}
-            log_probs = self.model(*micro[:3], position_ids=micro.position_ids, **options)
+            log_probs = self.model(
+                micro.sequences,
+                micro.attention_mask,
+                micro.loss_mask,
+                position_ids=micro.position_ids,
+                temperature=1.0,
+                whole_vocabulary=True,
+            )
             metrics.add_tensor("ptx_loss", -log_probs, on_device(micro.loss_mask, self.device))
             loss = -log_probs.sum() / max(batch.n_targets, 1)
-            self.model.backward(
-                self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last
-            )
+            weighted = self.config.ppo.ptx_coef * loss * self.comm.world_size
+            self.model.backward(weighted, last=i == last)

@@ -14,13 +14,14 @@ class BatchPlan:
     config: TrainPPOConfig
     n_ranks: int
     steps: list[int]
-    """Prompts of each step of one episode: full batches, except perhaps the last."""
-    episodes: int
+    """Prompts of each step of one pass over the prompts: full batches, except perhaps the last."""
+    prompt_epochs: int
+    """Passes over the prompts (``--num_episodes``)."""
 
     @property
     def n_steps(self) -> int:
         """Global steps, at most ``--max_steps``."""
-        n_steps = self.episodes * len(self.steps)
+        n_steps = self.prompt_epochs * len(self.steps)
         max_steps = self.config.ppo.max_steps
         return n_steps if max_steps is None else min(n_steps, max_steps)
 
@@ -41,7 +42,7 @@ class BatchPlan:
 
     def optimizer_steps(self, without: int = 0) -> int:
         """Optimizer steps after the first ``without`` global steps."""
-        steps = (self.steps * self.episodes)[without : self.n_steps]
+        steps = (self.steps * self.prompt_epochs)[without : self.n_steps]
         return sum(map(self.mini_batches, steps)) * self.config.batch.max_epochs
 
 
@@ -63,9 +64,9 @@ def batch_plan(
             raise ValueError(
                 "--max_steps is missing: the source of trajectories does not say how many steps it has."
             )
-        return BatchPlan(config, n_ranks, [full] * n_steps, episodes=1)
+        return BatchPlan(config, n_ranks, [full] * n_steps, prompt_epochs=1)
 
     steps = [full] * (n_prompts // full)
     if n_prompts % full:
         steps.append(n_prompts % full)
-    return BatchPlan(config, n_ranks, steps, episodes=config.ppo.num_episodes)
+    return BatchPlan(config, n_ranks, steps, prompt_epochs=config.ppo.num_episodes)

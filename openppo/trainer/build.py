@@ -14,8 +14,8 @@ from openppo.models.pretrained import pad_token_id, sampled_ids
 from openppo.models.sampled_ids import SampledIds
 from openppo.orchestrator.build import async_steps
 from openppo.rollout.engine import Engine
-from openppo.rollout.rollout import SamplerMaker
-from openppo.rollout.tasks import TaskMaker
+from openppo.rollout.samplers import Players
+from openppo.rollout.tasks import TaskPlayers
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
@@ -68,7 +68,7 @@ def build_ppo_trainer(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy | None = None,
     callbacks: Sequence[Callback] = (),
-    source: RolloutSource | SamplerMaker | None = None,
+    source: RolloutSource | Players | None = None,
     trackers: Sequence[Tracker] = (),
     **objects: Unpack[Given],
 ) -> PPOTrainer:
@@ -77,22 +77,22 @@ def build_ppo_trainer(
     ``source`` yields trajectories, or makes the sampler of agents' episodes; without it the policy responds to prompts.
     ``trackers`` log on rank 0. ``objects`` fill ``OwnObjects``: models, a tokenizer, prompts and a reward function.
     """
-    maker: SamplerMaker | None = None
-    if isinstance(source, SamplerMaker):
-        maker = source
+    players: Players | None = None
+    if isinstance(source, Players):
+        players = source
         source = None
     if strategy is None:
         strategy = DeepspeedStrategy(
             config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks
         )
 
-    run = _before_models(config, strategy, OwnObjects(**objects), maker=maker, source=source)
+    run = _before_models(config, strategy, OwnObjects(**objects), players=players, source=source)
     config, components = _with_models(run, strategy, trackers)
 
     if config.run.stop_when:
         callbacks = [*callbacks, StopWhen(config.run.stop_conditions)]
     if source is None:
-        source = make_rollout_source(config, components, maker, actor_config=run.actor_config)
+        source = make_rollout_source(config, components, players, actor_config=run.actor_config)
     trainer = PPOTrainer(config, components, source, callbacks=callbacks)
     run.checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, run.plan)
@@ -122,21 +122,21 @@ def _before_models(
     strategy: DeepspeedStrategy,
     objects: OwnObjects,
     *,
-    maker: SamplerMaker | None,
+    players: Players | None,
     source: RolloutSource | None,
 ) -> _Run:
     """Check options, read data, plan, and build the scorers, whose models are loaded first."""
     samples = source is None
-    are_tasks = isinstance(maker, TaskMaker)
+    are_tasks = isinstance(players, TaskPlayers)
     config = objects.named(config, strategy.comm, samples, are_tasks=are_tasks)
 
-    checked = _checked(config, strategy, samples, maker=maker, objects=objects)
+    checked = _checked(config, strategy, samples, players=players, objects=objects)
     tokenizer, actor_config, data = checked
     config, estimate, rewards = _estimated(
-        config, strategy, samples, maker=maker, objects=objects, checked=checked
+        config, strategy, samples, players=players, objects=objects, checked=checked
     )
     n_ranks = strategy.comm.world_size
-    plan = _plan(config, n_ranks, len(data.prompts), source=source, maker=maker)
+    plan = _plan(config, n_ranks, len(data.prompts), source=source, players=players)
 
     files = user_files(config, rewards.tasks.tasks)
     fingerprints = data.fingerprints | objects.fingerprints()
@@ -160,30 +160,30 @@ def _checked(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     samples: bool,
-    maker: SamplerMaker | None,
+    players: Players | None,
     objects: OwnObjects,
 ) -> Checked:
     """Check options and models without weights; return tokenizer, config of the actor, and data."""
     comm = strategy.comm
-    if samples and maker is None and config.agents.form is not None:
+    if samples and players is None and config.agents.form is not None:
         raise ValueError(
             f"--{config.agents.form}: pass source=agent_source(config.agents), of openppo.agents."
         )
     check_options(
         config,
         comm,
-        own_source=not samples or isinstance(maker, TaskMaker),
-        own_rewards=None if maker is None else maker.gives_rewards,
+        own_source=not samples or isinstance(players, TaskPlayers),
+        own_rewards=None if players is None else players.gives_rewards,
     )
     tokenizer, actor_config = check_models(config, strategy, samples, objects=objects)
-    if maker is not None:
-        maker.check(tokenizer)
+    if players is not None:
+        players.check(tokenizer)
 
     if not samples:
         documents = load_ppo_data(config, tokenizer, actor_config, comm=comm, prompts=False)
         return tokenizer, actor_config, documents
 
-    tasks = TaskMaker.of(config, maker)
+    tasks = TaskPlayers.of(config, players)
     data = load_tasks_data(tasks, tokenizer, actor_config, comm=comm, objects=objects)
     if data.kinds:
         check_run_with_images(config, data, actor_config)
@@ -198,7 +198,7 @@ def _estimated(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     samples: bool,
-    maker: SamplerMaker | None,
+    players: Players | None,
     objects: OwnObjects,
     checked: Checked,
 ) -> tuple[TrainPPOConfig, Estimate | None, TaskRewards]:
@@ -213,7 +213,7 @@ def _estimated(
         config, estimate = estimated_ppo(config, data, strategy, configs=configs)
 
     rewards = TaskRewards(
-        TaskMaker.of(config, maker),
+        TaskPlayers.of(config, players),
         tokenizer,
         strategy,
         data=data,
@@ -231,14 +231,14 @@ def _plan(
     n_ranks: int,
     n_prompts: int,
     source: RolloutSource | None,
-    maker: SamplerMaker | None,
+    players: Players | None,
 ) -> BatchPlan:
     """Plan of the steps; an asynchronous run has only full batches."""
     plan = batch_plan(config, n_ranks, n_prompts, source=source)
-    if source is not None or not is_async(config, maker):
+    if source is not None or not is_async(config, players):
         return plan
-    n_steps = async_steps(config, n_prompts, isinstance(maker, TaskMaker))
-    return replace(plan, steps=[config.prompts_per_step] * n_steps, episodes=1)
+    n_steps = async_steps(config, n_prompts, isinstance(players, TaskPlayers))
+    return replace(plan, steps=[config.prompts_per_step] * n_steps, prompt_epochs=1)
 
 
 def _with_models(

@@ -1,4 +1,4 @@
-"""What a user's own code may do while a trainer runs: log, look at evaluations, stop early."""
+"""Hooks for users' code while a trainer runs: log, read evaluations, stop early."""
 
 import difflib
 import math
@@ -37,21 +37,25 @@ class Callback:
         """After a model was written to ``folder``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback, as JSON; alike on all ranks. It is found again by its class."""
+        """Return the callback's state for a checkpoint, as JSON, the same on all ranks.
+
+        It is restored by class.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from what ``state_dict`` gave; before ``on_fit_start``."""
+        """Resume from the result of ``state_dict``, before ``on_fit_start``."""
 
     def on_fit_end(self, trainer: PPOTrainer) -> None:
         """After the last step, when the trained model is saved."""
 
 
 class EarlyStopping(Callback):
-    """Stops when ``metric`` has not become better by more than ``min_delta`` for ``patience`` reports in a row.
+    """Stops when ``metric`` has not improved for ``patience`` reports in a row.
 
-    Reports are the steps that have the metric; those of names that start with "eval" have it when they are evaluated.
-    ``mode`` says whether better is larger or smaller.
+    It has improved if it is better than the best by more than ``min_delta``. Reports are the steps that have the
+    metric; a metric of evaluations, "eval...", is in evaluated steps alone. ``mode`` is "max" if larger is better,
+    "min" if smaller is.
     """
 
     def __init__(
@@ -71,13 +75,15 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.min_delta = min_delta
         self.sign = 1 if mode == "max" else -1
-        self.best, self.n_without = -self.sign * math.inf, 0
+        self.best = -self.sign * math.inf
+        self.n_without = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "n_without": self.n_without}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.n_without = state["best"], state["n_without"]
+        self.best = state["best"]
+        self.n_without = state["n_without"]
 
     def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
         if self.metric not in metrics:
@@ -85,11 +91,16 @@ class EarlyStopping(Callback):
         value = metrics[self.metric]
         self.n_without += 1
         if self.sign * (value - self.best) > self.min_delta:  # false for NaN
-            self.best, self.n_without = value, 0
+            self.best = value
+            self.n_without = 0
         elif self.n_without >= self.patience:
             trainer.should_stop = True
-            said = "stopping early: %s has not been better than %.4g for %d reports"
-            logger.info(said, self.metric, self.best, self.patience)
+            logger.info(
+                "stopping early: %s has not been better than %.4g for %d reports",
+                self.metric,
+                self.best,
+                self.patience,
+            )
 
 
 class StopWhen(Callback):
@@ -109,39 +120,42 @@ class StopWhen(Callback):
     def on_fit_start(self, trainer: PPOTrainer) -> None:
         if self.stopped_by is None:
             return
-        trainer.should_stop = self.stopped_by in [each.text for each in self.conditions]
+        trainer.should_stop = self.stopped_by in [condition.text for condition in self.conditions]
         if not trainer.should_stop:
             logger.info("--stop_when %s is not given any more: the run resumes", self.stopped_by)
             self.stopped_by = None
 
     def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        step = trainer.global_step
-        for each in self.conditions:
-            if each.holds(metrics):
-                value = metrics[each.metric]
+        for condition in self.conditions:
+            if condition.holds(metrics):
                 logger.info(
                     "--stop_when %s: %s is %.4g at step %d; the run ends",
-                    each.text,
-                    each.metric,
-                    value,
-                    step,
+                    condition.text,
+                    condition.metric,
+                    metrics[condition.metric],
+                    trainer.global_step,
                 )
-                self.stopped_by, trainer.should_stop = each.text, True
+                self.stopped_by = condition.text
+                trainer.should_stop = True
                 return
-            missing = not each.metric.startswith("eval") and each.metric not in metrics
-            if (
-                missing and each.text not in self._warned
-            ):  # the policy's come later while only the critic learns
-                self._warned.add(each.text)
-                logger.warning(
-                    "--stop_when %s: no such metric yet among %s",
-                    each.text,
-                    ", ".join(sorted(metrics)),
-                )
+            self._warn_if_missing(condition, metrics)
+
+    def _warn_if_missing(self, condition: Condition, metrics: Mapping[str, float]) -> None:
+        """Warn once; the policy's metrics come later while only the critic learns."""
+        if condition.metric.startswith("eval") or condition.metric in metrics:
+            return
+        if condition.text in self._warned:
+            return
+        self._warned.add(condition.text)
+        logger.warning(
+            "--stop_when %s: no such metric yet among %s",
+            condition.text,
+            ", ".join(sorted(metrics)),
+        )
 
 
 def check_metric(metric: str, where: str) -> None:
-    """Raise ``ValueError`` for a metric that no run has; ``where`` it is asked for begins the message."""
+    """Raise ``ValueError`` for a metric that no run has; the message begins with its user, ``where``."""
     known = [name for charts in GROUPS.values() for chart in charts for name in chart.metrics]
     if not any(matches(metric, pattern) for pattern in known):
         near = difflib.get_close_matches(metric, known, n=1)
@@ -156,15 +170,20 @@ def notify(callbacks: Sequence[Callback], hook: str, *arguments: Any) -> None:
 
 
 def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, Any]]) -> bool:
-    """Give each callback the state of the next one of its class in ``saved``; whether they are the same as then."""
-    were = [each["class"] for each in saved]
-    are = [type(each).__name__ for each in callbacks]
-    left = list(saved)
-    for callback, name in zip(callbacks, are, strict=True):
-        if mine := next((each for each in left if each["class"] == name), None):
-            left.remove(mine)
-            callback.load_state_dict(mine["state"])
-    if were != are:
-        say = "callbacks were %s and are %s: those of one class resume in their order, others start anew"
-        logger.warning(say, ", ".join(were) or "none", ", ".join(are) or "none")
-    return were == are
+    """Restore callbacks by class, in order; return True if the classes are those of ``saved``."""
+    saved_names = [state["class"] for state in saved]
+    names = [type(callback).__name__ for callback in callbacks]
+    unused = list(saved)
+    for callback, name in zip(callbacks, names, strict=True):
+        state = next((state for state in unused if state["class"] == name), None)
+        if state is not None:
+            unused.remove(state)
+            callback.load_state_dict(state["state"])
+
+    if saved_names != names:
+        logger.warning(
+            "callbacks were %s and are %s: those of one class resume in their order, others start anew",
+            ", ".join(saved_names) or "none",
+            ", ".join(names) or "none",
+        )
+    return saved_names == names

@@ -1,4 +1,4 @@
-"""Optimizer steps of the critic: clipped value loss, after its values or in one pass with them."""
+"""Optimizer steps of the critic: clipped value loss, also in one pass with its values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ class CriticStep:
         self.device = device
         self.loss_agg = loss_aggregation(config)
         self.taken: tuple[float, Metrics] | None = None
-        """Norm and metrics of a step that ``OnePassCritic`` has taken, until ``train`` reports it."""
+        """Norm and metrics of a step of ``OnePassCritic``, until ``train`` reports it."""
 
     @timed("critic_training")
     def train(
@@ -41,20 +41,21 @@ class CriticStep:
         clip: bool = True,
         complete: Callable[[int, Experience, Tensor], Experience] | None = None,
     ) -> float:
-        """Update the critic on one mini-batch; without ``clip`` values may move as far as they like.
+        """Update the critic on one mini-batch, and return the gradient's norm before clipping.
 
-        ``complete`` adds old values and returns to a micro-batch, of which it gets number, experience and the values of
-        now (B, L). Returns the gradient's norm before clipping. Nothing changes when it is not finite.
+        Without ``clip`` values may move any distance. ``complete(number, micro, values)`` adds old values and returns
+        to a micro-batch from its current values (B, L). Nothing changes when the norm is not finite.
         """
         if self.taken is not None:
-            (norm, measured) = self.taken
+            norm, measured = self.taken
             self.taken = None
             metrics.merge(measured)
             return norm
+
         value_loss = ValueLoss(
             clip_eps=self.config.loss.value_clip if clip else None, reduction="none"
         )
-        counts = batch.n_tokens, batch.n_sequences, self.config.generation.generate_max_len
+        last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
             values = self.model(micro.sequences, micro.attention_mask, **micro.model_inputs)
             micro = micro.to(self.device, on_device)
@@ -64,10 +65,17 @@ class CriticStep:
             loss = value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
             metrics.add_tensor("value_loss", loss, micro.action_mask)
             weights = token_weights(
-                micro.action_mask, self.loss_agg, *counts, micro.weight, micro.share
+                micro.action_mask,
+                self.loss_agg,
+                batch.n_tokens,
+                n_sequences=batch.n_sequences,
+                max_len=self.config.generation.generate_max_len,
+                weight=micro.weight,
+                share=micro.share,
             )
             mean = (loss * weights).sum() * self.comm.world_size
-            self.model.backward(mean, last=i == len(batch.micro_batches) - 1)
+            self.model.backward(mean, last=i == last)
+
         metrics.add("critic_learning_rate", self.model.learning_rate, reduce="max")
         norm = self.model.step()
         metrics.add("critic_grad_norm", norm)
@@ -75,11 +83,12 @@ class CriticStep:
 
 
 class OnePassCritic(ExperienceMaker):
-    """A maker that trains the critic while it makes experience, where the whole rollout fits in one optimizer step.
+    """Maker that trains the critic while it makes experience.
 
-    That step's forward runs with the weights that experience is made with: its outputs are the values, which a forward
-    of its own would give again. ``critic_step.train`` then stands for the step that is taken already. Longer rollouts
-    are made and trained on as usual. ``build_ppo_trainer`` chooses it; nothing else depends on it.
+    It does so where one optimizer step takes the whole rollout. The step's forward runs with the weights that
+    experience is made with, so its outputs are the values, and no other forward is needed. ``critic_step.train`` then
+    only reports the step. Longer rollouts are made and trained on as usual. ``build_ppo_trainer`` chooses it; nothing
+    else depends on it.
     """
 
     def __init__(self, critic_step: CriticStep, **parts: Any) -> None:
@@ -88,16 +97,18 @@ class OnePassCritic(ExperienceMaker):
 
     @staticmethod
     def is_exact(config: TrainPPOConfig) -> bool:
-        """Whether both ways give the same: no sample is dropped after values, and adapters have no dropout."""
+        """True if both ways agree: no sample is dropped after its values, and adapters have no dropout."""
         dropped = config.shaping.overlong_filter or config.ppo.buffer_limit > 0
         return not dropped and config.lora.lora_dropout == 0
 
     def make(
         self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0
     ) -> list[Experience]:
-        """As of ``ExperienceMaker``; signals are looked at before the critic is trained, not after."""
-        if not 0 < self.count(trajectories) <= self.config.batch.train_batch_size:
+        """Make experience as ``ExperienceMaker`` does; signals are polled before the critic is trained, not after."""
+        n_samples = self.count(trajectories)
+        if n_samples == 0 or n_samples > self.config.batch.train_batch_size:
             return super().make(trajectories, metrics, n_done)
+
         batch = self._rewarded(trajectories, metrics, n_done, values=False)
         measure_staleness(trajectories, n_done, metrics)
         with self.hooks.timer.phase("training"):
@@ -105,34 +116,37 @@ class OnePassCritic(ExperienceMaker):
         completed = join_rows(rows).to(self.device) if rows else None
         return self._completed(completed, trajectories, metrics, n_done=n_done)
 
-    def _with_values(self, own: Experience | None, n_done: int) -> list[Experience]:
-        """This rank's samples with values, by an optimizer step on all ranks' samples."""
-        buffer, measured = (
-            ReplayBuffer(self.comm, zero_stage=self.config.deepspeed.zero_stage),
-            Metrics(),
-        )
-        if own is not None:
-            buffer.append(own)
-        model, clip = self.critic_step.model, n_done >= self.config.ppo.value_pretrain_steps
-        model.train()
-        if self.config.ppo.offload_idle:
-            model.load_adam_moments()
+    def _with_values(self, samples: Experience | None, n_done: int) -> list[Experience]:
+        """This rank's ``samples`` with values, by an optimizer step on all ranks' samples."""
+        buffer = ReplayBuffer(self.comm, zero_stage=self.config.deepspeed.zero_stage)
+        if samples is not None:
+            buffer.append(samples)
         batch = next(mini_batches(buffer, self.config, n_done))
-        found: dict[int, Tensor] = {}  # values (L,) by place among the samples of all ranks
+        # values (L,) by place among the samples of all ranks
+        values_by_place: dict[int, Tensor] = {}
 
         def with_returns(number: int, micro: Experience, values: Tensor) -> Experience:
             values = torch.where(micro.action_mask, values, 0.0)
-            found.update(zip(batch.places[number], map(Tensor.clone, values.cpu()), strict=False))
+            rows = map(Tensor.clone, values.cpu())
+            values_by_place.update(zip(batch.places[number], rows, strict=False))
             return self._add_returns(micro.with_fields(values=values), n_done)
 
-        self.critic_step.taken = (
-            self.critic_step.train(batch, measured, clip, complete=with_returns),
-            measured,
-        )
-        of_ranks = self.comm.all_gather_object((len(buffer), found))
-        everyones = {place: values for _, of_rank in of_ranks for place, values in of_rank.items()}
-        first = sum(n for n, _ in of_ranks[: self.comm.rank])
+        model = self.critic_step.model
+        model.train()
+        if self.config.ppo.offload_idle:
+            model.load_adam_moments()
+        metrics = Metrics()
+        clip = n_done >= self.config.ppo.value_pretrain_steps
+        norm = self.critic_step.train(batch, metrics, clip, complete=with_returns)
+        self.critic_step.taken = norm, metrics
+
+        all_values: dict[int, Tensor] = {}
+        counts = []
+        for n_samples, values in self.comm.all_gather_object((len(buffer), values_by_place)):
+            counts.append(n_samples)
+            all_values |= values
+        first = sum(counts[: self.comm.rank])
         return [
-            row.with_fields(values=everyones[place][None, : row.sequences.shape[1]])
+            row.with_fields(values=all_values[place][None, : row.sequences.shape[1]])
             for place, row in enumerate(buffer.items, start=first)
         ]

@@ -19,7 +19,7 @@ from openppo.datasets import (
 from openppo.datasets.media import RowVision
 from openppo.datasets.sources import ShowRows, value_of
 from openppo.models.pretrained import check_model, check_token_ids, context_length
-from openppo.rollout.rollout import SamplerMaker
+from openppo.rollout.samplers import Players
 from openppo.strategy.comm import check_same
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.context_limits import check_context
@@ -63,7 +63,7 @@ def load_ppo_data(
     actor_config: PreTrainedConfig,
     comm: Comm,
     prompts: bool = True,
-    agent: SamplerMaker | None = None,
+    agent: Players | None = None,
     objects: OwnObjects = NOTHING,
 ) -> PPOData:
     """Load the data of a run, the same on all ranks; without ``prompts`` only documents.
@@ -98,7 +98,7 @@ class _Loading:
     tokenizer: PreTrainedTokenizerBase
     actor_config: PreTrainedConfig
     reads_prompts: bool
-    agent: SamplerMaker | None
+    agent: Players | None
     objects: OwnObjects
     show: ShowRows
 

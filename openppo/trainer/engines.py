@@ -7,7 +7,6 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
-from openppo.media import placeholders
 from openppo.models.pretrained import (
     base_model_of,
     context_length,
@@ -16,6 +15,7 @@ from openppo.models.pretrained import (
     pad_token_id,
     sampled_ids,
 )
+from openppo.models.vision_models import placeholders
 from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine

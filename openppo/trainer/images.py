@@ -6,8 +6,9 @@ from transformers import PreTrainedConfig
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
+from openppo.datasets.image_families import check_images
 from openppo.datasets.media import RowVision
-from openppo.media import check_images, placeholders
+from openppo.models.vision_models import placeholders
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.vllm_requests import IMAGE_FAMILIES

@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import ModelConfig, RowsConfig, parse_template_kwargs
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
-from openppo.media import placeholders
 from openppo.models.pretrained import load_processor, load_tokenizer
+from openppo.models.vision_models import placeholders
 from openppo.types import Prompt
 
 

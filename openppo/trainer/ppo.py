@@ -27,10 +27,10 @@ from openppo.types import Interrupted, Prompt, RolloutSource, Trajectory
 
 
 class PPOTrainer:
-    """Trains on the trajectories of ``source``: ``fit()`` runs it all, ``step(prompts)`` is for loops of one's own.
+    """Trains on the trajectories of ``source``: ``fit()`` for whole runs, ``step(prompts)`` for custom loops.
 
     ``build_ppo_trainer(config)`` makes one from options. All ranks call every method together, with the same prompts or
-    their own trajectories. ``should_stop`` ends ``fit()`` after the step under way, as soon as one rank sets it.
+    their own trajectories. ``should_stop`` ends ``fit()`` after the current step, as soon as one rank sets it.
     """
 
     def __init__(
@@ -45,13 +45,9 @@ class PPOTrainer:
         self.source = source
         self.callbacks = list(callbacks)
         self.comm = components.strategy.comm
-        self.state, self.maker = components.state, components.maker
-        ppo, normalizes = (
-            config.ppo,
-            self.maker.estimator.normalizes(config.advantage.normalize_advantages),
-        )
-        how = config.deepspeed.zero_stage, normalizes, ppo.share_prompts == "auto"
-        self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, *how)
+        self.state = components.state
+        self.maker = components.maker
+        self.replay_buffer = _replay_buffer(config, components)
         self.update = Update(config, components)
         self.planned_steps = source.steps or self.total_steps
         self.view = StepDiagnostics(config, components, self.total_steps)
@@ -59,12 +55,13 @@ class PPOTrainer:
         self.pass_watch = PassWatch(self.comm)
         self.should_stop = False
         self.explain_memory: ExplainMemory = partial(explain_shortage, components.estimate)
-        """The memory estimate beside what is measured, for a report."""
+        """Compares estimated and measured memory in a fault report."""
 
     def fit(self) -> None:
-        """Train to the end, evaluate and report when due, and save the actor; with ``--val_only`` evaluate alone.
+        """Train to the end, evaluate and report when due, and save the actor.
 
-        A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint instead of a trained model.
+        With ``--val_only`` only evaluate. A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint
+        instead of a trained model.
         """
         if self.config.evaluation.val_only:
             return evaluate_alone(self)
@@ -74,37 +71,41 @@ class PPOTrainer:
                 self.source.publish(self.global_step)
 
     def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
-        """One global step on responses to ``prompts``; returns its metrics, the same on all ranks."""
+        """Take a global step on responses to ``prompts``; return its metrics, the same on all ranks."""
         return self.train_on(self.rollout(prompts))
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sample and score responses to this rank's share of ``prompts``; reading one waits for its score."""
-        return self._prompt_source.rollout(prompts)
+        return _prompt_source(self.source).rollout(prompts)
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """One global step on this rank's trajectories and those of all others; returns its metrics."""
+        """Take a global step on the trajectories of all ranks, and return its metrics."""
         metrics = Metrics()
-        self.replay_buffer.clear()  # of a step that was never reported
+        # a step may never have been reported
+        self.replay_buffer.clear()
         self.view.observed.clear()
+
         with self.maker.hooks.timer.step(self.state.global_step + 1):
             experience = self.maker.make(trajectories, metrics, self.global_step)
             self.replay_buffer.fill(experience)
             reduced = self.update(self.replay_buffer, metrics)
+
         self.view.trained_on = trajectories
-        return reduced | self.maker.hooks.timer.take_metrics(
-            self.comm, self.config.orchestrator.rollout_ranks
-        )
+        n_rollout_ranks = self.config.orchestrator.rollout_ranks
+        return reduced | self.maker.hooks.timer.take_metrics(self.comm, n_rollout_ranks)
 
     @evaluation
     def evaluate(self) -> dict[str, float]:
-        """Metrics of responses to held-out prompts, the same on all ranks; empty without such prompts."""
+        """Return metrics of responses to held-out prompts, the same on all ranks; empty without prompts."""
         trajectories = self.source.evaluate()
         grading = self.components.grading
         if grading.scorer is None:
             self.maker.reward_names.check(trajectories)
         is_last = self.config.evaluation.val_only or self.global_step >= self.total_steps
         self.pass_watch.look(grading, trajectories, is_last)
-        if metrics := grading.measure(trajectories):
+
+        metrics = grading.measure(trajectories)
+        if metrics:
             self.view.show_evaluation(self.global_step, trajectories)
             notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics
@@ -112,48 +113,45 @@ class PPOTrainer:
     def report(self, metrics: dict[str, float]) -> None:
         """Log samples and metrics of a step; evaluate, and save a checkpoint, when due."""
         state = self.state
-        every = self.config.evaluation.eval_steps
         saver = self.components.checkpointer
         self._mark()
-        done = self.planned_steps - (self.source.steps or self.total_steps) + state.global_step
-        metrics["episode"] = done * self.config.ppo.num_episodes / self.planned_steps
+        metrics["episode"] = self._passes_done()
         state.unreported = dict(metrics)
         self.view.show_step(state.global_step, self.replay_buffer, metrics)
-        last, episode_ended = (
-            state.global_step == self.total_steps,
-            int(metrics["episode"]) > state.ended_episodes,
-        )
-        due = last or (episode_ended if every == -1 else state.global_step % every == 0)
-        evaluated = self.evaluate() if due else {}
-        metrics |= evaluated
-        if due:
+
+        is_last = state.global_step == self.total_steps
+        episode_ended = int(metrics["episode"]) > state.ended_episodes
+        every = self.config.evaluation.eval_steps
+        is_due = episode_ended if every == -1 else state.global_step % every == 0
+        evaluated: dict[str, float] = {}
+        if is_last or is_due:
+            evaluated = self.evaluate()
+            metrics |= evaluated
             saver.save_if_best(state.global_step, metrics, self.components.write_policy)
         state.ended_episodes = int(metrics["episode"])
+
         notify(self.callbacks, "on_step_end", self, metrics)
         self.should_stop = self.components.strategy.any_rank(self.should_stop)
-        if (
-            evaluated
-            or last
-            or self.should_stop
-            or state.global_step % self.config.run.logging_steps == 0
-        ):
+        is_logged = state.global_step % self.config.run.logging_steps == 0
+        if evaluated or is_last or self.should_stop or is_logged:
             self.components.trackers.log(state.global_step, metrics)
         state.unreported = None
-        if self.should_stop or saver.due(state.global_step, episode_ended or last):
+        if self.should_stop or saver.due(state.global_step, episode_ended or is_last):
             self.save_checkpoint()
 
     @phase("saving")
     def save(self) -> None:
-        """Write the actor (its average with ``--enable_ema``), and the critic if asked for, as Hugging Face folders."""
+        """Write the actor, or its average with ``--enable_ema``, as a Hugging Face folder.
+
+        With ``--save_value_network`` the critic is written beside it.
+        """
         folder = Path(self.config.run.save_path).resolve()
         with ensure_checkpoint_on_save_error(
             self.components.checkpointer, self.global_step, self.save_checkpoint
         ):
             self.components.write_policy(folder)
-            if (
-                self.config.model.save_value_network
-                and (critic := self.components.critic) is not None
-            ):
+            critic = self.components.critic
+            if self.config.model.save_value_network and critic is not None:
                 beside = folder.with_name(folder.name + "_critic")
                 self.components.strategy.save_pretrained(
                     critic.module.model, beside, self.components.tokenizer
@@ -163,7 +161,7 @@ class PPOTrainer:
 
     @phase("saving")
     def save_checkpoint(self, random_state: RandomState | None = None) -> Path:
-        """Write all that ``--load_checkpoint`` needs to resume after the last step; randomness is of now by default."""
+        """Write a checkpoint of the last step; ``random_state`` defaults to the current one."""
         return self.components.checkpointer.save(
             self.global_step,
             trainer_state(self),
@@ -172,18 +170,19 @@ class PPOTrainer:
         )
 
     def load_checkpoint(self) -> None:
-        """Resume from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
+        """Resume from the checkpoint of ``--load_checkpoint``, as if the run had never stopped."""
         self.should_stop = restore_trainer(self, self.components.checkpointer.load())
         self.source.publish(self.global_step)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
-        """Batches for ``step``, at most one for each step that is left: passes over all prompts, each in its own order.
+        """Yield batches for ``step``, at most one for each step that is left.
 
-        Only batches that are sampled from count as consumed, so a list of them changes nothing.
+        They pass over all prompts ``--num_episodes`` times, each time in another order. Only batches that are sampled
+        from count as consumed, so a list of them changes nothing.
         """
         if self.state.unreported is not None:
             self.report(self.state.unreported)
-        batches = self._prompt_source.prompt_batches()
+        batches = _prompt_source(self.source).prompt_batches()
         for _ in range(self.total_steps - self.global_step):
             batch = next(batches, None)
             if batch is None or self.global_step >= self.total_steps:
@@ -191,7 +190,7 @@ class PPOTrainer:
             yield batch
 
     def close(self) -> None:
-        """End the logs and wait for all ranks; the trainer is of no use afterwards, and another may be built."""
+        """End the logs and wait for all ranks; afterwards another trainer may be built."""
         self.source.close()
         self.components.trackers.close()
         self.components.strategy.close()
@@ -203,51 +202,51 @@ class PPOTrainer:
 
     @property
     def total_steps(self) -> int:
-        """Global steps of the whole run; with dynamic sampling at most."""
-        return min(n for n in (self.source.steps, self.config.ppo.max_steps) if n is not None)
+        """Global steps of the whole run, with dynamic sampling at most."""
+        limits = (self.source.steps, self.config.ppo.max_steps)
+        return min(n for n in limits if n is not None)
 
-    @property
-    def _prompt_source(self) -> PromptSource:
-        if not isinstance(self.source, PromptSource):
-            raise TypeError(
-                f"{type(self.source).__name__} takes no prompts: iterate over trainer.source instead."
-            )
-        return self.source
+    def _passes_done(self) -> float:
+        """Passes over the prompts; steps that dynamic sampling has used up count as done."""
+        used_up = self.planned_steps - (self.source.steps or self.total_steps)
+        done = used_up + self.state.global_step
+        return done * self.config.ppo.num_episodes / self.planned_steps
 
     def _rollouts(self) -> Iterator[Sequence[Trajectory]]:
-        """Trajectories of the steps that are left; none after ``should_stop``."""
+        """Yield the trajectories of the steps that are left; none after ``should_stop``."""
+        strategy = self.components.strategy
         source = iter(self.source)
-        with progress_bar(self.total_steps, "PPO", enabled=self.components.strategy.is_main) as bar:
+        with progress_bar(self.total_steps, "PPO", enabled=strategy.is_main) as bar:
             bar.update(self.global_step)
-            while self.global_step < self.total_steps and not self.components.strategy.any_rank(
-                self.should_stop
-            ):
+            while self.global_step < self.total_steps and not strategy.any_rank(self.should_stop):
                 self._mark()
                 self.components.stop()
-                if (trajectories := next(source, None)) is None:
-                    logger.info(
-                        "no more trajectories after %d of %d steps",
-                        self.global_step,
-                        self.total_steps,
-                    )
-                    if evaluated := self.evaluate():  # as after the last step
-                        self.components.trackers.log(self.global_step, evaluated)
-                    if self.components.checkpointer.due(self.global_step, True):
-                        self.save_checkpoint()
+                trajectories = next(source, None)
+                if trajectories is None:
+                    self._end_early()
                     return
                 yield trajectories
-                bar.update(
-                    total=self.total_steps
-                )  # dynamic sampling may have used up prompts of later steps
+                # dynamic sampling may have used up prompts of later steps
+                bar.update(total=self.total_steps)
+
+    def _end_early(self) -> None:
+        """Evaluate and save after a source that ended, as after the last step."""
+        logger.info("no more trajectories after %d of %d steps", self.global_step, self.total_steps)
+        evaluated = self.evaluate()
+        if evaluated:
+            self.components.trackers.log(self.global_step, evaluated)
+        if self.components.checkpointer.due(self.global_step, True):
+            self.save_checkpoint()
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """Around the steps of ``fit``: logs, what precedes the first step, and what a run or a signal ends with."""
+        """Surround the steps of ``fit`` with logs, reports before the first, and an orderly end."""
         with self.components.trackers:
             notify(self.callbacks, "on_fit_start", self)
             if self.should_stop:
                 logger.info(STOPPED_EARLY)
             self._mark()
+
             try:
                 if self.state.unreported is not None:  # an earlier session was stopped there
                     self.report(self.state.unreported)
@@ -257,9 +256,8 @@ class PPOTrainer:
                 yield
             except Interrupted as signal:
                 path = self._save_before_step()
-                logger.info(
-                    stopped(str(signal), self.global_step, self.total_steps, checkpoint=path)
-                )
+                message = stopped(str(signal), self.global_step, self.total_steps, checkpoint=path)
+                logger.info(message)
             except NothingTrainedError as failure:
                 self.view.show_failed(self.global_step + 1, failure.failed)
                 raise ended_by_failures(failure, self._save_before_step()) from None
@@ -268,11 +266,34 @@ class PPOTrainer:
                 notify(self.callbacks, "on_fit_end", self)
 
     def _save_before_step(self) -> Path:
-        """Drop the step under way and write a checkpoint of what precedes it."""
+        """Drop the current step and write a checkpoint of the state before it."""
         source_state, random_state = self._before
         self.source.load_state_dict(source_state)
         return self.save_checkpoint(random_state)
 
     def _mark(self) -> None:
-        """Remember what a signal or failures go back to: a resumed run repeats the work that follows, draw by draw."""
+        """Snapshot source and random state; signals and failures roll back to them."""
         self._before = self.source.state_dict(), get_random_state()
+
+
+def _replay_buffer(config: TrainPPOConfig, components: PPOComponents) -> ReplayBuffer:
+    """Make the empty replay buffer of this rank."""
+    ppo = config.ppo
+    estimator = components.maker.estimator
+    return ReplayBuffer(
+        components.strategy.comm,
+        limit=ppo.buffer_limit,
+        cpu_offload=ppo.buffer_cpu_offload,
+        zero_stage=config.deepspeed.zero_stage,
+        normalizes=estimator.normalizes(config.advantage.normalize_advantages),
+        shares_prompts=ppo.share_prompts == "auto",
+    )
+
+
+def _prompt_source(source: RolloutSource) -> PromptSource:
+    """Return ``source`` as one that takes prompts; ``TypeError`` if it does not."""
+    if not isinstance(source, PromptSource):
+        raise TypeError(
+            f"{type(source).__name__} takes no prompts: iterate over trainer.source instead."
+        )
+    return source

@@ -14,9 +14,9 @@ from openppo.models.merge_lora import to_bf16
 from openppo.models.pretrained import context_length, eos_token_ids
 from openppo.orchestrator.build import rollout_rank, scored_by_trainers
 from openppo.orchestrator.worker import RolloutRank
-from openppo.rollout.rollout import SamplerMaker, SamplerParts
+from openppo.rollout.samplers import Players, SamplerParts
 from openppo.rollout.sampling import decoder
-from openppo.rollout.tasks import TaskMaker
+from openppo.rollout.tasks import TaskPlayers
 from openppo.strategy.comm import InferenceStrategy
 from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.data import PPOData
@@ -31,15 +31,13 @@ from openppo.trainer.task_rewards import TaskRewards
 from openppo.types import StopCheck
 
 
-def build_rank(
-    config: TrainPPOConfig, maker: SamplerMaker | None = None
-) -> PPOTrainer | RolloutRank:
+def build_rank(config: TrainPPOConfig, players: Players | None = None) -> PPOTrainer | RolloutRank:
     """Build the trainer of this rank or, on the last ``--rollout_ranks``, the sampling for trainers."""
     n_sampling = config.orchestrator.rollout_ranks
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if rank < world_size - n_sampling:
-        return build_ppo_trainer(config, source=maker)
+        return build_ppo_trainer(config, source=players)
     if config.run.dry_run:  # which estimates the memory of trainers
         sys.exit()
 
@@ -49,7 +47,7 @@ def build_rank(
         fused_kernels=config.deepspeed.fused_kernels,
     )
     tokenizer, actor_config = check_models(config, strategy)
-    tasks = TaskMaker.of(config, maker)
+    tasks = TaskPlayers.of(config, players)
     tasks.check(tokenizer)
     data = load_tasks_data(tasks, tokenizer, actor_config, comm=strategy.comm)
 
@@ -62,7 +60,7 @@ def build_rank(
     engine = new_engine(config, policy, tokenizer, stop=StopCheck(), actor_config=actor_config)
     engine.decode = decoder(tokenizer)
 
-    plays = maker is not None
+    plays = players is not None
     vision = _vision(config, strategy, tokenizer, actor_config=actor_config, data=data, plays=plays)
     parts = SamplerParts(
         engine=engine,

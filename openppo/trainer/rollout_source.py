@@ -7,8 +7,8 @@ from openppo.models.pretrained import context_length, eos_token_ids
 from openppo.orchestrator.build import async_source
 from openppo.orchestrator.source import Engines
 from openppo.rollout.driver import Leave
-from openppo.rollout.rollout import SamplerMaker, SamplerParts
-from openppo.rollout.tasks import TaskMaker
+from openppo.rollout.samplers import Players, SamplerParts
+from openppo.rollout.tasks import TaskPlayers
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.images import prepare_for_images
 from openppo.trainer.source import PromptSource
@@ -21,22 +21,22 @@ Trainers post it, and rollout ranks wait for it.
 """
 
 
-def is_async(config: TrainPPOConfig, maker: SamplerMaker | None) -> bool:
+def is_async(config: TrainPPOConfig, players: Players | None) -> bool:
     """True if samples are made beside training, as options or several tasks require."""
-    return config.orchestrator.is_async or isinstance(maker, TaskMaker)
+    return config.orchestrator.is_async or isinstance(players, TaskPlayers)
 
 
 def make_rollout_source(
     config: TrainPPOConfig,
     components: PPOComponents,
-    maker: SamplerMaker | None,
+    players: Players | None,
     actor_config: PreTrainedConfig,
 ) -> RolloutSource:
-    """Make the source of trajectories: responses, or the episodes that ``maker`` plays."""
+    """Make the source of trajectories: responses, or the episodes that ``players`` plays."""
     strategy = components.strategy
-    runs_beside_training = is_async(config, maker)
+    runs_beside_training = is_async(config, players)
 
-    vision = prepare_for_images(components, config, maker is not None)
+    vision = prepare_for_images(components, config, players is not None)
     if strategy.is_main:
         strategy.launch.post(SHOWS_IMAGES, "no" if vision is None else "yes")
 
@@ -55,10 +55,10 @@ def make_rollout_source(
         vision=vision,
     )
     if not runs_beside_training:
-        sampler = None if maker is None else maker.make(parts)
+        sampler = None if players is None else players.make(parts)
         return PromptSource(config, components, sampler)
 
-    tasks = TaskMaker.of(config, maker)
+    tasks = TaskPlayers.of(config, players)
     task_sampler = tasks.make(parts)
     held_out = PromptSource(config, components, task_sampler)
     return async_source(

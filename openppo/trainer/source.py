@@ -1,8 +1,9 @@
-"""Prompts to scored trajectories, with the actor's weights of now: the synchronous ``RolloutSource``."""
+"""Prompts to scored trajectories with the actor's current weights: the synchronous ``RolloutSource``."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,18 +16,13 @@ from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.group_filters import useful_groups
 from openppo.experience.scoring import begin_scoring, check_rewarded
+from openppo.rollout.engine_sampler import EngineSampler, rank_share
+from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.rollout.failures import N_SHOWN, FailureCount, NothingTrainedError
-from openppo.rollout.requests import free_memory
-from openppo.rollout.rollout import (
-    EngineSampler,
-    Rollout,
-    Sampler,
-    SampleRequest,
-    by_episode,
-    episode_reward,
-    rank_share,
-    wait_for_scores,
-)
+from openppo.rollout.memory import free_memory
+from openppo.rollout.rollout import Rollout, wait_for_scores
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import Sampler
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.tracking.phase import timed
@@ -39,7 +35,7 @@ _ALL_EQUAL = (
 
 
 class PromptBatch(list[Prompt]):
-    """Prompts of one step; ``number`` counts the batches of all episodes."""
+    """Prompts of one step; ``number`` counts the batches of all passes over the prompts."""
 
     def __init__(self, prompts: Iterable[Prompt], number: int) -> None:
         super().__init__(prompts)
@@ -66,34 +62,39 @@ class PromptSource:
         )
         self.reward_weights = config.rewards.weights()
         self.n_batches = config.ppo.num_episodes * len(self.sampler)
-        self.has_no_end = (
-            config.agents.environment is not None and not config.data.prompt_data
-        )  # seeds of a game
-        self.consumed_batches = 0  # of all episodes
-        self.batch_under_way: PromptBatch | None = None  # of a loop over prompt_batches()
-        self.consumed_prompts = 0  # sampled so far; groups and seeds follow from it
+        # the seeds of an environment never end
+        self.has_no_end = config.agents.environment is not None and not config.data.prompt_data
+        self.consumed_batches = 0
+        """Batches of all passes over the prompts that were sampled from."""
+        self.batch_under_way: PromptBatch | None = None
+        """The current batch of a loop over ``prompt_batches()``."""
+        self.consumed_prompts = 0
+        """Prompts that were sampled from; groups and seeds follow from it."""
         self.failures = FailureCount()
 
     @property
     def steps(self) -> int:
-        """Global steps, at most: a batch of prompts each, or several with dynamic sampling."""
+        """Global steps at most; each takes a batch of prompts, with dynamic sampling also several."""
         if self.has_no_end:
             return self.config.ppo.max_steps or 0
         return self.components.state.global_step + self.n_batches - self.consumed_batches
 
     @property
     def _planned_steps(self) -> int:
-        """Global steps of a run that never stopped; without bound those of its options."""
-        most = self.config.ppo.max_steps
+        """Global steps of the whole run, as if it never stopped; 0 if nothing bounds them."""
+        max_steps = self.config.ppo.max_steps
         if self.has_no_end:
-            return most or 0
-        return self.n_batches if most is None else min(most, self.n_batches)
+            return max_steps or 0
+        return self.n_batches if max_steps is None else min(max_steps, self.n_batches)
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         return map(self.rollout, self.prompt_batches())
 
     def prompt_batches(self) -> Iterator[PromptBatch]:
-        """Pass over all prompts in every episode, in an order of its own. A batch counts when it is sampled from."""
+        """Pass over all prompts ``--num_episodes`` times, each time in another order.
+
+        A batch counts as consumed when it is sampled from.
+        """
         number = self.consumed_batches
         try:
             while number < self.n_batches or self.has_no_end:
@@ -104,7 +105,7 @@ class PromptSource:
             self.batch_under_way = None
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
-        """Sample and score responses to this rank's share of ``prompts``; scores may still be under way.
+        """Sample responses to this rank's share of ``prompts``, and begin to score them.
 
         With ``--dynamic_sampling`` groups of equal rewards are dropped, and further prompts come from
         ``--prompt_data``. On all ranks ``Interrupted`` upon a signal, ``NothingTrainedError`` after many failures.
@@ -112,41 +113,42 @@ class PromptSource:
         batch = prompts if isinstance(prompts, PromptBatch) else self.batch_under_way
         if batch is not None:
             self.consumed_batches = max(self.consumed_batches, batch.number + 1)
+
+        sample = self._filtered if self.config.ppo.dynamic_sampling else self._sampled
         with self.timer.step(self.components.state.global_step + 1):
-            rollout = (
-                self._filtered(prompts)
-                if self.config.ppo.dynamic_sampling
-                else self._sampled(prompts)
-            )
+            rollout = sample(prompts)
+
         self.failures.end_step()
-        if message := self.failures.steps_message(self._planned_steps):
+        message = self.failures.steps_message(self._planned_steps)
+        if message:
             raise NothingTrainedError(message, rollout.failed)
         return rollout
 
     def publish(self, version: int) -> None:
-        """Nothing to do: the engine reads the actor's weights in place when it samples."""
+        """Do nothing: the engine reads the actor's weights in place when it samples."""
 
     def evaluate(self) -> list[Trajectory]:
-        """Scored responses to ``--eval_data``: of the average with ``--enable_ema``, as it is what ``save`` writes."""
-        if not self.components.data.held_out:
+        """Return scored responses to ``--eval_data``, with ``--enable_ema`` of the average, which ``save`` writes."""
+        held_out = self.components.data.held_out
+        if not held_out:
             return []
-        options, seed = self.config.evaluation, self.config.deepspeed.seed
-        sampling = (
+
+        options = self.config.evaluation
+        request = SampleRequest(
+            held_out,
             sampling_params(self.config.generation, options.eval_temperature),
             options.eval_n_samples_per_prompt,
+            seed=self.config.deepspeed.seed,
+            first_group=0,
+            metrics=Metrics(),
+            evaluation=True,
         )
         with self.components.weights_to_save(), self.with_weights():
-            held_out, metrics = self.components.data.held_out, Metrics()
-            responses = self.sampled_by.sample(
-                SampleRequest(held_out, *sampling, seed, 0, metrics, evaluation=True)
-            )
+            responses = self.sampled_by.sample(request)
+
         grading = self.components.grading
-        for response in (
-            responses if grading.scorer is not None else ()
-        ):  # an agent may have given rewards
-            response.scores = {}
-            response.token_rewards = None
-            response.step_ends = None
+        if grading.scorer is not None:  # an agent may have given rewards
+            _drop_rewards(responses)
         rollout = begin_scoring(
             grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_"
         )
@@ -155,21 +157,19 @@ class PromptSource:
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """How many prompts are consumed, and by which free memory the engine was sized."""
-        consumed = {
+        """Return the consumed batches and prompts, and the free memory that the engine was sized by."""
+        state = {
             "consumed_batches": self.consumed_batches,
             "consumed_prompts": self.consumed_prompts,
         }
-        return (
-            consumed if self.engine.free is None else consumed | {"free_memory": self.engine.free}
-        )
+        if self.engine.free is not None:
+            state["free_memory"] = self.engine.free
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next prompts."""
-        self.consumed_batches, self.consumed_prompts = (
-            state["consumed_batches"],
-            state["consumed_prompts"],
-        )
+        self.consumed_batches = state["consumed_batches"]
+        self.consumed_prompts = state["consumed_prompts"]
         self.engine.free = state.get("free_memory")
 
     def close(self) -> None:
@@ -178,65 +178,55 @@ class PromptSource:
 
     @contextmanager
     def with_weights(self) -> Iterator[None]:
-        """Inside, the engine may decode, with the actor's weights of now."""
+        """Inside, the engine may decode with the actor's current weights."""
         self.engine.version = self.components.state.global_step
         with ExitStack() as stack:
             with timed("sync"):
                 stack.enter_context(self.engine.with_weights(self.components.actor))
             if self.config.deepspeed.deterministic and self.engine.free is None:
-                self.engine.free = self._free_memory()
+                self.engine.free = _least_free_memory(self.comm, self.components.strategy.device)
             yield
 
-    def _free_memory(self) -> int | None:
-        """What is free on all ranks now, for this and all later rollouts: other rows would have other last bits."""
-        everyones = self.comm.all_gather_object(free_memory(self.components.strategy.device))
-        return min((free for free in everyones if free is not None), default=None)
-
     def _next_prompts(self) -> PromptBatch | None:
-        """The next batch, which counts at once."""
+        """Return the next batch and count it as consumed; None if there is none."""
         if self.consumed_batches >= self.n_batches and not self.has_no_end:
             return None
         self.consumed_batches += 1
         return self._batch(self.consumed_batches - 1)
 
     def _batch(self, number: int) -> PromptBatch:
-        episode, start = divmod(number, len(self.sampler))
-        rows = next(self.sampler.batches(episode, start))
+        """Return batch ``number``, counted over all passes over the prompts."""
+        prompt_epoch, start = divmod(number, len(self.sampler))
+        rows = next(self.sampler.batches(prompt_epoch, start))
         return PromptBatch((self.components.data.prompts[i] for i in rows), number)
 
     def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
-        """Responses to this rank's share of ``prompts``, those of one prompt in a row, on which scoring has begun."""
-        ready = [
-            as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts
-        ]
-        n_samples = self.config.ppo.n_samples_per_prompt
-        seed, first = self.config.deepspeed.seed, self.consumed_prompts
-        params = sampling_params(self.config.generation)
+        """Sample responses to this rank's share of ``prompts``, and begin to score them.
+
+        Those of one prompt are neighbours.
+        """
+        tokenizer = self.components.tokenizer
+        ready = [as_prompt(prompt, tokenizer, self.config.data) for prompt in prompts]
+        first_group = self.consumed_prompts
         metrics = Metrics()
         failed: list[Trajectory] = []
+        request = SampleRequest(
+            ready,
+            sampling_params(self.config.generation),
+            self.config.ppo.n_samples_per_prompt,
+            seed=self.config.deepspeed.seed,
+            first_group=first_group,
+            metrics=metrics,
+            note_failed=failed.append,
+        )
         with self.timer.phase("generation"), self.with_weights():
-            asked = SampleRequest(
-                ready,
-                params,
-                n_samples,
-                seed=seed,
-                first_group=first,
-                metrics=metrics,
-                note_failed=failed.append,
-            )
-            sampled = self.sampled_by.sample(asked)
+            sampled = self.sampled_by.sample(request)
             if self.estimator.needs_greedy:
-                params = dataclasses.replace(params, temperature=0.0)
-                greedy = self.sampled_by.sample(
-                    asked._replace(params=params, n_samples=1, metrics=Metrics())
-                )
-                of_group = {parts[-1].group: tuple(parts) for parts in by_episode(greedy)}
-                sampled = [trajectory for trajectory in sampled if trajectory.group in of_group]
-                for trajectory in sampled:
-                    trajectory.greedy = of_group[trajectory.group]
+                sampled = _with_greedy(self.sampled_by, sampled, request)
         self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))
         self.consumed_prompts += len(ready)
-        shown = self._count_groups(rank_share(ready, first, self.comm), sampled, failed)
+        shown = self._count_groups(rank_share(ready, first_group, self.comm), sampled, failed)
+
         with self.timer.phase("scoring"):
             rollout = begin_scoring(self.scorer, sampled, self.components.stop)
         rollout.metrics.merge(metrics)
@@ -250,35 +240,33 @@ class PromptSource:
         sampled: Sequence[Trajectory],
         failed: Sequence[Trajectory],
     ) -> list[Trajectory]:
-        """Count groups of all ranks that failed, in their order; returns a few of the ``failed`` episodes of all.
+        """Count the groups of all ranks in order, and return a few ``failed`` episodes.
 
-        ``share`` are this rank's prompts and the group of the first.
+        ``share`` are this rank's prompts and the group of the first. ``NothingTrainedError`` after many failures.
         """
-        prompts, first = share
-        good = {trajectory.group for trajectory in sampled}
-        errors = {each.group: each.episode.failure for each in failed if each.episode is not None}
-        outcomes: dict[int, str | None] = dict.fromkeys(good)
-        for group in range(first, first + len(prompts)):
-            if group not in good:
-                outcomes[group] = errors.get(group, "its sampler returned no sample")
+        outcomes = _outcomes(share, sampled, failed)
+        outcomes_by_rank = self.comm.all_gather_object((outcomes, failed[:N_SHOWN]))
+        episodes = chain.from_iterable(few_failed for _, few_failed in outcomes_by_rank)
+        shown = list(episodes)[:N_SHOWN]
 
-        of_ranks = self.comm.all_gather_object((outcomes, failed[:N_SHOWN]))
-        shown = [each for _, of_rank in of_ranks for each in of_rank][:N_SHOWN]
-        for outcomes, _ in of_ranks:
+        for outcomes, _ in outcomes_by_rank:
             for group in sorted(outcomes):
                 self.failures.add_group(outcomes[group])
-                if message := self.failures.groups_message():
+                message = self.failures.groups_message()
+                if message:
                     raise NothingTrainedError(message, shown)
         return shown
 
     def _filtered(self, prompts: Sequence[str | Prompt]) -> Rollout:
-        """Groups with different rewards, sampled until they fill a rollout batch or a bound is reached."""
-        wanted, bound = self.config.prompts_per_step, self.config.ppo.dynamic_sampling_max_batches
+        """Sample groups with different rewards until they fill a rollout batch, or a bound is reached."""
+        wanted = self.config.prompts_per_step
+        bound = self.config.ppo.dynamic_sampling_max_batches
         metrics = Metrics()
         everything: list[Trajectory] = []
         kept: list[Trajectory] = []
         failed: list[Trajectory] = []
-        n_groups = n_batches = 0
+        n_groups = 0
+        n_batches = 0
         batch: Sequence[str | Prompt] | None = prompts
         while batch is not None:
             sampled = self._sampled(batch)
@@ -290,9 +278,13 @@ class PromptSource:
             failed += sampled.failed
             for parts in by_episode(sampled):
                 metrics.add("sampled_reward", episode_reward(parts, self.reward_weights))
+
             kept += useful_groups(sampled, self.estimator.compares_steps, self.reward_weights)
-            n_groups = int(self.comm.all_reduce(torch.tensor(len({t.group for t in kept}))))
-            batch = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
+            groups = {trajectory.group for trajectory in kept}
+            n_groups = int(self.comm.all_reduce(torch.tensor(len(groups))))
+            is_done = n_groups >= wanted or n_batches == bound
+            batch = None if is_done else self._next_prompts()
+
         check_rewarded(everything, self.comm)
         if n_groups == 0:
             self.failures.drop_groups(_ALL_EQUAL)
@@ -301,24 +293,74 @@ class PromptSource:
         return Rollout(first_groups(kept, wanted, self.comm), metrics, failed=failed[:N_SHOWN])
 
 
+def _with_greedy(
+    sampler: Sampler, sampled: Sequence[Trajectory], request: SampleRequest
+) -> list[Trajectory]:
+    """Add a greedy response to each group, as its baseline; a group without one is dropped."""
+    params = dataclasses.replace(request.params, temperature=0.0)
+    greedy = sampler.sample(request._replace(params=params, n_samples=1, metrics=Metrics()))
+    by_group = {parts[-1].group: tuple(parts) for parts in by_episode(greedy)}
+    kept = [trajectory for trajectory in sampled if trajectory.group in by_group]
+    for trajectory in kept:
+        trajectory.greedy = by_group[trajectory.group]
+    return kept
+
+
+def _drop_rewards(responses: Sequence[Trajectory]) -> None:
+    """Remove all scores and rewards."""
+    for response in responses:
+        response.scores = {}
+        response.token_rewards = None
+        response.step_ends = None
+
+
+def _outcomes(
+    share: tuple[Sequence[Prompt], int],
+    sampled: Sequence[Trajectory],
+    failed: Sequence[Trajectory],
+) -> dict[int, str | None]:
+    """Failure of each of this rank's groups; None for a group with samples."""
+    prompts, first = share
+    good = {trajectory.group for trajectory in sampled}
+    errors = {
+        trajectory.group: trajectory.episode.failure
+        for trajectory in failed
+        if trajectory.episode is not None
+    }
+    outcomes: dict[int, str | None] = dict.fromkeys(good)
+    for group in range(first, first + len(prompts)):
+        if group not in good:
+            outcomes[group] = errors.get(group, "its sampler returned no sample")
+    return outcomes
+
+
+def _least_free_memory(comm: Comm, device: torch.device) -> int | None:
+    """Bytes that are free on all ranks; None without GPUs.
+
+    Later rollouts keep the number: with other rows the last bits would differ.
+    """
+    free_by_rank = comm.all_gather_object(free_memory(device))
+    return min((free for free in free_by_rank if free is not None), default=None)
+
+
 def first_groups(trajectories: Sequence[Trajectory], most: int, comm: Comm) -> list[Trajectory]:
-    """This rank's part of the first groups of all ranks, dealt out as a rollout deals prompts. Collective."""
-    everyones = [t for rank in comm.all_gather_object(list(trajectories)) for t in rank]
-    groups = sorted({t.group for t in everyones})[:most]
+    """Return this rank's part of the first groups of all ranks, dealt like prompts. Collective."""
+    gathered = list(chain.from_iterable(comm.all_gather_object(list(trajectories))))
+    groups = sorted({trajectory.group for trajectory in gathered})[:most]
     if not groups and comm.rank == 0:
         logger.warning("no prompt's responses got different rewards: nothing to train on")
-    of_this_rank = set(shard(groups, comm.rank, comm.world_size))
-    return sorted((t for t in everyones if t.group in of_this_rank), key=lambda t: t.group)
+    rank_groups = set(shard(groups, comm.rank, comm.world_size))
+    dealt = [trajectory for trajectory in gathered if trajectory.group in rank_groups]
+    return sorted(dealt, key=lambda trajectory: trajectory.group)
 
 
 def as_prompt(
     prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig
 ) -> Prompt:
-    """A text as the prompt that the options make of it; ``ValueError`` if it is too long."""
+    """Make a prompt of a text by the options ``data``; ``ValueError`` if it is too long."""
     if isinstance(prompt, Prompt):
         return prompt
     options = dataclasses.replace(data, input_key="prompt", label_key=None)
-    (made,) = load_prompts(
-        [SourceRow({"prompt": prompt}, "", 1, flag="prompts")], tokenizer, options
-    )
-    return dataclasses.replace(made, row={})
+    row = SourceRow({"prompt": prompt}, "", 1, flag="prompts")
+    (loaded,) = load_prompts([row], tokenizer, options)
+    return dataclasses.replace(loaded, row={})

@@ -153,7 +153,7 @@ def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
     mini += f" of {min(batch.train_batch_size, n_trained):,} samples"
     epochs = count(batch.max_epochs, "epoch")
 
-    episodes = f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in "
+    episodes = f"{count(plan.prompt_epochs, 'episode')} of {n_prompts:,} prompts in "
     episodes += count(len(plan.steps), "batch", "batches")
     if last < first:
         episodes += f", the last of {last:,}"

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.rollout.tasks import TaskMaker
+from openppo.rollout.tasks import TaskPlayers
 from openppo.trainer.data import PPOData, load_ppo_data
 from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.types import Comm
 
 
 def load_tasks_data(
-    tasks: TaskMaker,
+    tasks: TaskPlayers,
     tokenizer: PreTrainedTokenizerBase,
     actor_config: PreTrainedConfig,
     comm: Comm,
@@ -26,7 +26,7 @@ def load_tasks_data(
             config = replace(config, data=replace(config.data, pretrain_data=None))
         with task.named():
             data = load_ppo_data(
-                config, tokenizer, actor_config, comm=comm, agent=task.maker, objects=objects
+                config, tokenizer, actor_config, comm=comm, agent=task.players, objects=objects
             )
         data_by_task.append(data)
 

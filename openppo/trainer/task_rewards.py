@@ -11,7 +11,7 @@ from openppo.experience.forwards import forward_size
 from openppo.rewards import Scorer
 from openppo.rewards.build import ScorerSetup
 from openppo.rewards.scoring import TaskScorer
-from openppo.rollout.tasks import RunTask, TaskMaker
+from openppo.rollout.tasks import RunTask, TaskPlayers
 from openppo.strategy.comm import InferenceStrategy, collective
 from openppo.tracking.console import log_lines
 from openppo.trainer.data import PPOData
@@ -28,7 +28,7 @@ class TaskRewards:
     ``function`` replaces the file of ``--reward_fn``.
     """
 
-    tasks: TaskMaker
+    tasks: TaskPlayers
     tokenizer: PreTrainedTokenizerBase
     strategy: InferenceStrategy
     data: PPOData
@@ -48,7 +48,7 @@ class TaskRewards:
     def _check(self, task: RunTask) -> None:
         setup = self._setup(task)
         scorer = setup.check()
-        if scorer is not None and task.maker is None:  # whole episodes cannot be made up
+        if scorer is not None and task.players is None:  # whole episodes cannot be made up
             self._try_out(scorer, setup.prompts)
 
         models = {
@@ -96,7 +96,7 @@ class TaskRewards:
         """Setup of the scorers of ``task``."""
         config = task.config
         shaping = config.shaping
-        plays = task.maker is not None
+        plays = task.players is not None
         prompts = [*self.data.prompts, *self.data.held_out]
 
         stand_in = None

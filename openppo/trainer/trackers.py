@@ -64,7 +64,7 @@ def start_trackers(
         headline=headline,
         total_steps=total_steps,
         resumed_after=resume_step,
-        own=trackers,
+        custom=trackers,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from openppo.agents import Agent, Session, Task
 from openppo.agents.gateway.server import Gateway
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SamplingParams
 

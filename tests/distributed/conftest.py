@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from openppo.media import copy_processor
 from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.processor_files import copy_processor
 from tests.conftest import save_tokenizer
 
 LETTERS = "abcdefgh"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from openppo.config import TrainPPOConfig
+from openppo.config import ModelConfig, TrainPPOConfig
 from openppo.experience import ExperienceMaker
 from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
@@ -101,7 +101,7 @@ def shared(tiny: str) -> dict[str, Any]:
         actor=Actor(tiny),
         critic=get_llm_for_sequence_regression(tiny, "critic"),
         reference=Actor(tiny),
-        config=TrainPPOConfig(),
+        config=TrainPPOConfig(ModelConfig(tiny)),
         comm=SingleProcess(),
         device=torch.device("cpu"),
         pad_token_id=0,
@@ -128,4 +128,4 @@ def test_each_public_name_has_an_example_that_is_true(
 
 def test_an_example_that_is_false_fails() -> None:
     example = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "sum", None, None)
-    assert doctest.DocTestRunner(verbose=False).run(example, out=list.append).failed == 1
+    assert doctest.DocTestRunner(verbose=False).run(example, out=[].append).failed == 1

@@ -21,7 +21,7 @@ from openppo.config import TrainPPOConfig
 from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.replay_buffer import mini_batches
-from openppo.rollout.rollout import write_scores
+from openppo.rollout.scores import write_scores
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.critic_step import CriticStep

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from openppo.datasets.media_files import read_frames
-from openppo.media import model_inputs
 from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
+from openppo.models.media_inputs import model_inputs
 from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.weights import WholeWeights

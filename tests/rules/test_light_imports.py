@@ -33,6 +33,12 @@ def test_config_is_light_and_losses_need_torch_alone():
     ] & HEAVY == {"torch"}
 
 
+def test_nouns_need_torch_alone():
+    loaded = python("-c", "import openppo.types")[1]
+    assert loaded & HEAVY == {"torch"}
+    assert "huggingface_hub" not in loaded
+
+
 @pytest.mark.parametrize("command", commands())
 def test_help_answers_without_loading_anything_heavy(command):
     printed, loaded = python("-m", f"openppo.cli.{command}", "--help")

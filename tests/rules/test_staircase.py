@@ -15,6 +15,7 @@ LEVEL_0 = {
     "lazy",
     "overrides",
     "process_groups",
+    "processor_files",
     "weight_files",
 }
 STAIRCASE: dict[str, set[str]] = {

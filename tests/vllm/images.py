@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from openppo.media import placeholders
 from openppo.models import Actor
 from openppo.models.sampled_ids import SampledIds
+from openppo.models.vision_models import placeholders
 from openppo.rollout.vllm_engine import VLLMEngine
 from openppo.strategy.comm import init_process_group
 from openppo.types import SamplingParams

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from openppo.media import model_inputs, placeholders
+from openppo.models.media_inputs import model_inputs
+from openppo.models.vision_models import placeholders
 from openppo.rollout.vllm_requests import IMAGE_FAMILIES
 from tests.images import FAMILIES, IMAGE, load, pictures, processor_of
 from tests.vllm import test_vllm

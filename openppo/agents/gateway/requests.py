@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from openppo.agents.tools import OpenAIFunctionToolSchema
+from openppo.datasets.message_parts import media_key, media_parts
 from openppo.datasets.templates import shortened
-from openppo.media import media_key, media_parts
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")

@@ -17,8 +17,8 @@ from openppo.config import RowsConfig, ServeAgentConfig
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message
 from openppo.datasets.vision import Vision
-from openppo.media import placeholders
 from openppo.models.pretrained import load_processor
+from openppo.models.vision_models import placeholders
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.sampling import sampling_params

@@ -1,1 +1,1 @@
-"""What a run did, for people: rules that warn in words, and a page that shows curves and samples."""
+"""The report of a run, for people: rules that warn in words, and a page with curves and samples."""

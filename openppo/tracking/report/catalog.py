@@ -1,4 +1,4 @@
-"""Which metrics share a chart, with a sentence for the reader; other metrics get charts of their own."""
+"""Charts of several metrics, with a sentence for the reader; other metrics get charts of their own."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -287,17 +287,24 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
 
 
 def charts_of(names: Iterable[str]) -> list[dict[str, object]]:
-    """Charts for the metrics ``names``, in order: group, title, metrics, about, target. Each metric is in one chart."""
-    left, charts = sorted(set(names) - {"step", "time"}), []
-    for group, chart in [
-        (group, chart) for group, of_group in GROUPS.items() for chart in of_group
-    ]:
-        shown = [name for pattern in chart.metrics for name in left if matches(name, pattern)]
-        left = [name for name in left if name not in shown]
-        charts += [{"group": group, **chart._asdict(), "metrics": shown}] if shown else []
-    return charts + [{"group": "Other", **Chart(name, (name,))._asdict()} for name in left]
+    """List charts for the metrics ``names``, in order: group, title, metrics, about, target.
+
+    Each metric is in one chart.
+    """
+    left = sorted(set(names) - {"step", "time"})
+    charts: list[dict[str, object]] = []
+    for group, group_charts in GROUPS.items():
+        for chart in group_charts:
+            shown = [name for pattern in chart.metrics for name in left if matches(name, pattern)]
+            left = [name for name in left if name not in shown]
+            if shown:
+                charts.append({"group": group, **chart._asdict(), "metrics": shown})
+
+    for name in left:
+        charts.append({"group": "Other", **Chart(name, (name,))._asdict()})
+    return charts
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether ``pattern``, a name in a chart, stands for metric ``name``."""
+    """True if ``pattern``, a name in a chart, stands for metric ``name``."""
     return fnmatchcase(name, pattern)

@@ -1,4 +1,4 @@
-"""The curves of a run so far, and what the rules of health find in them."""
+"""The curves of a run so far, and the findings of the rules of health in them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +11,9 @@ WINDOW = 20
 LEVEL = 10
 """Reports of a level."""
 FEW = 5
-"""Reports that stand for the beginning of a run, or for now."""
+"""Reports that stand for the beginning of a run, or for its present."""
 QUIET = 10
-"""Reports of its metric without a finding after which it has ended; a later one is new."""
+"""Reports of a metric without a finding after which the last one has ended; a later one is new."""
 
 
 class History:
@@ -24,19 +24,23 @@ class History:
         self.series: dict[str, tuple[list[int], list[float]]] = {}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Take in a report, without values that are not finite."""
+        """Add a report, without values that are not finite."""
         for name, value in metrics.items():
             if isinstance(value, (int, float)) and math.isfinite(value):
                 steps, values = self.series.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(float(value))
 
+    def steps(self, name: str) -> list[int]:
+        """Return the steps of all values of a metric."""
+        return self.series.get(name, ([], []))[0]
+
     def values(self, name: str) -> list[float]:
-        """All values of a metric."""
+        """Return all values of a metric."""
         return self.series.get(name, ([], []))[1]
 
     def last(self, name: str, n: int) -> list[float]:
-        """The last ``n`` values; empty while there are fewer."""
+        """Return the last ``n`` values; empty while there are fewer."""
         values = self.values(name)
         return values[-n:] if len(values) >= n else []
 
@@ -51,34 +55,40 @@ class History:
         return fmean(values[:FEW]) if len(values) >= 2 * FEW else math.nan
 
     def option(self, name: str, otherwise: Any = None) -> Any:
-        """An option of the run; ``otherwise`` where logs of an older version lack it."""
+        """Return an option of the run; ``otherwise`` where logs of an older version lack it."""
         value = self.config.get(name)
         return otherwise if value is None else value
 
     def flat_reward(self) -> bool:
-        """Whether a window of rewards does not rise: its halves differ by no more than two standard errors."""
-        if not (rewards := self.last("reward", WINDOW)):
+        """True if a window of rewards does not rise: its halves differ by no more than two standard errors."""
+        rewards = self.last("reward", WINDOW)
+        if not rewards:
             return False
+
         earlier, later, error = halves(rewards)
         return later - earlier <= max(2 * error, 1e-9)
 
 
 def halves(values: Sequence[float]) -> tuple[float, float, float]:
-    """Means of the earlier and the later half, and the standard error of their difference."""
-    earlier, later = values[: len(values) // 2], values[len(values) // 2 :]
-    means = fmean(earlier), fmean(later)
-    squares = [
-        sum((value - mean) ** 2 for value in half)
-        for half, mean in zip((earlier, later), means, strict=True)
-    ]
-    return *means, math.sqrt(squares[0] / len(earlier) ** 2 + squares[1] / len(later) ** 2)
+    """Return the means of the earlier and the later half, and the standard error of their difference."""
+    middle = len(values) // 2
+    earlier = values[:middle]
+    later = values[middle:]
+    squared_error = _squared_error_of_mean(earlier) + _squared_error_of_mean(later)
+    return fmean(earlier), fmean(later), math.sqrt(squared_error)
+
+
+def _squared_error_of_mean(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return sum((value - mean) ** 2 for value in values) / len(values) ** 2
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``warn`` gets the mean of the ``last`` values of the first of ``metrics`` at each report at which it ``passes``.
+    """A rule of health: ``warn`` sees the mean of the ``last`` values of the first of ``metrics``.
 
-    It gives a text, with ``{since}`` for the step of the first of these values, or None.
+    It is called at each report whose mean ``passes``, and returns a text, with ``{since}`` for the step of the first of
+    these values, or None.
     """
 
     name: str
@@ -91,7 +101,7 @@ class Rule:
 
 @dataclass
 class Finding:
-    """A rule's warning with its remedy, from step ``since`` to ``last``; ``text`` has the numbers of ``last``."""
+    """A rule's warning with its remedy, from step ``since`` to ``last``; ``text`` shows the numbers at ``last``."""
 
     rule: str
     text: str
@@ -107,26 +117,27 @@ class Health:
     """Applies ``rules`` to each report in turn. ``config`` are the options of the run by flag name."""
 
     def __init__(self, config: Mapping[str, Any], rules: Sequence[Rule]) -> None:
-        self.history, self.rules = History(config), rules
+        self.history = History(config)
+        self.rules = rules
         self.findings: list[Finding] = []
-        """In the order in which they began."""
+        """All findings in the order in which they began."""
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Take in one report; the findings that begin with it."""
+        """Add one report, and return the findings that begin with it."""
         self.history.add(step, metrics)
+
         begun = []
         for rule in self.rules:
-            if rule.metrics[0] not in metrics:
+            metric = rule.metrics[0]
+            if metric not in metrics:
                 continue
-            mean = self.history.mean(rule.metrics[0], rule.last)
+
+            mean = self.history.mean(metric, rule.last)
             text = rule.warn(self.history, mean) if rule.passes(mean, self.history) else None
-            finding = next(
-                (found for found in self.findings if found.rule == rule.name and not found.ended),
-                None,
-            )
+            finding = self._current(rule)
             if text is not None:
                 if finding is None:
-                    since = self.history.series[rule.metrics[0]][0][-rule.last :][0]
+                    since = self.history.steps(metric)[-rule.last :][0]
                     finding = Finding(rule.name, "", since, last=step, metrics=rule.metrics)
                     begun.append(finding)
                 finding.text = text.replace("{since}", str(finding.since))
@@ -137,3 +148,10 @@ class Health:
                 finding.ended = finding.quiet >= QUIET
         self.findings += begun
         return begun
+
+    def _current(self, rule: Rule) -> Finding | None:
+        """The finding of a rule that has not ended."""
+        for finding in self.findings:
+            if finding.rule == rule.name and not finding.ended:
+                return finding
+        return None

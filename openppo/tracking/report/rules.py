@@ -20,9 +20,12 @@ def rule(
     passes: Callable[[float, History], bool] = lambda mean, history: True,
 ) -> Callable[[Callable[[History, float], str | None]], None]:
     """Register a function under its name; its docstring is the row of docs/report.md."""
-    return lambda warn: RULES.append(
-        Rule(warn.__name__, metrics, str(warn.__doc__), last=last, passes=passes, warn=warn)
-    )
+
+    def register(warn: Callable[[History, float], str | None]) -> None:
+        about = str(warn.__doc__)
+        RULES.append(Rule(warn.__name__, metrics, about, last=last, passes=passes, warn=warn))
+
+    return register
 
 
 @rule("kl", "reward", last=WINDOW)
@@ -31,19 +34,21 @@ def kl_without_reward(history: History, _: float) -> str | None:
     window = history.last("kl", WINDOW)
     if not window or not history.flat_reward():
         return None
+
     earlier, later, _ = halves(window)
-    if later < 1.5 * max(earlier, 0.0) or later - max(earlier, 0.0) < 0.01:
+    floor = max(earlier, 0.0)
+    if later < 1.5 * floor or later - floor < 0.01:
         return None
-    remedy = (
-        "raise --init_kl_coef" if history.option("init_kl_coef", 1) else "give an --init_kl_coef"
-    )
+
+    has_penalty = history.option("init_kl_coef", 1)
+    remedy = "raise --init_kl_coef" if has_penalty else "give an --init_kl_coef"
     return (
         f"KL grows ({earlier:.3g} to {later:.3g} per token) while the reward is flat since step {{since}}: lower "
         f"--actor_learning_rate or {remedy}."
     )
 
 
-@rule("kl", last=LEVEL, passes=lambda kl, history: kl > 2 * history.option("kl_target", math.inf))
+@rule("kl", last=LEVEL, passes=lambda kl, h: kl > 2 * h.option("kl_target", math.inf))
 def kl_above_target(history: History, kl: float) -> str:
     """KL twice --kl_target."""
     target = history.option("kl_target")
@@ -53,11 +58,11 @@ def kl_above_target(history: History, kl: float) -> str:
     )
 
 
-@rule("kl_per_response", "kl", passes=lambda whole, h: whole > 30 and h.mean("kl", FEW) > 0.5)
-def kl_far(history: History, whole: float) -> str:
+@rule("kl_per_response", "kl", passes=lambda kl, h: kl > 30 and h.mean("kl", FEW) > 0.5)
+def kl_far(history: History, kl_per_response: float) -> str:
     """KL above 30 nats per response and 0.5 nats per token."""
     return (
-        f"The policy is far from the reference since step {{since}} (KL {whole:.0f} nats per response, "
+        f"The policy is far from the reference since step {{since}} (KL {kl_per_response:.0f} nats per response, "
         f"{history.mean('kl', FEW):.2g} per token): read the samples, as the reward may be exploited. Raise "
         "--init_kl_coef or lower --actor_learning_rate."
     )
@@ -78,13 +83,19 @@ def evaluation_falls(history: History, _: float) -> str | None:
     evaluated, rewards = history.values("eval_reward"), history.values("reward")
     if len(evaluated) < 4 or len(rewards) < 2 * FEW:
         return None
+
     best = max(evaluated)
-    gain, lost = best - evaluated[0], best - max(evaluated[-2:])
-    step_of_best = history.series["eval_reward"][0][evaluated.index(best)]
-    n_before = bisect_right(history.series["reward"][0], step_of_best)
-    around = rewards[max(0, n_before - FEW) : n_before]
-    if gain <= 0 or lost <= 0.25 * gain or not around or fmean(rewards[-FEW:]) < fmean(around):
+    gain = best - evaluated[0]
+    loss = best - max(evaluated[-2:])
+    if gain <= 0 or loss <= 0.25 * gain:
         return None
+
+    step_of_best = history.steps("eval_reward")[evaluated.index(best)]
+    n_before = bisect_right(history.steps("reward"), step_of_best)
+    rewards_at_best = rewards[max(0, n_before - FEW) : n_before]
+    if not rewards_at_best or fmean(rewards[-FEW:]) < fmean(rewards_at_best):
+        return None
+
     return (
         f"eval_reward has fallen from {best:.3g} at step {step_of_best} to {evaluated[-1]:.3g} while the reward has "
         "not: the policy learns its prompts, or exploits the reward. Raise --init_kl_coef, use more prompts or fewer "
@@ -135,15 +146,17 @@ def many_clipped(history: History, share: float) -> str:
 @rule("kl_k3", "reward", last=WINDOW, passes=lambda kl, h: kl < 1e-5 and h.flat_reward())
 def policy_stands_still(history: History, kl: float) -> str | None:
     """KL (k3) below 0.00001 nats per token after 20 reports, and a reward that does not rise."""
-    frozen = max(
-        history.option("freezing_actor_steps", -1), history.option("value_pretrain_steps", 0)
-    )
-    if history.series["kl_k3"][0][-WINDOW] <= frozen:
+    freezing_steps = history.option("freezing_actor_steps", -1)
+    pretrain_steps = history.option("value_pretrain_steps", 0)
+    steps = history.steps("kl_k3")
+    if steps[-WINDOW] <= max(freezing_steps, pretrain_steps):
         return None
+
     rate = history.option("actor_learning_rate")
+    present = "" if rate is None else f" (now {rate:g})"
     return (
         f"The policy has hardly moved since step {{since}} (KL {kl:.1g} per token): raise --actor_learning_rate"
-        f"{'' if rate is None else f' (now {rate:g})'}; small models and LoRA need more than large models."
+        f"{present}; small models and LoRA need more than large models."
     )
 
 
@@ -151,13 +164,16 @@ def policy_stands_still(history: History, kl: float) -> str | None:
 def critic_misleads(history: History, _: float) -> str | None:
     """Median of explained variance below 0: returns are further from the critic's values than from their mean."""
     window = history.last("explained_variance", WINDOW)
-    if not window or (explained := median(window)) >= 0:
+    explained = median(window) if window else 0.0
+    if explained >= 0:
         return None
-    clips = history.option("value_clip") is not None
+
+    has_clip = history.option("value_clip") is not None
+    alternative = ", or try --value_clip None" if has_clip else ""
     return (
         f"The critic foresees the returns worse than their mean does since step {{since}} (explained variance "
         f"{explained:.2g}): raise --critic_learning_rate, or let it learn first with --value_pretrain_steps"
-        f"{', or try --value_clip None' if clips else ''}."
+        f"{alternative}."
     )
 
 
@@ -187,14 +203,19 @@ def reward_outside_clip(history: History, reward: float) -> str | None:
     clip = history.option("reward_clip_range")
     if not clip or history.option("normalize_reward", False) or math.isnan(reward):
         return None
+
+    low, high = clip
     if history.values("reward/of_tokens"):
         reward -= history.mean("reward/of_tokens", FEW)
-    elif not clip[0] <= (history.last("shaped_reward", 1) or clip)[0] <= clip[1]:
-        return None  # a clipped score cannot lie there, so all rewards are of single tokens
-    if not (reward < clip[0] or reward > clip[1]):
-        return None
+    else:
+        shaped = history.last("shaped_reward", 1)
+        if shaped and not low <= shaped[0] <= high:
+            return None  # a clipped score cannot lie there, so all rewards are of single tokens
+    if not (reward < low or reward > high):
+        return None  # also where there is no number
+
     return (
-        f"The mean reward {reward:.3g} lies outside --reward_clip_range {clip[0]:g} {clip[1]:g} since step {{since}}, "
+        f"The mean reward {reward:.3g} lies outside --reward_clip_range {low:g} {high:g} since step {{since}}, "
         "so that most responses look equally good to the training: widen the range, or use --normalize_reward."
     )
 
@@ -211,12 +232,16 @@ def reward_fails(history: History, errors: float) -> str:
 @rule("truncated_fraction", passes=lambda share, _: share > 0.5)
 def many_truncated(history: History, share: float) -> str:
     """Half of the responses cut at --generate_max_len."""
-    most = history.option("generate_max_len", "")
-    what = "scored unfinished: raise it, or leave such responses out with --overlong_filter"
     if history.option("overlong_filter", False):
-        what = "left out by --overlong_filter, so that nothing is learned from them: raise it, or ask for less"
+        effect = "left out by --overlong_filter, so that nothing is learned from them"
+        remedy = "raise it, or ask for less"
+    else:
+        effect = "scored unfinished"
+        remedy = "raise it, or leave such responses out with --overlong_filter"
+
+    most = history.option("generate_max_len", "")
     cut = f"{share:.0%} of the responses are cut at --generate_max_len {most}".rstrip()
-    return f"{cut} since step {{since}} and {what}."
+    return f"{cut} since step {{since}} and {effect}: {remedy}."
 
 
 @rule(
@@ -250,10 +275,14 @@ def lengths_collapse(history: History, length: float) -> str:
 def gradient_spike(history: History, _: float) -> str | None:
     """The actor's gradient ten times the median of the reports before."""
     norms = history.last("actor_grad_norm", LEVEL + 1)
-    if not norms or norms[-1] <= 10 * median(norms[:-1]):
+    if not norms:
+        return None
+    *earlier, norm = norms
+    usual = median(earlier)
+    if norm <= 10 * usual:
         return None
     return (
-        f"The actor's gradient was {norms[-1] / max(median(norms[:-1]), 1e-12):.0f} times its usual size at step "
+        f"The actor's gradient was {norm / max(usual, 1e-12):.0f} times its usual size at step "
         "{since}: --max_norm bounds it. If it happens again, read the samples and lower --actor_learning_rate."
     )
 
@@ -262,7 +291,10 @@ def gradient_spike(history: History, _: float) -> str | None:
 def steps_skipped(history: History, _: float) -> str | None:
     """Optimizer steps left out among the last 10 reports."""
     counts = history.values("skipped_steps")
-    if not counts or counts[-1] <= (counts[-LEVEL] if len(counts) >= LEVEL else 0):
+    if not counts:
+        return None
+    before = counts[-LEVEL] if len(counts) >= LEVEL else 0
+    if counts[-1] <= before:
         return None
     return (
         f"{counts[-1]:.0f} optimizer steps so far were skipped because a loss or gradient was not finite (the run ends "
@@ -277,14 +309,16 @@ def steps_skipped(history: History, _: float) -> str | None:
 )
 def engine_differs(history: History, kl: float) -> str:
     """KL 0.01 nats per token between the engine that samples and the actor of the same weights."""
-    causes = ["--top_p"] if history.option("top_p", 1) < 1 else []
-    causes += ["--top_k"] if history.option("top_k") is not None else []
-    causes += ["--min_new_tokens"] if history.option("min_new_tokens", 0) else []
-    causes += (
-        ["--lora_dropout"]
-        if history.option("lora_rank", 0) and history.option("lora_dropout", 0)
-        else []
-    )
+    causes = []
+    if history.option("top_p", 1) < 1:
+        causes.append("--top_p")
+    if history.option("top_k") is not None:
+        causes.append("--top_k")
+    if history.option("min_new_tokens", 0):
+        causes.append("--min_new_tokens")
+    if history.option("lora_rank", 0) and history.option("lora_dropout", 0):
+        causes.append("--lora_dropout")
+
     remedy = "check the precision of the engine (--bf16, --rollout_engine)"
     if causes:
         remedy = f"leave out {' and '.join(causes)}"
@@ -297,20 +331,16 @@ def engine_differs(history: History, kl: float) -> str:
 @rule("sampled_batches", "useful_groups")
 def sampling_bound(history: History, _: float) -> str | None:
     """Dynamic sampling stopped by its bound, with too few useful groups, in each of the last 5 steps."""
-    bound, wanted = (
-        history.option("dynamic_sampling_max_batches"),
-        history.option("rollout_batch_size"),
-    )
-    batches, groups = history.last("sampled_batches", FEW), history.last("useful_groups", FEW)
-    if (
-        bound is None
-        or wanted is None
-        or not batches
-        or not groups
-        or min(batches) < bound
-        or max(groups) >= wanted
-    ):
+    bound = history.option("dynamic_sampling_max_batches")
+    wanted = history.option("rollout_batch_size")
+    if bound is None or wanted is None:
         return None
+
+    batches = history.last("sampled_batches", FEW)
+    groups = history.last("useful_groups", FEW)
+    if not batches or not groups or min(batches) < bound or max(groups) >= wanted:
+        return None
+
     return (
         f"Dynamic sampling stops at --dynamic_sampling_max_batches {bound} in each step since {{since}}, with "
         f"{groups[-1]:.0f} of {wanted} useful groups. Use harder or easier prompts, or more --n_samples_per_prompt."
@@ -320,11 +350,15 @@ def sampling_bound(history: History, _: float) -> str | None:
 @rule("agent/agent_error", "agent/tool_error", "agent/timeout")
 def episodes_fail(history: History, _: float) -> str | None:
     """A tenth of an agent's episodes ended by an error or a time limit."""
-    share = sum(
-        history.mean(f"agent/{name}", FEW) for name in ("agent_error", "tool_error", "timeout")
+    failures = ("agent_error", "tool_error", "timeout")
+    share = sum(history.mean(f"agent/{name}", FEW) for name in failures)
+    if not share > 0.1:
+        return None  # also where there is no number
+
+    return (
+        f"{share:.0%} of the episodes fail and are not trained on since step {{since}}: the log shows the first error; "
+        "--agent_timeout gives more time."
     )
-    said = "are not trained on since step {since}: the log shows the first error; --agent_timeout gives more time."
-    return f"{share:.0%} of the episodes fail and {said}" if share > 0.1 else None
 
 
 @rule(
@@ -339,19 +373,25 @@ def malformed_calls(history: History, calls: float) -> str:
 @rule("agent/rerendered_turns", passes=lambda n, h: n > h.mean("agent/bridged_turns", FEW))
 def turns_rerendered(history: History, turns: float) -> str | None:
     """More turns rendered anew than continue the recorded tokens, with --history verbatim."""
-    said = "turns per episode are rendered anew since step {since}: the agent changes earlier messages or the template"
-    remedy = "refuses the bridge, so that episodes fall apart. Append messages only; see --history."
-    return f"{turns:.2g} {said} {remedy}" if history.option("history") != "template" else None
+    if history.option("history") == "template":
+        return None
+
+    return (
+        f"{turns:.2g} turns per episode are rendered anew since step {{since}}: the agent changes earlier messages or "
+        "the template refuses the bridge, so that episodes fall apart. Append messages only; see --history."
+    )
 
 
 @rule("eval_loss", "loss", last=2)
 def overfitting(history: History, _: float) -> str | None:
     """Supervised: the last two evaluations 2 % above the lowest eval_loss."""
     evaluated = history.values("eval_loss")
-    if len(evaluated) < 3 or min(evaluated[-2:]) <= 1.02 * min(evaluated):
+    best = min(evaluated, default=math.nan)
+    if len(evaluated) < 3 or min(evaluated[-2:]) <= 1.02 * best:
         return None
-    step_of_best = history.series["eval_loss"][0][evaluated.index(min(evaluated))]
+
+    step_of_best = history.steps("eval_loss")[evaluated.index(best)]
     return (
-        f"eval_loss rises since step {step_of_best} ({min(evaluated):.3g} to {evaluated[-1]:.3g}): the model overfits. "
+        f"eval_loss rises since step {step_of_best} ({best:.3g} to {evaluated[-1]:.3g}): the model overfits. "
         "Use fewer --max_epochs; --keep_best eval_loss keeps the best model."
     )

@@ -1,4 +1,4 @@
-"""Where metrics, samples and histograms go: console, JSON lines, report, TensorBoard, Weights & Biases."""
+"""Destinations of metrics, samples and histograms: console, JSON lines, report, TensorBoard, Weights & Biases."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ from openppo.types import Comm
 def check_trackers(tracking: TrackingConfig) -> None:
     """Raise ``ValueError`` naming the flag of a tracker whose package is missing, before anything is loaded."""
     packages = {"tensorboard": tracking.use_tensorboard, "wandb": tracking.use_wandb}
-    for package, given in packages.items():
-        if given is not None and importlib.util.find_spec(package) is None:
+    for package, option in packages.items():
+        if option is not None and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"--use_{package} needs the package {package}: run 'pip install {package}', or leave the flag out."
             )
@@ -36,52 +36,60 @@ def make_trackers(
     headline: Sequence[str],
     total_steps: int,
     resumed_after: int | None = None,
-    own: Sequence[Tracker] = (),
+    custom: Sequence[Tracker] = (),
 ) -> Trackers:
-    """``own`` trackers, and those of ``tracking`` on rank 0. Logs go to ``<save_path>/logs``.
+    """Start the trackers that ``tracking`` asks for, on rank 0, and add ``custom`` ones.
+
+    Logs go to ``<save_path>/logs``.
 
     ``options`` are all options of the run, for dashboards that keep them. Raises ``ValueError`` naming the flag of a
     tracker that cannot start.
     """
     if comm.rank != 0:
-        return Trackers(own)
+        return Trackers(custom)
+
     logs = Path(save_path) / "logs"
-    trackers: list[Tracker] = [ConsoleTracker(headline, total_steps, tracking.log_samples_every)]
-    trackers += [
-        JSONLTracker(logs),
+    trackers: list[Tracker] = [
+        ConsoleTracker(headline, total_steps, tracking.log_samples_every),
+        JSONLTracker(logs),  # before the next two, which read its files
         HealthTracker(logs),
         ReportTracker(logs),
-    ]  # the first writes what they read
+    ]
     if tracking.use_tensorboard is not None:
-        try:
-            name = tracking.wandb_run_name or logs.resolve().parent.name
-            folder = _own_subfolder(
-                Path(tracking.use_tensorboard),
-                name,
-                logs / "tensorboard_run",
-                resumed_after=resumed_after,
-            )
-            trackers.append(TensorBoardTracker(folder, resumed_after))
-        except OSError as error:
-            raise ValueError(
-                f"--use_tensorboard {tracking.use_tensorboard} cannot be written ({error})."
-            ) from error
+        trackers.append(_tensorboard(logs, tracking, resumed_after))
     if tracking.use_wandb is not None:
         trackers.append(WandbTracker(logs, tracking, options, resumes=resumed_after is not None))
-    return Trackers([*trackers, *own])
+    return Trackers([*trackers, *custom])
 
 
-def _own_subfolder(folder: Path, name: str, kept: Path, resumed_after: int | None) -> Path:
-    """Subfolder of this run, numbered if taken; a resumed run has its name in ``kept``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if (
-        resumed_after is not None
-        and kept.is_file()
-        and (known := folder / kept.read_text().strip()).is_dir()
-    ):
-        return known
-    mine = folder / name.replace("/", "_")
-    mine = numbered(mine) if mine.exists() else mine
-    mine.mkdir()
-    kept.write_text(f"{mine.name}\n")
-    return mine
+def _tensorboard(
+    logs: Path, tracking: TrackingConfig, resumed_after: int | None
+) -> TensorBoardTracker:
+    """Start the tracker of ``--use_tensorboard`` in a subfolder of this run."""
+    parent = Path(str(tracking.use_tensorboard))
+    name = tracking.wandb_run_name or logs.resolve().parent.name
+    try:
+        folder = _subfolder(
+            parent, name, name_file=logs / "tensorboard_run", resumes=resumed_after is not None
+        )
+        return TensorBoardTracker(folder, resumed_after)
+    except OSError as error:
+        raise ValueError(
+            f"--use_tensorboard {tracking.use_tensorboard} cannot be written ({error})."
+        ) from error
+
+
+def _subfolder(parent: Path, name: str, *, name_file: Path, resumes: bool) -> Path:
+    """Make a subfolder ``name``, numbered if that exists; a resumed run has its name in ``name_file``."""
+    parent.mkdir(parents=True, exist_ok=True)
+    if resumes and name_file.is_file():
+        known = parent / name_file.read_text().strip()
+        if known.is_dir():
+            return known
+
+    folder = parent / name.replace("/", "_")
+    if folder.exists():
+        folder = numbered(folder)
+    folder.mkdir()
+    name_file.write_text(f"{folder.name}\n")
+    return folder

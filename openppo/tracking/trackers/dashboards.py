@@ -24,7 +24,7 @@ _SECONDS_TO_FINISH = 30.0
 class TensorBoardTracker(Tracker):
     """Writes TensorBoard event files: scalars by metric name, histograms, samples as text.
 
-    A run that resumes after step ``resumed_after`` has TensorBoard forget what was written after it.
+    If the run resumes, TensorBoard forgets all that was written after step ``resumed_after``.
     """
 
     name = "--use_tensorboard"
@@ -34,9 +34,8 @@ class TensorBoardTracker(Tracker):
     def __init__(self, folder: str | Path, resumed_after: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(
-            str(folder), purge_step=None if resumed_after is None else resumed_after + 1
-        )
+        purge_step = None if resumed_after is None else resumed_after + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -48,16 +47,16 @@ class TensorBoardTracker(Tracker):
             self._writer.add_text(f"samples/{index}", _markdown(sample), step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        for name, of in histograms.items():
+        for name, histogram in histograms.items():
             self._writer.add_histogram_raw(
                 f"histograms/{name}",
-                min=of.edges[0],
-                max=of.edges[-1],
-                num=sum(of.counts),
-                sum=of.total,
-                sum_squares=of.total_of_squares,
-                bucket_limits=of.edges[1:],
-                bucket_counts=of.counts,
+                min=histogram.edges[0],
+                max=histogram.edges[-1],
+                num=sum(histogram.counts),
+                sum=histogram.total,
+                sum_squares=histogram.total_of_squares,
+                bucket_limits=histogram.edges[1:],
+                bucket_counts=histogram.counts,
                 global_step=step,
             )
 
@@ -66,13 +65,13 @@ class TensorBoardTracker(Tracker):
 
 
 def _markdown(sample: Mapping[str, Any]) -> str:
-    """Each entry as a heading and a literal block, except lists of numbers."""
-    shown = {
-        key: str(value) for key, value in sample.items() if not isinstance(value, list | tuple)
-    }
-    return "\n\n".join(
-        "**{}**\n\n    {}".format(key, text.replace("\n", "\n    ")) for key, text in shown.items()
-    )
+    """Write each entry as a heading and a literal block, except lists of numbers."""
+    entries = []
+    for key, value in sample.items():
+        if not isinstance(value, list | tuple):
+            block = str(value).replace("\n", "\n    ")
+            entries.append(f"**{key}**\n\n    {block}")
+    return "\n\n".join(entries)
 
 
 class WandbTracker(Tracker):
@@ -84,7 +83,7 @@ class WandbTracker(Tracker):
 
     name = "--use_wandb"
     errors = (Exception,)
-    """Its service and protocol raise more than they document."""
+    """W&B's service and protocol raise more than they document."""
 
     def __init__(
         self, folder: Path, tracking: TrackingConfig, options: Mapping[str, Any], resumes: bool
@@ -94,18 +93,20 @@ class WandbTracker(Tracker):
 
         self._wandb = wandb
         key = None if tracking.use_wandb == KEY_FROM_ELSEWHERE else tracking.use_wandb
-        id_file = folder / "wandb_run_id"
-        quiet: dict[str, Any] = {"console": "off", "silent": True}  # printed lines stay here
-        # wandb.login would store the key in ~/.netrc.
+        # Printed lines are not sent. wandb.login would store the key in ~/.netrc.
+        quiet: dict[str, Any] = {"console": "off", "silent": True}
         settings = wandb.Settings(api_key=key, finish_timeout=_SECONDS_TO_FINISH, **quiet)
+
+        id_file = folder / "wandb_run_id"
         try:
+            run_id = id_file.read_text().strip() if resumes and id_file.is_file() else None
             with _masked_command_line(key):
                 self._run = wandb.init(
                     project=tracking.wandb_project,
                     entity=tracking.wandb_org,
                     group=tracking.wandb_group,
                     name=tracking.wandb_run_name or folder.resolve().parent.name,
-                    id=id_file.read_text().strip() if resumes and id_file.is_file() else None,
+                    id=run_id,
                     resume="allow" if resumes else None,
                     config=dict(options),
                     dir=str(folder),
@@ -118,6 +119,7 @@ class WandbTracker(Tracker):
                 f"--use_wandb cannot start a run ({type(error).__name__}: {error}). Check key and names, or use "
                 "--wandb_mode offline."
             ) from error
+
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
         place = f"{self._run.settings.sync_dir} (offline: 'wandb sync' sends it)"
@@ -129,21 +131,27 @@ class WandbTracker(Tracker):
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         if not samples:
             return
-        columns = [name for name in _FIRST_COLUMNS if any(name in sample for sample in samples)]
-        rows = [[step, *(_cell(sample.get(name)) for name in columns)] for sample in samples]
+
+        names = set().union(*samples)
+        columns = [name for name in _FIRST_COLUMNS if name in names]
+        rows = []
+        for sample in samples:
+            cells = [_cell(sample.get(name)) for name in columns]
+            rows.append([step, *cells])
+
+        table = self._wandb.Table(columns=["step", *columns], data=rows)
         name = "eval_samples" if samples[0].get("evaluation") else "samples"
-        self._run.log({STEP: step, name: self._wandb.Table(columns=["step", *columns], data=rows)})
+        self._run.log({STEP: step, name: table})
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        def shown(of: Histogram) -> Any:
-            return self._wandb.Histogram(np_histogram=(np.array(of.counts), np.array(of.edges)))
-
-        self._run.log(
-            {STEP: step, **{f"histograms/{name}": shown(of) for name, of in histograms.items()}}
-        )
+        curves: dict[str, Any] = {STEP: step}
+        for name, histogram in histograms.items():
+            arrays = (np.array(histogram.counts), np.array(histogram.edges))
+            curves[f"histograms/{name}"] = self._wandb.Histogram(np_histogram=arrays)
+        self._run.log(curves)
 
     def close(self) -> None:
-        """Send what is left, for half a minute at most; while an exception is on its way the run counts as failed."""
+        """Send what is left, for half a minute at most; while an exception propagates the run counts as failed."""
         self._run.finish(exit_code=None if sys.exc_info()[0] is None else 1)
 
 
@@ -151,9 +159,8 @@ class WandbTracker(Tracker):
 def _masked_command_line(key: str | None) -> Iterator[None]:
     """Hide secrets of the command line, which W&B would send, and stdin, on which it would wait for a key."""
     argv, stdin = sys.argv, sys.stdin
-    sys.argv = [
-        mask_credentials(word if key is None else word.replace(key, "***")) for word in argv
-    ]
+    words = argv if key is None else [word.replace(key, "***") for word in argv]
+    sys.argv = [mask_credentials(word) for word in words]
     sys.stdin = io.StringIO()
     try:
         yield
@@ -162,5 +169,7 @@ def _masked_command_line(key: str | None) -> Iterator[None]:
 
 
 def _cell(value: Any) -> Any:
-    """A value of a table, whose columns hold one type: numbers as they are, anything else as text."""
-    return value if isinstance(value, int | float) else "" if value is None else str(value)
+    """Return a cell of a table, whose columns hold one type: numbers as they are, anything else as text."""
+    if isinstance(value, int | float):
+        return value
+    return "" if value is None else str(value)

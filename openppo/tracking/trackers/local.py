@@ -18,8 +18,10 @@ from openppo.tracking.run_folder import RUN_FILES
 from openppo.tracking.trackers.tracker import Tracker
 
 STEP_TIME = "time/step_s"
-SHARE_OF_TIME, SECONDS_BETWEEN = 0.02, 30.0
-"""Of a run that goes into its page before the end, at most; between two pages, at least."""
+SHARE_OF_TIME = 0.02
+"""Largest share of a run's time that goes into its page before the end."""
+SECONDS_BETWEEN = 30.0
+"""Shortest time between two pages."""
 _LONGEST_PROMPT, _LONGEST_RESPONSE = 300, 600
 _FAILURES = (
     OSError,
@@ -35,9 +37,9 @@ _FAILURES = (
 
 
 class ConsoleTracker(Tracker):
-    """Prints the metrics of a step that are named in ``headline``, on one line or as many as the terminal needs.
+    """Prints the metrics of a step that are named in ``headline``, on as many lines as the terminal needs.
 
-    Of step 1 and every ``samples_every`` steps (0: never) it prints the first sample, shortened, on lines of its own.
+    At step 1 and every ``samples_every`` steps (0: never) it also prints the first sample, shortened.
     """
 
     name = "the console"
@@ -49,16 +51,23 @@ class ConsoleTracker(Tracker):
         self._widths: dict[str, int] = {}  # of numbers so far, so that lines stand in columns
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        parts = [self._part(name, metrics[name]) for name in self._headline if name in metrics]
-        if parts:
-            count = f"{step:{len(str(self._total_steps))}}/{self._total_steps}"
-            for line in _filled(f"step {count}", parts, columns(sys.stdout)):
-                write_line(line, sys.stdout)
+        names = [name for name in self._headline if name in metrics]
+        if not names:
+            return
+
+        parts = [self._part(name, metrics[name]) for name in names]
+        total = str(self._total_steps)
+        start = f"step {step:{len(total)}}/{total}"
+        for line in _filled(start, parts, columns(sys.stdout)):
+            write_line(line, sys.stdout)
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        is_shown = self._samples_every > 0 and (step == 1 or step % self._samples_every == 0)
-        if samples and is_shown:
-            for line in table_lines(_described(step, samples[0]), indent=2, stream=sys.stdout):
+        if not samples or self._samples_every == 0:
+            return
+
+        if step == 1 or step % self._samples_every == 0:
+            rows = _described(step, samples[0])
+            for line in table_lines(rows, indent=2, stream=sys.stdout):
                 write_line(line, sys.stdout)
 
     def _part(self, name: str, value: float) -> str:
@@ -70,7 +79,7 @@ class ConsoleTracker(Tracker):
 
 
 def _filled(start: str, parts: Sequence[str], width: int) -> list[str]:
-    """``start`` and ``parts`` between bars, on as few lines of ``width`` as hold them; bars stand below each other."""
+    """Fill lines of ``width`` with ``start`` and ``parts`` between bars, which stand below each other."""
     lines = [start]
     for part in parts:
         if len(f"{lines[-1]} | {part}") > width:
@@ -80,31 +89,32 @@ def _filled(start: str, parts: Sequence[str], width: int) -> list[str]:
 
 
 def _described(step: int, sample: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Facts, end of the prompt and start of the response, by name."""
-    facts = [f"of step {step}" + (", evaluation" if sample.get("evaluation") else "")]
+    """Rows that describe a sample: facts, end of the prompt, start of the response."""
+    facts = [f"of step {step}"]
+    if sample.get("evaluation"):
+        facts.append("evaluation")
     if "reward" in sample:
         facts.append(f"reward {sample['reward']:.4g}")
     if "finish_reason" in sample:
         facts.append(f"ended by {sample['finish_reason']}")
     if sample.get("label") is not None:
         facts.append(f"label {escape_control(str(sample['label']), 40)}")
-    return [
-        ("sample", ", ".join(facts)),
-        ("prompt", escape_control(sample.get("prompt", ""), _LONGEST_PROMPT, keep="end")),
-        ("response", escape_control(sample.get("response", ""), _LONGEST_RESPONSE)),
-    ]
+
+    prompt = escape_control(sample.get("prompt", ""), _LONGEST_PROMPT, keep="end")
+    response = escape_control(sample.get("response", ""), _LONGEST_RESPONSE)
+    return [("sample", ", ".join(facts)), ("prompt", prompt), ("response", response)]
 
 
 class JSONLTracker(Tracker):
-    """Appends to ``metrics.jsonl``, ``samples.jsonl`` and ``tokens.jsonl``; numbers that are not finite become null."""
+    """Appends to ``metrics.jsonl``, ``samples.jsonl`` and ``tokens.jsonl``; infinite numbers and NaN become null."""
 
     name = "logs/*.jsonl"
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        beside = [self._folder / name for name in RUN_FILES]
-        self._beside = {file.name: file.read_bytes() for file in beside if file.is_file()}
+        run_files = [self._folder / name for name in RUN_FILES]
+        self._run_files = {file.name: file.read_bytes() for file in run_files if file.is_file()}
         self._append("metrics.jsonl", 0, [])  # fails now rather than at the first step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -119,14 +129,14 @@ class JSONLTracker(Tracker):
     def _append(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if not self._folder.exists():
             self._make_again()
+
         with open(self._folder / name, "a", encoding="utf-8", errors="backslashreplace") as file:
             for row in rows:
                 clash = row.keys() & {"step", "time"}
                 assert not clash, f"{clash} are names of the line itself"
                 line = _finite({"step": step, "time": time.time(), **row})
-                file.write(
-                    json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-                )
+                text = json.dumps(line, ensure_ascii=False, allow_nan=False, default=str)
+                file.write(f"{text}\n")
 
     def _make_again(self) -> None:
         logger.warning(
@@ -134,17 +144,17 @@ class JSONLTracker(Tracker):
             self._folder,
         )
         self._folder.mkdir(parents=True)
-        for name, content in self._beside.items():
+        for name, content in self._run_files.items():
             (self._folder / name).write_bytes(content)
 
 
 def json_form(value: Any) -> Any:
-    """``value`` as JSON lines give it back: what JSON does not know becomes text."""
+    """Return ``value`` as it is read back from JSON lines: objects that JSON does not know become text."""
     return json.loads(json.dumps(_finite(value), allow_nan=False, default=str))
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null for each number that JSON does not know."""
+    """Replace infinite numbers and NaN in ``value`` by null."""
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -155,7 +165,7 @@ def _finite(value: Any) -> Any:
 class HealthTracker(Tracker):
     """Warns on the console when a rule of health finds something new. ``logs`` is the run's folder of logs.
 
-    A resumed run has warned already of what its logs show.
+    A resumed run does not repeat the warnings of the steps before.
     """
 
     name = "the rules of health"
@@ -164,9 +174,8 @@ class HealthTracker(Tracker):
     def __init__(self, logs: Path) -> None:
         run = read_run(logs)
         self._health = Health(run.config, RULES)
-        with contextlib.suppress(
-            *_FAILURES
-        ):  # a failure on these rows is reported when it comes again
+        # A failure on these rows is reported when it occurs again.
+        with contextlib.suppress(*_FAILURES):
             for row in run.metrics:
                 self._health.look(row["step"], row)
 
@@ -176,22 +185,23 @@ class HealthTracker(Tracker):
 
 
 class ReportTracker(Tracker):
-    """Writes ``report.html`` into the folder of logs: at the first report, now and then, and at the end."""
+    """Writes ``report.html`` into the folder of logs: at the first step, now and then, and at the end."""
 
     name = "the report"
     errors = _FAILURES
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
+        self._page = logs / "report.html"
         self._next = 0.0  # time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         begin = time.monotonic()
         if begin >= self._next:
-            write_report([self._logs], self._logs / "report.html", True)
+            write_report([self._logs], self._page, True)
             end = time.monotonic()
             self._next = end + max(SECONDS_BETWEEN, (end - begin) / SHARE_OF_TIME)
 
     def close(self) -> None:
-        write_report([self._logs], self._logs / "report.html", False)
-        logger.info("the report of this run is %s", self._logs / "report.html")
+        write_report([self._logs], self._page, False)
+        logger.info("the report of this run is %s", self._page)

@@ -1,4 +1,4 @@
-"""Every trajectory of a run as JSON lines: a series of files for each split and rank, rotated by size."""
+"""All trajectories of a run as JSON lines: a series of files for each split and rank, rotated by size."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from openppo.tracking.trackers.tracker import Tracker
 
 
 class RolloutTracker(Tracker):
-    """Appends rows of one ``rank`` to its newest file, and begins the next one when that has ``most_bytes``."""
+    """Appends rows of one ``rank`` to its newest file, and begins another one when that has ``most_bytes``."""
 
     name = "--dump_rollouts"
 
@@ -28,17 +28,18 @@ class RolloutTracker(Tracker):
         files = sorted(self._folder.glob(pattern))
         if not files or files[-1].stat().st_size >= self._most_bytes:
             files.append(self._folder / pattern.replace("*", f"{len(files):05d}"))
-        lines = [
-            json.dumps(json_form({"step": step, "split": split, **row}), ensure_ascii=False)
-            for row in rows
-        ]
+
+        lines = []
+        for row in rows:
+            line = json_form({"step": step, "split": split, **row})
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
         with open(files[-1], "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write("".join(line + "\n" for line in lines))
+            file.write("".join(lines))
 
 
 def prepare_rollouts(folder: Path, resume_step: int | None) -> None:
-    """Make ``folder``; cut what lies after ``resume_step``, or without one move what an earlier run wrote there."""
+    """Make ``folder``; cut its rows after ``resume_step``, or without one set the files of an earlier run aside."""
     folder.mkdir(parents=True, exist_ok=True)
     files = sorted(folder.glob(ROLLOUTS.format(split="*", rank="*")))
     if resume_step is not None:
@@ -58,8 +59,8 @@ def _cut(series: list[Path], step: int) -> None:
         kept = 0
         with file.open("rb+") as lines:
             for line in lines:
-                found = LOG_STEP.match(line)
-                if found is None or int(found[1]) > step or not line.endswith(b"\n"):
+                match = LOG_STEP.match(line)
+                if match is None or int(match[1]) > step or not line.endswith(b"\n"):
                     break
                 kept += len(line)
             lines.truncate(kept)

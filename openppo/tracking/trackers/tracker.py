@@ -1,4 +1,4 @@
-"""What a tracker is, and how several run although one may fail."""
+"""Base of all trackers, and several of them in one, of which any may fail."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,12 @@ from openppo.tracking.metrics import Histogram
 
 
 class Tracker:
-    """Base of all that records what a run reports, on rank 0; every method does nothing until overridden."""
+    """Base of all that records the reports of a run, on rank 0; every method does nothing until overridden."""
 
     name: str = "a tracker"
     """Name in warnings, best the flag that asks for the tracker."""
     errors: tuple[type[Exception], ...] = (OSError,)
-    """Exceptions from outside this program: a full disk, a lost connection; of a service, any."""
+    """Exceptions from outside this program, such as a full disk or a lost connection; for a service, any."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
@@ -26,13 +26,13 @@ class Tracker:
         """Record one row for each sample of a step: lists over the tokens of its response."""
 
     def log_rollouts(self, step: int, split: str, rows: list[dict[str, Any]]) -> None:
-        """Record one row for each of this rank's trajectories of a step, or of an evaluation, if they are dumped."""
+        """Record one row for each of this rank's trajectories, of a step or an evaluation, if they are dumped."""
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Record distributions of a step."""
 
     def close(self) -> None:
-        """Write out what is left; nothing is logged afterwards."""
+        """Write out all that is pending; nothing is logged afterwards."""
 
 
 class Trackers(Tracker, contextlib.AbstractContextManager["Trackers"]):

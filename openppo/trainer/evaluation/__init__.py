@@ -1,1 +1,1 @@
-"""Responses to held-out prompts: their metrics in training, and the commands that answer prompts without training."""
+"""Metrics of held-out prompts, and the commands that answer prompts without training."""

@@ -13,28 +13,22 @@ import torch
 from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.config.rewards import NO_REWARD
 from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
+from openppo.datasets.image_families import check_images
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
 from openppo.experience.reward_names import RewardNames
 from openppo.experience.scoring import begin_scoring, check_rewarded
-from openppo.media import check_images
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
 from openppo.rewards.response_text import response_text
 from openppo.rewards.scoring import answer_text
 from openppo.rollout.decode_graphs import choose_recorder
+from openppo.rollout.engine_sampler import EngineSampler, sample_trajectories
+from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.rollout.policy import FrozenPolicy
-from openppo.rollout.rollout import (
-    EngineSampler,
-    Sampler,
-    SampleRequest,
-    SamplerMaker,
-    SamplerParts,
-    by_episode,
-    episode_reward,
-    sample_trajectories,
-)
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import Players, Sampler, SamplerParts
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.weights import WholeWeights
@@ -54,43 +48,46 @@ class _Job:
     """Tokenizer, prompts and process group of a command; ``_load_policy`` adds model and engine."""
 
     def __init__(
-        self, options: PromptsConfig, output_path: str | None, maker: SamplerMaker | None = None
+        self, options: PromptsConfig, output_path: str | None, players: Players | None = None
     ) -> None:
-        self.options, model = options, f"--pretrain {options.pretrain}"
+        self.options = options
         self.output = None if output_path is None else check_output(options, output_path)
         self.strategy = InferenceStrategy(options.bf16, fused_kernels=options.fused_kernels)
-        self.comm, self.policy = self.strategy.comm, FrozenPolicy(options)
-        self.tokenizer = tokenizer = self.policy.tokenizer
-        if maker is not None:
-            maker.check(tokenizer)
-        self.prompts = once_per_host(self.comm, options, lambda: self._load_prompts(maker))
-        ids = [prompt.token_ids for prompt in self.prompts]
-        check_context(
-            self.policy.config, model, max(map(len, ids)), new_tokens=options.generate_max_len
-        )
-        check_token_ids(self.policy.config, model, tokenizer, rows=ids)
-        self.sampling = (
-            self.prompts,
-            sampling_params(options),
-            options.n_samples_per_prompt,
-            options.seed,
-        )
+        self.comm = self.strategy.comm
+        self.policy = FrozenPolicy(options)
+        self.tokenizer = self.policy.tokenizer
+        if players is not None:
+            players.check(self.tokenizer)
+        self.prompts = once_per_host(self.comm, options, lambda: self._load_prompts(players))
+        self._check_prompts()
+        self.params = sampling_params(options)
 
-    def _load_prompts(self, maker: SamplerMaker | None) -> list[Prompt]:
-        """Rows of ``--prompt_data`` as prompts, or as tasks of what ``maker`` plays."""
+    def _check_prompts(self) -> None:
+        """Refuse prompts that the model cannot read."""
+        config = self.policy.config
+        model = f"--pretrain {self.options.pretrain}"
+        rows = [prompt.token_ids for prompt in self.prompts]
+        longest = max(map(len, rows))
+        check_context(config, model, longest, new_tokens=self.options.generate_max_len)
+        check_token_ids(config, model, self.tokenizer, rows=rows)
+
+    def _load_prompts(self, players: Players | None) -> list[Prompt]:
+        """Load the rows of ``--prompt_data`` as prompts, or as tasks for ``players``."""
         options = self.options
-        flag = "--prompt_data"
-        split = self.options.prompt_split
         if not options.prompt_data:
             return []
         rows = load_mixed_rows(
-            options, options.prompt_data, flag=flag, split=split, seed=options.seed
+            options,
+            options.prompt_data,
+            flag="--prompt_data",
+            split=options.prompt_split,
+            seed=options.seed,
         )
-        load_rows = load_prompts if maker is None or maker.needs_prompts else load_tasks
+        load_rows = load_prompts if players is None or players.needs_prompts else load_tasks
         return load_rows(rows, self.tokenizer, options, tokenizing(self.comm), self._vision())
 
     def _vision(self) -> RowVision:
-        """What reads images for the model."""
+        """Make the reader of the model's images."""
         return policy_vision(self.options, self.tokenizer, self.policy.config, options=self.options)
 
     def close(self) -> None:
@@ -99,33 +96,46 @@ class _Job:
 
     def _load_policy(self) -> None:
         """Load the model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
-        options, policy = self.options, self.policy
-        recorder = choose_recorder(options.cuda_graphs, policy.config, self.strategy.device)
-        more = {"show_progress": self.strategy.is_main, "new_recorder": recorder}
-        policy.load(self.strategy.prepare_frozen, options.micro_batch_size, **more)
+        options = self.options
+        policy = self.policy
+        device = self.strategy.device
+        policy.load(
+            self.strategy.prepare_frozen,
+            options.micro_batch_size,
+            show_progress=self.strategy.is_main,
+            new_recorder=choose_recorder(options.cuda_graphs, policy.config, device),
+        )
         if any(prompt.media for prompt in self.prompts):
             check_images(policy.config, f"--pretrain {options.pretrain}")
+
         if options.engine_check == "on":
-            given = None, self.strategy.device, ("hf", not options.bf16)
+            kind = ("hf", not options.bf16)
             check_like(
-                policy.engine, lambda e: check_sampling(options.pretrain, policy.actor, e, *given)
+                policy.engine,
+                lambda engines: check_sampling(
+                    options.pretrain,
+                    policy.actor,
+                    engines,
+                    weights=None,
+                    device=device,
+                    kind=kind,
+                ),
             )
 
     def _weights(self) -> AbstractContextManager[None]:
-        """Inside, the engine may sample; afterwards its memory is for other work."""
+        """Inside, the engine may sample; afterwards its memory is free for other work."""
         return self.policy.engine.with_weights(WholeWeights(self.policy.actor.model))
 
     def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
-        """What is written of the response of that number on this rank; its text ends before a stop string."""
-        _, params, n_samples, _ = self.sampling
+        """Make the line of this rank's response ``number``; its text ends before a stop string."""
         ids = response.response_ids
         text = response_text(response, self.tokenizer)
         return {
             "source": response.prompt.source,
             "row": response.prompt.index,
-            "sample": number % n_samples,
+            "sample": number % self.options.n_samples_per_prompt,
             "prompt": response.prompt.text,
-            "response": text_before_stop(text, ids, params, decode=decoder(self.tokenizer)),
+            "response": text_before_stop(text, ids, self.params, decode=decoder(self.tokenizer)),
             "finish_reason": response.finish_reason.value,
             "n_tokens": len(ids),
             "label": response.prompt.label,
@@ -145,19 +155,30 @@ class GenerateJob(_Job):
     def fit(self) -> None:
         """Generate and write."""
         with self._weights():
-            responses = sample_trajectories(self.policy.engine, *self.sampling, comm=self.comm)
+            responses = sample_trajectories(
+                self.policy.engine,
+                self.prompts,
+                self.params,
+                n_samples=self.options.n_samples_per_prompt,
+                seed=self.options.seed,
+                comm=self.comm,
+            )
+
+        rows = []
         shown = progress_bar(responses, "log-probs", enabled=self.strategy.is_main)
-        rows = [
-            self._row(t, i) | {"mean_log_prob": self._mean_log_prob(t)} for i, t in enumerate(shown)
-        ]
+        for number, response in enumerate(shown):
+            row = self._row(response, number)
+            row["mean_log_prob"] = self._mean_log_prob(response)
+            rows.append(row)
         write_rows(self.output, rows, self.comm)
 
     @torch.no_grad()
     def _mean_log_prob(self, response: Trajectory) -> float:
-        """Of the response's tokens under the model itself: at temperature 1, however they were sampled."""
+        """Mean log-prob of the response's tokens under the model, at temperature 1."""
         ids = torch.tensor([response.token_ids], device=self.strategy.device)
         mask = torch.tensor([response.action_mask], device=self.strategy.device)
-        media = [response.prompt.media]  # below (1, L): in a batch the logits might not fit
+        media = [response.prompt.media]
+        # (1, L): the logits of a batch might not fit
         log_probs = self.policy.actor(ids, torch.ones_like(mask), mask, media=media)
         return float(log_probs.sum() / mask.sum())
 
@@ -165,8 +186,8 @@ class GenerateJob(_Job):
 class EvaluateJob(_Job):
     """Generates responses to held-out prompts, scores them, and writes them if asked to."""
 
-    def __init__(self, config: EvaluateConfig, source: SamplerMaker | None = None) -> None:
-        """Load everything, ``source`` to play episodes; ``ValueError`` names the flag to change."""
+    def __init__(self, config: EvaluateConfig, source: Players | None = None) -> None:
+        """Load everything; ``source`` plays episodes. ``ValueError`` names the flag to change."""
         self.agents = config.agents
         super().__init__(config, config.output_path, source)
         if source is not None and not (config.rewards.names() or source.gives_rewards):
@@ -198,19 +219,24 @@ class EvaluateJob(_Job):
             write_line("\n".join(lines), sys.stdout)
 
     def evaluate(self) -> dict[str, float]:
-        """Generate, score, and write; the metrics, the same on all ranks."""
+        """Generate, score and write, and return the metrics, the same on all ranks."""
+        request = SampleRequest(
+            self.prompts,
+            self.params,
+            self.options.n_samples_per_prompt,
+            seed=self.options.seed,
+            first_group=0,
+            metrics=Metrics(),
+            evaluation=True,
+        )
         with self._weights():
-            sampled = self.sampler.sample(
-                SampleRequest(*self.sampling, 0, Metrics(), evaluation=True)
-            )
+            sampled = self.sampler.sample(request)
         responses = begin_scoring(self.scorer, sampled, StopCheck(), prefix="eval_")
+
         if self.output is not None:
             episodes = by_episode(list(responses))
-            write_rows(
-                self.output,
-                [self._episode_row(parts, i) for i, parts in enumerate(episodes)],
-                self.comm,
-            )
+            rows = [self._episode_row(parts, i) for i, parts in enumerate(episodes)]
+            write_rows(self.output, rows, self.comm)
         check_rewarded(responses, self.comm)
         RewardNames(self.grading.reward_weights, self.comm, self.grading.pass_on).check(responses)
         PassWatch(self.comm).look(self.grading, responses, is_last=True)
@@ -221,66 +247,69 @@ class EvaluateJob(_Job):
         self.sampler.close()
         super().close()
 
-    def _load_prompts(self, maker: SamplerMaker | None) -> list[Prompt]:
-        prompts = super()._load_prompts(maker) or seed_prompts(self.agents.eval_n_envs)
-        if maker is not None:
-            maker.check_prompts(prompts)
+    def _load_prompts(self, players: Players | None) -> list[Prompt]:
+        prompts = super()._load_prompts(players) or seed_prompts(self.agents.eval_n_envs)
+        if players is not None:
+            players.check_prompts(prompts)
         return prompts
 
     def _parts(self) -> SamplerParts:
-        """What an agent's sampler works with: its episodes end where the model's context does."""
-        longest = (
-            self.agents.episode_max_len
-            or self.options.prompt_max_len + self.options.generate_max_len
-        )
-        policy, has_rewards = self.policy, self.scorer is not None
-        sampling = policy.engine, policy.tokenizer, policy.eos_token_ids, self.comm, StopCheck()
-        vision = self._vision_of_agents()
+        """Return the parts of an agent's sampler; episodes end where the model's context does."""
+        options = self.options
+        longest = self.agents.episode_max_len or options.prompt_max_len + options.generate_max_len
         return SamplerParts(
-            *sampling, longest, policy.context, has_rewards=has_rewards, vision=vision
+            self.policy.engine,
+            self.policy.tokenizer,
+            self.policy.eos_token_ids,
+            comm=self.comm,
+            stop=StopCheck(),
+            longest=longest,
+            context=self.policy.context,
+            has_rewards=self.scorer is not None,
+            vision=self._vision_of_agents(),
         )
 
     def _vision_of_agents(self) -> Vision | None:
-        """What reads their images; None where nothing can."""
+        """Make the reader of agents' images; None where the model reads none."""
         return self._vision().for_agents(self.policy.config, f"--pretrain {self.options.pretrain}")
 
     def _episode_row(self, parts: Sequence[Trajectory], number: int) -> dict[str, Any]:
-        """What is written of a response, or of an episode of that number on this rank."""
-        response, reward = parts[-1], episode_reward(parts, self.grading.reward_weights)
-        row = self._row(response, number) | {"rewards": response.scores, "reward": reward}
-        row |= {"extra": response.logged} if response.logged else {}
-        if (episode := response.episode) is not None:
-            row |= {
-                "response": answer_text(response, self.tokenizer),
-                "n_tokens": sum(sum(t.action_mask) for t in parts),
-            }
-            row |= {
-                "ending": episode.ending.value,
-                "turns": episode.n_turns,
-                "messages": episode.messages,
-            }
-            row |= {"error": episode.error, "output": episode.output}
-        return (
-            row
-            if self.grading.pass_reward is None
-            else row | {"passed": self.grading.passes(parts)}
-        )
+        """Make the line of this rank's response or episode ``number``."""
+        response = parts[-1]
+        episode = response.episode
+        row = self._row(response, number)
+        row["rewards"] = response.scores
+        row["reward"] = episode_reward(parts, self.grading.reward_weights)
+        if response.logged:
+            row["extra"] = response.logged
+        if episode is not None:
+            row["response"] = answer_text(response, self.tokenizer)
+            row["n_tokens"] = sum(sum(part.action_mask) for part in parts)
+            row["ending"] = episode.ending.value
+            row["turns"] = episode.n_turns
+            row["messages"] = episode.messages
+            row["error"] = episode.error
+            row["output"] = episode.output
+        if self.grading.pass_reward is not None:
+            row["passed"] = self.grading.passes(parts)
+        return row
 
 
 def check_output(options: PromptsConfig, path: str) -> Path:
-    """The file of ``--output_path``; ``ValueError`` if nothing can be written there, or something would be lost."""
+    """Return the file of ``--output_path``; ``ValueError`` if it cannot be written, or must not be overwritten."""
     sources = [name for name in (options.prompt_data or "").split(",") if name]
-    inputs = [("--prompt_data", name) for name in sources] + [("--pretrain", options.pretrain)]
+    inputs = [("--prompt_data", name) for name in sources]
+    inputs.append(("--pretrain", options.pretrain))
     return check_output_file(path, "--output_path", is_ours=_is_row, inputs=inputs)
 
 
 def _is_row(beginning: bytes) -> bool:
-    """Test for the beginning of a file that ``write_rows`` has written."""
+    """True for the beginning of a file of ``write_rows``."""
     return beginning.startswith(b'{"source": ') and b', "prompt": ' in beginning
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], comm: Comm) -> None:
-    """Write the rows of all ranks, in rank order, as lines of JSON; a file of the name ``path`` is always whole."""
+    """Write the rows of all ranks as lines of JSON, in rank order; ``path`` is never incomplete."""
     rows_of_ranks = comm.all_gather_object(rows)
     if comm.rank != 0:
         return

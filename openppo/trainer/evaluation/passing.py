@@ -5,16 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from openppo import logger
-from openppo.rollout.rollout import by_episode
+from openppo.rollout.episodes import by_episode
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.types import Comm, Trajectory
 
 _EVALUATIONS = 3
+"""Evaluations without a passing response before the warning."""
 
 
 @dataclass(eq=False)
 class PassWatch:
-    """Rewards that decided whether held-out responses of a run passed, over all ranks and evaluations so far."""
+    """Range and names of the deciding rewards, over all ranks and evaluations so far."""
 
     comm: Comm
     smallest: float = math.inf
@@ -24,43 +25,45 @@ class PassWatch:
     has_warned: bool = False
 
     def look(self, grading: Grading, trajectories: Sequence[Trajectory], is_last: bool) -> None:
-        """Warn once, at the last evaluation or the third, if rewards differ and none has passed. Collective.
+        """Warn once, at the last evaluation or the third, if no response has passed. Collective.
 
-        Equal rewards say only that nothing is right so far.
+        Rewards must differ: equal rewards mean only that no response is right so far.
         """
         if grading.pass_reward is None or self.has_warned:
             return
 
         episodes = [parts for parts in by_episode(trajectories) if _is_trained(parts[-1])]
         deciding = [grading.deciding_reward(parts) for parts in episodes]
-        rewards = [
-            reward for reward in deciding if reward > -math.inf
-        ]  # others lack the reward of --pass_on
-        names = {name for parts in episodes for name in parts[-1].scores}
-        own = min(rewards, default=math.inf), max(rewards, default=-math.inf), names
+        # others lack the reward of --pass_on
+        rewards = [reward for reward in deciding if reward > -math.inf]
+        lowest = min(rewards, default=math.inf)
+        highest = max(rewards, default=-math.inf)
+        score_names = set().union(*(parts[-1].scores for parts in episodes))
 
-        smallest, largest, names_of_ranks = zip(*self.comm.all_gather_object(own), strict=True)
-        self.smallest = min(self.smallest, *smallest)
-        self.largest = max(self.largest, *largest)
-        self.names = self.names.union(*names_of_ranks)
+        gathered = self.comm.all_gather_object((lowest, highest, score_names))
+        for smallest, largest, names in gathered:
+            self.smallest = min(self.smallest, smallest)
+            self.largest = max(self.largest, largest)
+            self.names = self.names | names
         self.n_evaluations += 1
         if is_last or self.n_evaluations >= _EVALUATIONS:
             self._warn(grading)
 
     def _warn(self, grading: Grading) -> None:
-        names, pass_on = sorted(self.names), grading.pass_on
+        """Warn if the rewards cannot decide, or none of them has passed."""
+        names = sorted(self.names)
+        pass_on = grading.pass_on
         if pass_on is not None and names and self.largest == -math.inf:
             warning = f"--pass_on names {pass_on}, but the rewards are {', '.join(names)}. Use their names."
         elif self.smallest < self.largest and not grading.is_enough(self.largest):
             value = f"{pass_on or 'reward'} is {self.largest:.4g}, and --pass_reward is {grading.pass_reward:g}"
-            choice = (
-                f", or name the reward that decides: --pass_on {' or '.join(names)}"
-                if len(names) > 1
-                else ""
-            )
+            choice = ""
+            if len(names) > 1:
+                choice = f", or name the reward that decides: --pass_on {' or '.join(names)}"
             warning = f"no held-out response has passed: the largest {value}. Lower it{choice}."
         else:
             return
+
         self.has_warned = True
         if self.comm.rank == 0:
             logger.warning(warning)

@@ -1,1 +1,1 @@
-"""Estimated memory of a run, and sizes of batches by it."""
+"""Memory estimates of a run, and the batch sizes that follow from them."""

@@ -1,4 +1,4 @@
-"""What a report of a lack of memory says: what was estimated beside what was measured, and who holds the rest."""
+"""Memory section of a fault report: estimated and measured bytes, and holders of the rest."""
 
 import torch
 
@@ -6,12 +6,13 @@ from openppo.strategy.fault_report import MemoryView
 from openppo.trainer.memory.estimate import Estimate, format_bytes
 
 _TOLERANCE = 1.25
+"""Allocated over estimated bytes that still count as an estimate's error."""
 _UNNOTICED = 2**29
 """Bytes that libraries may hold without being named."""
 
 
 def explain_shortage(estimate: Estimate | None, phase: str) -> MemoryView:
-    """The estimate's table, and on a GPU what is held beyond it, by this process or outside of PyTorch."""
+    """Return the estimate's table, and on a GPU the bytes that exceed it."""
     if estimate is None:
         return MemoryView()
     if estimate.machine.on_cpu or not torch.cuda.is_available():
@@ -22,7 +23,7 @@ def explain_shortage(estimate: Estimate | None, phase: str) -> MemoryView:
 
 
 def compare(estimate: Estimate, phase: str, *, allocated: int, outside: int) -> MemoryView:
-    """As ``explain_shortage``, of bytes that PyTorch had allocated at most, and that are held outside of it now."""
+    """Compare the estimate with the peak ``allocated`` by PyTorch and the bytes held ``outside`` of it."""
     expected = estimate.phases.get(phase, estimate.phases[estimate.largest])
     lines = estimate.table(verdict=False)
     lines.append(

@@ -1,1 +1,1 @@
-"""What a run must share with its checkpoint, and export of a checkpoint as a model."""
+"""Resume of a run from a checkpoint, and export of a checkpoint as a model."""

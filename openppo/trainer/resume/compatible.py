@@ -15,95 +15,122 @@ from openppo import logger
 from openppo.config.commands import training_rules
 from openppo.trainer.resume.edited_files import edits
 
-_PARTS, _PART = (
-    256,
-    1 << 14,
-)  # so many parts of so many bytes, evenly spread, stand for a file of weights
+_N_PARTS = 256
+"""Parts of a file of weights that its fingerprint reads, evenly spread."""
+_PART_BYTES = 1 << 14
+
+Changes = dict[str, tuple[Any, Any]]
+"""Old and new value of options that have changed, by name."""
 
 
-def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare ``kind``, ``options`` and ``contents`` of a checkpoint with this run's, and log what may differ.
+def check_compatible(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Compare a checkpoint with this run, and log the differences that are allowed.
 
-    ``contents`` are fingerprints by flag of what options name, and by role of models given in Python: a folder that has
-    moved is the same, another one under an old name is not. Raises ``ValueError`` naming every option that contradicts
-    the checkpoint in ``path``.
+    ``saved`` and ``current`` have a ``kind``, ``options`` and ``contents``: fingerprints by flag of what options name,
+    and by role of models given in Python. A folder that has moved is the same, another one under an old name is not.
+    Raises ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
     """
-    if saved["kind"] != now["kind"]:
+    if saved["kind"] != current["kind"]:
         raise ValueError(
-            f"--load_checkpoint: {path} is a checkpoint of train_{saved['kind']}, not of train_{now['kind']}: give "
+            f"--load_checkpoint: {path} is a checkpoint of train_{saved['kind']}, not of train_{current['kind']}: give "
             f"another --ckpt_path. {_start_from_weights(path, saved)}"
         )
-    rules, differ = training_rules(), _differences(saved["options"], now["options"])
-    said = {name: f"--{name} was {old}, is {new}" for name, (old, new) in differ.items()}
-    must_match = [
-        name
-        for name in differ
-        if rules[name].resume == "must match" and f"--{name}" not in now["contents"]
-    ]
-    wrong = [said[name] for name in must_match]
-    for flag, fingerprint in now["contents"].items():  # where a model or data lies may differ
-        before, data = saved["contents"].get(flag), flag.removeprefix("--")
-        not_read = (
-            before is None and data not in differ and flag.startswith("--")
-        )  # as --ptx_coef was 0
-        if before == fingerprint or not_read:
-            continue
-        causes = [said[name] for name in differ if name == data or data in rules[name].rows_of]
-        wrong += causes or [
-            f"{flag} {now['options'].get(data, '(given in Python)')} has other contents"
-        ]
-    own = [
-        name
-        for name in saved["contents"]
-        if not name.startswith("--") and name not in now["contents"]
-    ]
-    wrong += [f"{name} was given in Python, and is not" for name in own]
+
+    changes = _changes(saved["options"], current["options"])
+    wrong = _wrong_options(changes, current) + _wrong_contents(changes, saved, current)
     if wrong:
         raise ValueError(
             f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(dict.fromkeys(wrong))}. "
             f"Restore these options, or choose another --ckpt_path. {_start_from_weights(path, saved)}"
         )
-    if allowed := [
+
+    allowed = [
         f"--{name} {old} -> {new}"
-        for name, (old, new) in differ.items()
+        for name, (old, new) in changes.items()
         if name != "load_checkpoint"
-    ]:
+    ]
+    if allowed:
         logger.info(
             "options that differ from the checkpoint's, in force from now on: %s",
             ", ".join(allowed),
         )
-    if edited := edits(saved.get("user_files", {}), now.get("user_files", {})):
+    edited = edits(saved.get("user_files", {}), current.get("user_files", {}))
+    if edited:
         logger.info(
             "files edited since the checkpoint, in force from now on: %s", ", ".join(edited)
         )
 
 
+def _wrong_options(changes: Changes, current: Mapping[str, Any]) -> list[str]:
+    """Describe changed options that must match, except those whose contents are compared."""
+    rules = training_rules()
+    return [
+        _describe(name, change)
+        for name, change in changes.items()
+        if rules[name].resume == "must match" and f"--{name}" not in current["contents"]
+    ]
+
+
+def _wrong_contents(
+    changes: Changes, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> list[str]:
+    """Describe models and data with other contents, wherever they lie."""
+    rules = training_rules()
+    wrong: list[str] = []
+    for flag, fingerprint in current["contents"].items():
+        option = flag.removeprefix("--")
+        before = saved["contents"].get(flag)
+        # as with --ptx_coef 0
+        was_not_read = before is None and option not in changes and flag.startswith("--")
+        if before == fingerprint or was_not_read:
+            continue
+        causes = [
+            _describe(name, change)
+            for name, change in changes.items()
+            if name == option or option in rules[name].rows_of
+        ]
+        if causes:
+            wrong += causes
+        else:
+            place = current["options"].get(option, "(given in Python)")
+            wrong.append(f"{flag} {place} has other contents")
+
+    for role in saved["contents"]:
+        if not role.startswith("--") and role not in current["contents"]:
+            wrong.append(f"{role} was given in Python, and is not")
+    return wrong
+
+
+def _describe(name: str, change: tuple[Any, Any]) -> str:
+    old, new = change
+    return f"--{name} was {old}, is {new}"
+
+
 def _start_from_weights(path: Path, saved: Mapping[str, Any]) -> str:
-    """How a new run, which resumes nothing, continues with the weights of a checkpoint."""
-    merge = (
-        " --merge" if saved["options"].get("lora_rank") else ""
-    )  # into a base model for new adapters
+    """Tell how a new run starts from the weights of a checkpoint."""
+    # adapters are merged into a base model for new ones
+    merge = " --merge" if saved["options"].get("lora_rank") else ""
     return (
         f"A new run continues with its weights: openppo export {shlex.quote(str(path))} FOLDER{merge}, then "
         "--pretrain FOLDER."
     )
 
 
-def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The options that make scores of evaluations under ``now`` no match for those under ``saved``.
+def measured_otherwise(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return the options for which evaluations under ``current`` and ``saved`` cannot be compared.
 
     They differ, or a file that they name was edited.
     """
-    files = edits(saved.get("user_files", {}), now.get("user_files", {}))
-    changed = _differences(saved["options"], now["options"]).keys() | {
-        text.split()[0][2:] for text in files
-    }
+    files = edits(saved.get("user_files", {}), current.get("user_files", {}))
+    edited_options = {text.split()[0].removeprefix("--") for text in files}
+    changed = _changes(saved["options"], current["options"]).keys() | edited_options
     return [name for name, rules in training_rules().items() if rules.measures and name in changed]
 
 
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Old and new value of each option that has changed."""
-    old, new = (json.loads(json.dumps(options)) for options in (saved, now))  # tuples become lists
+def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Changes:
+    """Find the options that both have, with different values."""
+    old = json.loads(json.dumps(saved))  # tuples become lists
+    new = json.loads(json.dumps(current))
     return {
         name: (old[name], value)
         for name, value in new.items()
@@ -112,29 +139,41 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 
 def model_fingerprint(name: str) -> str:
-    """Of a local folder its config, and names, sizes and parts of its weights; of a hub name the commit."""
-    folder, digest = Path(name), hashlib.sha256()
+    """Return a digest of a local folder, or the name and commit of a model on the hub.
+
+    The digest covers its config, and names, sizes and parts of its weights.
+    """
+    folder = Path(name)
     if not folder.is_dir():
-        with suppress(HFValidationError):  # no name of the hub either: loading it says so
-            if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
-                return f"{name}@{Path(cached).parent.name}"  # its folder is named after the commit
-        return name
+        return _hub_fingerprint(name)
+
+    digest = hashlib.sha256()
     for file in sorted(folder.glob("*")):
-        if file.name in ("config.json", "adapter_config.json") or file.suffix in (
-            ".safetensors",
-            ".bin",
-        ):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size} ".encode())
-            with file.open("rb") as opened:
-                for part in range(_PARTS):
-                    opened.seek(max(part * _PART, part * (size - _PART) // (_PARTS - 1)))
-                    digest.update(opened.read(_PART))
+        is_config = file.name in ("config.json", "adapter_config.json")
+        if not is_config and file.suffix not in (".safetensors", ".bin"):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            for part in range(_N_PARTS):
+                evenly_spread = part * (size - _PART_BYTES) // (_N_PARTS - 1)
+                opened.seek(max(part * _PART_BYTES, evenly_spread))
+                digest.update(opened.read(_PART_BYTES))
     return digest.hexdigest()
 
 
+def _hub_fingerprint(name: str) -> str:
+    """Name and commit of a model in the hub's cache, else its name."""
+    with suppress(HFValidationError):  # no name of the hub either: loading it says so
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            commit = Path(cached).parent.name
+            return f"{name}@{commit}"
+    return name
+
+
 def examples_fingerprint(examples: Iterable[object]) -> str:
-    """Of everything that they hold, in their order: plain values and dataclasses of them."""
+    """Digest all fields of ``examples`` in their order: plain values and dataclasses of them."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(repr(example).encode())

@@ -1,4 +1,4 @@
-"""Files that users write and may edit between a run and its resume: code, tools, templates, tasks."""
+"""Users' files that may change before a resume: code, tools, templates, tasks."""
 
 import hashlib
 import json
@@ -26,80 +26,102 @@ _OPTIONS = (
     "chat_template",
     "task_ratios",
 )
-"""Options that name such files, or have their names among other words."""
+"""Options that name such files, alone or among other words."""
 
 
 def user_files(config: Options, tasks: Sequence[RunTask] = ()) -> dict[str, Any]:
-    """Content of the files of a run as its checkpoints keep it: ``hashes`` by flag and name, ``tasks`` by field.
+    """Return ``hashes`` of a run's files by flag and name, and its ``tasks`` by field, for a checkpoint.
 
     ``{"hashes": {"--reward_fn": {"reward.py": "9f86..."}}, "tasks": {"math": {"ratio": 0.5}}}``
     """
     options = given_options(config)
     hashes = {f"--{name}": _hashes(options[name]) for name in _OPTIONS if options.get(name)}
     for task in tasks:
-        own = given_options(task.config)
-        different = [name for name in _OPTIONS if own.get(name) and own[name] != options.get(name)]
-        hashes |= {f"--{name} of task {task.name}": _hashes(own[name]) for name in different}
+        task_options = given_options(task.config)
+        for name in _OPTIONS:
+            value = task_options.get(name)
+            if value and value != options.get(name):
+                hashes[f"--{name} of task {task.name}"] = _hashes(value)
     return {"hashes": hashes, "tasks": _task_fields(options.get("tasks"))}
 
 
-def edits(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Files that differ between two results of ``user_files``, and of the tasks each field with both values.
+def edits(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """List the files that differ between two results of ``user_files``, and tasks with each changed field.
 
-    What only one of them has is new or gone with an option, which is compared by itself.
+    Options that only one of them has are new or gone; options are compared elsewhere.
     """
-    changed = []
-    for flag, hashes in now.get("hashes", {}).items():
-        before = saved.get("hashes", {}).get(flag, {})
-        changed += [
-            f"{flag} {name}"
-            for name, digest in hashes.items()
-            if before.get(name, digest) != digest
-        ]
+    hashes = _edited_hashes(saved.get("hashes", {}), current.get("hashes", {}))
+    return hashes + _edited_tasks(saved.get("tasks", {}), current.get("tasks", {}))
 
-    old, new = saved.get("tasks", {}), now.get("tasks", {})
-    for name in dict.fromkeys([*old, *new]) if old and new else ():
+
+def _edited_hashes(
+    saved: Mapping[str, Mapping[str, str]], current: Mapping[str, Mapping[str, str]]
+) -> list[str]:
+    """Flag and name of each file with another hash."""
+    edited = []
+    for flag, hashes in current.items():
+        before = saved.get(flag, {})
+        for name, digest in hashes.items():
+            if before.get(name, digest) != digest:
+                edited.append(f"{flag} {name}")
+    return edited
+
+
+def _edited_tasks(
+    old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Tasks that are new or gone, and changed fields with both values.
+
+    There are none if only one run has tasks.
+    """
+    if not old or not new:
+        return []
+    edited = []
+    for name in dict.fromkeys([*old, *new]):
         if name not in old or name not in new:
-            changed.append(f"--tasks: task {name} is {'new' if name in new else 'gone'}")
+            edited.append(f"--tasks: task {name} is {'new' if name in new else 'gone'}")
             continue
         for field in dict.fromkeys([*old[name], *new[name]]):
-            before, after = (fields[name].get(field, "(not given)") for fields in (old, new))
+            before = old[name].get(field, "(not given)")
+            after = new[name].get(field, "(not given)")
             if before != after:
-                changed.append(f"--tasks: task {name}: {field} {before} -> {after}")
-    return changed
+                edited.append(f"--tasks: task {name}: {field} {before} -> {after}")
+    return edited
 
 
 def _hashes(value: str) -> dict[str, str]:
-    """SHA-256 by name of the files that the value of an option stands for; none for addresses and objects."""
-    file = Path(re.sub(r"(\.py):\w*$", r"\1", value)).expanduser()
-    if not os.path.isfile(file):  # a command, which may be longer than a path
-        files = _scripts_in(value)
-    elif file.suffix in (".yaml", ".yml"):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        classes = [
-            file.with_name(f"{name}.py") for name in re.findall(r"class_name:\s*['\"]?(\w+)", text)
-        ]
-        files = [file, *(each for each in classes if each.is_file()), *_scripts_in(text)]
-    else:
-        files = [file]
-
+    """SHA-256 by name of the files that an option's value names; none for addresses and objects."""
     hashes = {}
-    for each in files:
-        for part in source_files(each) if each.suffix == ".py" else [each]:
-            hashes[os.path.relpath(part, each.parent)] = hashlib.sha256(
-                part.read_bytes()
-            ).hexdigest()
+    for file in _files(value):
+        sources = source_files(file) if file.suffix == ".py" else [file]
+        for source in sources:
+            name = os.path.relpath(source, file.parent)
+            hashes[name] = hashlib.sha256(source.read_bytes()).hexdigest()
     return hashes
 
 
+def _files(value: str) -> list[Path]:
+    """A file, with a YAML file its class and scripts; or the scripts of a command."""
+    file = Path(re.sub(r"(\.py):\w*$", r"\1", value)).expanduser()
+    if not os.path.isfile(file):  # a command, which may be longer than a path
+        return _scripts_in(value)
+    if file.suffix not in (".yaml", ".yml"):
+        return [file]
+
+    text = file.read_text(encoding="utf-8", errors="replace")
+    names = re.findall(r"class_name:\s*['\"]?(\w+)", text)
+    modules = [file.with_name(f"{name}.py") for name in names]
+    return [file, *(module for module in modules if module.is_file()), *_scripts_in(text)]
+
+
 def _scripts_in(text: str) -> list[Path]:
-    """Programs among the words of a command or a YAML file."""
+    """Existing scripts among the words of a command or a YAML file."""
     words = re.findall(r"[^\s\"'\[\],;]+\.(?:py|sh)\b", text)
     return [Path(word) for word in words if Path(word).is_file()]
 
 
 def _task_fields(file: str | None) -> dict[str, dict[str, Any]]:
-    """Fields of each task of a file of ``--tasks`` by name, those of mappings in it as ``options.max_turns``."""
+    """Fields by task in a file of ``--tasks``; nested ones are named like ``options.max_turns``."""
     if file is None:
         return {}
     rows = yaml.safe_load(Path(file).read_text(encoding="utf-8"))["tasks"]
@@ -107,10 +129,13 @@ def _task_fields(file: str | None) -> dict[str, dict[str, Any]]:
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings, and mask credentials."""
     fields: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, dict):
             fields |= _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, str):
+            fields[f"{prefix}{name}"] = mask_credentials(value)
         else:
-            fields[f"{prefix}{name}"] = mask_credentials(value) if isinstance(value, str) else value
+            fields[f"{prefix}{name}"] = value
     return fields

@@ -1,4 +1,4 @@
-"""State of a PPO trainer in a checkpoint, beside its models: counters, source, maker, skipped steps, callbacks."""
+"""A PPO trainer's state in a checkpoint: counters, source, maker, skipped steps, callbacks."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -10,21 +10,23 @@ if TYPE_CHECKING:
 
 
 def trainer_state(trainer: "PPOTrainer") -> dict[str, Any]:
-    """What ``restore_trainer`` takes, as JSON."""
+    """Return the state for ``restore_trainer``, as JSON."""
+    callbacks = [
+        {"class": type(callback).__name__, "state": callback.state_dict()}
+        for callback in trainer.callbacks
+    ]
     return {
         "state": dataclasses.asdict(trainer.state),
         "source": trainer.source.state_dict(),
         "maker": trainer.maker.state_dict(),
         "skipped": trainer.update.skipped.state_dict(),
         "should_stop": trainer.should_stop,
-        "callbacks": [
-            {"class": type(each).__name__, "state": each.state_dict()} for each in trainer.callbacks
-        ],
+        "callbacks": callbacks,
     }
 
 
 def restore_trainer(trainer: "PPOTrainer", saved: dict[str, Any]) -> bool:
-    """Continue from a state; models and optimizers have theirs again. Returns ``should_stop``."""
+    """Resume from ``saved``, once models and optimizers have their state. Returns ``should_stop``."""
     vars(trainer.state).update(saved["state"])
     trainer.source.load_state_dict(saved["source"])
     trainer.maker.load_state_dict(saved["maker"])

@@ -6,12 +6,12 @@ from typing import Any
 from torch import nn
 
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
-from openppo.media import n_patches
 from openppo.models.actor import Actor
 from openppo.models.loading import freeze_vision
 from openppo.models.padding import pack_where_exact
 from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel
 from openppo.models.size import ModelSize
+from openppo.models.vision_models import n_patches
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel

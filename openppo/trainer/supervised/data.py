@@ -16,8 +16,8 @@ from openppo.datasets import (
     load_process_examples,
     load_sft_examples,
 )
+from openppo.datasets.image_families import check_images
 from openppo.datasets.media import RowVision
-from openppo.media import check_images
 from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.strategy.comm import check_same, collective

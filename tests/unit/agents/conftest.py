@@ -13,7 +13,7 @@ from openppo.agents import AgentPlayer
 from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.rollout.engine import Engine
-from openppo.rollout.rollout import SamplerParts
+from openppo.rollout.samplers import SamplerParts
 from openppo.rollout.sampling import decoder, finish_reason
 from openppo.types import Completion, SamplingParams, SingleProcess, StopCheck
 
@@ -84,10 +84,10 @@ class ScriptedEngine(Engine):
         params: SamplingParams,
         seed: int,
         park: bool = False,
-        resume: int | None = None,
+        continue_from: int | None = None,
     ) -> int:
         number, ids = next(self._numbers), list(prompt_ids)
-        self.submitted.append((params, seed, resume))
+        self.submitted.append((params, seed, continue_from))
         answer = self.tokenizer(self.script(self.tokenizer.decode(ids)), add_special_tokens=False)[
             "input_ids"
         ]

@@ -11,7 +11,7 @@ import pytest
 
 from openppo.rollout import driver
 from openppo.rollout.driver import EngineDriver
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import FinishReason, Interrupted, Prompt, SamplingParams, StopCheck
 from tests.unit.agents.conftest import ScriptedEngine
@@ -231,10 +231,10 @@ def test_a_refused_prompt_fails_its_request_alone(make_driver):
     made: Any = make_driver("yes")
     submit = made.engine.submit
 
-    def refuse(prompt_ids: Any, *rest: Any) -> int:
+    def refuse(prompt_ids: Any, *arguments: Any, **options: Any) -> int:
         if not prompt_ids:
             raise ValueError("at least one token")
-        return submit(prompt_ids, *rest)
+        return submit(prompt_ids, *arguments, **options)
 
     made.engine.submit = refuse
 

@@ -8,7 +8,8 @@ import pytest
 from openppo.agents.environment import UNREADABLE, EnvironmentAgent
 from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
-from openppo.rollout.rollout import SampleRequest, sample_seed
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.seeds import sample_seed
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, Trajectory
 

@@ -16,7 +16,7 @@ from openppo.agents import sampler as sampler_module
 from openppo.agents.program import ProgramAgent
 from openppo.config.agents import AgentConfig
 from openppo.process_groups import process_groups
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
 from tests.unit.agents.conftest import ScriptedEngine
@@ -129,8 +129,8 @@ class Stalling(ScriptedEngine):
     def busy(self):
         return bool(self.running or self.held)
 
-    def submit(self, prompt_ids, *rest):
-        number = super().submit(prompt_ids, *rest)
+    def submit(self, prompt_ids, *arguments, **options):
+        number = super().submit(prompt_ids, *arguments, **options)
         task, what = (
             self.tokenizer.decode(prompt_ids)
             .split("<|im_start|>user\n")[-1]

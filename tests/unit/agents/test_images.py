@@ -19,12 +19,15 @@ from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import ToolResponse
 from openppo.config import RowsConfig
 from openppo.config.agents import AgentConfig
+from openppo.datasets.message_parts import media_key, media_part, media_parts
 from openppo.datasets.vision import Vision
 from openppo.experience.replay_buffer import collate
-from openppo.media import distinct_ids, media_key, media_part, media_parts, model_inputs
+from openppo.media import distinct_ids
+from openppo.models.media_inputs import model_inputs
 from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import SampleRequest, SamplerParts
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SamplerParts
 from openppo.strategy.weights import WholeWeights
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, StopCheck

@@ -23,7 +23,7 @@ from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import BaseTool, OpenAIFunctionToolSchema
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import encode_bare
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams
 from tests.unit.agents.conftest import CHATML

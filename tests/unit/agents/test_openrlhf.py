@@ -8,7 +8,7 @@ import pytest
 from openppo.agents import agent_source
 from openppo.agents.openrlhf import OpenRLHFAgent
 from openppo.config.agents import AgentConfig
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
 

@@ -19,7 +19,7 @@ from openppo.agents.program import Command, ProgramAgent, printed_reward
 from openppo.agents.session import Task
 from openppo.config.agents import AgentConfig
 from openppo.process_groups import RELEASE
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
 from tests.fork_server import REPO

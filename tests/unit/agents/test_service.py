@@ -15,7 +15,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from openppo.rollout.rollout import SampleFailed, SampleRequest
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SampleFailed
 from openppo.tasks.service import ServiceAgent
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from openppo.agents import EpisodeEnded, Turn
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Completion, Ending, FinishReason, Prompt, SamplingParams, SingleProcess
 
@@ -73,7 +73,7 @@ def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
 def test_a_turn_resumes_what_is_kept_of_the_one_before(make_sampler):
     sampler = make_sampler(three_turns, lambda prompt: "yes")
     play(sampler)
-    assert [resume for *_, resume in sampler.parts.engine.submitted] == [None, 0, 1]
+    assert [handle for *_, handle in sampler.parts.engine.submitted] == [None, 0, 1]
 
 
 def test_each_turn_has_its_own_repeatable_seed(make_sampler):

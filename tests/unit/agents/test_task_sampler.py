@@ -4,9 +4,11 @@ from dataclasses import replace
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.rollout.responses import ResponseSampler
-from openppo.rollout.rollout import SampleRequest, SamplerParts, sample_seed
+from openppo.rollout.sample_request import SampleRequest
+from openppo.rollout.samplers import SamplerParts
 from openppo.rollout.sampling import sampling_params
-from openppo.rollout.tasks import RunTask, TaskMaker
+from openppo.rollout.seeds import sample_seed
+from openppo.rollout.tasks import RunTask, TaskPlayers
 from openppo.tracking import Metrics
 from openppo.types import Prompt, SingleProcess, StopCheck
 from tests.unit.agents.conftest import ScriptedEngine
@@ -20,7 +22,7 @@ def test_a_task_that_joins_leaves_evaluations_of_others_alone(chat_tokenizer):
     ends = [chat_tokenizer.eos_token_id]
     engine = ScriptedEngine(chat_tokenizer, lambda text: "abcdefgh")
     parts = SamplerParts(engine, chat_tokenizer, ends, SingleProcess(), StopCheck(), longest=100)
-    sampler = TaskMaker([task("two", 2), task("four", 4)]).make(parts)
+    sampler = TaskPlayers([task("two", 2), task("four", 4)]).make(parts)
     prompts = [replace(Prompt("x", [5]), task=name) for name in ("four", "two", "four")]
     params = sampling_params(task("", 9).config.generation, 0.5)
 

@@ -16,7 +16,7 @@ from openppo.agents import AgentPlayer
 from openppo.agents.tool_agent import State, ToolAgent, ToolEpisode, arguments_of
 from openppo.agents.tools import BaseTool, FunctionTool, OpenAIFunctionToolSchema, ToolResponse
 from openppo.config.agents import AgentConfig
-from openppo.rollout.rollout import SampleRequest
+from openppo.rollout.sample_request import SampleRequest
 from openppo.tracking import Metrics
 from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, Trajectory
 from tests.unit.agents.verl_tools import JOURNAL, SCHEMA, NewGrader, OldGrader

@@ -20,9 +20,9 @@ from openppo.config.data import PromptDataConfig, SFTDataConfig
 from openppo.datasets import load_preferences, load_prompts, load_sft_examples
 from openppo.datasets.media import RowVision
 from openppo.datasets.media_files import read_image, values_of, within_pixels
+from openppo.datasets.message_parts import media_key, media_parts
 from openppo.datasets.sources import load_rows, number_rows
 from openppo.datasets.templates import text_of
-from openppo.media import media_key, media_parts
 from tests.conftest import save_tokenizer
 
 RED = Image.new("RGB", (20, 16), (200, 10, 10))

@@ -3,7 +3,7 @@
 import pytest
 
 from openppo.config import RowsConfig
-from openppo.datasets.row_formats import RowFields
+from openppo.datasets.row_fields import RowFields
 from openppo.datasets.row_reader import RowReader
 from openppo.datasets.sources import number_rows
 

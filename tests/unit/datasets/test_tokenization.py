@@ -56,14 +56,14 @@ def renderings(tmp_path, monkeypatch):
     """The process of each row that is tokenized, with a cache of its own in which a file has three rows."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tokenization, "ROWS_AT_ONCE", 3)
-    made, log = tokenization._Rendering._made, tmp_path / "renderings"
+    made, log = tokenization._Rendering._attributes, tmp_path / "renderings"
 
     def logged(self, fields):
         with log.open("a") as file:
             file.write(f"{os.getpid()}\n")
         return made(self, fields)
 
-    monkeypatch.setattr(tokenization._Rendering, "_made", logged)
+    monkeypatch.setattr(tokenization._Rendering, "_attributes", logged)
     log.touch()
     return lambda: log.read_text().split()
 

@@ -14,7 +14,8 @@ from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.measure import measure_mismatch, measure_staleness
 from openppo.experience.replay_buffer import collate, join_rows
 from openppo.models.loss import PolicyLoss, token_weights
-from openppo.rollout.rollout import whole_rewards, write_scores
+from openppo.rollout.episodes import whole_rewards
+from openppo.rollout.scores import write_scores
 from openppo.tracking import Metrics
 from openppo.types import Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
 

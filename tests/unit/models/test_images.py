@@ -6,15 +6,16 @@ import inspect
 import pytest
 import torch
 
-from openppo.media import MediaItem, distinct_ids, joined
+from openppo.media import MediaItem, distinct_ids
 from openppo.models import Actor, attention
 from openppo.models.attention import BY_LENGTHS, ON_CPU, use_fast_attention
 from openppo.models.loading import freeze_vision
+from openppo.models.media_inputs import joined
 from openppo.models.padding import pad_right, with_stand_in
 from openppo.models.prefixes import prefix_tree, share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel, classifier_of
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.requests import whole_images
+from openppo.rollout.prefill import whole_images
 from openppo.strategy.weights import WholeWeights
 from openppo.types import Prompt, SamplingParams
 from tests.images import FAMILIES, IMAGE, OPEN, SAMPLED, VIDEO, connected, random_image, with_images

@@ -10,7 +10,7 @@ from openppo.experience.estimators import ESTIMATORS
 from openppo.orchestrator.groups import GroupPlan
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.engine import Engine
-from openppo.rollout.rollout import SampleFailed
+from openppo.rollout.samplers import SampleFailed
 from openppo.types import FinishReason, Prompt, SamplingParams, Trajectory
 
 PROMPTS = [Prompt(f"prompt {i}", [3 + i], index=i) for i in range(8)]

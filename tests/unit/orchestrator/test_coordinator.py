@@ -23,7 +23,7 @@ from openppo.orchestrator.schedule import TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.orchestrator.worker import Worker
 from openppo.rollout.failures import GROUPS_IN_A_ROW
-from openppo.rollout.tasks import RunTask, TaskShare
+from openppo.rollout.tasks import RunTask, TaskProgress
 from openppo.strategy.links import Entrance, connect
 from openppo.tracking import Metrics
 from openppo.tracking.phase import current
@@ -36,7 +36,7 @@ GO = StopCheck()
 @contextmanager
 def working(plan, batch=2, max_staleness=1, most=1000, n_workers=1, pauses=False):
     """A coordinator, and workers that are driven on threads of their own."""
-    schedule = TaskSchedule({"": TaskShare(1.0, plan.n_samples)})
+    schedule = TaskSchedule({"": TaskProgress(1.0, plan.n_samples)})
     coordinator = Coordinator(
         WorkBuffer(batch, max_staleness), schedule, {"": plan}, most, n_workers, pauses
     )
@@ -197,7 +197,7 @@ def test_groups_that_teach_nothing_end_the_wait_at_last(plan):
 @pytest.fixture
 def waiting(plan):
     """A coordinator whose one worker has not connected."""
-    schedule = TaskSchedule({"": TaskShare(1.0, plan.n_samples)})
+    schedule = TaskSchedule({"": TaskProgress(1.0, plan.n_samples)})
     coordinator = Coordinator(
         WorkBuffer(2, 0), schedule, plans={"": plan}, most=10, n_workers=1, pauses=False
     )
@@ -280,7 +280,7 @@ def test_a_task_joins_once_also_where_a_state_is_taken_back(plan):
         arrived(resumed)
         resumed.schedule.newcomer = newcomer
         resumed.load_state_dict(after)
-        assert resumed.schedule.shares["new"].ratio == 0.5
+        assert resumed.schedule.tasks["new"].ratio == 0.5
 
 
 def test_single_failures_are_replaced(plan):

@@ -12,7 +12,7 @@ from openppo.experience.estimators import ESTIMATORS
 from openppo.orchestrator.groups import ATTEMPTS, GroupPlayer
 from openppo.orchestrator.schedule import Start
 from openppo.rollout.kept import as_json, from_json
-from openppo.rollout.rollout import sample_seed
+from openppo.rollout.seeds import sample_seed
 from openppo.types import Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
 from tests.unit.orchestrator.conftest import PROMPTS
 

@@ -8,7 +8,7 @@ import pytest
 from openppo.orchestrator.schedule import Start, TaskSchedule
 from openppo.orchestrator.work_buffer import WorkBuffer
 from openppo.rollout.failures import GROUPS_IN_A_ROW
-from openppo.rollout.tasks import TaskShare, by_speed, by_success
+from openppo.rollout.tasks import TaskProgress, by_speed, by_success
 from openppo.types import FinishReason, Prompt, Trajectory
 
 DURATIONS = {"short": 1, "middle": 5, "long": 20}
@@ -17,7 +17,7 @@ RATIOS = {"short": 0.5, "middle": 0.3, "long": 0.2}
 
 def schedule_of(group_size=1, **limits):
     return TaskSchedule(
-        {name: TaskShare(ratio, group_size, limits.get(name)) for name, ratio in RATIOS.items()}
+        {name: TaskProgress(ratio, group_size, limits.get(name)) for name, ratio in RATIOS.items()}
     )
 
 
@@ -31,9 +31,9 @@ class Run:
 
     def go_on(self, n_episodes):
         """Until so many more are accepted; how many of each task."""
-        before = {name: share.accepted for name, share in self.schedule.shares.items()}
+        before = {name: task.accepted for name, task in self.schedule.tasks.items()}
         while (
-            sum(share.accepted for share in self.schedule.shares.values())
+            sum(task.accepted for task in self.schedule.tasks.values())
             < sum(before.values()) + n_episodes
         ):
             for _ in range(self.buffer.room()):
@@ -66,7 +66,7 @@ class Run:
                 self.on_step()
                 self.buffer.advance(self.buffer.version + 1)
                 self.buffer.sync(self.buffer.version)
-        return {name: share.accepted - before[name] for name, share in self.schedule.shares.items()}
+        return {name: task.accepted - before[name] for name, task in self.schedule.tasks.items()}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4, 16])
@@ -93,7 +93,7 @@ def test_automatic_ratios_are_reached_though_they_are_set_at_each_step():
 
 
 def test_a_task_that_teaches_nothing_is_not_played_over_and_over():
-    schedule = TaskSchedule({"solved": TaskShare(0.5, 4), "open": TaskShare(0.5, 4)})
+    schedule = TaskSchedule({"solved": TaskProgress(0.5, 4), "open": TaskProgress(0.5, 4)})
     played = []
     for number in range(40):
         start = schedule.next(number)
@@ -105,14 +105,14 @@ def test_a_task_that_teaches_nothing_is_not_played_over_and_over():
 def test_a_task_left_out_comes_back_with_a_ratio_only():
     schedule = schedule_of()
     for number in range(GROUPS_IN_A_ROW):
-        schedule.shares["short"].running += 1
+        schedule.tasks["short"].running += 1
         schedule.fail(Start(number, number, "short"), "no answer")
-    schedule.shares["short"].running += 1
+    schedule.tasks["short"].running += 1
     schedule.accept(Start(99, 99, "short"), [1.0], 1.0)
     schedule.change("short", None, 5)
-    assert schedule.shares["short"].is_left_out, "a late success is no other chance"
+    assert schedule.tasks["short"].is_left_out, "a late success is no other chance"
     schedule.change("short", 0.5, None)
-    assert not schedule.shares["short"].is_left_out
+    assert not schedule.tasks["short"].is_left_out
     assert "short" in {schedule.next(100 + i).task for i in range(4)}
 
 
@@ -120,24 +120,24 @@ def test_a_task_has_no_more_episodes_under_way_than_it_may():
     schedule = schedule_of(group_size=4, short=9)
     begun = [schedule.next(number).task for number in range(12)]
     assert begun.count("short") == 2
-    schedule = TaskSchedule({"only": TaskShare(1.0, 4, max_concurrent=2)})
+    schedule = TaskSchedule({"only": TaskProgress(1.0, 4, max_concurrent=2)})
     assert schedule.next(0) == Start(0, 0, "only"), "one group, else nothing would ever begin"
     assert schedule.next(1) is None
 
 
 def test_groups_of_any_size_count_by_their_episodes():
-    schedule = TaskSchedule({"pairs": TaskShare(0.5, 2), "eights": TaskShare(0.5, 8)})
+    schedule = TaskSchedule({"pairs": TaskProgress(0.5, 2), "eights": TaskProgress(0.5, 8)})
     for number in range(100):
         start = schedule.next(number)
-        schedule.accept(start, [0.0] * schedule.shares[start.task].group_size, 1.0)
-    pairs, eights = (share.accepted for share in schedule.shares.values())
+        schedule.accept(start, [0.0] * schedule.tasks[start.task].group_size, 1.0)
+    pairs, eights = (task.accepted for task in schedule.tasks.values())
     assert abs(pairs - eights) <= 8
 
 
 def test_one_ratio_changes_and_the_others_with_it():
     schedule = schedule_of()
     schedule.set_ratio("long", 0.6)
-    assert {name: share.ratio for name, share in schedule.shares.items()} == pytest.approx(
+    assert {name: task.ratio for name, task in schedule.tasks.items()} == pytest.approx(
         {"short": 0.25, "middle": 0.15, "long": 0.6}
     )
 
@@ -145,15 +145,15 @@ def test_one_ratio_changes_and_the_others_with_it():
 def test_ten_failures_in_a_row_leave_a_task_out(caplog):
     schedule = schedule_of()
     number = 0
-    while not schedule.shares["middle"].is_left_out:
+    while not schedule.tasks["middle"].is_left_out:
         start = schedule.next(number)
         number += 1
         if start.task == "middle":
             schedule.fail(start, "no answer")
         else:
             schedule.accept(start, [1.0], 1.0)
-    assert schedule.shares["middle"].failed == GROUPS_IN_A_ROW
-    assert {name: share.ratio for name, share in schedule.shares.items()} == pytest.approx(
+    assert schedule.tasks["middle"].failed == GROUPS_IN_A_ROW
+    assert {name: task.ratio for name, task in schedule.tasks.items()} == pytest.approx(
         {"short": 5 / 7, "middle": 0.0, "long": 2 / 7}
     )
     assert "10 groups of task middle in a row failed; the last: no answer" in caplog.text
@@ -162,7 +162,7 @@ def test_ten_failures_in_a_row_leave_a_task_out(caplog):
 
 
 def test_without_any_task_left_the_run_ends():
-    schedule = TaskSchedule({"only": TaskShare(1.0, 1)})
+    schedule = TaskSchedule({"only": TaskProgress(1.0, 1)})
     for number in range(GROUPS_IN_A_ROW - 1):
         schedule.fail(schedule.next(number), "no answer")
     with pytest.raises(
@@ -172,26 +172,26 @@ def test_without_any_task_left_the_run_ends():
 
 
 def test_one_success_ends_a_row_of_failures():
-    schedule = TaskSchedule({"only": TaskShare(1.0, 1)})
+    schedule = TaskSchedule({"only": TaskProgress(1.0, 1)})
     for number in range(5 * GROUPS_IN_A_ROW):
         start = schedule.next(number)
         schedule.fail(start, "no answer") if number % GROUPS_IN_A_ROW else schedule.accept(
             start, [1.0], 1.0
         )
-    assert not schedule.shares["only"].is_left_out
+    assert not schedule.tasks["only"].is_left_out
 
 
 def test_ratios_follow_success_or_speed():
-    shares = {"easy": TaskShare(0.5, 1, ended=10, rewards=8.0, seconds=10.0)}
+    shares = {"easy": TaskProgress(0.5, 1, ended=10, rewards=8.0, seconds=10.0)}
     shares |= {
-        "hard": TaskShare(0.5, 1, ended=10, rewards=2.0, seconds=40.0),
-        "new": TaskShare(0.5, 1),
+        "hard": TaskProgress(0.5, 1, ended=10, rewards=2.0, seconds=40.0),
+        "new": TaskProgress(0.5, 1),
     }
     assert by_success(shares) == pytest.approx({"easy": 0.2, "hard": 0.8, "new": 1.0})
     assert by_speed(shares) == pytest.approx({"easy": 1.0, "hard": 0.25, "new": 0.4})
     schedule = TaskSchedule(shares, by_success)
     schedule.advance()
-    assert {name: share.ratio for name, share in schedule.shares.items()} == pytest.approx(
+    assert {name: task.ratio for name, task in schedule.tasks.items()} == pytest.approx(
         {"easy": 0.1, "hard": 0.4, "new": 0.5}
     )
 
@@ -205,12 +205,12 @@ def test_a_resumed_schedule_continues_in_the_data():
     resumed = schedule_of()
     resumed.load_state_dict(state)
     assert [resumed.next(6), resumed.next(6)] == starts[4:]
-    assert {name: share.accepted for name, share in resumed.shares.items()} == {
-        name: share.accepted for name, share in schedule.shares.items()
+    assert {name: task.accepted for name, task in resumed.tasks.items()} == {
+        name: task.accepted for name, task in schedule.tasks.items()
     }
     later = resumed.next(6)
     assert later.index == sum(start.task == later.task for start in starts)
     with pytest.raises(ValueError, match="the checkpoint has task long, which the file lacks"):
-        TaskSchedule({name: TaskShare(0.5, 1) for name in ("short", "middle")}).load_state_dict(
+        TaskSchedule({name: TaskProgress(0.5, 1) for name in ("short", "middle")}).load_state_dict(
             state
         )

@@ -11,7 +11,7 @@ from openppo.rewards import response_text
 from openppo.rewards.function_values import make_samples
 from openppo.rewards.model import RewardModelText
 from openppo.rewards.scoring import answer_text, step_ends, step_tokens, turn_texts
-from openppo.rollout.rollout import make_trajectory as make_one
+from openppo.rollout.engine_sampler import make_trajectory as make_one
 from openppo.types import Completion, FinishReason, Prompt, Trajectory
 from tests.conftest import save_tokenizer
 

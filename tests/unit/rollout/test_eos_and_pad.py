@@ -17,8 +17,8 @@ from openppo.experience.replay_buffer import collate
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import eos_token_ids, pad_token_id
 from openppo.rewards import FunctionScorer, ModelScorer, RewardFunction
+from openppo.rollout.engine_sampler import sample_trajectories
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import sample_trajectories
 from openppo.types import FinishReason, Prompt, SamplingParams, SingleProcess
 
 PAD, EOS, END, A, B, C = 0, 1, 2, 4, 5, 6

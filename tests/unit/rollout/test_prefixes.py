@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from openppo.rollout import requests, row_cache
+from openppo.rollout import prefixes, row_cache
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import Completion, SamplingParams
 from tests.architectures import tiny_config
@@ -107,8 +107,8 @@ def test_a_forward_reads_only_new_tokens(models):
     (first, a), (second, b) = park(engine, [[3, 4, 5, 6, 7, 8], [9, 10]])
     with shapes_of_forwards(model) as shapes:
         numbers = [
-            engine.submit([*first, 3, 4], PARAMS, 5, resume=a),
-            engine.submit([*second, 7], PARAMS, 6, resume=b),
+            engine.submit([*first, 3, 4], PARAMS, 5, continue_from=a),
+            engine.submit([*second, 7], PARAMS, 6, continue_from=b),
         ]
         finish(engine, numbers)
     assert shapes == [(2, 3), *[(2, 1)] * 4], "the last sampled token has no keys yet"
@@ -140,7 +140,9 @@ def test_branches_of_one_handle_are_independent(models):
 def test_a_handle_that_does_not_match_is_a_miss(models, prompt, known):
     engine = HFEngine(models["llama"], EOS_IDS, 0, 8)
     [(_, handle)] = park(engine, [[3, 4, 5, 6]])
-    completion = finish(engine, [engine.submit(prompt, PARAMS, 3, resume=handle if known else 99)])
+    completion = finish(
+        engine, [engine.submit(prompt, PARAMS, 3, continue_from=handle if known else 99)]
+    )
     assert_same(completion, [whole(models["llama"], prompt, 3)])
     assert engine.reused_tokens == 0
 
@@ -149,7 +151,7 @@ def test_a_handle_that_does_not_match_is_a_miss(models, prompt, known):
 def test_a_prompt_of_the_kept_tokens_alone_reads_its_last(models):
     engine = HFEngine(models["llama"], [], 0, 8)
     [(ids, handle)] = park(engine, [[3, 4, 5, 6]])
-    completion = finish(engine, [engine.submit(ids[:-1], PARAMS, 3, resume=handle)])
+    completion = finish(engine, [engine.submit(ids[:-1], PARAMS, 3, continue_from=handle)])
     assert_same(
         completion, [HFEngine(models["llama"], [], 0, 8).generate([ids[:-1]], PARAMS, [3])[0]]
     )
@@ -158,13 +160,13 @@ def test_a_prompt_of_the_kept_tokens_alone_reads_its_last(models):
 
 def test_the_least_recently_used_are_evicted_where_memory_is_full(models, monkeypatch):
     """Room for two conversations of eight tokens: 2 layers, keys and values, 2 heads, width 4, float32."""
-    monkeypatch.setattr(requests, "PARKED_BYTES_ON_CPU", 2 * 8 * 2 * 2 * 2 * 4 * 4)
+    monkeypatch.setattr(prefixes, "PARKED_BYTES_ON_CPU", 2 * 8 * 2 * 2 * 2 * 4 * 4)
     engine = HFEngine(models["llama"], [], 0, 8)
     [(first, a)], [(second, b)] = (park(engine, [[start, 4, 5, 6]]) for start in (3, 7))
 
     def reused(ids: list[int], handle: int) -> bool:
         before = engine.reused_tokens
-        completion = finish(engine, [engine.submit([*ids, 5], PARAMS, 9, resume=handle)])
+        completion = finish(engine, [engine.submit([*ids, 5], PARAMS, 9, continue_from=handle)])
         assert_same(
             completion, [HFEngine(models["llama"], [], 0, 8).generate([[*ids, 5]], PARAMS, [9])[0]]
         )
@@ -178,7 +180,7 @@ def test_the_least_recently_used_are_evicted_where_memory_is_full(models, monkey
 @pytest.mark.usefixtures("late")
 def test_a_conversation_is_kept_once_however_many_turns_it_has(models, monkeypatch):
     """Room for one of 40 tokens; the sum over its turns would be three times that."""
-    monkeypatch.setattr(requests, "PARKED_BYTES_ON_CPU", 40 * 2 * 2 * 2 * 4 * 4)
+    monkeypatch.setattr(prefixes, "PARKED_BYTES_ON_CPU", 40 * 2 * 2 * 2 * 4 * 4)
     engine = HFEngine(models["llama"], [], 0, 8)
     handles = park(engine, [[3, 4, 5]])
     for turn in range(5):
@@ -187,7 +189,10 @@ def test_a_conversation_is_kept_once_however_many_turns_it_has(models, monkeypat
         handles.append((ids + completion.token_ids, completion.parked))
     assert len(handles[-1][0]) == 38
     before = engine.reused_tokens
-    finish(engine, [engine.submit([*ids, 9], PARAMS, 1, resume=handle) for ids, handle in handles])
+    finish(
+        engine,
+        [engine.submit([*ids, 9], PARAMS, 1, continue_from=handle) for ids, handle in handles],
+    )
     assert engine.reused_tokens - before == sum(len(ids) - 1 for ids, _ in handles)
 
 
@@ -201,7 +206,7 @@ def test_keys_of_old_weights_are_never_resumed(models, how):
             parameter.mul_(1.1)
 
     def ask(ids: list[int], handle: int | None) -> Completion:
-        return finish(engine, [engine.submit([*ids, 9], PARAMS, 7, resume=handle)])[0]
+        return finish(engine, [engine.submit([*ids, 9], PARAMS, 7, continue_from=handle)])[0]
 
     with engine.with_weights(WHOLE):
         [(ids, handle)] = park(engine, [[3, 4, 5, 6, 7]])

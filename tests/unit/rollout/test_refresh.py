@@ -91,7 +91,8 @@ def test_nothing_kept_survives_new_weights(model, prompts):
     train(model, 1)
     engine.version = 1
     again = [
-        engine.submit(p, PARAMS, 9, resume=e.parked) for p, e in zip(longer, first, strict=True)
+        engine.submit(p, PARAMS, 9, continue_from=e.parked)
+        for p, e in zip(longer, first, strict=True)
     ]
     assert_same(finish(engine, again), [whole(model, prompt, 9) for prompt in longer])
     assert engine.reused_tokens == 0

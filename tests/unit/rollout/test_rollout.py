@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from openppo.rollout.rollout import make_trajectory, sample_seed, sample_trajectories, write_scores
+from openppo.rollout.engine_sampler import make_trajectory, sample_trajectories
+from openppo.rollout.scores import write_scores
+from openppo.rollout.seeds import sample_seed
 from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=6)

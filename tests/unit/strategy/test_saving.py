@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from openppo.config import AdamConfig, DeepSpeedConfig, MergeLoRAConfig
-from openppo.media import copy_processor
 from openppo.models import Actor
 from openppo.models.merge_lora import LoRAMerge
+from openppo.processor_files import copy_processor
 from openppo.strategy import DeepspeedStrategy, trainable_model
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import merged_weights

@@ -74,7 +74,7 @@ def test_a_task_has_the_options_of_the_run_and_its_own(config):
         ("exact_match",),
     )
     assert (one.config.generation.generate_max_len, one.config.generation.stop) == (8, ("\n",))
-    assert (one.config.agents.agent_timeout, one.maker, one.ratio, one.retries) == (
+    assert (one.config.agents.agent_timeout, one.players, one.ratio, one.retries) == (
         9.0,
         None,
         0.5,
@@ -89,8 +89,8 @@ def test_a_task_has_the_options_of_the_run_and_its_own(config):
         "e.jsonl",
         64,
     )
-    assert (two.share.group_size, two.share.max_concurrent, two.retries) == (3, 5, 0)
-    assert two.maker.options.agent_timeout == 4
+    assert (two.progress.group_size, two.progress.max_concurrent, two.retries) == (3, 5, 0)
+    assert two.players.options.agent_timeout == 4
     assert not two.has_rewards
 
 

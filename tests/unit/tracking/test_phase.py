@@ -13,7 +13,8 @@ import torch
 
 from openppo.config import TrackingConfig
 from openppo.tracking import PhaseTimer, StepProfiler, phase, progress_bar
-from openppo.tracking.phase import RECORDED_SECONDS, current
+from openppo.tracking.phase import current
+from openppo.tracking.profiler import RECORDED_SECONDS
 from openppo.types import Interrupted, SingleProcess
 from tests.ranks import on_ranks
 

@@ -12,7 +12,7 @@ from openppo.tracking import RolloutTracker, prepare_rollouts
 from openppo.tracking.report import run_data
 from openppo.tracking.report.page import payload
 from openppo.tracking.report.run_data import read_run
-from openppo.trainer.sample_log import rollout_row
+from openppo.trainer.sample_rows import rollout_row
 from openppo.types import Ending, Episode, Prompt
 from tests.unit.trainer.test_sample_log import BYTES, ONE
 

@@ -10,7 +10,8 @@ from itertools import combinations
 import pytest
 
 from openppo.experience.scoring import begin_scoring
-from openppo.rollout.rollout import by_episode, episode_reward, sample_trajectories
+from openppo.rollout.engine_sampler import sample_trajectories
+from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.evaluation.evaluator import Grading, pass_at_k, pass_ks
 from openppo.trainer.evaluation.passing import PassWatch

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainSFTConfig, from_options
-from openppo.media import n_patches
 from openppo.models import Actor
 from openppo.models.loading import freeze_vision
 from openppo.models.size import ModelSize, model_size
+from openppo.models.vision_models import n_patches
 from openppo.trainer.memory.estimate import (
     Estimate,
     Machine,

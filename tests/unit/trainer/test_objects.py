@@ -14,7 +14,7 @@ from openppo.models import Actor
 from openppo.models.batching import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards.build import ScorerSetup
-from openppo.rollout.rollout import make_trajectory
+from openppo.rollout.engine_sampler import make_trajectory
 from openppo.trainer.model_checks import check_models
 from openppo.trainer.objects import GIVEN, OwnObjects
 from openppo.types import Completion, FinishReason, Prompt, SingleProcess

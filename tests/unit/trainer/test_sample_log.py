@@ -21,14 +21,8 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.media import MediaItem
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import JSONLTracker, Metrics
-from openppo.trainer.sample_log import (
-    MAX_TOKENS,
-    StepDiagnostics,
-    choose,
-    rollout_row,
-    sample_row,
-    token_row,
-)
+from openppo.trainer.sample_log import StepDiagnostics
+from openppo.trainer.sample_rows import MAX_TOKENS, choose, rollout_row, sample_row, token_row
 from openppo.trainer.self_check import token_texts
 from openppo.types import (
     Ending,

@@ -1,0 +1,38 @@
+"""Trajectories grouped by episode, and the rewards of episodes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from openppo.types import Trajectory
+
+
+def episode_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
+    """Number the episodes from 0, in their order; return the number of each trajectory's.
+
+    A trajectory without an episode gets a number of its own.
+    """
+    numbers: dict[tuple[str, int], int] = {}
+    by_trajectory: list[int] = []
+    for i, trajectory in enumerate(trajectories):
+        episode = trajectory.episode
+        key = ("row", i) if episode is None else ("episode", id(episode))
+        by_trajectory.append(numbers.setdefault(key, len(numbers)))
+    return by_trajectory
+
+
+def by_episode(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Return the parts of each episode, both in order."""
+    parts: dict[int, list[Trajectory]] = {}
+    for number, trajectory in zip(episode_numbers(trajectories), trajectories, strict=True):
+        parts.setdefault(number, []).append(trajectory)
+    return list(parts.values())
+
+
+def episode_reward(parts: Sequence[Trajectory], weights: Mapping[str, float]) -> float:
+    """Return the total reward of an episode: its score plus the token rewards of its parts."""
+    return parts[-1].total_score(weights) + sum(sum(part.token_rewards or []) for part in parts)
+
+
+def whole_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[float]:
+    """Return for each trajectory the total reward of its episode."""
+    rewards = [episode_reward(parts, weights) for parts in by_episode(trajectories)]
+    return [rewards[number] for number in episode_numbers(trajectories)]
