@@ -62,7 +62,7 @@ class EpisodeParts:
         return outcomes, StepRewards(rewards, judged)
 
     def split(self, scores: Tensor, rewards: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Split scores (E,) and joined step rewards into those of the parts, (B,) and (B, L).
+        """Undo ``join``: scores (B,) and step rewards (B, L) of the parts.
 
         A part's score includes the step rewards of later parts.
         """

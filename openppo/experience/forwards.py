@@ -101,7 +101,10 @@ class Forwards:
     def _forward(
         self, rows: list[Tensor], media: list[Media], recompute: bool, values: bool
     ) -> dict[str, Tensor]:
-        """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions; none: an idle forward."""
+        """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions.
+
+        Without rows the forward is idle.
+        """
         rows = rows or [torch.zeros(2, 2)]
         ids, mask = pad_right([row[0] for row in rows], self.pad_token_id)
         action_rows, _ = pad_right([row[1] for row in rows], 0)
@@ -132,7 +135,10 @@ def _first_action(trajectory: Trajectory) -> int:
 
 
 def check_sampled(trajectories: Sequence[Trajectory], ids: SampledIds, comm: Comm) -> None:
-    """Raise ``ValueError`` on all ranks for an action that can never be sampled: its probability is 0. Collective."""
+    """Raise ``ValueError`` on all ranks for an action that can never be sampled. Collective.
+
+    Its probability is 0.
+    """
     left_out = set(chain.from_iterable(ids.left_out))
     problem = None
     for trajectory in trajectories:

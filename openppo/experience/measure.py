@@ -54,9 +54,9 @@ def measure_sources(
         return
     for source, name in names.items():
         prefix = f"source/{name}/"
-        of_source = [t for t in trajectories if t.prompt.source == source]
-        measure_scores(of_source, weights, metrics, prefix=prefix)
-        for trajectory in of_source:
+        source_samples = [t for t in trajectories if t.prompt.source == source]
+        measure_scores(source_samples, weights, metrics, prefix=prefix)
+        for trajectory in source_samples:
             metrics.add(f"{prefix}response_length", sum(trajectory.action_mask))
             metrics.add(f"{prefix}truncated_fraction", trajectory.truncated)
 
@@ -74,15 +74,15 @@ def measure_tasks(
     """
     for name in sorted({t.prompt.task for t in trajectories} - {""}):
         prefix = f"task/{name}/"
-        of_task = [t for t in trajectories if t.prompt.task == name]
-        for parts in by_episode(of_task):
+        task_samples = [t for t in trajectories if t.prompt.task == name]
+        for parts in by_episode(task_samples):
             metrics.add(f"{prefix}reward", episode_reward(parts, weights))
 
-        is_of_task = [t.prompt.task == name for t in trajectories]
-        rows = torch.tensor(is_of_task, device=batch.action_mask.device)
+        in_task = [t.prompt.task == name for t in trajectories]
+        rows = torch.tensor(in_task, device=batch.action_mask.device)
         mask = batch.action_mask[rows]
         metrics.add_tensor(f"{prefix}response_length", mask.sum(-1).float())
-        metrics.add_tensor(f"{prefix}staleness", _staleness_of_actions(of_task, n_done))
+        metrics.add_tensor(f"{prefix}staleness", _staleness_of_actions(task_samples, n_done))
         if batch.ref_log_probs is not None:
             log_probs = batch.old_or_rollout_log_probs[rows]
             kl = compute_approx_kl(log_probs, batch.ref_log_probs[rows], mask)
@@ -141,7 +141,7 @@ def measure_signal(
 
 
 def measure_masked(ratios: RatioRange, mask: Tensor, metrics: Metrics) -> None:
-    """Measure fractions of action tokens that are masked for a ratio too low, if it can be, or too high."""
+    """Measure fractions of action tokens that are masked, as their ratio is too low or too high."""
     if ratios.low > 0:
         is_low = ratios.ratio < ratios.low
         metrics.add_tensor("masked_low_fraction", is_low.float(), mask)

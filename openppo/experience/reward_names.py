@@ -40,8 +40,8 @@ class RewardNames:
         has_tasks = any(t.prompt.task for t in trained)
         names = {name for t in trained for name in t.scores}
 
-        of_ranks = self.comm.all_gather_object((n_complete, has_unnamed, has_tasks, names))
-        counts, unnamed, tasks, names_of_ranks = zip(*of_ranks, strict=True)
+        gathered = self.comm.all_gather_object((n_complete, has_unnamed, has_tasks, names))
+        counts, unnamed, tasks, names_of_ranks = zip(*gathered, strict=True)
         self.seen = self.seen.union(*names_of_ranks)
         if sum(counts) > 0:
             self._compare(any(unnamed), any(tasks))

@@ -60,7 +60,8 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
     ``--reward_error_value`` replaces the reward of single samples; with no other rewards there is nothing to train on.
     """
     episodes = by_episode(trajectories)
-    errors = [parts[-1].reward_error for parts in episodes if parts[-1].reward_error is not None]
+    last_parts = [parts[-1] for parts in episodes]
+    errors = [part.reward_error for part in last_parts if part.reward_error is not None]
     counts = comm.all_reduce(torch.tensor([len(episodes), len(errors)]))
     n_samples, n_failed = counts.tolist()
     if n_failed == 0 or n_failed < n_samples:

@@ -78,9 +78,9 @@ def call_function(
         return repr(error), "".join(traceback.format_exception(error))
 
 
-def limit_memory() -> None:
-    """Bound the memory of this process; silence math-verify, which logs each answer that takes too long."""
-    logging.disable(logging.CRITICAL)
+def restrict() -> None:
+    """Bound the memory of this process, and silence its logs."""
+    logging.disable(logging.CRITICAL)  # math-verify logs each answer that takes too long
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 
 
@@ -97,7 +97,7 @@ def main(kind: str, *arguments: str) -> None:
     else:
         if kind == "regex":
             answer = partial(last_match, re.compile(arguments[0]))
-        limit_memory()
+        restrict()
     if kind == "math":
         import math_verify  # noqa: F401 (so that the first answer does not wait for it)
 

@@ -188,7 +188,7 @@ class ScorerSetup:
         return remote
 
     def _reward_model(self, model: str, name: str) -> Scorer:
-        """Load a frozen reward model, which reads the policy's token ids, or the text if its ids are others."""
+        """Load a frozen reward model, which reads the policy's token ids or, if its ids differ, the text."""
         flag = "--reward_pretrain"
         where = f"{flag} {model}"
         config, text_tokenizer, read = self._reader(model)

@@ -34,7 +34,9 @@ _MAIN_THREAD = "It needs the main thread: use --reward_workers 1, which calls a 
 
 @dataclass
 class FunctionScorer:
-    """Rewards from ``function``, which runs on a thread of its own, in one event loop if async, or in processes.
+    """Rewards from ``function``, which runs on a thread of its own or in processes.
+
+    An async function runs in one event loop.
 
     For each sample it returns a number, a dict of named numbers, or a list with one number per sampled token or per
     step (see ``step_ends``); or a dict of "reward", any of these, and "extra", named numbers that are only logged; or a

@@ -49,7 +49,10 @@ VERL_NAMES = {*_VERL, *_VERL.values()}
 IN_BOTH_FORMS = {*_IN_BOTH_FORMS, "data_source", "data_sources", "extra_info", "extra_infos"}
 """Parameters that functions of both forms may have, or that are about rows alone."""
 BEHIND_COLUMNS = {"source", "sources", "tool_rewards", *VERL_NAMES} - {"data_source", "extra_info"}
-"""Parameters that get the column of their name if the data has one; the two left out get it row by row."""
+"""Parameters that get the column of their name if the data has one.
+
+The two left out get it row by row.
+"""
 
 
 def make_samples(

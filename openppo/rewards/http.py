@@ -137,7 +137,7 @@ class RemoteScorer:
             if attempt > 0:
                 await asyncio.sleep(_pause(attempt))
             async with load.places:
-                url = min(self.urls, key=load.of)
+                url = min(self.urls, key=load.priority)
                 load.under_way[url] += 1
                 try:
                     body = await _post(session, url, data)
@@ -166,8 +166,8 @@ class _Load:
         self.failures = Counter[str]()
         self.under_way = Counter[str]()
 
-    def of(self, url: str) -> tuple[int, int]:
-        """Load of a server; requests go to the least."""
+    def priority(self, url: str) -> tuple[int, int]:
+        """Failures and requests under way of a server; the least gets the next request."""
         return self.failures[url], self.under_way[url]
 
 

@@ -21,7 +21,7 @@ _log = logging.getLogger("openppo.http")
 
 
 def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
-    """Make a runner of ``app`` that drops silent connections; a request that is no HTTP is one log line."""
+    """Make a runner of ``app`` that drops silent connections and logs malformed requests in one line."""
     options |= {"access_log": None, "keepalive_timeout": SECONDS_IDLE, "logger": _log}
     return web.AppRunner(app, **options)
 

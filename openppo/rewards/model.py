@@ -258,7 +258,7 @@ def forward_scores(
     device: torch.device,
     media: Sequence[Media] = (),
 ) -> list[float]:
-    """Run a reward model over ``rows`` of token ids, with their ``media`` if there are any; return its scores."""
+    """Scores of a reward model for ``rows`` of token ids, with their ``media`` if there are any."""
     sequences, attention_mask = pad_right(rows, pad_token_id)
     inputs = {"media": media} if any(media) else {}
     outputs = model(sequences.to(device), attention_mask.to(device), **inputs)  # (B,)

@@ -134,8 +134,8 @@ class ProcessScorer:
 
         good: list[list[float]] = [[] for _ in rows]
         for batch in progress_bar(batches, "judging steps", enabled=self.comm.rank == 0):
-            of_batch = self._forward([rows[i] for i in batch])
-            for i, probabilities in zip(batch, of_batch, strict=True):
+            batch_good = self._forward([rows[i] for i in batch])
+            for i, probabilities in zip(batch, batch_good, strict=True):
                 good[i] = probabilities
         judged = zip(trajectories, rows, good, strict=True)
         return [self._score(t, steps, probabilities) for t, steps, probabilities in judged]
@@ -174,7 +174,7 @@ class ProcessScorer:
         logits = logits[:, list(self.reward_ids)].float()  # (N, 2)
         good = logits.softmax(-1)[:, 0].cpu()  # (N,)
         n_steps = [len(row.places) for row in rows]
-        return [of_row.tolist() for of_row in good.split(n_steps)]
+        return [row_good.tolist() for row_good in good.split(n_steps)]
 
     def _score(self, trajectory: Trajectory, steps: JudgedSteps, good: list[float]) -> Score:
         """Score of a trajectory from p(good) of its steps."""

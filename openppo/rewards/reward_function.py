@@ -103,7 +103,7 @@ class RewardFunction:
         return list(dict.fromkeys([*self.names, *columns, *known]))
 
     def _value(self, sample: Sample, name: str) -> Any:
-        """Value of a parameter for a sample: a known one, else that of the data column."""
+        """Value of a parameter for a sample: a known value, else that of the data column."""
         if name in self.known:
             return sample[self.known[name]]
         return sample["row"].get(name)
@@ -123,7 +123,7 @@ def _log_columns(where: str, names: Collection[str]) -> None:
 
 
 def _mismatch(unknown: Sequence[str]) -> str:
-    """Text that says why a function cannot be called: for its ``unknown`` parameters, or without any that tells."""
+    """Reason why a function cannot be called, in words; ``unknown`` are parameters without a value."""
     if not unknown:
         return "its parameters do not say what it scores"
     name = unknown[0]

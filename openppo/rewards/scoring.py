@@ -23,7 +23,7 @@ _MOST_BYTES = 4
 
 
 class Scorer(Protocol):
-    """A source of rewards. ``str(scorer)`` is its name in messages, best the flag that it came from.
+    """A source of rewards. ``str(scorer)`` is its name in messages, best its flag.
 
     ``collective`` scorers run forwards of partitioned weights: all ranks call ``score`` together, on the thread that
     trains. The others are independent on each rank, never touch the process group, and may run on any thread.
@@ -129,7 +129,10 @@ class CombinedScorer:
 def check_scores(
     scores: Sequence[Any], trajectories: Sequence[Trajectory], where: str
 ) -> list[float]:
-    """Scores as floats; ``ValueError`` naming ``where`` and the sample for a wrong number of them or a bad one."""
+    """Scores as floats; ``ValueError`` names ``where``, and the sample of a bad score.
+
+    As many scores as ``trajectories`` are required.
+    """
     if len(scores) != len(trajectories):
         raise ValueError(
             f"{where} returned {len(scores)} scores for {len(trajectories)} samples; one each is needed."
@@ -320,7 +323,7 @@ class TaskScorer:
         for name, scorer in self.scorers.items():
             rows = [i for i, t in enumerate(trajectories) if t.prompt.task == name]
             if rows:
-                of_task = scorer.score([trajectories[i] for i in rows])
-                for i, score in zip(rows, of_task, strict=True):
+                task_scores = scorer.score([trajectories[i] for i in rows])
+                for i, score in zip(rows, task_scores, strict=True):
                     scores[i] = score
         return scores

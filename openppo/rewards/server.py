@@ -243,10 +243,10 @@ def listen(host: str, port: int, flags: str = "--host {} --port {}") -> socket.s
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: int) -> list[int]:
-    """Token ids of a text that holds a whole conversation, as OpenRLHF's server reads it; one EOS ends them.
+    """Token ids of a text that holds a whole conversation, as OpenRLHF's server reads it.
 
-    PAD around the text is dropped; a BOS stands before it if the tokenizer has one there. The last ``max_len`` are
-    kept.
+    One EOS ends them. PAD around the text is dropped; a BOS stands before it if the tokenizer has one there. The last
+    ``max_len`` are kept.
     """
     pad = tokenizer.pad_token
     eos = tokenizer.eos_token
