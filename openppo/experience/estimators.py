@@ -144,7 +144,7 @@ def normalized_by_group(
     As arXiv 2402.03300, section 4.1.3, with scores beside steps. The mean of its kind is subtracted from each, and both
     are divided by the root of the sum of both unbiased variances + 1e-9: weights between the kinds keep their meaning.
     Steps with the same rewards in all responses of a group are left out. This is process supervision of single
-    responses: an agent's turns belong to its score (``EpisodeParts.outcomes``).
+    responses: an agent's turns belong to its score (``EpisodeSegments.outcomes``).
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
     count, mean, squares = _group_statistics(scores, groups)

@@ -18,15 +18,15 @@ def useful_groups(
         return []
 
     episodes = by_episode(trajectories)
-    rewards = [episode_reward(parts, weights) for parts in episodes]
+    rewards = [episode_reward(segments, weights) for segments in episodes]
     if compares_steps:
         # Unequal steps of single responses teach something even if their sums are equal.
         outcomes = []
-        for parts, reward in zip(episodes, rewards, strict=True):
-            outcomes.append((reward, *_judged_steps(parts[-1])))
+        for segments, reward in zip(episodes, rewards, strict=True):
+            outcomes.append((reward, *_judged_steps(segments[-1])))
         rewards = [outcomes.index(outcome) for outcome in outcomes]
 
-    groups = [parts[0].group for parts in episodes]
+    groups = [segments[0].group for segments in episodes]
     teaches = ~one_reward_groups(torch.tensor(rewards), torch.tensor(groups))
     return list(chain.from_iterable(compress(episodes, teaches.tolist())))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.episode_segments import EpisodeParts
+from openppo.experience.episode_segments import EpisodeSegments
 from openppo.experience.estimators import ESTIMATORS, group_moments
 from openppo.experience.forwards import (
     Forwards,
@@ -150,7 +150,9 @@ class ExperienceMaker:
         with timer.phase("experience"):
             shaping = self.config.shaping
             if shaping.normalize_reward and shaping.reward_normalizer == "running":
-                rewards = [episode_reward(parts, self.weights) for parts in by_episode(unscored)]
+                rewards = [
+                    episode_reward(segments, self.weights) for segments in by_episode(unscored)
+                ]
                 self.moments.update(torch.tensor(rewards), self.comm)
             if batch is None:
                 return None
@@ -216,15 +218,17 @@ class ExperienceMaker:
         self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics
     ) -> Experience:
         """Add token rewards: KL penalty, and scores and step rewards less the baseline."""
-        parts = EpisodeParts(trajectories, self.device)
-        scores, steps = self._shaped(trajectories, parts)
+        segments = EpisodeSegments(trajectories, self.device)
+        scores, steps = self._shaped(trajectories, segments)
         metrics.add_tensor("shaped_reward", steps.added_to(scores))
 
-        greedy = self._greedy_rewards(trajectories, parts) if self.estimator.needs_greedy else None
+        greedy = (
+            self._greedy_rewards(trajectories, segments) if self.estimator.needs_greedy else None
+        )
         if self.estimator.compares_steps:
-            scores, steps = parts.outcomes(scores, steps)
-        scores, step_rewards = self.estimator.rewards(scores, steps, parts.groups, greedy)
-        scores, token_rewards = parts.split(scores, step_rewards)
+            scores, steps = segments.outcomes(scores, steps)
+        scores, step_rewards = self.estimator.rewards(scores, steps, segments.groups, greedy)
+        scores, token_rewards = segments.split(scores, step_rewards)
 
         mask = batch.action_mask
         kl = None
@@ -245,22 +249,24 @@ class ExperienceMaker:
         )
         return batch.with_fields(advantages=advantages, returns=returns)
 
-    def _greedy_rewards(self, trajectories: Sequence[Trajectory], parts: EpisodeParts) -> Tensor:
+    def _greedy_rewards(
+        self, trajectories: Sequence[Trajectory], segments: EpisodeSegments
+    ) -> Tensor:
         """Shaped whole rewards (E,) of the greedy responses beside the episodes."""
-        responses = [trajectories[row].greedy for row in parts.last.tolist()]
+        responses = [trajectories[row].greedy for row in segments.last.tolist()]
         assert all(responses), "each trajectory needs its greedy response"
-        by_id = {id(part): part for response in responses for part in response}
+        by_id = {id(segment): segment for response in responses for segment in response}
         distinct = list(by_id.values())
-        greedy_parts = EpisodeParts(distinct, self.device)
-        scores, steps = self._shaped(distinct, greedy_parts)
+        greedy_segments = EpisodeSegments(distinct, self.device)
+        scores, steps = self._shaped(distinct, greedy_segments)
         rewards = steps.added_to(scores)
 
-        last_parts = [distinct[row] for row in greedy_parts.last.tolist()]
-        places = {id(part): place for place, part in enumerate(last_parts)}
+        last_segments = [distinct[row] for row in greedy_segments.last.tolist()]
+        places = {id(segment): place for place, segment in enumerate(last_segments)}
         return rewards[[places[id(response[-1])] for response in responses]]
 
     def _shaped(
-        self, trajectories: Sequence[Trajectory], parts: EpisodeParts
+        self, trajectories: Sequence[Trajectory], segments: EpisodeSegments
     ) -> tuple[Tensor, StepRewards]:
         """Scores (E,) of episodes, normalized, penalized and clipped by options, and rewards of their steps.
 
@@ -270,26 +276,28 @@ class ExperienceMaker:
         total_scores = [t.total_score(self.weights) for t in trajectories]
         scores = torch.tensor(total_scores, dtype=torch.float32, device=self.device)
         step_rewards = collect_step_rewards(trajectories, self.device)
-        scores, steps = parts.join(scores, step_rewards)
+        scores, steps = segments.join(scores, step_rewards)
 
         shaping = self.config.shaping
         max_len = self.config.generation.generate_max_len
         if not shaping.normalize_reward or shaping.reward_normalizer == "model":
             scores = shape_scores(
-                scores, parts.truncated, parts.longest, config=shaping, max_len=max_len
+                scores, segments.truncated, segments.longest, config=shaping, max_len=max_len
             )
             return scores, steps
 
         whole = steps.added_to(scores)
         if shaping.reward_normalizer == "group":
-            mean, std = group_moments(whole, parts.groups)
+            mean, std = group_moments(whole, segments.groups)
             whole = (whole - mean) / std
             steps = StepRewards(steps.rewards / std[:, None], steps.ends)
         else:
             whole = self.moments.normalize(whole)
             steps = StepRewards(steps.rewards / self.moments.scale, steps.ends)
 
-        whole = shape_scores(whole, parts.truncated, parts.longest, config=shaping, max_len=max_len)
+        whole = shape_scores(
+            whole, segments.truncated, segments.longest, config=shaping, max_len=max_len
+        )
         return steps.taken_from(whole), steps
 
 

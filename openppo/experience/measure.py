@@ -25,18 +25,20 @@ def measure_scores(
 
     A score is left out where it equals the total. Numbers that reward functions return for logs are ``extra/<name>``.
     """
-    for parts in by_episode(trajectories):
-        earned = episode_reward(parts, weights)
+    for segments in by_episode(trajectories):
+        earned = episode_reward(segments, weights)
         metrics.add(f"{prefix}reward", earned)
         metrics.add(f"{prefix}reward_std", earned, reduce="std")
         metrics.add(f"{prefix}reward_max", earned, reduce="max")
         metrics.add(f"{prefix}reward_min", earned, reduce="min")
 
-        last = parts[-1]
+        last = segments[-1]
         for name, score in last.scores.items():
             if name != "reward" or name in weights:
                 metrics.add(f"{prefix}reward/{name}", score)
-        token_rewards = [part.token_rewards for part in parts if part.token_rewards is not None]
+        token_rewards = [
+            segment.token_rewards for segment in segments if segment.token_rewards is not None
+        ]
         if token_rewards and last.scores:
             metrics.add(f"{prefix}reward/of_tokens", sum(map(sum, token_rewards)))
         for name, extra in last.extras.items():
@@ -75,8 +77,8 @@ def measure_tasks(
     for name in sorted({t.prompt.task for t in trajectories} - {""}):
         prefix = f"task/{name}/"
         task_samples = [t for t in trajectories if t.prompt.task == name]
-        for parts in by_episode(task_samples):
-            metrics.add(f"{prefix}reward", episode_reward(parts, weights))
+        for segments in by_episode(task_samples):
+            metrics.add(f"{prefix}reward", episode_reward(segments, weights))
 
         in_task = [t.prompt.task == name for t in trajectories]
         rows = torch.tensor(in_task, device=batch.action_mask.device)

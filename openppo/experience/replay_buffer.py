@@ -106,9 +106,9 @@ class MiniBatch:
     """One rank's share of an optimizer step.
 
     All ranks have the same number of ``micro_batches``; an idle one has one row without actions. ``n_tokens`` counts
-    the action tokens of the whole step over all ranks, ``n_sequences`` its samples with any action (a part of a sample
-    by its share), each times its sample's weight. ``places`` of the samples in each micro-batch are those among all
-    ranks' samples.
+    the action tokens of the whole step over all ranks, ``n_sequences`` its samples with any action (a segment of a
+    sample by its share), each times its sample's weight. ``places`` of the samples in each micro-batch are those among
+    all ranks' samples.
     """
 
     micro_batches: list[Experience]

@@ -24,20 +24,20 @@ def begin_scoring(
     An episode is scored once, by its last trajectory, unless it failed or has a reward of the whole already. The metric
     ``reward_errors`` counts samples on which the reward function raises; with ``prefix`` only if there are any.
     """
-    greedy = {id(part): part for t in trajectories for part in t.greedy}
+    greedy = {id(segment): segment for t in trajectories for segment in t.greedy}
     episodes = by_episode([*trajectories, *greedy.values()])
-    pending = [parts for parts in episodes if needs_score(parts[-1])]
+    pending = [segments for segments in episodes if needs_score(segments[-1])]
 
     wait_for: Callable[[], list[Score]] = list
     if scorer is not None:
-        wait_for = start_scoring(scorer, [parts[-1] for parts in pending], stop)
+        wait_for = start_scoring(scorer, [segments[-1] for segments in pending], stop)
     metrics = Metrics()
 
     def write() -> None:
         scores = wait_for()
         if scorer is not None:
-            for parts, score in zip(pending, scores, strict=True):
-                _write_score(parts, score)
+            for segments, score in zip(pending, scores, strict=True):
+                _write_score(segments, score)
 
         n_failed = sum(score.failed for score in scores)
         if n_failed or not prefix:
@@ -46,12 +46,12 @@ def begin_scoring(
     return Rollout(trajectories, metrics, write)
 
 
-def _write_score(parts: Sequence[Trajectory], score: Score) -> None:
+def _write_score(segments: Sequence[Trajectory], score: Score) -> None:
     """Write an episode's score into its last trajectory, and the named rewards into all of them."""
-    *earlier, last = parts
+    *earlier, last = segments
     write_scores([last], [score])
-    for part in earlier:
-        part.scores.update(score.rewards)
+    for segment in earlier:
+        segment.scores.update(score.rewards)
 
 
 def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
@@ -60,8 +60,8 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
     ``--reward_error_value`` replaces the reward of single samples; with no other rewards there is nothing to train on.
     """
     episodes = by_episode(trajectories)
-    last_parts = [parts[-1] for parts in episodes]
-    errors = [part.reward_error for part in last_parts if part.reward_error is not None]
+    last_segments = [segments[-1] for segments in episodes]
+    errors = [segment.reward_error for segment in last_segments if segment.reward_error is not None]
     counts = comm.all_reduce(torch.tensor([len(episodes), len(errors)]))
     n_samples, n_failed = counts.tolist()
     if n_failed == 0 or n_failed < n_samples:
