@@ -101,7 +101,7 @@ class RemoteScorer:
         return aiohttp.ClientSession(headers=self.headers, timeout=timeout, json_serialize=as_json)
 
     async def _check_all(self) -> None:
-        """Ask each server for its status."""
+        """Request the status of each server."""
         # ValueError: an address with a user beside a token.
         failures = (*_FAILURES, ValueError)
         async with self._session() as session:
