@@ -36,8 +36,8 @@ def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) ->
     """Token ids as the policy wrote them; a complete response ends as in ``train_rm``'s examples.
 
     Where a chat template ends a turn with another token than EOS, sampling stops there (``<|end|>`` of Phi-3), but the
-    examples continue with the rest of the template and EOS, where the score is read. ``ValueError`` if the chat template
-    refuses the prompt.
+    examples continue with the rest of the template and EOS, where the score is read. ``ValueError`` if the chat
+    template refuses the prompt.
     """
     ids = trajectory.token_ids
     eos = tokenizer.eos_token_id
