@@ -19,6 +19,11 @@ def get_advantages_and_returns(
     next action of the row and V and A after the last action are 0. All (B, L), ``action_mask`` bool; returns
     advantages and returns, 0 outside the mask. ``lambd`` may be one number per row, (B,). With ``lambd_critic`` the
     returns use that lambda (decoupled GAE, arXiv 2503.01491); 1 gives Monte-Carlo returns.
+
+    >>> values, rewards = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0, 1.0]])
+    >>> mask = torch.tensor([[True, True]])
+    >>> get_advantages_and_returns(values, rewards, mask, gamma=1.0, lambd=0.5)
+    (tensor([[0.2500, 0.5000]]), tensor([[0.7500, 1.0000]]))
     """
     mask = action_mask.bool()
     places = mask.cumsum(-1) - 1
@@ -40,6 +45,9 @@ def length_adaptive_lambda(action_mask: Tensor, alpha: float) -> Tensor:
     """Lambda by length, max(0, 1 - 1 / (alpha * length)) (arXiv 2504.05118).
 
     The length of a row is its number of actions. ``action_mask`` bool (B, L); returns float32 (B,).
+
+    >>> length_adaptive_lambda(torch.ones(1, 20, dtype=torch.bool), alpha=0.5)  # 1 - 1 / 10
+    tensor([0.9000])
     """
     lengths = action_mask.bool().sum(-1).clamp(min=1)
     return (1 - 1 / (alpha * lengths)).clamp(min=0)
@@ -49,6 +57,10 @@ def get_cumulative_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -
     """Discounted reward to go, R_t = r_t + gamma R_next, from each action to the next.
 
     All (B, L), ``action_mask`` bool; 0 outside the mask.
+
+    >>> rewards, mask = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[True, False, True]])
+    >>> get_cumulative_returns(rewards, mask, gamma=0.5)
+    tensor([[0.5000, 0.0000, 1.0000]])
     """
     mask = action_mask.bool()
     places = mask.cumsum(-1) - 1

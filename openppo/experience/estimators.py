@@ -93,7 +93,11 @@ def generalized_advantages(
 
 @dataclass(frozen=True)
 class Estimator:
-    """One entry of ``ESTIMATORS``: two functions and their needs."""
+    """One entry of ``ESTIMATORS``: two functions and their needs.
+
+    >>> Estimator(centred(group_mean), normalize=False).normalizes("default")
+    False
+    """
 
     rewards: Rewards = plain_rewards
     """Applied before the KL penalty, which is neither centred nor divided."""
@@ -236,7 +240,11 @@ ESTIMATORS: dict[str, Estimator] = {
     "dr_grpo": Estimator(centred(group_mean), normalize=False, loss_agg="constant"),
     "remax": Estimator(centred(greedy_reward), needs_greedy=True, normalize=False),
 }
-"""Estimators by the names of ``--advantage_estimator``."""
+"""Estimators by the names of ``--advantage_estimator``.
+
+>>> list(ESTIMATORS)
+['gae', 'reinforce', 'reinforce_baseline', 'rloo', 'group_norm', 'dr_grpo', 'remax']
+"""
 
 
 def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:

@@ -4,7 +4,13 @@ import math
 
 
 class FixedKLController:
-    """Keeps its coefficient, also when a checkpoint is loaded."""
+    """Keeps its coefficient, also when a checkpoint is loaded.
+
+    >>> controller = FixedKLController(0.1)
+    >>> controller.update(current=6.0, n_steps=64)
+    >>> controller.value
+    0.1
+    """
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -21,7 +27,13 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Moves the coefficient towards a measured KL of ``target`` (arXiv 1909.08593, section 2.2)."""
+    """Moves the coefficient towards a measured KL of ``target`` (arXiv 1909.08593, section 2.2).
+
+    >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=100)
+    >>> controller.update(current=12.0, n_steps=50)  # twice the target, which counts as 20 % too much
+    >>> round(controller.value, 6)
+    0.11
+    """
 
     def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
         super().__init__(init_kl_coef)

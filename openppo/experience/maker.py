@@ -56,6 +56,11 @@ class ExperienceMaker:
 
     ``actor`` and ``reference`` (None without a KL) are called like ``Actor.forward``, ``critic`` (None for estimators
     without one) like a ``ScalarHeadModel``. All ranks call every method together, groups being whole on a rank.
+
+    >>> from openppo.tracking.metrics import Metrics
+    >>> experiences = maker.make(trajectories, Metrics())  # of two sampled responses
+    >>> experiences[0].advantages.shape == experiences[0].sequences.shape
+    True
     """
 
     actor: Model

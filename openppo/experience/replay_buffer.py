@@ -120,6 +120,15 @@ class ReplayBuffer:
     The samples of an optimizer step do not depend on the number of ranks that made them. ``limit`` is the largest
     number of samples of one rank (0: no limit): the oldest are dropped first. With ``normalizes``, ``fill`` normalizes
     advantages. With ``shares_prompts``, samples with a common prefix share a micro-batch where that pays.
+
+    >>> from openppo.tracking.metrics import Metrics
+    >>> buffer = ReplayBuffer()
+    >>> buffer.fill(maker.make(trajectories, Metrics()))
+    >>> len(buffer)
+    2
+    >>> steps = buffer.mini_batches(batch_size=1, micro_batch_size=1, epochs=1, seed=0)
+    >>> [step.n_tokens for step in steps]  # action tokens of each optimizer step
+    [2.0, 2.0]
     """
 
     comm: Comm = field(default_factory=SingleProcess)

@@ -60,6 +60,10 @@ def compute_reward(
 
     ``scores`` (B,), ``kl`` (B, L) k1 of each token or None without a reference, ``action_mask`` bool (B, L);
     ``token_rewards`` (B, L) are not clipped. Returns float32 (B, L), 0 outside the mask.
+
+    >>> kl, action_mask = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[False, True, True]])
+    >>> compute_reward(torch.tensor([5.0]), kl, action_mask, kl_coef=0.5)
+    tensor([[ 0.0000, -0.5000,  4.0000]])
     """
     order = "compute_reward(scores, kl, action_mask, kl_coef, reward_clip_range)"
     check_tensor(scores, "scores", n_dims=1, order=order)

@@ -57,6 +57,12 @@ class ScalarHeadModel(nn.Module):
     As ``critic`` the forward returns values (B, L), entry t the value of the state in which token t was chosen:
     the head's output at t - 1, and 0 at the first token. As ``reward`` it returns scores (B,), the head's output
     at the last real token of each row. Both float32. With a LoRA rank ``.model`` is a PEFT model.
+
+    >>> critic = get_llm_for_sequence_regression(tiny, "critic")  # a ScalarHeadModel
+    >>> sequences = torch.tensor([[5, 6, 7]])
+    >>> values = critic(sequences, torch.ones_like(sequences, dtype=torch.bool))
+    >>> values.shape, values[0, 0].item()
+    (torch.Size([1, 3]), 0.0)
     """
 
     def __init__(self, model: PreTrainedModel, role: Role, lora: LoRAConfig | None = None) -> None:
@@ -228,6 +234,10 @@ def get_llm_for_sequence_regression(
     is the head's name in the checkpoint. ``init_value_head`` allows a fresh head, normal(0, 1/sqrt(hidden + 1)),
     where the checkpoint has none: by default a critic may, a reward model may not. ``lora`` are fields of
     ``LoRAConfig``, as for ``Actor``. ``ValueError`` for a model without such a head, and as in ``merge_adapters``.
+
+    >>> critic = get_llm_for_sequence_regression(tiny, "critic", lora_rank=4)  # a folder, or a name on the hub
+    >>> critic.role
+    'critic'
     """
     options = lora_options(name, **lora)
     load = load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code=trust_remote_code)
