@@ -83,7 +83,7 @@ def _compile(folder: Path, lock: IO[str]) -> None:
 def _run_program(lock: IO[str]) -> tuple[int, str]:
     """Return exit status and output of ``_PROGRAM``, which shares the lock and ends with this process."""
     # -P: the module deepspeed.py beside the program is not the library.
-    command = [sys.executable, "-P", _PROGRAM, str(os.getpid())]
+    command = [sys.executable, "-P", str(_PROGRAM), str(os.getpid())]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

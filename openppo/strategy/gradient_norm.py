@@ -41,9 +41,9 @@ READ = {
 def join_gradient_norms(optimizer: Any, on_gpu: bool) -> bool:
     """Make a ZeRO-1 or 2 ``optimizer`` compute its gradient norm in one go; return True if it does.
 
-    DeepSpeed's way stays, with a line in the log, for unknown classes and versions. It stays without one for gradients on
-    the host (``--adam_offload``), and for ``BF16_Optimizer`` on CPUs, whose norm would differ by 2e-7; all other norms
-    are equal bit for bit.
+    DeepSpeed's way stays, with a line in the log, for unknown classes and versions. It stays without one for gradients
+    on the host (``--adam_offload``), and for ``BF16_Optimizer`` on CPUs, whose norm would differ by 2e-7; all other
+    norms are equal bit for bit.
     """
     kind = type(optimizer)
     version = f"DeepSpeed {deepspeed.__version__}"
@@ -88,7 +88,7 @@ def _log_slow_norm(reason: str) -> None:
 
 
 def _leave_to_norm(partition_gradients: bool = True) -> None:
-    """Replace ``check_overflow``, which does nothing: ``step`` sets ``overflow`` by the norm."""
+    """Replace ``check_overflow`` and do nothing: ``step`` sets ``overflow`` by the norm."""
 
 
 def _norm_over_ranks(
@@ -108,7 +108,7 @@ def _norm_over_ranks(
 
 
 def _flat_gradients(flat: list[Tensor], for_clipping: bool = False) -> Any:
-    """Replace ``get_grads_for_norm``: return the gradients to clip; else tensors of the same norm, none of experts.
+    """Replace ``get_grads_for_norm``: return the gradients for clipping, else tensors of their norm and no experts.
 
     Each rank has the whole gradients, with zeros for parameters without one.
     """
