@@ -61,7 +61,10 @@ def init_process_group(timeout: timedelta, rollout_ranks: int = 0) -> tuple[torc
 
 
 def _device_and_backend(local_rank: int) -> tuple[torch.device, str]:
-    """Return this rank's GPU, or the CPU, and the backend of collectives; ``ValueError`` if GPUs are too few."""
+    """Return this rank's GPU, or the CPU, and the backend of collectives.
+
+    ``ValueError`` if there are fewer GPUs than ranks.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
     if local_rank >= torch.cuda.device_count():
@@ -246,7 +249,10 @@ class InferenceStrategy:
             fuse_kernels(module, self.device, self.comm)
 
     def close(self) -> None:
-        """Wait for all ranks. The process leaves their group when it exits: DeepSpeed needs it for another trainer."""
+        """Wait for all ranks.
+
+        The process leaves their group when it exits: DeepSpeed needs the group for another trainer.
+        """
         if dist.is_initialized():
             dist.barrier()
             atexit.unregister(_leave)

@@ -13,9 +13,9 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from openppo.config import DeepSpeedConfig
 
 GPUS_COMPILE = True
-"""True if ``--compile auto`` compiles on GPUs: a micro-batch of 32 x 512 tokens took 130 ms instead of 175.
+"""True if ``--compile auto`` compiles on GPUs.
 
-That was a 0.5B model on an H200 (benchmarks/results/2026-11-27-h200.md), after 4 s of compiling. On CPUs a step takes
+A micro-batch of 32 x 512 tokens took 130 ms instead of 175 with a 0.5B model on an H200 (benchmarks/results/2026-11-27-h200.md), after 4 s of compiling. On CPUs a step takes
 from 9 % less to 8 % more time (docs/speed.md).
 """
 

@@ -117,14 +117,14 @@ class DeepspeedStrategy(InferenceStrategy):
         self.seed_everything(self.config.seed + 1 + self.comm.rank)
 
     def training(self) -> AbstractContextManager[None]:
-        """Context manager around forward and backward passes of training."""
+        """Return a context for forward and backward passes of training."""
         return fixed_order() if self.config.deterministic else nullcontext()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Load models in partitions under ZeRO-3, and straight to a GPU below it; on all ranks together.
+        """Load models in partitions under ZeRO-3, and straight to a GPU below it.
 
-        transformers finds the partitions by an object that must be alive. DeepSpeed can make the groups of ``zpg``
+        All ranks enter together. transformers finds the partitions by an object that must be alive. DeepSpeed can make the groups of ``zpg``
         once in a process only, so with these the models are loaded whole.
         """
         if self.zero_stage < 3:
@@ -246,7 +246,10 @@ class DeepspeedStrategy(InferenceStrategy):
         return bool(self.comm.all_reduce(torch.tensor(int(flag)), "max"))
 
     def uncompiled(self) -> AbstractContextManager[None]:
-        """Context in which compiled layers run in eager mode; passes other than training would compile them again."""
+        """Return a context in which compiled layers run in eager mode.
+
+        Passes other than training would compile them again.
+        """
         return torch.compiler.set_stance("force_eager") if self.compiles else nullcontext()
 
     def _compiles_by_default(self) -> bool:

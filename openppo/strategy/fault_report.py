@@ -246,9 +246,10 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def _is_connection_error(cause: BaseException) -> bool:
+    if isinstance(cause, DistError):
+        return True
     text = str(cause)
-    is_of_gloo = "gloo/transport" in text and "enforce fail" not in text
-    return is_of_gloo or isinstance(cause, DistError)
+    return "gloo/transport" in text and "enforce fail" not in text
 
 
 def host_memory() -> str:
@@ -257,9 +258,8 @@ def host_memory() -> str:
     machine = psutil.virtual_memory()
     gib = 2**30
     text = f"process {process / gib:.2f} GiB"
-    text += (
-        f", machine {machine.available / gib:.2f} GiB available of {machine.total / gib:.2f} GiB"
-    )
+    text += f", machine {machine.available / gib:.2f} GiB available"
+    text += f" of {machine.total / gib:.2f} GiB"
     with suppress(OSError):
         most = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()

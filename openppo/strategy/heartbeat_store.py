@@ -14,9 +14,10 @@ from openppo.strategy.fault_report import Heartbeat, this_machine
 
 
 class HeartbeatStore:
-    """Heartbeats of all ranks, through a client of the launcher's store that nothing else uses; idle with one rank.
+    """Heartbeats of all ranks, exchanged through a client of its own; idle with one rank.
 
-    A client is locked during a blocking wait, so the training thread's could not carry heartbeats.
+    A client of the launcher's store is locked during a blocking wait, so that of the training thread could not carry
+    heartbeats.
     """
 
     def __init__(self, rank: int, world_size: int, limit: float) -> None:
@@ -107,7 +108,10 @@ class HeartbeatStore:
             self.lost[rank] = "its process has ended"
 
     def _connect(self) -> TCPStore | None:
-        """Return the store once it can be reached: torch's client would wait for it, and warn on stderr."""
+        """Return a client of the store, None until it can be reached.
+
+        torch's client would wait for the store, and warn on stderr.
+        """
         host = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
         if not self.is_hosted_here:

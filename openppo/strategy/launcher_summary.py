@@ -1,4 +1,4 @@
-"""The cause of a failure for the summary that torchrun prints last; needs the standard library only."""
+"""Cause of a failure, for the summary that torchrun prints last; needs the standard library only."""
 
 import json
 import os

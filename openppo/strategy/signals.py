@@ -17,7 +17,7 @@ _handlers: dict[signal.Signals, Any] = {}
 
 
 def requested() -> str | None:
-    """Return the name of the signal that asks the run to save and exit, None without handlers.
+    """Return the name of the signal that requests to save and exit, None without handlers.
 
     Other ranks receive it within a second.
     """
@@ -31,7 +31,10 @@ def request(name: str) -> None:
 
 
 def install() -> None:
-    """Install the handlers, on the main thread; for an ignored SIGHUP (``nohup``) only if torchrun passes it on."""
+    """Install the handlers, on the main thread.
+
+    An ignored SIGHUP (``nohup``) stays ignored unless torchrun passes it on.
+    """
     global _pipe, _requested
     _pipe = os.pipe()
     _requested = None

@@ -1,4 +1,4 @@
-"""A trained model: forward, backward with explicit boundaries, clipped optimizer step, schedule; its weights."""
+"""Trained model: forward, backward with explicit boundaries, clipped optimizer step, schedule; its weights."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class TrainableModel:
 
     @property
     def module(self) -> nn.Module:
-        """The module that was prepared."""
+        """The prepared module."""
         return self.deepspeed.module
 
     @property
@@ -97,9 +97,9 @@ class TrainableModel:
                 state[name] = moment.to(device, non_blocking=True, copy=True)
 
     def reset_adam(self) -> None:
-        """Zero Adam's moments and step count, as of a fresh one; weights and schedule stay. On all ranks alike.
+        """Zero Adam's moments and step count; weights and schedule stay.
 
-        The moments may be on the host. GLM-5 (arXiv 2602.15763) resets Adam when its engines get new weights.
+        Call it on all ranks alike. The moments may be on the host. GLM-5 (arXiv 2602.15763) resets Adam when its engines get new weights.
         """
         for _, state, name in self._adam_moments():
             state[name].zero_()
@@ -136,9 +136,9 @@ class TrainableModel:
 
     @contextmanager
     def gathered(self, in_lockstep: bool = False) -> Iterator[None]:
-        """Context for calls of the module, layers uncompiled: by each rank alone, or by all together in lockstep.
+        """Context to call the module, by each rank alone or by all in lockstep; its layers run uncompiled.
 
-        Under ZeRO-3 it has whole weights and no hooks, unless in lockstep. All ranks enter together.
+        Under ZeRO-3 the module has whole weights and no hooks, unless in lockstep. All ranks enter together.
         """
         with ExitStack() as stack:
             if not in_lockstep and self.deepspeed.zero_optimization_stage() == 3:
@@ -222,12 +222,12 @@ def _gather_groups(
 
     group: list[tuple[str, Any]] = []
     start = 0  # bytes of all earlier weights
-    number = 0
+    group_number = 0
     for name, weight in weights:
-        if start // GATHERED_BYTES != number:
+        if start // GATHERED_BYTES != group_number:
             yield group
             group = []
-            number = start // GATHERED_BYTES
+            group_number = start // GATHERED_BYTES
         group.append((name, weight))
         start += weight.ds_numel * weight.element_size()
     if group:

@@ -1,4 +1,4 @@
-"""The watchdog: a thread of each rank that sends heartbeats, checks those of the others, and ends a failed run."""
+"""Watchdog thread of each rank: sends heartbeats, checks those of the others, and ends a failed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ECHO = 2.0
 
 
 class Watchdog:
-    """Context manager around all work of a command, on its main thread: ``with Watchdog(...) as watchdog: ...``.
+    """Context manager around all work of a command, on its main thread.
 
     If a rank raises, vanishes or stalls, all ranks end within ``heartbeat_timeout`` and a few seconds, with exit status
     1 and one report on stderr that names rank, phase and step. Signals are as in ``openppo.strategy.signals``.
@@ -115,7 +115,7 @@ class Watchdog:
             time.sleep(_INTERVAL / 5)
 
     def refuse(self, message: str) -> NoReturn:
-        """Report a mistake of the user, found before training: one line on stderr for all ranks, exit status 2."""
+        """Report a mistake of the user and exit with status 2; all ranks print one line together."""
         if self._n_ranks == 1:
             record_cause(message)
             _write(f"error: {message}\n")
@@ -128,11 +128,17 @@ class Watchdog:
         self._end(f"error{place}: {message}\n", 2, cause=message)
 
     def _set_timer(self) -> None:
-        """Arm a C timer that ends the process when no check succeeds: the GIL is held, or the store is silent."""
+        """Arm a C timer that ends the process when no check succeeds.
+
+        A thread holds the GIL, for example, or the store is silent.
+        """
         faulthandler.dump_traceback_later(0.9 * self._limits.heartbeat_timeout, exit=True, file=2)
 
     def _run(self) -> None:
-        """Check until the end. An unexpected error ends this thread, with its traceback, and by the timer the run."""
+        """Run checks until the work has ended.
+
+        An unexpected error ends this thread with its traceback; the timer then ends the run.
+        """
         while not self._ending.is_set():
             try:
                 # The timer prints stacks only, so the check runs in a frame whose file name is the position.
@@ -189,7 +195,7 @@ class Watchdog:
         )
 
     def _is_stalled(self, heartbeat: Heartbeat) -> bool:
-        """True if this rank makes no progress, and does not merely wait for one that may still make some."""
+        """True if this rank makes no progress, and waits for no rank that may still make some."""
         if self._limits.stall_timeout <= 0 or heartbeat.idle <= self._stall_limit(heartbeat):
             return False
 

@@ -83,7 +83,7 @@ class WeightReceiver:
         while header := self._header():
             sizes = []
             for name, shape, dtype in header:
-                parameter = _matching(parameters, name, shape, dtype=dtype)
+                parameter = _matching_parameter(parameters, name, shape, dtype=dtype)
                 sizes.append(parameter.numel() * parameter.element_size())
                 missing.remove(name)
 
@@ -102,7 +102,9 @@ class WeightReceiver:
         return json.loads(bytes(content.tolist()))
 
 
-def _matching(parameters: Mapping[str, Tensor], name: str, shape: list[int], dtype: str) -> Tensor:
+def _matching_parameter(
+    parameters: Mapping[str, Tensor], name: str, shape: list[int], dtype: str
+) -> Tensor:
     """Return the parameter ``name``; ``ValueError`` if it is missing, or differs in shape or dtype."""
     parameter = parameters.get(name)
     if parameter is None:

@@ -1,4 +1,4 @@
-"""The ranks of a launch in two worlds: the first train, the last sample, each side in its own process group."""
+"""Two worlds of ranks in a launch: the first ones train, the last sample, each in a process group."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Launch:
-    """A rank among all that were launched: ``rank`` of ``size``, of which the last ``rollout_ranks`` only sample.
+    """Place of a rank in the launch: ``rank`` of ``size``, of which the last ``rollout_ranks`` only sample.
 
     Watchdog, files and messages use this rank, which is unique; the rank in a world is for its collectives.
     """
@@ -34,7 +34,7 @@ class Launch:
         return self.rank, n_training
 
     def join(self, backend: str) -> None:
-        """Join this rank's world as torch's default process group, under which DeepSpeed trains in every ZeRO stage."""
+        """Join this rank's world as torch's default process group, with which every ZeRO stage works."""
         rank, size = self.world
         if self.rollout_ranks > 0:
             # Libraries read them; the values of the launch are no longer needed.

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, each of them complete from the moment it appears.
+"""Folder of checkpoints, each of them complete from the moment it appears.
 
 ``step_00000012/`` is written as ``.step_00000012.partial``, checked against a full disk on all ranks, and renamed.
 ``manifest.json`` in it has the step, and the size and SHA-256 of each file; ``latest`` links to the newest.
@@ -147,7 +147,7 @@ class CheckpointFolder:
         self._write(work if self.is_main else lambda: None)
 
     def _write_manifest(self, partial: Path, step: int) -> None:
-        """List size and checksum of all files in the manifest; each rank reads its share of them."""
+        """List size and checksum of all files in the manifest; each rank reads a share of the files."""
         files = sorted(path for path in partial.rglob("*") if path.is_file())
         share = files[self.comm.rank :: self.comm.world_size]
 
@@ -210,7 +210,7 @@ class CheckpointFolder:
         partial.mkdir()
 
     def _check_shared(self) -> None:
-        """``ValueError`` if a rank does not see the lock of rank 0, as on hosts without a shared file system."""
+        """Raise ``ValueError`` if a rank does not see the lock of rank 0, for lack of a shared file system."""
         lock = self.folder / ".lock"
         content = lock.read_text() if lock.is_file() else ""
         if content != self.comm.all_gather_object(content)[0]:
@@ -241,7 +241,7 @@ class CheckpointFolder:
             shutil.rmtree(removed, ignore_errors=True)
 
     def _link(self, name: str, target: Path) -> None:
-        """Point the link ``name`` to ``target``, in one step; it is for people, no code reads it."""
+        """Point the link ``name`` to ``target``, in one step; only people read it."""
         new = self.folder / f".{name}.new"
         new.unlink(missing_ok=True)
         try:
@@ -262,7 +262,7 @@ class CheckpointFolder:
 
 
 def of_steps(folder: Path, kind: str = "step") -> list[Path]:
-    """Return the checkpoints in ``folder`` by step; with ``kind`` ``best_step``, the best models."""
+    """Return the checkpoints in ``folder``, sorted by step; for the kind ``best_step``, the best models."""
     steps: dict[Path, int] = {}
     for path in folder.glob(f"{kind}_*"):
         number = path.name.removeprefix(f"{kind}_")

@@ -55,7 +55,7 @@ def _cut(fragments: Mapping[str, Fragment]) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Stored(NamedTuple):
-    """A fragment in a file: elements ``start`` to ``end`` of a flattened tensor."""
+    """Fragment in a file: elements ``start`` to ``end`` of a flattened tensor."""
 
     start: int
     end: int
