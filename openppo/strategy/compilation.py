@@ -15,8 +15,8 @@ from openppo.config import DeepSpeedConfig
 GPUS_COMPILE = True
 """True if ``--compile auto`` compiles on GPUs.
 
-A micro-batch of 32 x 512 tokens took 130 ms instead of 175 with a 0.5B model on an H200 (benchmarks/results/2026-11-27-h200.md), after 4 s of compiling. On CPUs a step takes
-from 9 % less to 8 % more time (docs/speed.md).
+A micro-batch of 32 x 512 tokens took 130 ms instead of 175, with a 0.5B model on an H200 and after 4 s of compiling
+(benchmarks/results/2026-11-27-h200.md). On CPUs a step takes from 9 % less to 8 % more time (docs/speed.md).
 """
 
 

@@ -124,8 +124,8 @@ class DeepspeedStrategy(InferenceStrategy):
     def loading(self) -> Iterator[None]:
         """Load models in partitions under ZeRO-3, and straight to a GPU below it.
 
-        All ranks enter together. transformers finds the partitions by an object that must be alive. DeepSpeed can make the groups of ``zpg``
-        once in a process only, so with these the models are loaded whole.
+        All ranks enter together. transformers finds the partitions by an object that must be alive. DeepSpeed can make
+        the groups of ``zpg`` once in a process only, so with these the models are loaded whole.
         """
         if self.zero_stage < 3:
             with super().loading():

@@ -16,8 +16,9 @@ _IDLE = 0.1
 class LaunchWatch:
     """Timer for the launches of one micro-batch on a GPU, once in a run.
 
-    It does nothing on a CPU. The models of a run share it. ``synchronize`` waits for the GPU, None on a CPU. The last micro-batch of an optimizer
-    step is never timed: it also reduces gradients, and a step with no other micro-batch would not gain by larger ones.
+    It does nothing on a CPU, where ``synchronize``, which waits for the GPU, is None. The models of a run share it. The
+    last micro-batch of an optimizer step is never timed: it also reduces gradients, and a step with no other
+    micro-batch would not gain by larger ones.
     """
 
     def __init__(
