@@ -99,8 +99,8 @@ class TrainableModel:
     def reset_adam(self) -> None:
         """Zero Adam's moments and step count; weights and schedule stay.
 
-        Call it on all ranks alike; the moments may be on the host. GLM-5 (arXiv 2602.15763) resets Adam when its engines
-        get new weights.
+        Call it on all ranks alike; the moments may be on the host. GLM-5 (arXiv 2602.15763) resets Adam when its
+        engines get new weights.
         """
         for _, state, name in self._adam_moments():
             state[name].zero_()
