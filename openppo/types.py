@@ -1,8 +1,8 @@
-"""Nouns that all parts of OpenPPO share.
+"""Types that all of OpenPPO shares.
 
 Shape legend, used in all comments: B sequences, L padded tokens, V vocabulary, G samples per prompt.
-Every per-token tensor is ``(B, L)`` and token-aligned: entry t is about token t. Sequences are padded on the right; no
-mask is ever made by comparing ids with PAD or EOS.
+Every per-token tensor is ``(B, L)`` and token-aligned: entry t is about token t. Sequences are padded on the right;
+masks are never inferred by comparing ids with PAD or EOS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from openppo.media import Media
 
 
 class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
-    """Raised when a signal stops the run; its argument is the signal's name, and work under way is dropped.
+    """Raised when a signal stops the run; its argument is the signal's name, and unfinished work is dropped.
 
     >>> raise Interrupted("SIGTERM")
     Traceback (most recent call last):
@@ -30,10 +30,10 @@ class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of sampling a response; ``temperature`` 0 takes the likeliest token.
+    """Sampling parameters of a response; ``temperature`` 0 decodes greedily.
 
-    EOS, a token of ``stop_token_ids`` and a token that completes a text of ``stop`` end the response and belong to it.
-    Before ``min_new_tokens`` EOS and those ids are not sampled, and ``stop`` is ignored.
+    A response ends with EOS, a token of ``stop_token_ids``, or the token that completes a text of ``stop``, and
+    includes it. In its first ``min_new_tokens`` tokens, EOS and those ids are not sampled and ``stop`` is ignored.
 
     >>> SamplingParams(max_new_tokens=256, temperature=0.6, top_p=0.95, stop=("</answer>",)).stop
     ('</answer>',)
@@ -63,9 +63,9 @@ class Prompt:
     row: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] | None = None  # the chat that ``text`` was rendered from
     source: str = ""  # name of the data set
-    index: int = 0  # place of the row in the data set, from 0
-    task: str = ""  # name of its task in a run of several
-    media: Media = ()  # images, whose placeholders are among the tokens
+    index: int = 0  # number of the row in the data set, from 0
+    task: str = ""  # name of its task, in a run with several tasks
+    media: Media = ()  # images; their placeholders are among ``token_ids``
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Completion:
 
     token_ids: list[int]
     log_probs: list[float]
-    versions: list[int]  # of the policy
+    versions: list[int]  # of the policy that sampled each token
     finish_reason: FinishReason
-    # Handle of the keys and values of prompt and response, if the engine keeps them on request.
+    # Handle of the cached keys and values of prompt and response; None if they were not kept.
     parked: int | None = None
 
 
 @dataclass(frozen=True)
 class Episode:
-    """An agent's episode, shared by the trajectories of its parts.
+    """An agent's episode, shared by the trajectories cut from it.
 
     >>> episode = Episode([{"role": "user", "content": "hi"}], Ending.TIMEOUT, n_turns=2, error="30 s")
     >>> episode.failure
@@ -98,23 +98,24 @@ class Episode:
     ending: Ending
     n_turns: int
     error: str = ""  # message of a failure
-    # Text after the last turn: a program's last lines, an environment's last words.
+    # Text after the last turn: a program's last lines or an environment's last observation.
     output: str = ""
-    # By tool: rewards of its calls in their order, then the one of its ``calc_reward``.
+    # Rewards by tool: those of its calls in order, then that of its ``calc_reward``.
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def failure(self) -> str:
-        """Ending and reason of an episode that failed."""
+        """Ending of a failed episode, and the reason."""
         return f"{self.ending.value}: {self.error or self.output or 'no message'}"
 
 
 @dataclass
 class Trajectory:
-    """Tokens of one episode, or of a part of one, in equally long lists.
+    """Tokens of one episode, or of one part of it, in lists of equal length.
 
-    ``action_mask`` is set on tokens that the policy sampled, not on those of prompts, tools and environments. Outside,
-    ``log_probs`` (of the distribution sampled from) are 0.0 and ``versions`` (of the policy that sampled) are -1.
+    ``action_mask`` is True for tokens that the policy sampled, and False for those of prompts, tools and environments.
+    ``log_probs`` belong to the distribution sampled from and ``versions`` to the policy that sampled; where the mask is
+    False, they are 0.0 and -1.
 
     >>> trajectory = Trajectory(
     ...     token_ids=[5, 6, 9, 1],
@@ -136,61 +137,63 @@ class Trajectory:
     versions: list[int]
     finish_reason: FinishReason
     prompt: Prompt
-    # Number of the prompt, the same for all responses to it.
+    # Number of the prompt, shared by all responses to it.
     group: int
-    # Factor of the losses, and of nothing else.
+    # Factor in the losses; nothing else uses it.
     weight: float = 1.0
-    # A part's share of the actions of its episode. Rewards and groups count an episode once, losses of sequences count
-    # parts by their shares, all else counts each part.
+    # Fraction of the episode's actions that are in this part. Rewards and groups count an episode once, sequence-level
+    # losses weight its parts by this fraction, and everything else counts each part.
     share: float = 1.0
     # Rewards of the whole trajectory, by name.
     scores: dict[str, float] = field(default_factory=dict)
-    # Rewards of single tokens; None without any.
+    # Reward of each token; None if tokens have none.
     token_rewards: list[float] | None = None
-    # Tokens at which a step ends, and has a reward; None: every action.
+    # Tokens at which a step ends and gets its reward; None if each action is a step.
     step_ends: list[bool] | None = None
-    # The greedy response to the same prompt, in parts if it is an episode in parts.
+    # The greedy response to the same prompt; several trajectories if its episode was cut into parts.
     greedy: tuple[Trajectory, ...] = ()
-    # The episode of an agent.
+    # The agent's episode; None for a single response.
     episode: Episode | None = None
-    # Numbers of a reward function that are only logged.
+    # Numbers from a reward function that are only logged.
     extras: dict[str, float] = field(default_factory=dict)
-    # Texts of a reward function, for dumps and samples.
+    # Texts from a reward function, for dumps and printed samples.
     notes: dict[str, str] = field(default_factory=dict)
-    # Actions that losses read, without those that are too old; None: all actions.
+    # Actions that the losses train on, stale ones excluded; None: all actions.
     trained_mask: list[bool] | None = None
-    # Texts that end a response, and belong to it.
+    # Texts that end a response; the response includes the one that ended it.
     stop: tuple[str, ...] = ()
-    # Message of a reward function that failed.
+    # Error message of a failed reward function.
     reward_error: str | None = None
 
     def __post_init__(self) -> None:
-        n_others = (len(self.action_mask), len(self.log_probs), len(self.versions))
-        lengths = {len(self.token_ids), *n_others}
+        lists = (self.token_ids, self.action_mask, self.log_probs, self.versions)
+        lengths = {len(entries) for entries in lists}
         assert len(lengths) == 1 and self.weight >= 0, (
             f"unequal lengths {lengths} or negative weight {self.weight}"
         )
 
     @property
     def logged(self) -> dict[str, float | str]:
-        """Numbers and texts of reward functions, beside their rewards, by name."""
+        """Numbers and texts that reward functions returned beside rewards, by name."""
         return {**self.extras, **self.notes}
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Runs of action tokens in order, each as start and stop, the stop excluded."""
-        edges = [False, *self.action_mask, False]
-        starts_and_stops = [t for t in range(len(edges) - 1) if edges[t] != edges[t + 1]]
-        return list(zip(starts_and_stops[::2], starts_and_stops[1::2], strict=True))
+        """Start and stop (exclusive) of each run of action tokens, in order."""
+        padded = [False, *self.action_mask, False]
+        edges = [t for t in range(len(padded) - 1) if padded[t] != padded[t + 1]]
+        starts = edges[::2]
+        stops = edges[1::2]
+        return list(zip(starts, stops, strict=True))
 
     @property
     def loss_mask(self) -> list[bool]:
-        """Actions that losses read."""
+        """Mask of the actions that the losses train on."""
         return self.action_mask if self.trained_mask is None else self.trained_mask
 
     @property
     def truncated(self) -> bool:
-        """True if ``--generate_max_len`` cut the response; limits of an episode, on turns or tokens, do not count."""
+        """True if ``--generate_max_len`` cut the response; an episode's limits on turns or tokens do not count."""
         at_limit = self.episode is not None and self.episode.ending.is_limit
         return self.finish_reason is FinishReason.LENGTH and not at_limit
 
@@ -202,25 +205,25 @@ class Trajectory:
 
     @property
     def response_ids(self) -> list[int]:
-        """Token ids after the prompt, for people to read; those of an environment between turns are among them."""
+        """Token ids after the prompt, for people to read; includes what an environment wrote between turns."""
         return self.token_ids[len(self.prompt.token_ids) :]
 
     @property
     def step_rewards(self) -> list[float]:
-        """Rewards of the steps in order; without known steps, of the actions."""
+        """Reward of each step in order, or of each action if no steps are known."""
         if self.token_rewards is None:
             return []
 
         ends = self.step_ends or self.action_mask
-        rows = zip(self.token_rewards, ends, self.action_mask, strict=True)
-        return [reward for reward, is_end, is_action in rows if is_end and is_action]
+        tokens = zip(self.token_rewards, ends, self.action_mask, strict=True)
+        return [reward for reward, is_end, is_action in tokens if is_end and is_action]
 
     def total_score(self, weights: Mapping[str, float]) -> float:
         """Sum the named scores, each times its weight (1 by default)."""
         return sum(score * weights.get(name, 1.0) for name, score in self.scores.items())
 
     def total_reward(self, weights: Mapping[str, float]) -> float:
-        """Sum all rewards: the score and the rewards of tokens."""
+        """Sum all rewards: the total score and the token rewards."""
         return self.total_score(weights) + sum(self.token_rewards or [])
 
 
@@ -235,8 +238,8 @@ class Score:
     rewards: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
-    failed: bool = False  # a reward chosen beforehand stands in
-    error: str = ""  # message of the failure
+    failed: bool = False  # scoring failed, and a default reward stands in
+    error: str = ""  # message if scoring failed
     extras: dict[str, float] = field(default_factory=dict)  # numbers that are only logged
     notes: dict[str, str] = field(default_factory=dict)  # texts for dumps and samples
 
@@ -245,7 +248,7 @@ class Score:
 class Experience:
     """A batch of trajectories as tensors. Each stage returns a new object with more fields; none mutates.
 
-    Tensors per token are float32, if not said otherwise, and 0 outside of ``action_mask``.
+    Tensors of shape (B, L) are float32, if not marked otherwise, and 0 outside ``action_mask``.
 
     >>> mask = torch.tensor([[True, True, True]])
     >>> experience = Experience(
@@ -281,7 +284,7 @@ class Experience:
         if self.attention_mask.is_floating_point():
             order = "sequences, attention_mask, action_mask, rollout_log_probs, truncated"
             raise TypeError(
-                f"attention_mask is {self.attention_mask.dtype}, no mask: the order is {order}. Use names."
+                f"attention_mask is {self.attention_mask.dtype}, not a mask. The order is {order}; pass them by name."
             )
 
     def __len__(self) -> int:
@@ -289,20 +292,20 @@ class Experience:
 
     @property
     def old_or_rollout_log_probs(self) -> Tensor:
-        """``log_probs``; the engine's while the actor has not computed them."""
+        """``log_probs`` once the actor has computed them, until then the engine's."""
         return self.rollout_log_probs if self.log_probs is None else self.log_probs
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """Inputs of models beside sequences and masks."""
+        """Inputs of a model's forward besides sequences and masks."""
         return {"media": self.media} if self.media else {}
 
     def with_fields(self, **tensors: Any) -> Experience:
-        """Return a copy that has these fields, too."""
+        """Return a copy with these fields set."""
         return replace(self, **tensors)
 
     def to(self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to) -> Experience:
-        """Return a copy on ``device``; ``move`` takes each tensor there."""
+        """Return a copy on ``device``, to which ``move`` transfers each tensor."""
         moved = {name: move(tensor, device) for name, tensor in self.tensors().items()}
         return self.with_fields(**moved)
 
@@ -312,7 +315,7 @@ class Experience:
 
 
 class Comm(Protocol):
-    """The part of a process group that code below the strategy uses.
+    """Operations of a process group that code below the strategy needs.
 
     >>> comm: Comm = SingleProcess()
     >>> comm.all_gather_object("rank 0's")
@@ -323,7 +326,7 @@ class Comm(Protocol):
     world_size: int
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Combine a tensor over all ranks, ``op`` one of sum, max, min; returns a new tensor."""
+        """Return the sum, max or min (``op``) of a tensor over all ranks, as a new tensor."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
@@ -347,55 +350,55 @@ class SingleProcess:
 
 
 class StopCheck:
-    """Polled by long work, which a signal may stop; this default never stops.
+    """Poll for a signal during long work; this default never stops it.
 
     >>> stop = StopCheck()
-    >>> stop()  # returns, as no signal has come
+    >>> stop()  # returns, since no signal has arrived
     >>> stop.requested()
     False
     """
 
     def requested(self) -> bool:
-        """True if this rank knows of a signal; other ranks may not know yet."""
+        """True if a signal has reached this rank; it may not have reached the others."""
         return False
 
     def __call__(self) -> None:
-        """Raise ``Interrupted`` on all ranks if one of them knows of a signal. Collective."""
+        """Raise ``Interrupted`` on all ranks if a signal has reached any of them. Collective."""
 
 
 class RolloutSource(Protocol):
     """Source of a trainer's trajectories. All ranks call every method together.
 
-    Iterating yields this rank's trajectories of one global step after the other, groups whole, with their scores. In a
-    ``Rollout`` the scores are pending: a source that wraps another one must call ``wait_for_scores`` on all ranks
-    first, because a signal may reach only one of them.
+    Each iteration yields this rank's scored trajectories for one global step, in whole groups. In a ``Rollout`` the
+    scores may still be pending: a source that wraps another one must first call ``wait_for_scores`` on all ranks,
+    because a signal may reach only one of them.
 
     >>> class Recorded(RolloutSource):
     ...     steps = 1
     ...
     ...     def __iter__(self):
-    ...         yield trajectories  # sampled before, in one global step
-    >>> [len(of_a_step) for of_a_step in Recorded()]
+    ...         yield trajectories  # of one global step, sampled earlier
+    >>> [len(rollout) for rollout in Recorded()]
     [2]
     """
 
     @property
     def steps(self) -> int | None:
-        """Global steps of the whole run, as planned now; None if unknown, when ``--max_steps`` is required."""
+        """Global steps of the whole run by the current plan; None if unknown, which requires ``--max_steps``."""
 
     def __iter__(self) -> Iterator[list[Trajectory]]: ...
 
     def publish(self, version: int) -> None:
-        """Announce new weights of the policy, those after ``version`` global steps."""
+        """Announce the policy's new weights, those after ``version`` global steps."""
 
     def evaluate(self) -> list[Trajectory]:
-        """Return scored responses to held-out tasks, grouped by task; empty on all ranks without such tasks."""
+        """Return scored responses to held-out tasks, grouped by task; empty on all ranks if there are none."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for ``load_state_dict``, as JSON, the same on all ranks."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state: of an earlier session, or of the step before one that was dropped."""
+        """Restore the state of an earlier session, or of the step before a dropped one."""
 
     def close(self) -> None:
         """Release the resources of the source."""

@@ -58,7 +58,7 @@ HEADLINE = [
     "eval_pass@1",
     "time/step_s",
 ]
-"""Metrics on the console."""
+"""Metrics shown on the console."""
 
 Checked = tuple[PreTrainedTokenizerBase, PreTrainedConfig, PPOData]
 """Tokenizer, config of the actor, and data of a run."""
@@ -74,8 +74,9 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """Build a trainer from options; ``ValueError`` names the flag or the object at fault.
 
-    ``source`` yields trajectories, or makes the sampler of agents' episodes; without it the policy responds to prompts.
-    ``trackers`` log on rank 0. ``objects`` fill ``OwnObjects``: models, a tokenizer, prompts and a reward function.
+    ``source`` yields trajectories, or (as ``Players``) makes the sampler of an agent's episodes; without it the policy
+    responds to prompts. ``trackers`` log on rank 0. ``objects`` are fields of ``OwnObjects``, which replace what options
+    name: models, a tokenizer, prompts and a reward function.
     """
     players: Players | None = None
     if isinstance(source, Players):
@@ -86,8 +87,8 @@ def build_ppo_trainer(
             config.deepspeed, rollout_ranks=config.orchestrator.rollout_ranks
         )
 
-    run = _before_models(config, strategy, OwnObjects(**objects), players=players, source=source)
-    config, components = _with_models(run, strategy, trackers)
+    run = _prepare(config, strategy, OwnObjects(**objects), players=players, source=source)
+    config, components = _load_and_assemble(run, strategy, trackers)
 
     if config.run.stop_when:
         callbacks = [*callbacks, StopWhen(config.run.stop_conditions)]
@@ -101,7 +102,7 @@ def build_ppo_trainer(
 
 @dataclass(frozen=True)
 class _Run:
-    """A run before its models are loaded, with all checks done that need no weights."""
+    """A run before its models are loaded, after all checks that need no weights."""
 
     config: TrainPPOConfig
     objects: OwnObjects
@@ -112,12 +113,12 @@ class _Run:
     plan: BatchPlan
     checkpointer: Checkpointer
     samples: bool
-    """True if the run samples from its policy, False with a source of the caller."""
+    """True if the run samples from its policy, False if the caller passed a source of trajectories."""
     scorer: Any
     eval_scorer: Any
 
 
-def _before_models(
+def _prepare(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     objects: OwnObjects,
@@ -125,14 +126,14 @@ def _before_models(
     players: Players | None,
     source: RolloutSource | None,
 ) -> _Run:
-    """Check options, read data, plan, and build the scorers, whose models are loaded first."""
+    """Check options, load data, plan the steps, and build the scorers, whose models are the first to load."""
     samples = source is None
     are_tasks = isinstance(players, TaskPlayers)
     config = objects.named(config, strategy.comm, samples, are_tasks=are_tasks)
 
-    checked = _checked(config, strategy, samples, players=players, objects=objects)
+    checked = _check(config, strategy, samples, players=players, objects=objects)
     tokenizer, actor_config, data = checked
-    config, estimate, rewards = _estimated(
+    config, estimate, rewards = _estimate(
         config, strategy, samples, players=players, objects=objects, checked=checked
     )
     n_ranks = strategy.comm.world_size
@@ -156,7 +157,7 @@ def _before_models(
     )
 
 
-def _checked(
+def _check(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     samples: bool,
@@ -167,7 +168,7 @@ def _checked(
     comm = strategy.comm
     if samples and players is None and config.agents.form is not None:
         raise ValueError(
-            f"--{config.agents.form}: pass source=agent_source(config.agents), of openppo.agents."
+            f"--{config.agents.form}: pass source=agent_source(config.agents), from openppo.agents."
         )
     check_options(
         config,
@@ -189,12 +190,12 @@ def _checked(
         check_run_with_images(config, data, actor_config)
     if config.evaluation.val_only and not data.held_out:
         raise ValueError(
-            "--val_only: no task has eval_data: give it to one in the file of --tasks."
+            "--val_only: no task has eval_data: add it to a task in the --tasks file."
         )
     return tokenizer, actor_config, data
 
 
-def _estimated(
+def _estimate(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     samples: bool,
@@ -233,7 +234,7 @@ def _plan(
     source: RolloutSource | None,
     players: Players | None,
 ) -> BatchPlan:
-    """Plan of the steps; an asynchronous run has only full batches."""
+    """Plan the steps; those of an asynchronous run all have full batches."""
     plan = batch_plan(config, n_ranks, n_prompts, source=source)
     if source is not None or not is_async(config, players):
         return plan
@@ -241,12 +242,12 @@ def _plan(
     return replace(plan, steps=[config.prompts_per_step] * n_steps, prompt_epochs=1)
 
 
-def _with_models(
+def _load_and_assemble(
     run: _Run, strategy: DeepspeedStrategy, trackers: Sequence[Tracker]
 ) -> tuple[TrainPPOConfig, PPOComponents]:
-    """Load models, start the engine, and assemble the parts.
+    """Load the models, start the engine, and assemble the components.
 
-    Returns the parts, and the config without features that a model lacks.
+    Returns the config, without features that a model lacks, and the components.
     """
     ids_of = partial(sampled_ids, run.tokenizer, run.actor_config)
     models = load_models(run.config, strategy, run.objects, plan=run.plan, ids_of=ids_of)
@@ -255,7 +256,7 @@ def _with_models(
     hooks = _hooks(run, strategy, ids_of())
 
     engine = _engine(run, config, strategy, actor=actor, stop=hooks.stop)
-    strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
+    strategy.seed_per_rank()  # after the engine, because vLLM seeds all generators too
 
     ema = None
     if config.ppo.enable_ema:
@@ -289,7 +290,7 @@ def _with_models(
         engine=engine,
         scorer=run.scorer,
         data=run.data,
-        trackers=_start_trackers(config, strategy, run, callers=trackers),
+        trackers=_start_trackers(config, strategy, run, own_trackers=trackers),
         grading=grading,
         ema=ema,
         pack_documents_to=pack_documents_to,
@@ -321,7 +322,7 @@ def _engine(
 
 
 def _hooks(run: _Run, strategy: DeepspeedStrategy, ids: SampledIds) -> Hooks:
-    """Timer, stop check and context of the run for the maker of experience."""
+    """Make the experience maker's timer, stop check and context of the run."""
     profiler = StepProfiler(run.config.run.save_path, run.config.tracking, strategy.comm.rank)
     peaks = None if run.estimate is None else run.estimate.peaks
     return Hooks(
@@ -344,7 +345,7 @@ def _experience_maker(
 ) -> ExperienceMaker:
     """Make the experience maker.
 
-    It also trains the critic, in the same pass, on rollouts that fit into one optimizer step.
+    On rollouts that fit into one optimizer step, it also trains the critic in the pass that computes values.
     """
     make: Any = ExperienceMaker
     if critic_step is not None and OnePassCritic.is_exact(config):
@@ -366,12 +367,12 @@ def _start_trackers(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
     run: _Run,
-    callers: Sequence[Tracker],
+    own_trackers: Sequence[Tracker],
 ) -> Trackers:
-    """Start the trackers of options, and on rank 0 those of the caller."""
+    """Start the trackers that options name and, on rank 0, the caller's."""
     resume_step = None if config.evaluation.val_only else run.checkpointer.found_step
     config = config.for_evaluation
-    trackers: list[Tracker] = list(callers) if strategy.is_main else []
+    trackers: list[Tracker] = list(own_trackers) if strategy.is_main else []
     trackers += rollout_trackers(config, strategy, resume_step)
     return start_trackers(
         config,
@@ -384,7 +385,7 @@ def _start_trackers(
 
 
 def _spare_bytes(estimate: Estimate | None) -> int:
-    """Bytes of the device that an estimate leaves free, less a tenth of all."""
+    """Return the bytes that an estimate leaves free on the device, a tenth of it held in reserve."""
     if estimate is None:
         return 0
     return estimate.machine.room * 9 // 10 - estimate.phases[estimate.largest]

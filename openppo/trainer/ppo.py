@@ -1,4 +1,4 @@
-"""The story of PPO: sample, make experience, train, report."""
+"""The PPO loop: sample, make experience, train, report."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,10 +27,10 @@ from openppo.types import Interrupted, Prompt, RolloutSource, Trajectory
 
 
 class PPOTrainer:
-    """Trains on the trajectories of ``source``: ``fit()`` for whole runs, ``step(prompts)`` for custom loops.
+    """PPO trainer on the trajectories of ``source``: ``fit()`` for whole runs, ``step(prompts)`` for custom loops.
 
     ``build_ppo_trainer(config)`` makes one from options. All ranks call every method together, with the same prompts or
-    their own trajectories. ``should_stop`` ends ``fit()`` after the current step, as soon as one rank sets it.
+    their own trajectories. Setting ``should_stop`` on any rank ends ``fit()`` after the current step.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PPOTrainer:
     def fit(self) -> None:
         """Train to the end, evaluate and report when due, and save the actor.
 
-        With ``--val_only`` only evaluate. A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint
+        With ``--val_only``, only evaluate. A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint
         instead of a trained model.
         """
         if self.config.evaluation.val_only:
@@ -75,13 +75,13 @@ class PPOTrainer:
         return self.train_on(self.rollout(prompts))
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
-        """Sample and score responses to this rank's share of ``prompts``; reading one waits for its score."""
+        """Sample and score responses to this rank's share of ``prompts``; reading a trajectory waits for its score."""
         return _prompt_source(self.source).rollout(prompts)
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Take a global step on the trajectories of all ranks, and return its metrics."""
         metrics = Metrics()
-        # a step may never have been reported
+        # they still hold the last step if it was never reported
         self.replay_buffer.clear()
         self.view.observed.clear()
 
@@ -96,7 +96,7 @@ class PPOTrainer:
 
     @evaluation
     def evaluate(self) -> dict[str, float]:
-        """Return metrics of responses to held-out prompts, the same on all ranks; empty without prompts."""
+        """Return metrics of responses to held-out prompts, the same on all ranks; empty if there are none."""
         trajectories = self.source.evaluate()
         grading = self.components.grading
         if grading.scorer is None:
@@ -113,21 +113,24 @@ class PPOTrainer:
     def report(self, metrics: dict[str, float]) -> None:
         """Log samples and metrics of a step; evaluate, and save a checkpoint, when due."""
         state = self.state
-        saver = self.components.checkpointer
-        self._mark()
+        checkpointer = self.components.checkpointer
+        self._take_snapshot()
         metrics["episode"] = self._passes_done()
         state.unreported = dict(metrics)
         self.view.show_step(state.global_step, self.replay_buffer, metrics)
 
         is_last = state.global_step == self.total_steps
         episode_ended = int(metrics["episode"]) > state.ended_episodes
-        every = self.config.evaluation.eval_steps
-        is_due = episode_ended if every == -1 else state.global_step % every == 0
+        eval_steps = self.config.evaluation.eval_steps
+        if eval_steps == -1:
+            is_due = episode_ended
+        else:
+            is_due = state.global_step % eval_steps == 0
         evaluated: dict[str, float] = {}
         if is_last or is_due:
             evaluated = self.evaluate()
             metrics |= evaluated
-            saver.save_if_best(state.global_step, metrics, self.components.write_policy)
+            checkpointer.save_if_best(state.global_step, metrics, self.components.write_policy)
         state.ended_episodes = int(metrics["episode"])
 
         notify(self.callbacks, "on_step_end", self, metrics)
@@ -136,14 +139,14 @@ class PPOTrainer:
         if evaluated or is_last or self.should_stop or is_logged:
             self.components.trackers.log(state.global_step, metrics)
         state.unreported = None
-        if self.should_stop or saver.due(state.global_step, episode_ended or is_last):
+        if self.should_stop or checkpointer.due(state.global_step, episode_ended or is_last):
             self.save_checkpoint()
 
     @phase("saving")
     def save(self) -> None:
         """Write the actor, or its average with ``--enable_ema``, as a Hugging Face folder.
 
-        With ``--save_value_network`` the critic is written beside it.
+        With ``--save_value_network``, write the critic beside it.
         """
         folder = Path(self.config.run.save_path).resolve()
         with ensure_checkpoint_on_save_error(
@@ -152,9 +155,9 @@ class PPOTrainer:
             self.components.write_policy(folder)
             critic = self.components.critic
             if self.config.model.save_value_network and critic is not None:
-                beside = folder.with_name(folder.name + "_critic")
+                critic_folder = folder.with_name(folder.name + "_critic")
                 self.components.strategy.save_pretrained(
-                    critic.module.model, beside, self.components.tokenizer
+                    critic.module.model, critic_folder, self.components.tokenizer
                 )
         logger.info("saved the trained model to %s", folder)
         notify(self.callbacks, "on_save", self, folder)
@@ -175,10 +178,10 @@ class PPOTrainer:
         self.source.publish(self.global_step)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
-        """Yield batches for ``step``, at most one for each step that is left.
+        """Yield batches for ``step``, at most one for each remaining step.
 
-        They pass over all prompts ``--num_episodes`` times, each time in another order. Only batches that are sampled
-        from count as consumed, so a list of them changes nothing.
+        They pass over all prompts ``--num_episodes`` times, reshuffled each time. A batch counts as consumed only once
+        it is sampled from, so ``list(trainer.prompt_batches())`` changes nothing.
         """
         if self.state.unreported is not None:
             self.report(self.state.unreported)
@@ -202,24 +205,24 @@ class PPOTrainer:
 
     @property
     def total_steps(self) -> int:
-        """Global steps of the whole run, with dynamic sampling at most."""
+        """Global steps of the whole run; an upper bound with dynamic sampling."""
         limits = (self.source.steps, self.config.ppo.max_steps)
         return min(n for n in limits if n is not None)
 
     def _passes_done(self) -> float:
-        """Passes over the prompts; steps that dynamic sampling has used up count as done."""
+        """Passes over the prompts so far; steps whose prompts dynamic sampling has used up count as done."""
         used_up = self.planned_steps - (self.source.steps or self.total_steps)
         done = used_up + self.state.global_step
         return done * self.config.ppo.num_episodes / self.planned_steps
 
     def _rollouts(self) -> Iterator[Sequence[Trajectory]]:
-        """Yield the trajectories of the steps that are left; none after ``should_stop``."""
+        """Yield the trajectories of each remaining step, until ``should_stop``."""
         strategy = self.components.strategy
         source = iter(self.source)
         with progress_bar(self.total_steps, "PPO", enabled=strategy.is_main) as bar:
             bar.update(self.global_step)
             while self.global_step < self.total_steps and not strategy.any_rank(self.should_stop):
-                self._mark()
+                self._take_snapshot()
                 self.components.stop()
                 trajectories = next(source, None)
                 if trajectories is None:
@@ -230,7 +233,7 @@ class PPOTrainer:
                 bar.update(total=self.total_steps)
 
     def _end_early(self) -> None:
-        """Evaluate and save after a source that ended, as after the last step."""
+        """Evaluate and save as after the last step, because the source has ended early."""
         logger.info("no more trajectories after %d of %d steps", self.global_step, self.total_steps)
         evaluated = self.evaluate()
         if evaluated:
@@ -240,15 +243,15 @@ class PPOTrainer:
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """Surround the steps of ``fit`` with logs, reports before the first, and an orderly end."""
+        """Open the logs and make overdue reports before the steps of ``fit``; save the outcome after them."""
         with self.components.trackers:
             notify(self.callbacks, "on_fit_start", self)
             if self.should_stop:
                 logger.info(STOPPED_EARLY)
-            self._mark()
+            self._take_snapshot()
 
             try:
-                if self.state.unreported is not None:  # an earlier session was stopped there
+                if self.state.unreported is not None:  # an earlier session stopped before this report was complete
                     self.report(self.state.unreported)
                 if self.config.evaluation.eval_before_training and not self.state.has_begun:
                     self.components.trackers.log(self.global_step, self.evaluate())
@@ -267,13 +270,13 @@ class PPOTrainer:
 
     def _save_before_step(self) -> Path:
         """Drop the current step and write a checkpoint of the state before it."""
-        source_state, random_state = self._before
+        source_state, random_state = self._snapshot
         self.source.load_state_dict(source_state)
         return self.save_checkpoint(random_state)
 
-    def _mark(self) -> None:
+    def _take_snapshot(self) -> None:
         """Snapshot source and random state; signals and failures roll back to them."""
-        self._before = self.source.state_dict(), get_random_state()
+        self._snapshot = self.source.state_dict(), get_random_state()
 
 
 def _replay_buffer(config: TrainPPOConfig, components: PPOComponents) -> ReplayBuffer:
@@ -291,7 +294,7 @@ def _replay_buffer(config: TrainPPOConfig, components: PPOComponents) -> ReplayB
 
 
 def _prompt_source(source: RolloutSource) -> PromptSource:
-    """Return ``source`` as one that takes prompts; ``TypeError`` if it does not."""
+    """Return ``source`` if it takes prompts; ``TypeError`` otherwise."""
     if not isinstance(source, PromptSource):
         raise TypeError(
             f"{type(source).__name__} takes no prompts: iterate over trainer.source instead."

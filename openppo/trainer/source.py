@@ -1,4 +1,4 @@
-"""Prompts to scored trajectories with the actor's current weights: the synchronous ``RolloutSource``."""
+"""Synchronous ``RolloutSource``: scored responses to prompts, sampled with the actor's current weights."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ _ALL_EQUAL = (
 
 
 class PromptBatch(list[Prompt]):
-    """Prompts of one step; ``number`` counts the batches of all passes over the prompts."""
+    """Prompts of one step, with its ``number`` among the batches of all passes."""
 
     def __init__(self, prompts: Iterable[Prompt], number: int) -> None:
         super().__init__(prompts)
@@ -42,7 +42,10 @@ class PromptBatch(list[Prompt]):
 
 
 class PromptSource:
-    """Samples trajectories for batches of prompts and scores them in the background. Collective in every method."""
+    """Source that samples responses to batches of prompts and scores them in the background.
+
+    Every method is collective.
+    """
 
     def __init__(
         self, config: TrainPPOConfig, components: PPOComponents, sampler: Sampler | None = None
@@ -61,26 +64,26 @@ class PromptSource:
         )
         self.reward_weights = config.rewards.weights()
         self.n_batches = config.ppo.num_episodes * len(self.sampler)
-        # the seeds of an environment never end
+        # an environment has endless seeds
         self.has_no_end = config.agents.environment is not None and not config.data.prompt_data
         self.consumed_batches = 0
-        """Batches of all passes over the prompts that were sampled from."""
+        """Batches sampled from so far, in all passes over the prompts."""
         self.batch_under_way: PromptBatch | None = None
         """The current batch of a loop over ``prompt_batches()``."""
         self.consumed_prompts = 0
-        """Prompts that were sampled from; groups and seeds follow from it."""
+        """Prompts sampled from so far; group numbers and seeds derive from it."""
         self.failures = FailureCount()
 
     @property
     def steps(self) -> int:
-        """Global steps at most; each takes a batch of prompts, with dynamic sampling also several."""
+        """Global steps of the whole run, if each further one takes a single batch of prompts."""
         if self.has_no_end:
             return self.config.ppo.max_steps or 0
         return self.components.state.global_step + self.n_batches - self.consumed_batches
 
     @property
     def _planned_steps(self) -> int:
-        """Global steps of the whole run, as if it never stopped; 0 if nothing bounds them."""
+        """Global steps planned at the start of the run; 0 if nothing bounds them."""
         max_steps = self.config.ppo.max_steps
         if self.has_no_end:
             return max_steps or 0
@@ -90,7 +93,7 @@ class PromptSource:
         return map(self.rollout, self.prompt_batches())
 
     def prompt_batches(self) -> Iterator[PromptBatch]:
-        """Pass over all prompts ``--num_episodes`` times, each time in another order.
+        """Yield the batches of ``--num_episodes`` passes over all prompts, reshuffled each time.
 
         A batch counts as consumed when it is sampled from.
         """
@@ -104,16 +107,17 @@ class PromptSource:
             self.batch_under_way = None
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
-        """Sample responses to this rank's share of ``prompts``, and begin to score them.
+        """Sample responses to this rank's share of ``prompts``, and start to score them.
 
-        With ``--dynamic_sampling`` groups of equal rewards are dropped, and further prompts come from
-        ``--prompt_data``. On all ranks ``Interrupted`` upon a signal, ``NothingTrainedError`` after many failures.
+        With ``--dynamic_sampling``, groups with equal rewards are dropped, and further prompts come from
+        ``--prompt_data``. Raises, on all ranks, ``Interrupted`` on a signal and ``NothingTrainedError`` after many
+        failures.
         """
         batch = prompts if isinstance(prompts, PromptBatch) else self.batch_under_way
         if batch is not None:
             self.consumed_batches = max(self.consumed_batches, batch.number + 1)
 
-        sample = self._filtered if self.config.ppo.dynamic_sampling else self._sampled
+        sample = self._sample_filtered if self.config.ppo.dynamic_sampling else self._sample
         with self.timer.step(self.components.state.global_step + 1):
             rollout = sample(prompts)
 
@@ -127,7 +131,7 @@ class PromptSource:
         """Do nothing: the engine reads the actor's weights in place when it samples."""
 
     def evaluate(self) -> list[Trajectory]:
-        """Return scored responses to ``--eval_data``, with ``--enable_ema`` of the average, which ``save`` writes."""
+        """Return scored responses to ``--eval_data``, sampled with the weights that ``save`` writes."""
         held_out = self.components.data.held_out
         if not held_out:
             return []
@@ -146,7 +150,7 @@ class PromptSource:
             responses = self.sampled_by.sample(request)
 
         grading = self.components.grading
-        if grading.scorer is not None:  # an agent may have given rewards
+        if grading.scorer is not None:  # rewards that an agent gave are replaced
             _drop_rewards(responses)
         rollout = begin_scoring(
             grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_"
@@ -156,7 +160,7 @@ class PromptSource:
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the consumed batches and prompts, and the free memory that the engine was sized by."""
+        """Return the consumed batches and prompts, and the free memory by which the engine was sized."""
         state = {
             "consumed_batches": self.consumed_batches,
             "consumed_prompts": self.consumed_prompts,
@@ -166,18 +170,18 @@ class PromptSource:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the next prompts."""
+        """Restore the counts; sampling continues with the next prompts."""
         self.consumed_batches = state["consumed_batches"]
         self.consumed_prompts = state["consumed_prompts"]
         self.engine.free = state.get("free_memory")
 
     def close(self) -> None:
-        """End the sampler."""
+        """Close the sampler."""
         self.sampled_by.close()
 
     @contextmanager
     def with_weights(self) -> Iterator[None]:
-        """Inside, the engine may decode with the actor's current weights."""
+        """Let the engine decode with the actor's current weights inside the ``with`` block."""
         self.engine.version = self.components.state.global_step
         with ExitStack() as stack:
             with timed("sync"):
@@ -199,10 +203,10 @@ class PromptSource:
         rows = next(self.sampler.batches(prompt_epoch, start))
         return PromptBatch((self.components.data.prompts[i] for i in rows), number)
 
-    def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
-        """Sample responses to this rank's share of ``prompts``, and begin to score them.
+    def _sample(self, prompts: Sequence[str | Prompt]) -> Rollout:
+        """Sample responses to this rank's share of ``prompts``, and start to score them.
 
-        Those of one prompt are neighbours.
+        Responses to one prompt are adjacent.
         """
         tokenizer = self.components.tokenizer
         ready = [as_prompt(prompt, tokenizer, self.config.data) for prompt in prompts]
@@ -239,9 +243,9 @@ class PromptSource:
         sampled: Sequence[Trajectory],
         failed: Sequence[Trajectory],
     ) -> list[Trajectory]:
-        """Count the groups of all ranks in order, and return a few ``failed`` episodes.
+        """Count the failed groups of all ranks in order, and return a few ``failed`` episodes to show.
 
-        ``share`` are this rank's prompts and the group of the first. ``NothingTrainedError`` after many failures.
+        ``share`` is this rank's prompts and the group of the first. ``NothingTrainedError`` after many failures.
         """
         outcomes = _outcomes(share, sampled, failed)
         outcomes_by_rank = self.comm.all_gather_object((outcomes, failed[:N_SHOWN]))
@@ -256,23 +260,23 @@ class PromptSource:
                     raise NothingTrainedError(message, shown)
         return shown
 
-    def _filtered(self, prompts: Sequence[str | Prompt]) -> Rollout:
-        """Sample groups with different rewards until they fill a rollout batch, or a bound is reached."""
+    def _sample_filtered(self, prompts: Sequence[str | Prompt]) -> Rollout:
+        """Sample until groups with unequal rewards fill a rollout batch, or the maximum of batches is reached."""
         wanted = self.config.prompts_per_step
-        bound = self.config.ppo.dynamic_sampling_max_batches
+        max_batches = self.config.ppo.dynamic_sampling_max_batches
         metrics = Metrics()
-        everything: list[Trajectory] = []
+        all_sampled: list[Trajectory] = []
         kept: list[Trajectory] = []
         failed: list[Trajectory] = []
         n_groups = 0
         n_batches = 0
         batch: Sequence[str | Prompt] | None = prompts
         while batch is not None:
-            sampled = self._sampled(batch)
+            sampled = self._sample(batch)
             n_batches += 1
             with self.timer.phase("scoring"):
                 wait_for_scores(sampled, self.components.stop)
-            everything += sampled
+            all_sampled += sampled
             metrics.merge(sampled.metrics)
             failed += sampled.failed
             for parts in by_episode(sampled):
@@ -281,10 +285,10 @@ class PromptSource:
             kept += useful_groups(sampled, self.estimator.compares_steps, self.reward_weights)
             groups = {trajectory.group for trajectory in kept}
             n_groups = int(self.comm.all_reduce(torch.tensor(len(groups))))
-            is_done = n_groups >= wanted or n_batches == bound
+            is_done = n_groups >= wanted or n_batches == max_batches
             batch = None if is_done else self._next_prompts()
 
-        check_rewarded(everything, self.comm)
+        check_rewarded(all_sampled, self.comm)
         if n_groups == 0:
             self.failures.drop_groups(_ALL_EQUAL)
         metrics.add("sampled_batches", n_batches, reduce="max")
@@ -295,7 +299,7 @@ class PromptSource:
 def _with_greedy(
     sampler: Sampler, sampled: Sequence[Trajectory], request: SampleRequest
 ) -> list[Trajectory]:
-    """Add a greedy response to each group, as its baseline; a group without one is dropped."""
+    """Add a greedy response to each group, as its baseline; drop groups without one."""
     params = dataclasses.replace(request.params, temperature=0.0)
     greedy = sampler.sample(request._replace(params=params, n_samples=1, metrics=Metrics()))
     by_group = {parts[-1].group: tuple(parts) for parts in by_episode(greedy)}
@@ -318,34 +322,34 @@ def _outcomes(
     sampled: Sequence[Trajectory],
     failed: Sequence[Trajectory],
 ) -> dict[int, str | None]:
-    """Failure of each of this rank's groups; None for a group with samples."""
+    """Return the failure of each of this rank's groups; None for a group with samples."""
     prompts, first = share
-    good = {trajectory.group for trajectory in sampled}
+    sampled_groups = {trajectory.group for trajectory in sampled}
     errors = {
         trajectory.group: trajectory.episode.failure
         for trajectory in failed
         if trajectory.episode is not None
     }
-    outcomes: dict[int, str | None] = dict.fromkeys(good)
+    outcomes: dict[int, str | None] = dict.fromkeys(sampled_groups)
     for group in range(first, first + len(prompts)):
-        if group not in good:
+        if group not in sampled_groups:
             outcomes[group] = errors.get(group, "its sampler returned no sample")
     return outcomes
 
 
 def _least_free_memory(comm: Comm, device: torch.device) -> int | None:
-    """Bytes that are free on all ranks; None without GPUs.
+    """Return the smallest number of free bytes of any rank; None without GPUs.
 
-    Later rollouts keep the number: with other rows the last bits would differ.
+    Later rollouts reuse it: another number of rows would change the last bits of log-probs.
     """
     free_by_rank = comm.all_gather_object(free_memory(device))
     return min((free for free in free_by_rank if free is not None), default=None)
 
 
-def first_groups(trajectories: Sequence[Trajectory], most: int, comm: Comm) -> list[Trajectory]:
-    """Return this rank's part of the first groups of all ranks, dealt like prompts. Collective."""
+def first_groups(trajectories: Sequence[Trajectory], limit: int, comm: Comm) -> list[Trajectory]:
+    """Return this rank's share of the first ``limit`` groups of all ranks, dealt like prompts. Collective."""
     gathered = list(chain.from_iterable(comm.all_gather_object(list(trajectories))))
-    groups = sorted({trajectory.group for trajectory in gathered})[:most]
+    groups = sorted({trajectory.group for trajectory in gathered})[:limit]
     if not groups and comm.rank == 0:
         logger.warning("no prompt's responses got different rewards: nothing to train on")
     rank_groups = set(shard(groups, comm.rank, comm.world_size))
@@ -356,7 +360,7 @@ def first_groups(trajectories: Sequence[Trajectory], most: int, comm: Comm) -> l
 def as_prompt(
     prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig
 ) -> Prompt:
-    """Make a prompt of a text by the options ``data``; ``ValueError`` if it is too long."""
+    """Make a prompt from a text, read as ``data`` says; ``ValueError`` if it is too long."""
     if isinstance(prompt, Prompt):
         return prompt
     options = dataclasses.replace(data, input_key="prompt", label_key=None)
