@@ -13,7 +13,9 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.hooks import Hooks
 from openppo.experience.replay_buffer import collate
 from openppo.media import Media, distinct_ids
-from openppo.models.batching import Deal, MicroBatchSize, equal_batches, split_overhead
+from openppo.models.batching import MicroBatchSize, split_overhead
+from openppo.models.dealing import Deal
+from openppo.models.equal_batches import equal_batches
 from openppo.models.padding import on_device, pad_right
 from openppo.models.sampled_ids import SampledIds
 from openppo.tracking import progress_bar

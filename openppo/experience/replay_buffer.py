@@ -12,8 +12,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
 from openppo.media import Media, distinct_ids
-from openppo.models.batching import MicroBatchSize, deal, micro_batches, shared_plan, split_overhead
+from openppo.models.batching import MicroBatchSize, micro_batches, split_overhead
+from openppo.models.dealing import deal
 from openppo.models.padding import pad_right
+from openppo.models.prefix_batches import shared_plan
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, SingleProcess, Trajectory
 

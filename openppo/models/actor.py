@@ -1,4 +1,4 @@
-"""The policy: a causal language model whose forward returns log-probs of the tokens it was given."""
+"""The policy: a causal language model whose forward returns log-probs of its input tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,10 +42,10 @@ class Actor(nn.Module):
     """A causal language model as policy (or as reference).
 
     ``pretrain_or_model`` is a local folder (also a PEFT folder) or hub name, loaded with ``bf16`` and ``flash_attn``,
-    or a model that is loaded already; ``trust_remote_code`` lets it run code of its own. ``.model`` is the module (with
-    LoRA the PEFT model). Its own dropout is switched off. ``temperature`` is the sampling temperature; log-probs and
-    entropy are those of softmax(logits / temperature), in float32. ``lora`` are fields of ``LoRAConfig``:
-    ``Actor(name, lora_rank=8)`` or ``Actor(name, **vars(config))``.
+    or a loaded model; ``trust_remote_code`` lets it run code of its own. ``.model`` is the module (with LoRA the PEFT
+    model). Its own dropout is switched off. ``temperature`` is the sampling temperature; log-probs and entropy are
+    those of softmax(logits / temperature), in float32. ``lora`` are fields of ``LoRAConfig``: ``Actor(name,
+    lora_rank=8)`` or ``Actor(name, **vars(config))``.
     """
 
     def __init__(
@@ -62,31 +62,35 @@ class Actor(nn.Module):
         model = pretrain_or_model
         options = lora_options(model, **lora)
         if isinstance(model, str):
-            model = load_causal_lm(
-                model,
-                **load_options(
-                    bf16, flash_attn, options.load_in_4bit, trust_remote_code=trust_remote_code
-                ),
+            loading = load_options(
+                bf16,
+                flash_attn,
+                options.load_in_4bit,
+                trust_remote_code=trust_remote_code,
             )
+            model = load_causal_lm(model, **loading)
         disable_extras(model)
         self.model: nn.Module = model
         if options.lora_rank > 0:
             self.model = add_adapters(model, options, "CAUSAL_LM")
+
         self.temperature = temperature
         self.sampled_ids = ALL_IDS
-        """Ids that log-probs and entropy are over: what samples from the model sets those that it can sample."""
+        """Ids that the softmax is over; the sampler sets those that it can sample."""
         self.ends_in_head = ends_in_head(model)
-        """Whether log-probs are computed in its head: there logits are never whole where they are many."""
+        """True if log-probs are fused into the head, so that full logits never exist where they are many."""
         if not self.ends_in_head:
             logger.info(
                 "%s: logits are held whole, as they are not simply a linear head's",
                 type(model).__name__,
             )
-        self.packs_rows = self.shares_prompts = False
-        """Whether the rows of a batch go through the model as one, without padding (see ``pack_where_exact``), and
-        whether what several begin with is in it once (see ``share_where_exact``)."""
+
+        self.packs_rows = False
+        """True if the rows of a batch go through the model as one row, without padding (see ``pack_where_exact``)."""
+        self.shares_prompts = False
+        """True if prefixes that rows share are computed once, in such a row (see ``share_where_exact``)."""
         self.stand_in: WithMedia | None = None
-        """Has an image, for batches without any (see ``with_stand_in``)."""
+        """Prompt with an image, for batches without any (see ``with_stand_in``)."""
 
     def forward(
         self,
@@ -105,11 +109,13 @@ class Actor(nn.Module):
         Returns float32 (B, L), 0 outside ``action_mask`` (default: ``attention_mask``) and for the first token; with
         ``return_entropy`` also the entropy in nats of the distribution token t came from. ``position_ids`` int64 (B, L)
         that start again at 0 mark several documents in one row, which do not see each other (see ``packing_is_exact``);
-        the first token of each must not be in ``action_mask``. Tensors may be on the host, where it is known without
-        waiting for a GPU how many places have log-probs. ``media`` are the images of each row, if any has some.
-        The softmax is over ``sampled_ids``, or over the ``whole_vocabulary``, as a loss on given texts wants it.
+        the first token of each must not be in ``action_mask``. ``media`` are the images of each row, if any has some.
+        The softmax is over ``sampled_ids``, or over the ``whole_vocabulary``, as losses on texts need it.
+
+        Tensors may be on the host: the number of places with log-probs is known there without waiting for a GPU.
         """
-        action_mask = attention_mask if action_mask is None else action_mask
+        if action_mask is None:
+            action_mask = attention_mask
         check_masks(sequences, _ORDER, attention_mask=attention_mask, action_mask=action_mask)
         n_rows, length = sequences.shape
         if position_ids is None:  # documents have no images on any rank
@@ -117,28 +123,29 @@ class Actor(nn.Module):
                 self.stand_in, media, sequences, attention_mask, action_mask
             )
             sequences, attention_mask, action_mask = tensors
-        wanted = F.pad(action_mask.bool()[:, 1:], (1, 0))  # (B, L)
-        # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
-        is_one = self.packs_rows or self.shares_prompts
-        one_row = (
-            row_inputs(self, sequences, attention_mask, position_ids=position_ids, media=media)
-            if is_one
-            else None
-        )
+        selected = F.pad(action_mask.bool()[:, 1:], (1, 0))  # (B, L)
+
+        one_row = None
+        if self.packs_rows or self.shares_prompts:
+            one_row = row_inputs(
+                self, sequences, attention_mask, position_ids=position_ids, media=media
+            )
         if one_row is not None:
-            selection = _Selection.of_one_row(sequences, wanted, *one_row)
+            inputs, in_row = one_row
+            selection = _Selection.of_one_row(sequences, selected, inputs, in_row=in_row)
         else:
+            # There is no attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast
+            # causal kernel.
             inputs = self._inputs(sequences, position_ids, media)
-            selection = _Selection.of_rows(sequences, wanted, inputs)
+            selection = _Selection.of_rows(sequences, selected, inputs)
         selection = selection.on_device(device_of(self.model))
-        values = self._selected(
-            selection.inputs,
-            selection.labels,
+
+        values = self._log_probs(
+            selection,
             temperature=self.temperature if temperature is None else temperature,
             with_entropy=return_entropy,
             ids=ALL_IDS if whole_vocabulary else self.sampled_ids,
         )
-
         log_probs = selection.placed(values[..., 0])[:n_rows, :length]
         if not return_entropy:
             return log_probs
@@ -147,7 +154,7 @@ class Actor(nn.Module):
     def _inputs(
         self, sequences: Tensor, position_ids: Tensor | None, media: Sequence[Media]
     ) -> dict[str, Tensor]:
-        """Inputs of the model for rows that stay rows."""
+        """Inputs of the model for a batch (B, L) whose rows stay apart."""
         if position_ids is not None:
             device = device_of(self.model)
             return {
@@ -159,20 +166,17 @@ class Actor(nn.Module):
             return {"input_ids": ids} | model_inputs(base_of(self.model), ids, media)
         return {"input_ids": ids}
 
-    def _selected(
-        self,
-        inputs: dict[str, Tensor],
-        labels: Tensor,
-        *,
-        temperature: float,
-        with_entropy: bool,
-        ids: SampledIds,
+    def _log_probs(
+        self, selection: "_Selection", *, temperature: float, with_entropy: bool, ids: SampledIds
     ) -> Tensor:
+        """Log-probs of the selected tokens, with entropy beside them: (..., 2), or (..., 1)."""
+        labels = selection.labels
         model: Any = self.model
         head = model.get_output_embeddings()
         if self.ends_in_head and hasattr(head.weight, "ds_id"):
             self.ends_in_head = False
             logger.info("ZeRO-3: logits are held whole, as the head's weight is partitioned")
+
         if self.ends_in_head:
 
             def log_probs_of(hidden: Tensor) -> Tensor:
@@ -185,14 +189,16 @@ class Actor(nn.Module):
                     sampled_ids=ids,
                 )
 
-            # inside the model's forward, so that ZeRO-3 gathers the head's weight
+            # Inside the model's forward, so that ZeRO-3 gathers the head's weight.
             with _forward_of(head, log_probs_of):
-                return model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
-        logits = model(**inputs, use_cache=False).logits.view(*labels.shape, -1)
+                output = model(**selection.inputs, use_cache=False)
+            return output.logits.view(*labels.shape, -1)
+
+        output = model(**selection.inputs, use_cache=False)
+        logits = output.logits.view(*labels.shape, -1)
         if with_entropy:
-            return torch.stack(
-                log_probs_and_entropy(logits, labels, temperature, sampled_ids=ids), -1
-            )
+            columns = log_probs_and_entropy(logits, labels, temperature, sampled_ids=ids)
+            return torch.stack(columns, -1)
         return log_probs_from_logits(logits, labels, temperature, sampled_ids=ids)[..., None]
 
 
@@ -201,86 +207,83 @@ class _Selection:
     """Inputs of a model, and the tokens whose log-probs are taken from its outputs."""
 
     inputs: dict[str, Tensor]
-    """With ``logits_to_keep``: the states before these tokens."""
+    """Among them ``logits_to_keep``, the places of the states before these tokens."""
     labels: Tensor
-    """Their ids: (K,) of one row, else (B, K)."""
+    """Ids of the tokens: (K,) for one row, else (B, K)."""
     places: Tensor
-    """(K,): in the flat batch if all is one row, else columns."""
-    wanted: Tensor
-    """(B, L): entries that get a value."""
+    """Places of the tokens, (K,): in the flat batch for one row, else columns."""
+    selected: Tensor
+    """Entries that get a value, bool (B, L)."""
     dim: int
-    """Of ``places`` in the batch, flattened from there on."""
+    """Dimension of ``places`` in the batch, which is flattened from there on."""
 
     @classmethod
     def of_one_row(
-        cls, sequences: Tensor, wanted: Tensor, inputs: dict[str, Tensor], in_row: Tensor
+        cls, sequences: Tensor, selected: Tensor, inputs: dict[str, Tensor], in_row: Tensor
     ) -> "_Selection":
-        """For a batch that goes through the model as one row, where token i lies at ``in_row[i]``."""
-        places = wanted.flatten().nonzero()[:, 0]
+        """Select from a batch that goes through the model as one row, where token i lies at ``in_row[i]``."""
+        places = selected.flatten().nonzero()[:, 0]
         if len(places) == 0:
-            places = places.new_full((1,), wanted.numel() - 1)
+            places = places.new_full((1,), selected.numel() - 1)
         inputs["logits_to_keep"] = in_row[places - 1]
-        return cls(inputs, labels=sequences.flatten()[places], places=places, wanted=wanted, dim=0)
+        labels = sequences.flatten()[places]
+        return cls(inputs, labels, places, selected=selected, dim=0)
 
     @classmethod
-    def of_rows(cls, sequences: Tensor, wanted: Tensor, inputs: dict[str, Tensor]) -> "_Selection":
-        """For rows of one width, where columns are kept in which some row has an action."""
-        kept = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token kept + 1
+    def of_rows(
+        cls, sequences: Tensor, selected: Tensor, inputs: dict[str, Tensor]
+    ) -> "_Selection":
+        """Select from rows of one width; columns in which some row has an action are kept."""
+        kept = selected[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token kept + 1
         if len(kept) == 0:
             kept = kept.new_zeros(1)  # a row without any action still takes part
-        places = (kept + 1).clamp(
-            max=sequences.shape[1] - 1
-        )  # a row of one token has none after its first
+
+        # A row of one token has none after its first.
+        places = (kept + 1).clamp(max=sequences.shape[1] - 1)
         inputs["logits_to_keep"] = kept
-        return cls(inputs, labels=sequences[:, places], places=places, wanted=wanted, dim=1)
+        labels = sequences[:, places]
+        return cls(inputs, labels, places, selected=selected, dim=1)
 
     def on_device(self, device: torch.device) -> "_Selection":
-        """All but the inputs that lie where they should."""
+        """Move all tensors to ``device``, except inputs that are there already."""
         kept = on_device(self.inputs["logits_to_keep"], device)
         return replace(
             self,
             inputs=self.inputs | {"logits_to_keep": kept},
             labels=on_device(self.labels, device),
             places=on_device(self.places, device),
-            wanted=on_device(self.wanted, device),
+            selected=on_device(self.selected, device),
         )
 
     def placed(self, values: Tensor) -> Tensor:
         """``values``, shaped as ``labels``, at their places of a (B, L) tensor, 0 elsewhere."""
-        empty = torch.zeros(
-            self.wanted.flatten(self.dim).shape, dtype=values.dtype, device=values.device
-        )
-        whole = empty.index_copy(self.dim, self.places, values).view(self.wanted.shape)
-        return torch.where(self.wanted, whole, 0.0)
+        flat_shape = self.selected.flatten(self.dim).shape
+        zeros = torch.zeros(flat_shape, dtype=values.dtype, device=values.device)
+        batch = zeros.index_copy(self.dim, self.places, values)
+        return torch.where(self.selected, batch.view(self.selected.shape), 0.0)
 
 
 @torch.no_grad()
 def ends_in_head(model: Any) -> bool:
-    """Whether a model's logits are what its linear head returns, neither scaled nor capped nor cut afterwards.
+    """True if a model's logits are the output of its linear head, neither scaled nor capped nor cut afterwards.
 
-    Its own code runs, between stand-ins for the transformer and the head: no weight is read.
+    The model's own code runs, between stand-ins for the transformer and the head: no weight is read.
     """
     head = model.get_output_embeddings()
-    body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), None)
+    transformers = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    body = next(transformers, None)
     if type(head) is not nn.Linear or body is None:
         return False
-    logits, ids = (
-        torch.linspace(-99, 99, head.out_features)[None, None],
-        torch.zeros(1, 1, dtype=torch.int64),
-    )
+
     hidden = _Output(last_hidden_state=torch.zeros(1, 1, head.in_features))
+    head_logits = torch.linspace(-99, 99, head.out_features)[None, None]
+    ids = torch.zeros(1, 1, dtype=torch.int64)
     try:
-        with _forward_of(body, lambda *_, **__: hidden), _forward_of(head, lambda _: logits):
-            return torch.equal(
-                model(input_ids=ids, logits_to_keep=1, use_cache=False).logits, logits
-            )
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-        LookupError,
-        RuntimeError,
-    ):  # of code that wants more than those
+        with _forward_of(body, lambda *_, **__: hidden), _forward_of(head, lambda _: head_logits):
+            output = model(input_ids=ids, logits_to_keep=1, use_cache=False)
+            return torch.equal(output.logits, head_logits)
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+        # The model's code uses more than the stand-ins have.
         return False
 
 
@@ -288,23 +291,27 @@ def float32_head(model: Any, device: torch.device) -> nn.Linear | None:
     """The head whose logits are float32 in training though its weight is not; None where there is none."""
     if device.type != "cuda" or model.dtype.itemsize > 2:
         return None
+
     model = base_of(model)
     head = model.get_output_embeddings()
-    return head if ends_in_head(model) and not hasattr(head.weight, "ds_id") else None
+    is_fused = ends_in_head(model) and not hasattr(head.weight, "ds_id")
+    return head if is_fused else None
 
 
 def next_logits(model: Any, head: nn.Linear | None, **inputs: Any) -> Tensor:
     """Logits (B, V) after ``input_ids`` (B, L), of ``float32_head`` in float32."""
     if head is None:
         return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
-    with _forward_of(
-        head, lambda hidden: linear_logits(hidden[:, -1], head.weight, head.bias)[:, None]
-    ):
+
+    def float32_logits(hidden: Tensor) -> Tensor:
+        return linear_logits(hidden[:, -1], head.weight, head.bias)[:, None]
+
+    with _forward_of(head, float32_logits):
         return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 class _Output(BaseModelOutput):
-    """A transformer's output that has None where models have more."""
+    """Output of a transformer, with None for all other attributes."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -312,13 +319,13 @@ class _Output(BaseModelOutput):
 
 @contextmanager
 def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``module`` runs ``forward`` for its own; hooks on it stay."""
+    """Replace the forward of ``module`` inside the context; hooks on it stay."""
     attributes = vars(module)
-    before = attributes.get("forward")  # of libraries that move weights
+    previous = attributes.get("forward")  # set by libraries that move weights
     attributes["forward"] = forward
     try:
         yield
     finally:
         del attributes["forward"]
-        if before is not None:
-            attributes["forward"] = before
+        if previous is not None:
+            attributes["forward"] = previous

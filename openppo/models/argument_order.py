@@ -1,4 +1,4 @@
-"""Errors for arguments in another library's order. Only types and shapes are read, so that no device waits."""
+"""Errors for arguments in another library's order, from types and shapes alone, so that no device waits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from torch import Tensor
 
 
 def check_tensor(value: object, name: str, order: str, n_dims: int | None = None) -> None:
-    """Raise ``TypeError`` with our ``order`` of arguments unless ``value`` is a tensor, of ``n_dims`` if given."""
+    """Raise ``TypeError`` with our ``order`` of arguments unless ``value`` is a tensor, of ``n_dims`` if not None."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {value!r:.60}, no tensor: OpenPPO's order is {order}.")
+
     if n_dims is not None and value.ndim != n_dims:
         shape = f"{tuple(value.shape)} in place of {n_dims} dimensions"
         raise TypeError(f"{name} has the shape {shape}: OpenPPO's order is {order}.")

@@ -14,13 +14,13 @@ KLEstimator = Literal["k1", "k2", "k3"]
 CHUNK_ELEMENTS = 1 << 24
 """Logits handled at a time, in elements: bounds the float32 copies to 64 MiB each."""
 CHUNK_ELEMENTS_ON_CPU = 1 << 20
-"""There they stay in the cache: a forward takes a third of the time."""
+"""The same on CPUs, where they stay in the cache: a forward takes a third of the time."""
 LOGITS_AT_ONCE = 1 << 27
-"""Logits that ``linear_log_probs`` holds, in elements: 512 MiB in float32. A backward pass recomputes more."""
+"""Logits that ``linear_log_probs`` holds, in elements: 512 MiB in float32. Above, a backward pass recomputes them."""
 LOGITS_AT_ONCE_ON_CPU = 1 << 29
-"""There recomputing them takes longer, and memory is plentiful."""
+"""The same on CPUs, where recomputing takes longer and memory is plentiful."""
 _LEAST = -1e4
-"""For entropy: a token of probability 0 adds 0 to sums of p log p, where minus infinity would make them NaN."""
+"""Lowest log-prob in entropies: a token of probability 0 adds 0 to a sum of p log p, minus infinity makes it NaN."""
 
 
 def logits_at_once(on_cpu: bool) -> int:
@@ -29,12 +29,15 @@ def logits_at_once(on_cpu: bool) -> int:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(
-        1,
-        (CHUNK_ELEMENTS_ON_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS)
-        // logits.shape[-1],
-    )
-    return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+    """Slices of rows that are handled at a time."""
+    n_elements = CHUNK_ELEMENTS_ON_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS
+    size = max(1, n_elements // logits.shape[-1])
+    return _slices(logits.shape[0], size)
+
+
+def _slices(n_rows: int, size: int) -> list[slice]:
+    """Slices of at most ``size`` rows."""
+    return [slice(start, start + size) for start in range(0, n_rows, size)]
 
 
 def _select(
@@ -44,12 +47,15 @@ def _select(
     with_entropy: bool,
     ids: SampledIds = ALL_IDS,
 ) -> tuple[Tensor, Tensor]:
-    """``logits`` (N, V), ``labels`` (N,); returns log-probs and entropy, float32 (N,), empty if not wanted."""
-    n, dtype = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
-    chosen = torch.empty(n, dtype=dtype, device=logits.device)
-    entropy = torch.empty(n if with_entropy else 0, dtype=dtype, device=logits.device)
+    """Log-probs of ``labels`` (N,) and entropy for ``logits`` (N, V), float32 (N,); no entropy: (0,)."""
+    n_rows = logits.shape[0]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    chosen = torch.empty(n_rows, dtype=dtype, device=logits.device)
+    entropy = torch.empty(n_rows if with_entropy else 0, dtype=dtype, device=logits.device)
+
     for rows in _chunks(logits):
-        log_probs = torch.log_softmax(_scaled(logits[rows], temperature, dtype, ids=ids), dim=-1)
+        scaled = _scaled(logits[rows], temperature, dtype, ids=ids)
+        log_probs = torch.log_softmax(scaled, dim=-1)
         chosen[rows] = log_probs.gather(-1, labels[rows, None])[:, 0]
         if with_entropy:
             log_probs.clamp_(min=_LEAST)
@@ -66,28 +72,26 @@ def _gradient(
     dtype: torch.dtype,
     ids: SampledIds = ALL_IDS,
 ) -> Tensor:
-    """Of the logits, (N, V) in ``dtype``, from those of log-probs and entropy; the latter is empty if not wanted.
+    """Gradient of the logits, (N, V) in ``dtype``, from ``grads``, those of log-probs and entropy.
 
-    d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature. So it is 0
-    for ids that are left out, whose p is 0.
+    d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature. Both are 0
+    for ids that are left out, whose p is 0. ``entropy`` is (0,) where it has no gradient.
     """
-    scale, entropy_scale = (gradient / temperature for gradient in grads)
+    scale, entropy_scale = (grad / temperature for grad in grads)
+    scaled_dtype = torch.promote_types(logits.dtype, torch.float32)
     grad = torch.empty_like(logits, dtype=dtype)
     for rows in _chunks(logits):
-        scaled = _scaled(
-            logits[rows], temperature, torch.promote_types(logits.dtype, torch.float32), ids=ids
-        )
+        scaled = _scaled(logits[rows], temperature, scaled_dtype, ids=ids)
         part = grad[rows] if dtype == scaled.dtype else torch.empty_like(scaled)
         if len(entropy) == 0:
-            torch.softmax(scaled, dim=-1, out=part).mul_(-scale[rows, None])
+            torch.softmax(scaled, dim=-1, out=part)
+            part.mul_(-scale[rows, None])
         else:
             log_probs = torch.log_softmax(scaled, dim=-1).clamp_(min=_LEAST)
             torch.exp(log_probs, out=part)
-            part.mul_(
-                log_probs.add_(entropy[rows, None])
-                .mul_(-entropy_scale[rows, None])
-                .sub_(scale[rows, None])
-            )
+            factor = log_probs.add_(entropy[rows, None])
+            factor.mul_(-entropy_scale[rows, None]).sub_(scale[rows, None])
+            part.mul_(factor)
         part.scatter_add_(-1, labels[rows, None], scale[rows, None])
         if part.dtype != dtype:
             grad[rows] = part
@@ -95,7 +99,7 @@ def _gradient(
 
 
 class _SelectedLogProbs(torch.autograd.Function):
-    """Saves the logits in their own dtype and the entropy; recomputes the softmax going backward."""
+    """Log-probs and entropy from logits, saved in their own dtype; the backward pass recomputes the softmax."""
 
     @staticmethod
     def forward(
@@ -108,7 +112,8 @@ class _SelectedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chosen, entropy = _select(logits, labels, temperature, with_entropy=with_entropy, ids=ids)
         ctx.save_for_backward(logits, labels, entropy)
-        ctx.temperature, ctx.ids = temperature, ids
+        ctx.temperature = temperature
+        ctx.ids = ids
         return chosen, entropy
 
     @staticmethod
@@ -127,9 +132,10 @@ class _SelectedLogProbs(torch.autograd.Function):
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Saves the hidden states, and logits that are one piece; going backward, others are computed again.
+    """Log-probs and entropy from hidden states, a piece of the logits at a time.
 
-    Logits are its own, so ids that are left out are written there, without a copy.
+    Logits that are one piece are saved; the backward pass recomputes those of several. They are this function's own, so
+    minus infinity for ids that are left out is written into them, without a copy.
     """
 
     @staticmethod
@@ -140,56 +146,72 @@ class _LinearLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         ids: SampledIds,
-        *options: Any,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        n_pieces = -(-len(labels) * len(weight) // logits_at_once(hidden.device.type == "cpu"))
+        n_logits = len(labels) * len(weight)
+        n_pieces = -(-n_logits // logits_at_once(hidden.device.type == "cpu"))
         size = -(-len(labels) // n_pieces)
-        ctx.ids, ctx.options = ids, options
-        ctx.pieces = [slice(start, start + size) for start in range(0, len(labels), size)]
-        found = []
+        ctx.pieces = _slices(len(labels), size)
+        ctx.ids = ids
+        ctx.temperature = temperature
+
+        chosen_pieces = []
+        entropy_pieces = []
         for rows in ctx.pieces:
             logits = ids.mask(linear_logits(hidden[rows], weight, bias))
-            found.append(_select(logits, labels[rows], *options))
-        chosen, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(
-            hidden, weight, bias, labels, entropy, logits if len(found) == 1 else None
-        )
+            chosen, entropy = _select(logits, labels[rows], temperature, with_entropy=with_entropy)
+            chosen_pieces.append(chosen)
+            entropy_pieces.append(entropy)
+
+        chosen = torch.cat(chosen_pieces)
+        entropy = torch.cat(entropy_pieces)
+        saved_logits = logits if len(ctx.pieces) == 1 else None
+        ctx.save_for_backward(hidden, weight, bias, labels, entropy, saved_logits)
         return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, entropy, kept = ctx.saved_tensors
-        of_hidden = torch.empty_like(hidden)
-        of_weight = None
-        of_bias = None
+        hidden, weight, bias, labels, entropy, saved_logits = ctx.saved_tensors
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
+
         for rows in ctx.pieces:
-            logits = (
-                ctx.ids.mask(linear_logits(hidden[rows], weight, bias)) if kept is None else kept
-            )
-            grads = [grad[rows] for grad in grad_outputs]
+            logits = saved_logits
+            if logits is None:
+                logits = ctx.ids.mask(linear_logits(hidden[rows], weight, bias))
             grad = _gradient(
                 logits,
                 labels[rows],
                 entropy[rows],
-                grads=grads,
-                temperature=ctx.options[0],
+                grads=[grad_output[rows] for grad_output in grad_outputs],
+                temperature=ctx.temperature,
                 dtype=weight.dtype,
             )
-            torch.mm(grad, weight, out=of_hidden[rows])
-            if ctx.needs_input_grad[1]:
-                of_weight = (
-                    grad.t() @ hidden
-                    if kept is not None
-                    else _add_product(of_weight, grad.t(), hidden[rows])
-                )
-            if ctx.needs_input_grad[2]:
-                of_bias = grad.sum(0, dtype=entropy.dtype).add_(0 if of_bias is None else of_bias)
-        of_weight, of_bias = (x if x is None else x.to(weight.dtype) for x in (of_weight, of_bias))
-        return of_hidden, of_weight, of_bias, None, None, *(None for _ in ctx.options)
+
+            torch.mm(grad, weight, out=grad_hidden[rows])
+            if needs_weight and saved_logits is not None:
+                grad_weight = grad.t() @ hidden
+            elif needs_weight:
+                grad_weight = _add_product(grad_weight, grad.t(), hidden[rows])
+            if needs_bias:
+                grad_sum = grad.sum(0, dtype=entropy.dtype)
+                grad_bias = grad_sum if grad_bias is None else grad_sum.add_(grad_bias)
+
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(N, H) and (V, H) to (N, V), on GPUs float32: bfloat16 near 30 has steps of an eighth."""
+    """Logits (N, V) of ``hidden`` (N, H) and ``weight`` (V, H), in float32 on GPUs.
+
+    bfloat16 near 30 has steps of an eighth.
+    """
     if not hidden.is_cuda or weight.element_size() > 2:
         return F.linear(hidden, weight, bias)
     logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -197,10 +219,12 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """``total``, float32 at least, plus ``left`` times ``right``, in place."""
+    """Add ``left`` times ``right`` to ``total``, float32 at least, in place; None is 0."""
     if total is None:
         dtype = torch.promote_types(left.dtype, torch.float32)
-        total = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+        shape = (left.shape[0], right.shape[1])
+        total = torch.zeros(shape, dtype=dtype, device=left.device)
+
     if total.dtype == left.dtype:
         return total.addmm_(left, right)
     if total.is_cuda:
@@ -209,7 +233,10 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype, ids: SampledIds) -> Tensor:
-    """May be ``logits`` themselves where no id is left out: not to be written into."""
+    """Logits over temperature, and minus infinity for ids that are left out.
+
+    These may be ``logits`` themselves where no id is left out, so do not write into them.
+    """
     scaled = logits.to(dtype) if temperature == 1 else logits.to(dtype) / temperature
     if not ids.left_out:
         return scaled
@@ -221,28 +248,35 @@ def log_probs_from_logits(
 ) -> Tensor:
     """log softmax(logits / temperature) at ``labels``: (..., V) and int64 (...) to float32 (...).
 
-    Over ``sampled_ids``: minus infinity at others, whose logits get a gradient of 0.
+    The softmax is over ``sampled_ids``: minus infinity at others, whose logits get a gradient of 0.
     """
-    flat, _ = _SelectedLogProbs.apply(
-        logits.flatten(0, -2), labels.flatten(), temperature, False, sampled_ids
+    flat_logits = logits.flatten(0, -2)
+    flat_labels = labels.flatten()
+    with_entropy = False
+    log_probs, _ = _SelectedLogProbs.apply(
+        flat_logits, flat_labels, temperature, with_entropy, sampled_ids
     )
-    return flat.view(labels.shape)
+    return log_probs.view(labels.shape)
 
 
 def log_probs_and_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, sampled_ids: SampledIds = ALL_IDS
 ) -> tuple[Tensor, Tensor]:
-    """As ``log_probs_from_logits``, and the entropy in nats of softmax(logits / temperature), float32 (...)."""
-    flat = logits.flatten(0, -2), labels.flatten()
-    log_probs, entropy = _SelectedLogProbs.apply(*flat, temperature, True, sampled_ids)
+    """Log-probs of ``log_probs_from_logits``, and entropy in nats of softmax(logits / temperature), float32 (...)."""
+    flat_logits = logits.flatten(0, -2)
+    flat_labels = labels.flatten()
+    with_entropy = True
+    log_probs, entropy = _SelectedLogProbs.apply(
+        flat_logits, flat_labels, temperature, with_entropy, sampled_ids
+    )
     return log_probs.view(labels.shape), entropy.view(labels.shape)
 
 
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): (..., V) to float32 (...). Differentiable."""
-    return log_probs_and_entropy(
-        logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), temperature
-    )[1]
+    any_labels = logits.new_zeros(logits.shape[:-1], dtype=torch.int64)
+    _, entropy = log_probs_and_entropy(logits, any_labels, temperature)
+    return entropy
 
 
 def linear_log_probs(
@@ -253,31 +287,40 @@ def linear_log_probs(
     hidden: Tensor,
     sampled_ids: SampledIds = ALL_IDS,
 ) -> Tensor:
-    """Log-probs at ``labels``, and entropy beside them if wanted, of a linear ``head``'s logits: float32 (..., 1 or 2).
+    """Log-probs at ``labels`` of a linear ``head``'s logits, with entropy beside them: float32 (..., 2), or (..., 1).
 
     ``hidden`` (..., H) are its inputs, and the softmax is over ``sampled_ids``. At most ``LOGITS_AT_ONCE`` logits
     exist at a time.
     """
-    flat = hidden.flatten(0, -2), head.weight, head.bias, labels.flatten()
-    chosen, entropy = _LinearLogProbs.apply(*flat, sampled_ids, temperature, with_entropy)
-    return torch.stack((chosen, entropy) if with_entropy else (chosen,), -1).view(
-        *hidden.shape[:-1], -1
+    chosen, entropy = _LinearLogProbs.apply(
+        hidden.flatten(0, -2),
+        head.weight,
+        head.bias,
+        labels.flatten(),
+        sampled_ids,
+        temperature,
+        with_entropy,
     )
+    columns = [chosen, entropy] if with_entropy else [chosen]
+    return torch.stack(columns, -1).unflatten(0, hidden.shape[:-1])
 
 
 def masked_sum(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
     """Sum of the elements where ``mask`` (same shape, bool or 0/1) is set; ``mask`` None counts all."""
-    return (tensor if mask is None else torch.where(mask.bool(), tensor, 0.0)).sum(dim)
+    if mask is not None:
+        tensor = torch.where(mask.bool(), tensor, 0.0)
+    return tensor.sum(dim)
 
 
 def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """Mean of the elements where ``mask`` (same shape, bool or 0/1) is set; 0 where nothing is set.
+    """Mean of the elements where ``mask`` (same shape, bool or 0/1) is set; 0 if none is.
 
     With ``dim=-1`` on (B, L) the result is one mean per sequence, (B,).
     """
     if mask is None:
         return tensor.mean(dim)
-    return masked_sum(tensor, mask, dim) / mask.bool().sum(dim).clamp(min=1)
+    n_set = mask.bool().sum(dim).clamp(min=1)
+    return masked_sum(tensor, mask, dim) / n_set
 
 
 def log_ratio(
@@ -313,12 +356,12 @@ def compute_approx_kl(
             "action_mask",
             order="(log_probs, ref_log_probs, action_mask, kl_estimator)",
         )
-    dtype = torch.promote_types(
-        log_probs.dtype, torch.float32
-    )  # bfloat16 differences would be noise
+
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)  # bfloat16 differences are noise
     x = log_probs.to(dtype) - ref_log_probs.to(dtype)
     if action_mask is not None:
         x = torch.where(action_mask.bool(), x, 0.0)
+
     if kl_estimator == "k1":
         return x
     if kl_estimator == "k2":

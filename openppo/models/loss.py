@@ -1,7 +1,7 @@
-"""Policy and value losses, and how losses of tokens add up over an optimizer step. Needs torch only.
+"""Policy and value losses, and the weights that sum token losses over an optimizer step. Needs torch only.
 
-``--policy_loss_type`` names an entry of ``POLICY_LOSSES``. All tensors are (B, L) float, masks bool. Importable from
-here too: the losses of SFT and reward models in ``supervised_loss.py``, and ``rollout_correction``.
+``--policy_loss_type`` names an entry of ``POLICY_LOSSES``. All tensors are (B, L) float, masks bool. Also importable
+from here: the losses of SFT and reward models in ``supervised_loss.py``, and ``rollout_correction``.
 """
 
 from __future__ import annotations
@@ -36,39 +36,48 @@ def token_weights(
     """Weights (B, L) with which losses of tokens add up over an optimizer step, 0 outside ``action_mask``.
 
     ``n_tokens`` and ``n_sequences`` count the action tokens, and the rows that have any, of the whole step, each times
-    its row's ``weight`` (B,) (None: 1). (loss * weights).sum() over the step is for "token_mean" the mean over tokens,
-    for "sequence_mean" that of each sequence's mean, for "constant" the sum over n_sequences * ``max_len``
-    (arXiv 2503.20783). A row may be a part of a sequence: ``share`` (B,) of its tokens (None: 1), which counts as so
-    much of one in ``n_sequences``. Float32, or the dtype of ``weight``.
+    its row's ``weight`` (B,) (None: 1). (loss * weights).sum() over the step is
+
+    - for "token_mean" the mean over tokens;
+    - for "sequence_mean" the mean over sequences of each one's mean;
+    - for "constant" the sum divided by n_sequences * ``max_len`` (arXiv 2503.20783).
+
+    A row may be a part of a sequence, with ``share`` (B,) of its tokens (None: 1); ``n_sequences`` counts the row as
+    that fraction of one. Float32, or the dtype of ``weight``.
     """
     mask = action_mask.bool()
     weighted = mask.float() if weight is None else mask * weight[:, None]  # (B, L)
-    n_tokens, n_sequences = float(n_tokens) or 1.0, float(n_sequences) or 1.0
+    n_tokens = float(n_tokens) or 1.0
+    n_sequences = float(n_sequences) or 1.0
+
     if loss_agg == "token_mean":
         return weighted / n_tokens
     if loss_agg == "sequence_mean":
-        part: Tensor | float = 1.0 if share is None else share[:, None]
-        return weighted * part / (mask.sum(-1, keepdim=True).clamp(min=1) * n_sequences)
+        row_share: Tensor | float = 1.0 if share is None else share[:, None]
+        row_tokens = mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
+        return weighted * row_share / (row_tokens * n_sequences)
     if loss_agg == "constant":
         return weighted / (n_sequences * max_len)
     raise ValueError(f"loss_agg must be token_mean, sequence_mean or constant, got {loss_agg!r}")
 
 
 def reduce_loss(loss: Tensor, action_mask: Tensor | None, reduction: Reduction) -> Tensor:
-    """Losses of tokens (B, L) to a mean over this batch (a row without actions has loss 0), or to themselves."""
+    """Mean of token losses (B, L) over this batch, or the losses themselves for "none".
+
+    Losses outside ``action_mask`` are 0; so is the mean of a row without actions.
+    """
     if reduction not in ("sequence_mean", "token_mean", "none"):
         raise ValueError(f"reduction must be sequence_mean, token_mean or none, got {reduction!r}")
     mask = torch.ones_like(loss, dtype=torch.bool) if action_mask is None else action_mask.bool()
     loss = torch.where(mask, loss, 0.0)
     if reduction == "none":
         return loss
-    ones = loss.new_ones(len(loss))
-    return (
-        loss
-        * token_weights(
-            mask, reduction, int(mask.sum()), n_sequences=len(loss), max_len=0, weight=ones
-        )
-    ).sum()
+
+    n_rows = len(loss)
+    n_tokens = int(mask.sum())
+    ones = loss.new_ones(n_rows)
+    weights = token_weights(mask, reduction, n_tokens, n_sequences=n_rows, max_len=0, weight=ones)
+    return (loss * weights).sum()
 
 
 class PolicyLoss(nn.Module):
@@ -99,7 +108,7 @@ class PolicyLoss(nn.Module):
         action_mask: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
-        """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``. The last one is not used here."""
+        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float, ``rollout_log_probs`` unused."""
         loss = self.surrogate(self.ratio(log_probs, old_log_probs, action_mask), advantages)
         return reduce_loss(loss, action_mask, self.reduction)
 
@@ -108,13 +117,14 @@ class PolicyLoss(nn.Module):
         clipped = ratio.clamp(1 - self.clip_eps, 1 + self.clip_eps_high)
         loss = -torch.min(ratio * advantages, clipped * advantages)
         if self.dual_clip is not None:
-            loss = torch.where(advantages < 0, torch.min(loss, -self.dual_clip * advantages), loss)
+            bounded = torch.min(loss, -self.dual_clip * advantages)
+            loss = torch.where(advantages < 0, bounded, loss)
         return loss
 
     def ratio(
         self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None
     ) -> Tensor:
-        """Ratio r of each token, which is clipped: (B, L), 1 outside the mask."""
+        """Ratio r of each token before clipping, (B, L); 1 outside the mask."""
         return policy_ratio(log_probs, old_log_probs, action_mask)
 
     def clipped(
@@ -140,13 +150,14 @@ class GSPOLoss(PolicyLoss):
     def ratio(
         self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None
     ) -> Tensor:
-        """Ratio of each token's sequence, which is clipped: (B, L), 1 outside the mask."""
+        """Ratio of each token's sequence before clipping, (B, L); 1 outside the mask."""
         log_ratios = log_ratio(log_probs.detach(), old_log_probs, action_mask)
         sequence_ratio = masked_mean(log_ratios, action_mask, dim=-1).exp()[:, None]  # (B, 1)
-        spread = sequence_ratio * policy_ratio(
-            log_probs, log_probs.detach(), action_mask
-        )  # times 1, for the gradient
-        return spread if action_mask is None else torch.where(action_mask.bool(), spread, 1.0)
+
+        # 1 everywhere, with the gradient of each token's log-prob
+        unit_ratio = policy_ratio(log_probs, log_probs.detach(), action_mask)
+        ratio = sequence_ratio * unit_ratio
+        return ratio if action_mask is None else torch.where(action_mask.bool(), ratio, 1.0)
 
 
 class MaskingLoss(PolicyLoss):
@@ -160,18 +171,18 @@ class MaskingLoss(PolicyLoss):
         action_mask: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
-        """All (B, L) float; a scalar, or (B, L) with ``reduction="none"``. ``ValueError`` without the last one."""
+        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float.
+
+        ``ValueError`` without ``rollout_log_probs``.
+        """
         if rollout_log_probs is None:
             raise ValueError(
                 f"{type(self).__name__} compares with the engine's log-probs: pass rollout_log_probs."
             )
-        weights = self.masking(
-            log_probs, old_log_probs, rollout_log_probs, action_mask=action_mask
-        ).kept()
-        loss = weights * self.unweighted(
-            log_probs, old_log_probs, advantages, action_mask=action_mask
-        )
-        return reduce_loss(loss, action_mask, self.reduction)
+
+        masking = self.masking(log_probs, old_log_probs, rollout_log_probs, action_mask=action_mask)
+        loss = self.unweighted(log_probs, old_log_probs, advantages, action_mask=action_mask)
+        return reduce_loss(masking.kept() * loss, action_mask, self.reduction)
 
     def masking(
         self,
@@ -180,7 +191,7 @@ class MaskingLoss(PolicyLoss):
         rollout_log_probs: Tensor,
         action_mask: Tensor | None = None,
     ) -> RatioRange:
-        """The ratio, and the range outside of which tokens have no loss."""
+        """Ratio to the engine's log-probs, and the range outside of which tokens have no loss."""
         raise NotImplementedError
 
     def unweighted(
@@ -190,14 +201,14 @@ class MaskingLoss(PolicyLoss):
         advantages: Tensor,
         action_mask: Tensor | None,
     ) -> Tensor:
-        """What the ratio is multiplied with, (B, L)."""
+        """Loss (B, L) of each token before its ratio weights it."""
         raise NotImplementedError
 
 
 class DoubleSidedLoss(MaskingLoss):
     """-f(r) A for r = p / p_rollout: f(r) = r in [1 - clip_eps, 1 + clip_eps_high], else 0 (GLM-5, arXiv 2602.15763).
 
-    Outside, the gradient is 0 for both signs of A. Old log-probs are not used, but by ``clipped``: give the engine's.
+    Outside, the gradient is 0 for both signs of A. Only ``clipped`` uses old log-probs: pass the engine's to it.
     """
 
     def __init__(
@@ -215,7 +226,7 @@ class DoubleSidedLoss(MaskingLoss):
         rollout_log_probs: Tensor,
         action_mask: Tensor | None = None,
     ) -> RatioRange:
-        """Of the policy to the engine, with its gradient."""
+        """Ratio of the policy to the engine, with its gradient, and the clip range."""
         ratio = policy_ratio(log_probs, rollout_log_probs, action_mask)
         return RatioRange(ratio, 1 - self.clip_eps, 1 + self.clip_eps_high)
 
@@ -236,7 +247,8 @@ class DecoupledLoss(MaskingLoss):
     The old policy is the one before the update, recomputed; the engine may have sampled with older weights.
     """
 
-    cap = 5.0  # of AReaL
+    cap = 5.0
+    """Highest k, as in AReaL."""
 
     def masking(
         self,
@@ -245,10 +257,9 @@ class DecoupledLoss(MaskingLoss):
         rollout_log_probs: Tensor,
         action_mask: Tensor | None = None,
     ) -> RatioRange:
-        """Of the old policy to the engine, without gradient."""
-        return RatioRange(
-            policy_ratio(old_log_probs, rollout_log_probs, action_mask).detach(), 0.0, self.cap
-        )
+        """Ratio of the old policy to the engine, without gradient, and the range up to ``cap``."""
+        ratio = policy_ratio(old_log_probs, rollout_log_probs, action_mask).detach()
+        return RatioRange(ratio, 0.0, self.cap)
 
     def unweighted(
         self,
@@ -257,7 +268,7 @@ class DecoupledLoss(MaskingLoss):
         advantages: Tensor,
         action_mask: Tensor | None,
     ) -> Tensor:
-        """The surrogate, (B, L)."""
+        """PPO's clipped surrogate, (B, L)."""
         return self.surrogate(self.ratio(log_probs, old_log_probs, action_mask), advantages)
 
 
@@ -277,10 +288,9 @@ class CISPOLoss(nn.Module):
         action_mask: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
-        """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``. The last one is not used here."""
-        truncated = policy_ratio(log_probs.detach(), old_log_probs, action_mask).clamp(
-            max=self.eps_max
-        )
+        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float, ``rollout_log_probs`` unused."""
+        ratio = policy_ratio(log_probs.detach(), old_log_probs, action_mask)
+        truncated = ratio.clamp(max=self.eps_max)
         if action_mask is not None:
             log_probs = torch.where(action_mask.bool(), log_probs, 0.0)
         return reduce_loss(-truncated * advantages * log_probs, action_mask, self.reduction)
@@ -308,14 +318,14 @@ class ValueLoss(nn.Module):
     def forward(
         self, values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor | None = None
     ) -> Tensor:
-        """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
-        if (
-            action_mask is not None
-        ):  # before the square, whose gradient at NaN is NaN even where it does not count
+        """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float."""
+        # Mask before the square: its gradient at NaN is NaN even where the loss does not count.
+        if action_mask is not None:
             mask = action_mask.bool()
-            values, old_values, returns = (
-                torch.where(mask, x, 0.0) for x in (values, old_values, returns)
-            )
+            values = torch.where(mask, values, 0.0)
+            old_values = torch.where(mask, old_values, 0.0)
+            returns = torch.where(mask, returns, 0.0)
+
         loss = (values - returns).square()
         if self.clip_eps is not None:
             clipped = old_values + (values - old_values).clamp(-self.clip_eps, self.clip_eps)
@@ -326,44 +336,55 @@ class ValueLoss(nn.Module):
         self, values: Tensor, old_values: Tensor, action_mask: Tensor | None = None
     ) -> Tensor:
         """Tokens whose value moved further than the clip range, bool (B, L)."""
-        moved = (values - old_values).abs() > (
-            torch.inf if self.clip_eps is None else self.clip_eps
-        )
-        return moved if action_mask is None else moved & action_mask.bool()
+        clip_eps = torch.inf if self.clip_eps is None else self.clip_eps
+        clipped = (values - old_values).abs() > clip_eps
+        return clipped if action_mask is None else clipped & action_mask.bool()
 
 
 class PolicyLossEntry(NamedTuple):
-    """Builds a loss of tokens, which add up by ``loss_agg`` (None: as the estimator wants) unless an option says."""
+    """Builder of a policy loss, and the default aggregation of its token losses."""
 
-    make: Callable[
-        [LossConfig], Any
-    ]  # a module that is called as ``PolicyLoss`` is and has its ``clipped``
+    make: Callable[[LossConfig], Any]
+    """Returns a module that is called as ``PolicyLoss`` is and has its ``clipped``."""
     loss_agg: LossAggregation | None = None
+    """Used unless an option sets one; None: the estimator's default."""
+
+
+def _ppo(config: LossConfig) -> PolicyLoss:
+    return PolicyLoss(config.eps_clip, config.eps_clip_high, config.dual_clip, reduction="none")
 
 
 def _gspo(config: LossConfig) -> GSPOLoss:
     if config.eps_clip > 0.02:
-        said = "--policy_loss_type gspo with --eps_clip %g clips next to nothing: use 3e-4, and --eps_clip_high 4e-4"
-        logger.warning(said, config.eps_clip)
+        logger.warning(
+            "--policy_loss_type gspo with --eps_clip %g clips next to nothing: use 3e-4, and --eps_clip_high 4e-4",
+            config.eps_clip,
+        )
     return GSPOLoss(config.eps_clip, config.eps_clip_high, config.dual_clip, reduction="none")
 
 
+def _cispo(config: LossConfig) -> CISPOLoss:
+    return CISPOLoss(config.cispo_eps_max, reduction="none")
+
+
+def _double_sided(config: LossConfig) -> DoubleSidedLoss:
+    return DoubleSidedLoss(config.eps_clip, config.eps_clip_high or 0.28, reduction="none")
+
+
+def _decoupled(config: LossConfig) -> DecoupledLoss:
+    return DecoupledLoss(config.eps_clip, config.eps_clip_high, config.dual_clip, reduction="none")
+
+
 POLICY_LOSSES: dict[str, PolicyLossEntry] = {
-    "ppo": PolicyLossEntry(
-        lambda c: PolicyLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")
-    ),
+    "ppo": PolicyLossEntry(_ppo),
     "gspo": PolicyLossEntry(_gspo, loss_agg="sequence_mean"),
-    "cispo": PolicyLossEntry(lambda c: CISPOLoss(c.cispo_eps_max, reduction="none")),
-    "double_sided": PolicyLossEntry(
-        lambda c: DoubleSidedLoss(c.eps_clip, c.eps_clip_high or 0.28, reduction="none")
-    ),
-    "decoupled": PolicyLossEntry(
-        lambda c: DecoupledLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")
-    ),
+    "cispo": PolicyLossEntry(_cispo),
+    "double_sided": PolicyLossEntry(_double_sided),
+    "decoupled": PolicyLossEntry(_decoupled),
 }
-"""By the names of ``--policy_loss_type``."""
+"""Policy losses by the names of ``--policy_loss_type``."""
 
 
 def policy_loss(config: LossConfig) -> Any:
-    """The loss that ``--policy_loss_type`` names: called as ``PolicyLoss`` is, with its ``clipped``."""
+    """Build the loss that ``--policy_loss_type`` names; it is called as ``PolicyLoss`` is and has its ``clipped``."""
     return POLICY_LOSSES[config.loss_type].make(config)

@@ -1,4 +1,4 @@
-"""Token ids to padded tensors, and padded tensors to packed rows where that is exact."""
+"""Padding of token ids to tensors, and packing of padded tensors to one row where that is exact."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -14,16 +14,19 @@ from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.pretrained import context_length
 from openppo.models.vision_models import placeholders
 
-_ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
-_LEAK, NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
+_ROW = [2, 0, 1, 3, 3]
+"""Row whose outputs tiny forwards compare, beside others."""
+_LEAK = 1e-5
+"""Largest change of its outputs by other rows."""
+NOISE = 0.05
+"""Largest relative change of its outputs by its place, in bfloat16 too."""
 
 
 def pad_right(rows: Sequence[Sequence[int] | Tensor], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Sequences int64 (B, L) padded on the right, and the mask of real tokens, bool (B, L)."""
     lengths = torch.tensor([len(row) for row in rows])
-    sequences = pad_sequence(
-        [torch.as_tensor(row, dtype=torch.int64) for row in rows], True, pad_token_id
-    )
+    tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+    sequences = pad_sequence(tensors, batch_first=True, padding_value=pad_token_id)
     return sequences, torch.arange(sequences.shape[1]) < lengths[:, None]
 
 
@@ -34,23 +37,29 @@ def rounded_width(length: int) -> int:
 
 
 def pad_width(sequences: Tensor, model: Any) -> Tensor:
-    """``sequences`` int64 (B, L) on the model's device; on CPUs in bfloat16 (B, ``rounded_width(L)``), if that fits it.
+    """Move ``sequences`` int64 (B, L) to the model's device; on CPUs in bfloat16 pad them to ``rounded_width(L)``.
 
-    oneDNN compiles matrix products for each new shape, keeps a thousand of them, and is faster with even ones.
+    oneDNN compiles matrix products for each new shape, keeps a thousand of them, and is faster with even ones. Rows
+    that would exceed the model's context are not padded.
     """
-    length, device = sequences.shape[1], device_of(model)
+    device = device_of(model)
     if device.type != "cpu" or model.dtype is not torch.bfloat16:
         return on_device(sequences, device)
-    positions, width = context_length(model.config), rounded_width(length)
-    return (
-        sequences
-        if positions is not None and width > positions
-        else F.pad(sequences, (0, width - length))
-    )
+
+    width = rounded_width(sequences.shape[1])
+    max_width = context_length(model.config)
+    if max_width is not None and width > max_width:
+        return sequences
+    return pad_to(sequences, width)
+
+
+def pad_to(tensor: Tensor, width: int) -> Tensor:
+    """Append zeros to the last dimension of ``tensor``, up to ``width``."""
+    return F.pad(tensor, (0, width - tensor.shape[-1]))
 
 
 class WithMedia(Protocol):
-    """A prompt, or an example."""
+    """Prompt or example, for its tokens and images."""
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -62,31 +71,41 @@ class WithMedia(Protocol):
 def with_stand_in(
     stand_in: WithMedia | None, media: Sequence[Media], *tensors: Tensor
 ) -> tuple[Sequence[Media], list[Tensor]]:
-    """``media`` and ``tensors`` (B, L) of a batch, sequences and their mask first, with a row of ``stand_in`` behind.
+    """``media`` and ``tensors`` (B, L) of a batch, with a row of ``stand_in`` behind if it lacks one of its kinds.
 
-    So all ranks run the same parts of a model, whose weights may be partitioned and gradients reduced together. Only
-    for a batch without media of one of its kinds; no place of the row is an action.
+    ``tensors`` are sequences, their attention mask and maybe an action mask; no place of the new row is an action.
+    Every rank then runs the same modules, as ZeRO requires.
     """
-    kinds = {item.kind for of_row in media for item in of_row}
+    kinds = {item.kind for row_media in media for item in row_media}
     if stand_in is None or kinds.issuperset(item.kind for item in stand_in.media):
         return media, list(tensors)
-    row = torch.tensor([stand_in.token_ids])
+
+    ids = torch.tensor([stand_in.token_ids])
+    attention_mask = torch.ones_like(ids, dtype=torch.bool)
+    action_mask = torch.zeros_like(attention_mask)
     n_rows, length = tensors[0].shape
-    width, real = max(length, row.shape[1]), torch.ones_like(row, dtype=torch.bool)
+    width = max(length, ids.shape[1])
 
-    def longer(tensor: Tensor, new: Tensor) -> Tensor:
-        padded = (F.pad(x, (0, width - x.shape[1])) for x in (tensor, new.to(tensor)))
-        return torch.cat([*padded])
-
-    made = [longer(tensor, new) for tensor, new in zip(tensors, (row, real, ~real), strict=False)]
-    return [*(media or [()] * n_rows), stand_in.media], made
+    longer = []
+    for tensor, row in zip(tensors, (ids, attention_mask, action_mask), strict=False):
+        padded_row = pad_to(row.to(tensor), width)
+        longer.append(torch.cat([pad_to(tensor, width), padded_row]))
+    return [*(media or [()] * n_rows), stand_in.media], longer
 
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """``tensor`` on ``device``; to a GPU from pinned memory, as the host would wait for the GPU's work else."""
+    """Move ``tensor`` to ``device``; to a GPU from pinned memory, or the host would wait for the GPU's work."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def inputs_on_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """``inputs`` of a model, with their tensors on ``device``."""
+    moved = {}
+    for name, value in inputs.items():
+        moved[name] = on_device(value, device) if isinstance(value, Tensor) else value
+    return moved
 
 
 def base_of(model: Any) -> Any:
@@ -95,29 +114,32 @@ def base_of(model: Any) -> Any:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where the weights of ``model`` are."""
+    """The device that the weights of ``model`` are on."""
     return next(model.parameters()).device
 
 
 def pack_rows(
     sequences: Tensor, attention_mask: Tensor, model: Any, position_ids: Tensor | None = None
 ) -> tuple[dict[str, Any], Tensor]:
-    """Real tokens of a batch in one row of T: inputs on ``model``'s device, and where in the row each token is.
+    """Pack the real tokens of a batch into one row: its inputs, and the place of each token in it.
 
     ``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L); ``position_ids`` int64 (B, L), if
-    rows hold several documents. Inputs int64 (1, T), with positions from 0 in each document, and int32 where each
-    begins, once for all layers; places int64 (B x L,), of padding that of the last real token before it.
+    rows hold several documents. Inputs of T tokens on ``model``'s device: int64 (1, T), with positions from 0 in each
+    document, and the int32 starts of documents, once for all layers. Places int64 (B x L,); padding has the place of
+    the last real token before it.
     """
-    real, length = attention_mask.bool().flatten(), sequences.shape[1]  # (B x L,)
+    length = sequences.shape[1]
     if position_ids is None:
         position_ids = torch.arange(length, device=sequences.device).expand_as(sequences)
-    positions = position_ids.flatten()[real]  # (T,)
-    starts = F.pad((positions == 0).nonzero()[:, 0], (0, 1), value=len(positions)).int()
+    is_real = attention_mask.bool().flatten()  # (B x L,)
+    positions = position_ids.flatten()[is_real]  # (T,)
+    first_tokens = (positions == 0).nonzero()[:, 0]
+    n_tokens = len(positions)
+    starts = F.pad(first_tokens, (0, 1), value=n_tokens).int()
+
     inputs: dict[str, Any] = {
-        "input_ids": sequences.flatten()[real][None],
+        "input_ids": sequences.flatten()[is_real][None],
         "position_ids": positions[None],
-    }
-    inputs |= {
         "cu_seq_lens_q": starts,
         "cu_seq_lens_k": starts,
         "max_length_q": length,
@@ -125,17 +147,14 @@ def pack_rows(
     }
     if model.config._attn_implementation == BY_LENGTHS:
         inputs["attention_mask"] = finished_mask(sequences.device)
-    device = device_of(model)
-    inputs = {
-        name: on_device(value, device) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
-    return inputs, (real.cumsum(0) - 1).clamp(min=0)
+
+    inputs = inputs_on_device(inputs, device_of(model))
+    return inputs, (is_real.cumsum(0) - 1).clamp(min=0)
 
 
 @torch.no_grad()
 def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool:
-    """Whether ``model`` keeps documents of one row apart, by tiny forwards; logs why not.
+    """True if ``model`` keeps documents of one row apart, by tiny forwards; logs the reason if not.
 
     ``model`` is called like ``Actor.forward``, by all ranks together. transformers separates documents where position
     ids restart, but not for every architecture and attention.
@@ -143,10 +162,11 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
 
     def after(first: list[int]) -> Tensor:
         ids = torch.tensor([[*first, *_ROW]], device=device)
-        positions = torch.tensor([[*range(len(first)), *range(len(_ROW))]], device=device)
-        return model(ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)[
-            0, len(first) + 1 :
-        ]
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        positions = [*range(len(first)), *range(len(_ROW))]
+        position_ids = torch.tensor([positions], device=device)
+        log_probs = model(ids, mask, position_ids=position_ids)
+        return log_probs[0, len(first) + 1 :]
 
     return is_exact("documents are not packed", after)
 
@@ -155,15 +175,16 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
 def pack_where_exact(
     module: Any, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str
 ) -> None:
-    """Have ``module`` put a batch's samples into one unpadded row if they stay apart there, by tiny forwards.
+    """Have ``module`` pack a batch's samples into one row if they stay apart there, by tiny forwards.
 
-    ``forward`` is the module or the engine around it, called by all ranks together. That is for attention by lengths,
-    which computes no padding then; on a GPU without it a line says so.
+    ``forward`` is the module or the engine around it, called by all ranks together. Packing needs attention by lengths,
+    which then computes no padding; a line is logged on a GPU without it.
     """
     attention = module.model.config._attn_implementation
     if placeholders(module.model.config):
         logger.info("samples of the %s are padded: it reads images", name)
         return
+
     if attention not in (BY_LENGTHS, "flash_attention_2"):
         if device.type == "cuda":
             logger.info(
@@ -183,20 +204,27 @@ def pack_where_exact(
 
 
 def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor], noise: float = NOISE) -> bool:
-    """Whether outputs of a row are the same ``beside`` two others, and without others up to rounding; logs if not."""
+    """True if a row's outputs do not depend on other rows ``beside`` it, up to rounding; logs a warning if not.
+
+    ``beside`` returns the outputs of the row beside another one, or alone for an empty list.
+    """
     try:
         alone = beside([])
-        one = beside([0, 1, 2])
-        another = beside([3, 1, 0])
+        outputs = beside([0, 1, 2])
+        other_outputs = beside([3, 1, 0])
     except (TypeError, ValueError) as error:
         logger.warning("%s: the model cannot read one row of them (%s)", otherwise, error)
         return False
-    leak, shift = (
-        float((one - another).abs().max()),
-        float((one - alone).abs().max() / alone.abs().max().clamp(min=1)),
-    )
+
+    leak = float((outputs - other_outputs).abs().max())
+    scale = alone.abs().max().clamp(min=1)
+    shift = float((outputs - alone).abs().max() / scale)
     if leak <= _LEAK and shift <= noise:
         return True
-    said = "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g"
-    logger.warning(said, otherwise, leak, shift)
+    logger.warning(
+        "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g",
+        otherwise,
+        leak,
+        shift,
+    )
     return False

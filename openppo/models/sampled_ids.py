@@ -1,4 +1,4 @@
-"""Ids that a policy can sample: sampling and training leave out the same ones before the softmax."""
+"""Ids that a policy can sample, the same ones in sampling and training."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from torch import Tensor, inf
 
 @dataclass(frozen=True)
 class SampledIds:
-    """All ids that a model has logits of, but for those ``left_out``: ranges in their order.
+    """All ids that a model has logits of, except those ``left_out`` before the softmax: ranges in ascending order.
 
-    ``media`` are kinds by the id of the token that stands for them. ``sampled_ids`` makes one for a model and its
+    ``media`` maps the id of each placeholder token to its kind. ``sampled_ids`` makes one for a model and its
     tokenizer, such as ``SampledIds((range(60, 61), range(62, 64)), {60: "image"})``.
     """
 
@@ -22,11 +22,12 @@ class SampledIds:
         return not any(token_id in part for part in self.left_out)
 
     def first(self, n: int) -> list[int]:
-        """The ``n`` lowest of them."""
-        return list(islice((token_id for token_id in count() if token_id in self), n))
+        """The ``n`` lowest ids that can be sampled."""
+        sampled = (token_id for token_id in count() if token_id in self)
+        return list(islice(sampled, n))
 
     def mask(self, logits: Tensor) -> Tensor:
-        """``logits`` (..., V), in which minus infinity is written for ids that are left out."""
+        """Write minus infinity into ``logits`` (..., V) of ids that are left out, and return them."""
         for part in self.left_out:
             logits[..., part.start : part.stop].fill_(-inf)
         return logits
@@ -39,12 +40,13 @@ class SampledIds:
         return f"the id {token_id} is never sampled, as it stands for {kind}s"
 
     def check_ends(self, eos_token_ids: Iterable[int], stop_token_ids: Iterable[int]) -> None:
-        """``ValueError`` for a stop token, or for all EOS tokens, that can never be sampled."""
+        """Raise ``ValueError`` for a stop token, or for all EOS tokens, that can never be sampled."""
         for token_id in stop_token_ids:
             if token_id not in self:
                 raise ValueError(
                     f"--stop_token_ids: {self.why_not(token_id)}. Leave it out, or use another id."
                 )
+
         ends = [*eos_token_ids]
         if ends and not any(token_id in self for token_id in ends):
             raise ValueError(
@@ -54,11 +56,14 @@ class SampledIds:
 
     def __str__(self) -> str:
         """The ids that are left out, for a log line."""
-        ids = {
-            kind: sorted(i for i in self.media if self.media[i] == kind)
-            for kind in self.media.values()
-        }
-        parts = [f"{', '.join(map(str, of_kind))} ({kind}s)" for kind, of_kind in ids.items()]
+        ids_by_kind: dict[str, list[int]] = {}
+        for token_id, kind in self.media.items():
+            ids_by_kind.setdefault(kind, []).append(token_id)
+
+        parts = []
+        for kind, token_ids in ids_by_kind.items():
+            ids = ", ".join(map(str, sorted(token_ids)))
+            parts.append(f"{ids} ({kind}s)")
         n_unknown = sum(map(len, self.left_out)) - len(self.media)
         if n_unknown > 0:
             parts.append(
@@ -68,4 +73,4 @@ class SampledIds:
 
 
 ALL_IDS = SampledIds()
-"""Leaves none out."""
+"""All ids of a model, none left out."""

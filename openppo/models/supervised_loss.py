@@ -12,17 +12,20 @@ IGNORE_INDEX = -100
 class GPTLMLoss(nn.Module):
     """Next-token cross entropy: logits at t against the label at t + 1; labels of ``IGNORE_INDEX`` do not count.
 
-    Over the whole vocabulary: texts may have ids that a policy never samples.
+    The softmax is over the whole vocabulary: texts may have ids that a policy never samples.
     """
 
     IGNORE_INDEX = IGNORE_INDEX
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """``logits`` (B, L, V), ``labels`` int64 (B, L); scalar mean over counted labels, 0 if there is none."""
-        counted = labels[:, 1:] != self.IGNORE_INDEX
-        log_probs = log_probs_from_logits(
-            logits[:, :-1], labels[:, 1:].masked_fill(~counted, 0)
-        )  # float32, (B, L - 1)
+        """Mean loss over the labels that count, a scalar; 0 if there is none.
+
+        ``logits`` (B, L, V), ``labels`` int64 (B, L).
+        """
+        next_labels = labels[:, 1:]
+        counted = next_labels != self.IGNORE_INDEX
+        next_labels = next_labels.masked_fill(~counted, 0)
+        log_probs = log_probs_from_logits(logits[:, :-1], next_labels)  # float32, (B, L - 1)
         return -masked_mean(log_probs, counted)
 
 
@@ -32,9 +35,11 @@ class PairWiseLoss(nn.Module):
     def forward(
         self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None
     ) -> Tensor:
-        """Rewards and optional ``margin`` of shape (B,); scalar."""
+        """Mean loss, a scalar; rewards and the optional ``margin`` are (B,)."""
         difference = chosen_reward - reject_reward
-        return -F.logsigmoid(difference if margin is None else difference - margin).mean()
+        if margin is not None:
+            difference = difference - margin
+        return -F.logsigmoid(difference).mean()
 
 
 class LogExpLoss(nn.Module):
@@ -43,9 +48,11 @@ class LogExpLoss(nn.Module):
     def forward(
         self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None
     ) -> Tensor:
-        """Rewards and optional ``margin`` of shape (B,); scalar."""
+        """Mean loss, a scalar; rewards and the optional ``margin`` are (B,)."""
         difference = reject_reward - chosen_reward
-        return F.softplus(difference if margin is None else difference + margin).mean()
+        if margin is not None:
+            difference = difference + margin
+        return F.softplus(difference).mean()
 
 
 class PRMLoss(nn.Module):
@@ -68,38 +75,45 @@ class PRMLoss(nn.Module):
     def forward(
         self, inputs: Tensor, logits: Tensor, labels: Tensor, *, return_acc: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``inputs`` int64 (B, L), ``logits`` (B, L, V), ``labels`` int64 or float (B, L).
+        """Mean loss over placeholders, a scalar.
 
-        Returns the scalar mean over placeholders, and with ``return_acc`` also the share of placeholders at
-        which the likeliest (reward) token is the labelled one.
+        ``inputs`` int64 (B, L), ``logits`` (B, L, V), ``labels`` int64 or float (B, L). With ``return_acc`` also the
+        share of placeholders at which the likeliest (reward) token is the labelled one.
         """
-        chosen = (inputs == self.placeholder_token_id) & (labels != self.IGNORE_INDEX)
-        step_logits, step_labels = logits[chosen], labels[chosen]  # (N, V), (N,)
+        is_step = (inputs == self.placeholder_token_id) & (labels != self.IGNORE_INDEX)  # (B, L)
+        step_logits = logits[is_step]  # (N, V)
+        step_labels = labels[is_step]  # (N,)
+        n_steps = max(len(step_labels), 1)
         if self.reward_token_ids is not None:
             step_logits = step_logits[:, self.reward_token_ids]  # (N, number of reward tokens)
+
         targets = self._targets(step_labels)
-        loss = F.cross_entropy(step_logits.float(), targets, reduction="sum") / max(
-            len(step_labels), 1
-        )
+        loss = F.cross_entropy(step_logits.float(), targets, reduction="sum") / n_steps
         if not return_acc:
             return loss
-        wanted = targets.argmax(-1) if targets.dim() == 2 else targets
-        correct = (step_logits.argmax(-1) == wanted).float()
-        return loss, correct.sum() / max(len(step_labels), 1)
+
+        likeliest_targets = targets.argmax(-1) if targets.dim() == 2 else targets
+        correct = (step_logits.argmax(-1) == likeliest_targets).float()
+        return loss, correct.sum() / n_steps
 
     def _targets(self, labels: Tensor) -> Tensor:
-        """Probabilities (N, 2) of soft labels, else the places (N,) of labels among the tokens that compete."""
+        """Probabilities (N, 2) of soft labels, or the indexes (N,) of token ids among ``reward_token_ids``."""
         if labels.is_floating_point():
             if self.reward_token_ids is None or len(self.reward_token_ids) != 2:
                 raise ValueError(
                     f"float labels need exactly two reward_token_ids, got {self.reward_token_ids}"
                 )
             return torch.stack([labels, 1 - labels], dim=-1).float()
+
         if self.reward_token_ids is None:
             return labels
-        matches = labels[:, None] == torch.tensor(self.reward_token_ids, device=labels.device)
-        if strange := sorted(set(labels[~matches.any(-1)].tolist())):
+
+        reward_token_ids = torch.tensor(self.reward_token_ids, device=labels.device)
+        matches = labels[:, None] == reward_token_ids  # (N, number of reward tokens)
+        unknown = labels[~matches.any(-1)].tolist()
+        if unknown:
             raise ValueError(
-                f"labels {strange} at placeholder positions are not among reward_token_ids {self.reward_token_ids}"
+                f"labels {sorted(set(unknown))} at placeholder positions are not among "
+                f"reward_token_ids {self.reward_token_ids}"
             )
         return matches.int().argmax(-1)

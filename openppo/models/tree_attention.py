@@ -1,10 +1,10 @@
-"""Attention of a tree of tokens on CPUs: each sees its own node up to itself, and the nodes above whole.
+"""Attention of a tree of tokens on CPUs: each token sees its own node up to itself, and whole nodes above.
 
-No score is computed that is not used. Parts of a softmax are put together by their log-sums; the backward pass of each
-part needs only the sum over all (arXiv 2310.01889 does the same with blocks of keys on several devices).
+No unused score is computed. Parts of a softmax are merged by their log-sums; the backward pass of each part needs only
+the sum over all (arXiv 2310.01889 does the same with blocks of keys on several devices).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -16,32 +16,34 @@ _gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _parts(nodes: Tensor) -> Iterator[tuple[slice, slice, int]]:
-    """Queries and keys of each call, and how many nodes see themselves in it, causally.
+    """Queries and keys of each call, and the number of nodes that see themselves in it, causally.
 
-    First nodes that see themselves, neighbours of one length together; then, with 0, what continues a node sees it.
+    First nodes that see themselves, neighbours of one length together; then, with 0, the nodes below each, which see
+    all of it.
     """
     spans = nodes.tolist()
-    for run in (list(run) for _, run in groupby(spans, lambda span: span[1] - span[0])):
-        tokens = slice(run[0][0], run[-1][1])
-        yield tokens, tokens, len(run)
-    yield from (
-        (slice(end, stop), slice(first, end), 0) for first, end, stop in spans if stop > end
-    )
+    for _, run in groupby(spans, lambda span: span[1] - span[0]):
+        neighbours = list(run)
+        tokens = slice(neighbours[0][0], neighbours[-1][1])
+        yield tokens, tokens, len(neighbours)
+    for first, end, stop in spans:
+        if stop > end:
+            yield slice(end, stop), slice(first, end), 0
 
 
-def _of(tensors: Iterable[Tensor], places: slice, n_nodes: int) -> list[Tensor]:
-    """Views of some tokens of tensors (1, H, T, ...): (1, H, tokens, ...), or (nodes, H, tokens of one, ...)."""
-    parts = [x[:, :, places] for x in tensors]
-    return (
-        [x[0].unflatten(1, (n_nodes, -1)).transpose(0, 1) for x in parts] if n_nodes > 0 else parts
-    )
+def _view(tensor: Tensor, places: slice, n_nodes: int) -> Tensor:
+    """View of some tokens of a tensor (1, H, T, ...): (1, H, tokens, ...), or (nodes, H, tokens of one, ...)."""
+    part = tensor[:, :, places]
+    if n_nodes == 0:
+        return part
+    return part[0].unflatten(1, (n_nodes, -1)).transpose(0, 1)
 
 
 @torch.library.custom_op("openppo::tree_attention", mutates_args=())
 def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, nodes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """``query`` (1, H, T, D) to the same, and the log-sums of scores, float32 (1, H, T).
+    """Attend ``query`` (1, H, T, D); returns the same shape, and the log-sums of scores, float32 (1, H, T).
 
     ``key`` and ``value`` (1, G, T, D), H a multiple of G; all is computed in float32, since bfloat16 is slower.
     ``nodes`` are those of ``PrefixTree``; tokens outside of them see nothing and get 0.
@@ -50,25 +52,36 @@ def tree_attention(
     query = query.float()
     key = key.float()
     value = value.float()
-    output, total = _by_token(query).zero_(), _by_token(query[..., 0]).fill_(-torch.inf)
-    for queries, keys, n in _parts(nodes):
-        given = [*_of([query], queries, n), *_of([key, value], keys, n)]
-        part, of_part = _forward(*given, 0.0, n > 0, scale=scale)
-        mixed, sums = _of([output, total], queries, n)
-        if n > 0:
-            mixed.copy_(part)
-            sums.copy_(of_part)
-            continue
-        both = torch.logaddexp(sums, of_part)
-        mixed.mul_(torch.exp(sums - both)[..., None]).add_(
-            part * torch.exp(of_part - both)[..., None]
+    output = _by_token(query).zero_()
+    log_sums = _by_token(query[..., 0]).fill_(-torch.inf)
+
+    for queries, keys, n_nodes in _parts(nodes):
+        is_causal = n_nodes > 0
+        part_output, part_sums = _forward(
+            _view(query, queries, n_nodes),
+            _view(key, keys, n_nodes),
+            _view(value, keys, n_nodes),
+            dropout_p=0.0,
+            is_causal=is_causal,
+            scale=scale,
         )
-        sums.copy_(both)
-    return output.to(dtype), total
+
+        merged_output = _view(output, queries, n_nodes)
+        merged_sums = _view(log_sums, queries, n_nodes)
+        if is_causal:
+            merged_output.copy_(part_output)
+            merged_sums.copy_(part_sums)
+            continue
+
+        both_sums = torch.logaddexp(merged_sums, part_sums)
+        merged_output.mul_(torch.exp(merged_sums - both_sums)[..., None])
+        merged_output.add_(part_output * torch.exp(part_sums - both_sums)[..., None])
+        merged_sums.copy_(both_sums)
+    return output.to(dtype), log_sums
 
 
 def _by_token(like: Tensor) -> Tensor:
-    """Empty (1, H, T, ...), in memory token by token, as the parts are."""
+    """Empty tensor (1, H, T, ...), in memory token by token, as the parts are."""
     return like.new_empty(like.transpose(1, 2).shape).transpose(1, 2)
 
 
@@ -79,24 +92,36 @@ def _backward(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    total: Tensor,
+    log_sums: Tensor,
     nodes: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = query.dtype
-    grad, query, key, value, output = (x.float() for x in (grad, query, key, value, output))
-    sums = [_by_token(x).zero_() for x in (query, key, value)]
-    for queries, keys, n in _parts(nodes):
-        of_queries, of_keys = (
-            _of([grad, query, output, total], queries, n),
-            _of([key, value], keys, n),
+    grad = grad.float()
+    query = query.float()
+    key = key.float()
+    value = value.float()
+    output = output.float()
+    query_grad = _by_token(query).zero_()
+    key_grad = _by_token(key).zero_()
+    value_grad = _by_token(value).zero_()
+
+    for queries, keys, n_nodes in _parts(nodes):
+        query_part, key_part, value_part = _gradients(
+            _view(grad, queries, n_nodes),
+            _view(query, queries, n_nodes),
+            _view(key, keys, n_nodes),
+            _view(value, keys, n_nodes),
+            _view(output, queries, n_nodes),
+            _view(log_sums, queries, n_nodes),
+            dropout_p=0.0,
+            is_causal=n_nodes > 0,
+            scale=scale,
         )
-        found = _gradients(*of_queries[:2], *of_keys, *of_queries[2:], 0.0, n > 0, scale=scale)
-        for into, part in zip(
-            _of(sums[:1], queries, n) + _of(sums[1:], keys, n), found, strict=True
-        ):
-            into.add_(part)
-    return sums[0].to(dtype), sums[1].to(dtype), sums[2].to(dtype)
+        _view(query_grad, queries, n_nodes).add_(query_part)
+        _view(key_grad, keys, n_nodes).add_(key_part)
+        _view(value_grad, keys, n_nodes).add_(value_part)
+    return query_grad.to(dtype), key_grad.to(dtype), value_grad.to(dtype)
 
 
 @tree_attention.register_fake
@@ -113,20 +138,21 @@ def _(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    total: Tensor,
+    log_sums: Tensor,
     nodes: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _by_token(query), _by_token(key), _by_token(value)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, nodes, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output, nodes)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query_grad, key_grad, value_grad = _backward(grad, *ctx.saved_tensors, ctx.scale)
+    return query_grad, key_grad, value_grad, None, None
 
 
-tree_attention.register_autograd(_differentiate, setup_context=_keep)
+tree_attention.register_autograd(_differentiate, setup_context=_save)

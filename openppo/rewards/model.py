@@ -18,7 +18,8 @@ from openppo.datasets.conversation import render_chat, with_answer
 from openppo.datasets.template_checks import left_out, require_read
 from openppo.datasets.templates import Message, encode_start, end_with_eos, text_of
 from openppo.media import Media
-from openppo.models.batching import MicroBatchSize, equal_batches
+from openppo.models.batching import MicroBatchSize
+from openppo.models.equal_batches import equal_batches
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import check_token_ids, context_length
 from openppo.rewards.response_text import response_text

@@ -10,7 +10,7 @@ import json, math, sys
 import torch
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
-from openppo.models import batching
+from openppo.models import dealing
 from openppo.trainer import build_ppo_trainer
 from openppo.types import FinishReason, Prompt, Trajectory
 
@@ -27,8 +27,8 @@ def counted(model, widths):
         return model(ids, mask, *more, **named)
     return call
 
-for worth in (batching._WORTH_DEALING, math.inf):
-    batching._WORTH_DEALING = worth
+for worth in (dealing._WORTH_DEALING, math.inf):
+    dealing._WORTH_DEALING = worth
     trainer = build_ppo_trainer(parse_options(TrainPPOConfig, sys.argv[1:]))
     comm, maker, forwards = trainer.comm, trainer.maker, {}
     for name in ("actor", "critic", "reference"):

@@ -13,7 +13,7 @@ from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.hooks import Hooks
 from openppo.experience.replay_buffer import join_rows
-from openppo.models import Actor, ScalarHeadModel, batching
+from openppo.models import Actor, ScalarHeadModel, dealing
 from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
@@ -319,7 +319,7 @@ def test_monte_carlo_returns_while_only_the_critic_learns(trajectories):
 def test_forwards_are_dealt_by_groups_where_prompts_are_shared(
     trajectory, monkeypatch, share, prompts
 ):
-    class Dealt(batching.Deal):
+    class Dealt(dealing.Deal):
         def __init__(self, lengths, comm, given=()):
             seen.append(list(given))
             super().__init__(lengths, comm, given)

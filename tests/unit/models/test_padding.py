@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from openppo.models import Actor, ScalarHeadModel
-from openppo.models.batching import Deal, MicroBatchSize, deal, micro_batches, split_overhead
+from openppo.models.batching import MicroBatchSize, micro_batches, split_overhead
+from openppo.models.dealing import Deal, deal
 from openppo.models.padding import rounded_width
 from openppo.models.scalar_head import ProcessRewardModel
 from tests.ranks import on_ranks

@@ -25,16 +25,12 @@ from transformers import (
 )
 
 from openppo.experience import ReplayBuffer
-from openppo.models import Actor, attention, batching
+from openppo.models import Actor, attention, prefix_batches
 from openppo.models.attention import BY_LENGTHS, use_fast_attention
-from openppo.models.batching import (
-    MicroBatchSize,
-    equal_batches,
-    shared_order,
-    shared_plan,
-    split_overhead,
-)
+from openppo.models.batching import MicroBatchSize, split_overhead
+from openppo.models.equal_batches import equal_batches
 from openppo.models.padding import pad_right
+from openppo.models.prefix_batches import shared_order, shared_plan
 from openppo.models.prefixes import prefix_tree, share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.models.tree_attention import tree_attention
@@ -109,7 +105,7 @@ def model_of(config, dtype=torch.float32, auto=AutoModelForCausalLM, implementat
 @pytest.fixture
 def from_one_token(monkeypatch):
     """Beginnings of any length are shared."""
-    monkeypatch.setattr(batching, "LEAST_SHARED", 1)
+    monkeypatch.setattr(prefix_batches, "LEAST_SHARED", 1)
 
 
 def test_a_tree_has_each_beginning_once_and_splits_where_rows_part(from_one_token):

@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openppo.config import ProcessConfig, RewardConfig, RowsConfig, SupervisedConfig
 from openppo.datasets import load_process_examples, number_rows, render_prompt
-from openppo.models.batching import MicroBatchSize, equal_batches
+from openppo.models.batching import MicroBatchSize
+from openppo.models.equal_batches import equal_batches
 from openppo.models.scalar_head import ProcessRewardModel
 from openppo.rewards.build import ScorerSetup
 from openppo.rewards.model import ProcessScorer
