@@ -75,8 +75,8 @@ def build_ppo_trainer(
     """Build a trainer from options; ``ValueError`` names the flag or the object at fault.
 
     ``source`` yields trajectories, or (as ``Players``) makes the sampler of an agent's episodes; without it the policy
-    responds to prompts. ``trackers`` log on rank 0. ``objects`` are fields of ``OwnObjects``, which replace what options
-    name: models, a tokenizer, prompts and a reward function.
+    responds to prompts. ``trackers`` log on rank 0. ``objects`` are fields of ``OwnObjects`` and replace objects that
+    options name: models, a tokenizer, prompts and a reward function.
     """
     players: Players | None = None
     if isinstance(source, Players):
@@ -189,9 +189,7 @@ def _check(
     if data.kinds:
         check_run_with_images(config, data, actor_config)
     if config.evaluation.val_only and not data.held_out:
-        raise ValueError(
-            "--val_only: no task has eval_data: add it to a task in the --tasks file."
-        )
+        raise ValueError("--val_only: no task has eval_data: add it to a task in the --tasks file.")
     return tokenizer, actor_config, data
 
 

@@ -122,10 +122,7 @@ class PPOTrainer:
         is_last = state.global_step == self.total_steps
         episode_ended = int(metrics["episode"]) > state.ended_episodes
         eval_steps = self.config.evaluation.eval_steps
-        if eval_steps == -1:
-            is_due = episode_ended
-        else:
-            is_due = state.global_step % eval_steps == 0
+        is_due = episode_ended if eval_steps == -1 else state.global_step % eval_steps == 0
         evaluated: dict[str, float] = {}
         if is_last or is_due:
             evaluated = self.evaluate()
@@ -251,7 +248,8 @@ class PPOTrainer:
             self._take_snapshot()
 
             try:
-                if self.state.unreported is not None:  # an earlier session stopped before this report was complete
+                # an earlier session may have stopped during a report
+                if self.state.unreported is not None:
                     self.report(self.state.unreported)
                 if self.config.evaluation.eval_before_training and not self.state.has_begun:
                     self.components.trackers.log(self.global_step, self.evaluate())
