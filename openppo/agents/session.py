@@ -24,17 +24,17 @@ T = TypeVar("T")
 Generate = Callable[..., Awaitable[Completion]]
 """``generate(prompt_ids, params, seed, continue_from)`` samples one completion; cancelling the coroutine frees its row.
 
-``continue_from`` is ``Completion.parked`` of an earlier request, whose prompt and tokens ``prompt_ids`` begin with. The
-images of a prompt are ``media``.
+``continue_from`` is ``Completion.parked`` of an earlier request; ``prompt_ids`` begin with its prompt and response.
+``media`` are the images of the prompt.
 """
 
 
 @dataclass(frozen=True)
 class Task:
-    """Input of an agent: a row, and the seed of this sample of it.
+    """Input of one episode: a row of the data, and the seed of this sample.
 
-    ``task["column"]`` is the row's value. ``env_seed`` is for an environment, the same for all samples of a row, which
-    are a ``group``.
+    ``task["column"]`` is the row's value. ``env_seed`` seeds an environment and is the same for all samples of a row,
+    which form a ``group``.
     """
 
     prompt: Prompt
@@ -69,24 +69,24 @@ class SessionSetup:
 
     @property
     def most(self) -> int:
-        """The lower of both bounds."""
+        """Maximum of tokens in a conversation under both bounds."""
         return min(self.longest, self.context or self.longest)
 
 
 class Limits(TypedDict, total=False):
-    """Limits of one request, in addition to the run's: tokens, and texts that end the answer."""
+    """Limits of one request, in addition to the run's: a number of tokens, and texts that end the answer."""
 
     max_tokens: int | None
     stop: str | Sequence[str]
 
 
 MAX_REWARDS = 64
-"""Most named rewards of an episode; each is a metric."""
+"""Maximum of named rewards in an episode; each becomes a metric."""
 MAX_NAME_LENGTH = 100
 
 
 def finite_reward(value: Any) -> float:
-    """Convert ``value`` to float; ``ValueError`` if it is no finite number that float32 can hold."""
+    """Convert ``value`` to float; ``ValueError`` unless it is a finite number within the range of float32."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except OverflowError:  # an int that is too large
@@ -99,7 +99,7 @@ def finite_reward(value: Any) -> float:
 
 
 class EpisodeEnded(Exception):  # noqa: N818 (nothing need be wrong)
-    """The episode has ended with ``ending``: the model answers no more."""
+    """Raised when an answer is requested after the episode has ended with ``ending``."""
 
     def __init__(self, ending: Ending) -> None:
         super().__init__(ending.value)
@@ -110,9 +110,9 @@ class EpisodeEnded(Exception):  # noqa: N818 (nothing need be wrong)
 class Session:
     """An agent's conversation with the model.
 
-    Any recorded branch of it can be continued, several at a time. Only sampled tokens are trained on. A request whose
-    messages begin with a recorded conversation continues its tokens. A request that cannot be bridged is rendered whole
-    and begins a new segment.
+    Any recorded branch can be continued, several of them at the same time. Only sampled tokens are trained on. A
+    request whose messages begin with a recorded conversation continues the tokens of that conversation. A request that
+    cannot be bridged is rendered whole and begins a new segment.
     """
 
     setup: SessionSetup
@@ -122,7 +122,7 @@ class Session:
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards of the whole episode, by name."""
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
-    """Rewards by tool, for ``Episode``, even if they are not added."""
+    """Rewards by tool, kept for ``Episode`` even if they are not added to rewards of turns."""
     ending: Ending | None = None
     output: str = ""
     """Last lines of a program, or the last observation of an environment, for people."""
@@ -139,7 +139,7 @@ class Session:
 
     @property
     def leaves(self) -> list[Turn]:
-        """Turns that no other continues."""
+        """Last turn of each branch: those that no other turn continues."""
         continued = {turn.parent for turn in self.turns}
         return [turn for turn in self.turns if turn not in continued]
 
@@ -148,7 +148,7 @@ class Session:
     ) -> Turn:
         """Return the model's answer to ``messages``; ``EpisodeEnded`` if a limit ends the episode.
 
-        ``ValueError`` for messages that the chat template refuses.
+        ``ValueError`` for messages that the chat template rejects.
         """
         self._check_limits(0)
         conversation = [await self.images.read(message) for message in messages]
@@ -165,7 +165,7 @@ class Session:
         message: Message,
         **limits: Unpack[Limits],
     ) -> Turn:
-        """Return the model's answer to ``message``, with ``token_ids``, after ``turn`` or as the first.
+        """Return the model's answer to ``message``, encoded as ``token_ids``, after ``turn`` (None: at the start).
 
         ``EpisodeEnded`` if a limit ends the episode.
         """
@@ -176,13 +176,13 @@ class Session:
         return await self._sample(prompt_ids, turn, messages, tools=turn.tools, limits=limits)
 
     async def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; ``EpisodeEnded`` for one that certainly exceeds a limit."""
+        """Return the token ids of a text; ``EpisodeEnded`` if it is certain to exceed a limit."""
         return await self._aside(partial(self.setup.renderer.encode, text), len(text))
 
     def reward(self, value: float, turn: Turn | None = None, name: str = "reward") -> None:
-        """Give ``turn`` a reward, or the whole episode; the last reward of a name counts.
+        """Set the reward of ``turn``, or one of the whole episode; a later one of that name replaces it.
 
-        ``ValueError`` if it is not finite, or for more or longer names than metrics may have.
+        ``ValueError`` if it is not finite, or if names of rewards are too many or too long.
         """
         if turn is None:
             self.reward_all({name: value})
@@ -194,25 +194,25 @@ class Session:
         turn.rewarded = True
 
     def reward_all(self, named: Mapping[str, float]) -> None:
-        """Give the whole episode rewards by name: all of them or, with a ``ValueError``, none."""
+        """Set rewards of the whole episode by name; a ``ValueError`` leaves all of them unset."""
         rewards = {name: finite_reward(value) for name, value in named.items()}
-        longest = max(rewards, key=len, default="")
-        if len(longest) > MAX_NAME_LENGTH or len(self.rewards | rewards) > MAX_REWARDS:
+        longest_name = max(rewards, key=len, default="")
+        if len(longest_name) > MAX_NAME_LENGTH or len(self.rewards | rewards) > MAX_REWARDS:
             raise ValueError(
-                f"reward {shortened(longest)}: an episode has at most {MAX_REWARDS} named rewards, with names of at "
-                f"most {MAX_NAME_LENGTH} letters"
+                f"reward {shortened(longest_name)}: an episode has at most {MAX_REWARDS} named rewards, with names of "
+                f"at most {MAX_NAME_LENGTH} letters"
             )
         self.rewards |= rewards
 
     def add_turn_reward(self, value: float) -> None:
-        """Add to the reward of the last turn, if there is one."""
+        """Add ``value`` to the reward of the last turn, if any turn was played."""
         if self.turns:
             before = self.turns[-1].reward
             self.reward(value, self.turns[-1])
             self.turns[-1].reward += before
 
     def close(self, ending: Ending) -> None:
-        """End the episode; the first ending stands."""
+        """End the episode; only the first ending counts."""
         self.ending = self.ending or ending
 
     async def _prompt(
@@ -227,10 +227,10 @@ class Session:
         ids: list[int] | None = None
         if self.setup.options.history == "template":
             ids = await self._aside(render, n_characters)
-            parent = self._longest(distinct_ids(ids, media), lambda turn: turn.read_ids)
+            parent = self._longest_start(distinct_ids(ids, media), lambda turn: turn.read_ids)
         else:
             hashes = await renderer.aside(partial(fingerprints, messages, tools), n_characters)
-            parent = self._longest(hashes, lambda turn: turn.fingerprints)
+            parent = self._longest_start(hashes, lambda turn: turn.fingerprints)
             if parent is not None:
                 ids = await self._bridged(parent, messages, tools, n_characters=n_characters)
             if ids is None:
@@ -245,7 +245,7 @@ class Session:
     async def _bridged(
         self, parent: Turn, messages: list[Message], tools: Tools, n_characters: int
     ) -> list[int] | None:
-        """Token ids of a request that continue those of ``parent``; None if it must be rendered whole."""
+        """Return a request's token ids as a continuation of ``parent``; None if it must be rendered whole."""
         new = messages[len(parent.messages) :]
         bridge = partial(
             self.setup.renderer.bridge,
@@ -255,11 +255,11 @@ class Session:
             tools=tools,
             media=self.images.of(new),
         )
-        after = await self._aside(bridge, n_characters)
-        return None if after is None else parent.token_ids + after
+        new_ids = await self._aside(bridge, n_characters)
+        return None if new_ids is None else parent.token_ids + new_ids
 
     async def _aside(self, encode: Callable[..., T], n_characters: int) -> T:
-        """Return the result of ``encode``, beside the event loop if slow; ``EpisodeEnded`` for too many tokens."""
+        """Return the result of ``encode``, run in a thread if slow; ``EpisodeEnded`` for too many tokens."""
         if n_characters > SHORT:
             encode = partial(encode, most=self.setup.most)
         try:
@@ -268,12 +268,14 @@ class Session:
             self._check_limits(error.n_tokens)
             raise
 
-    def _longest(self, request: list[int], recorded: Callable[[Turn], list[int]]) -> Turn | None:
-        """Return the turn with the longest record that ``request`` begins with."""
+    def _longest_start(
+        self, request: list[int], record_of: Callable[[Turn], list[int]]
+    ) -> Turn | None:
+        """Return the turn whose record is the longest one with which ``request`` begins; None without any."""
         longest: Turn | None = None
         n_longest = -1
         for turn in self.turns:
-            record = recorded(turn)
+            record = record_of(turn)
             if len(record) > n_longest and request[: len(record)] == record:
                 longest = turn
                 n_longest = len(record)
@@ -288,7 +290,7 @@ class Session:
         limits: Limits,
         media: Media = (),
     ) -> Turn:
-        """Sample the next turn, and record it if the episode has not ended meanwhile."""
+        """Sample the next turn; record it unless the episode has ended in the meantime."""
         self._check_limits(len(prompt_ids))
         params = self._limited(len(prompt_ids), **limits)
         number = next(self._numbers)
@@ -321,7 +323,7 @@ class Session:
         return turn
 
     def _check_limits(self, n_prompt: int) -> None:
-        """Raise ``EpisodeEnded`` if the episode has ended, or a turn after ``n_prompt`` tokens exceeds a limit."""
+        """Raise ``EpisodeEnded`` if the episode has ended, or a turn after ``n_prompt`` tokens would exceed a limit."""
         setup = self.setup
         if len(self.turns) >= setup.options.max_turns:
             self.close(Ending.MAX_TURNS)

@@ -1,4 +1,4 @@
-"""A model with tools: its calls are executed until it answers without a call."""
+"""Agent that executes a model's tool calls until it answers without one."""
 
 import asyncio
 import json
@@ -21,11 +21,11 @@ from openppo.types import Prompt
 from openppo.user_code import call
 
 Content = str | list[dict[str, Any]]
-"""Content of a message: a text, or parts."""
+"""Content of a message: a text, or a list of parts, each a text or an image."""
 
 
 class Answer(NamedTuple):
-    """Result of a call: the content for the model, and the reward, if there is one."""
+    """Result of a tool call: the content for the model, and the reward, if there is one."""
 
     content: Content
     reward: float | None = None
@@ -34,35 +34,35 @@ class Answer(NamedTuple):
 class State(Enum):
     """States of an episode."""
 
-    PENDING = "its tools have no instances yet"
+    PENDING = "tools have no instances yet"
     RUNNING = "the model answers"
-    TOOL_CALLING = "the calls of its answer are executed"
-    COMPLETED = "the model answered without a call, or came to a limit"
-    FAILED = "something raised, or the episode was cancelled"
+    TOOL_CALLING = "the calls in its answer are executed"
+    COMPLETED = "the model answered without a call, or reached a limit"
+    FAILED = "an exception was raised, or the episode was cancelled"
 
 
 class ToolAgent(Agent):
-    """A model with ``tools``; a row may offer only some of them."""
+    """Agent whose model may call ``tools``; a row may offer only some of them."""
 
     def __init__(self, tools: Sequence[BaseTool], options: AgentConfig) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self.options = options
         has_calc_reward = any(type(tool).calc_reward is not BaseTool.calc_reward for tool in tools)
         self.gives_rewards = has_calc_reward and options.tool_rewards == "add"
-        self._failing: set[str] = set()
+        self._warned: set[str] = set()
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Count rows that need arguments and have none.
+        """Check the tools and chats of rows, and warn of rows that lack required arguments.
 
-        ``ValueError`` for a row with an unknown tool, or with a chat that ends in a turn of the assistant.
+        ``ValueError`` for a row with an unknown tool, or whose chat ends in a turn of the assistant.
         """
         n_lacking = 0
         for prompt in prompts:
             row = f"row {prompt.index + 1} of {prompt.source}"
             if prompt.messages and prompt.messages[-1]["role"] == "assistant":
                 raise ValueError(
-                    f"--tools: the prompt of {row} ends in a turn of the assistant, which only single responses "
-                    "continue. Remove that turn, or leave --tools out."
+                    f"--tools: the prompt of {row} ends in a turn of the assistant, which only runs without "
+                    "--tools can continue. Remove that turn, or leave --tools out."
                 )
 
             arguments = arguments_of(prompt.row)
@@ -88,14 +88,14 @@ class ToolAgent(Agent):
         await ToolEpisode(self, task, session).play()
 
     def warn_once(self, name: str, message: str, *values: object) -> None:
-        """Log a warning about the tool ``name``, only the first of a run."""
-        if name not in self._failing:
-            self._failing.add(name)
+        """Log a warning about the tool ``name``, once per run."""
+        if name not in self._warned:
+            self._warned.add(name)
             logger.warning(message, *values)
 
 
 class ToolEpisode:
-    """One episode of ``agent``, with the tools of its row and the row's arguments for them."""
+    """One episode of ``agent``, with the tools that its row offers and the row's arguments for them."""
 
     def __init__(self, agent: ToolAgent, task: Task, session: Session) -> None:
         self.agent = agent
@@ -111,14 +111,14 @@ class ToolEpisode:
         self.state = State.PENDING
 
     async def play(self) -> None:
-        """Answer calls until the model makes none or comes to a limit, then collect rewards.
+        """Execute calls until the model makes none or reaches a limit, then collect rewards.
 
-        The tools' instances are released in any case.
+        The tools' instances are released however the episode ends.
         """
         try:
             async with AsyncExitStack() as self.releases:
                 await self._create()
-                with suppress(EpisodeEnded):  # a limit, which the session has noted
+                with suppress(EpisodeEnded):  # a limit was reached, which the session has recorded
                     while await self._has_calls():
                         await self._execute()
 
@@ -131,7 +131,7 @@ class ToolEpisode:
             raise
 
     async def _create(self) -> None:
-        """Make an instance of each tool, and append their first texts and images to the prompt."""
+        """Make an instance of each tool, and append the instances' first texts and images to the prompt."""
         contents = [self.messages[-1].get("content")]
         for name in self.tools:
             result = await self._use(name, "create")
@@ -142,7 +142,7 @@ class ToolEpisode:
         self.messages[-1]["content"] = _joined(contents)
 
     async def _has_calls(self) -> bool:
-        """Sample an answer; return True if it has calls."""
+        """Sample an answer; return True if it has calls, well-formed or not."""
         self.state = State.RUNNING
         offered = [tool.tool_schema.offered() for tool in self.tools.values()]
         turn = await self.session.chat(self.messages, offered)
@@ -184,6 +184,7 @@ class ToolEpisode:
             result = await self._use(name, "execute", self.instances[name], parameters)
             if not isinstance(result, tuple):
                 result = (result,)
+            # reward and metrics are optional
             response, reward, metrics = (*result, None, None)[:3]
             answer = Answer(await self._content(name, response), _number(name, reward))
         except ToolError as error:
@@ -214,7 +215,7 @@ class ToolEpisode:
             raise ToolError(f"{name}.{method}: {problem}") from error
 
     def _record(self, name: str, reward: float | None) -> None:
-        """Record a tool's reward, and add it to that of the last turn unless ``--tool_rewards`` is none."""
+        """Record a tool's reward, and add it to the last turn's reward unless ``--tool_rewards`` is none."""
         if reward is None:
             return
         self.session.tool_rewards.setdefault(name, []).append(reward)
@@ -222,7 +223,7 @@ class ToolEpisode:
             self.session.add_turn_reward(reward)
 
     async def _content(self, name: str, response: Any) -> Content:
-        """Images and beginning of the text that a tool returned, ready for the model.
+        """Return a tool's response as content for the model: processed images, then text cut to its limit.
 
         ``ToolError`` for a response of another type, or an image that cannot be read.
         """
@@ -235,7 +236,7 @@ class ToolEpisode:
         return processed
 
     async def _parts(self, name: str, response: Any) -> Content:
-        """Images of a response, not processed yet, and the beginning of its text."""
+        """Return a response as content: unprocessed images, then text cut to its limit."""
         is_response = isinstance(response, ToolResponse)
         fields = vars(response) if is_response else response
         if not isinstance(fields, Mapping):
@@ -268,11 +269,11 @@ class ToolEpisode:
         return f"Error: {problem}"
 
     async def _cut(self, text: str) -> str:
-        """Return ``text``, or its first ``--max_tool_response_tokens`` with a mark."""
+        """Return ``text``, or its first ``--max_tool_response_tokens`` and a mark."""
         renderer = self.session.setup.renderer
         most = self.agent.options.max_tool_response_tokens
         most_characters = most * 64  # only the beginning of a huge result is tokenized
-        text = text.encode(errors="replace").decode()  # half a surrogate pair has no tokens
+        text = text.encode(errors="replace").decode()  # a lone surrogate cannot be tokenized
         start = text[:most_characters]
         ids = await renderer.aside(partial(encode_bare, renderer.tokenizer, start), len(start))
         if len(ids) <= most and len(text) <= most_characters:
@@ -281,7 +282,7 @@ class ToolEpisode:
 
 
 def _takes_text(execute: Callable[..., Any]) -> bool:
-    """True if the second parameter, that of a call's arguments, is annotated as text."""
+    """Return True if the second parameter of ``execute``, a call's arguments, is annotated as ``str``."""
     parameters = list(signature(execute).parameters.values())
     return parameters[1].annotation in (str, "str")
 
@@ -295,7 +296,7 @@ def _number(name: str, reward: Any) -> float | None:
 
 
 def _joined(contents: Sequence[Content | None]) -> Content:
-    """Join contents, with an empty line between texts; into a text if all are."""
+    """Join contents, texts with a blank line between them; the result is a text if all contents are."""
     nonempty = [content for content in contents if content]
     if all(isinstance(content, str) for content in nonempty):
         return "\n\n".join(map(str, nonempty))
@@ -317,7 +318,10 @@ def present(fields: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def arguments_of(row: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Arguments of a row by tool and by "create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs"."""
+    """Return a row's arguments by tool, then by method.
+
+    Methods are "create_kwargs", "execute_kwargs", "calc_reward_kwargs" and "release_kwargs".
+    """
     arguments: dict[str, dict[str, dict[str, Any]]] = {}
     tools = present(present(extra_info(row)).get("tools_kwargs"))
     for tool, by_method in tools.items():
@@ -326,9 +330,9 @@ def arguments_of(row: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]
 
 
 def create_arguments(create: Callable[..., Any], row_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the row's arguments for ``create``, after those of verl's loop that it takes.
+    """Return the arguments for ``create``: those of verl's loop that it accepts, then the row's.
 
-    Those are an id, and all the row's arguments again as ``create_kwargs``.
+    verl's loop passes an ``instance_id``, and all of the row's arguments again as ``create_kwargs``.
     """
     parameters = signature(create).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

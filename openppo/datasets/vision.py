@@ -1,4 +1,4 @@
-"""Images and videos of a model, written by its processor and chat template."""
+"""Images and videos for a model, prepared by its processor and chat template."""
 
 import hashlib
 import re
@@ -24,16 +24,17 @@ from openppo.types import Prompt
 _TEXT = "Zq7textqZ"
 """Text of trial messages: letters and a digit, which no template changes."""
 _QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>")
-"""Marks around the token of an item."""
+"""Marks that Qwen's models expect around the token of an image or video."""
 _NOT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
-"""Tensors of a processor that are not inputs of a single item."""
+"""Outputs of a processor that describe the text, not an image or video."""
 
 
 @dataclass(eq=False)
 class Vision:
-    """Reader of images and videos for a model, whose processor ``load`` loads when there are some.
+    """Reader of images and videos for a model; ``load`` loads its processor on first use.
 
-    ``token_ids`` stand for them in prompts; without any, the model reads none. ``named`` names the reader in messages.
+    ``token_ids`` stand for images and videos in prompts; if empty, the model reads neither. ``named`` is what error
+    messages call the reader.
     """
 
     load: Callable[[], Any] | None
@@ -44,12 +45,12 @@ class Vision:
 
     @property
     def reads(self) -> bool:
-        """True if the model may read images."""
+        """True if the model can read images."""
         return self.load is not None and bool(self.token_ids)
 
     @cached_property
     def processor(self) -> Any:
-        """Processor of transformers, with this tokenizer."""
+        """Processor from transformers, which uses ``tokenizer``."""
         if self.load is None or not self.token_ids:
             raise ValueError(
                 f"the row has images, and {self.named} reads none. Remove them, or use a model that does."
@@ -62,7 +63,7 @@ class Vision:
 
     @cached_property
     def tokens(self) -> dict[str, str]:
-        """Text that the processor replaces by the tokens of an item, by its kind."""
+        """Text, by kind, that the processor replaces with the tokens of an image or video."""
         image_token = getattr(self.processor, "boi_token", None) or self.processor.image_token
         tokens = {"image": str(image_token)}
         if getattr(self.processor, "video_processor", None) is not None:
@@ -71,12 +72,12 @@ class Vision:
 
     @cached_property
     def placeholders(self) -> dict[str, str]:
-        """Text that stands for an item of each kind: as the chat template writes it, or the processor's token.
+        """Text, by kind, that stands for an item: as the chat template writes it, or the processor's token.
 
-        The token of Qwen has marks around it; without them, adjacent items would be read as one.
+        Qwen's token needs marks around it; without them, adjacent items would be read as one.
         """
-        text = {"type": "text", "text": _TEXT}
-        before, _, after = self._try_template([text]).partition(_TEXT)
+        text_part = {"type": "text", "text": _TEXT}
+        before, _, after = self._try_template([text_part]).partition(_TEXT)
         ending = _TEXT + after
 
         has_marks = {*_QWEN_MARKS} <= self.tokenizer.get_vocab().keys()
@@ -84,7 +85,7 @@ class Vision:
 
         placeholders = {}
         for kind, token in self.tokens.items():
-            rendered = self._try_template([{"type": kind}, text])
+            rendered = self._try_template([{"type": kind}, text_part])
             written = ""
             if rendered.startswith(before) and rendered.endswith(ending):
                 written = rendered[len(before) : len(rendered) - len(ending)]
@@ -93,17 +94,17 @@ class Vision:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """True if the chat template writes a content that is a list of parts."""
+        """True if the chat template accepts a content that is a list of parts."""
         written = self._try_template([{"type": "image"}, {"type": "text", "text": _TEXT}])
         return self.tokens["image"] in written and _TEXT in written
 
     @cached_property
     def takes_texts(self) -> bool:
-        """True if the chat template writes a content that is a text."""
+        """True if the chat template accepts a content that is a text."""
         return _TEXT in self._try_template(_TEXT)
 
     def _try_template(self, content: str | list[dict[str, str]]) -> str:
-        """Write a user's message by the chat template; empty if the template refuses it."""
+        """Render a user's message with the chat template; empty if the template rejects it."""
         with suppress(ValueError):
             return apply_template([{"role": "user", "content": content}], self.tokenizer)
         return ""
@@ -116,8 +117,8 @@ class Vision:
     ) -> str:
         """Write a conversation, with the processor's token for each image and video of ``messages``.
 
-        ``render`` writes the messages and passes each content through its argument. That makes parts or texts of it,
-        as the chat template wants, with texts ``guarded``.
+        ``render`` writes the messages, after it has converted each content with the function that it receives: to parts
+        or to a text, as the chat template expects. If ``guarded``, texts are, too (see the method).
         """
         n_places = len(list(media_parts(messages)))
         # A template that takes parts may write only texts for some roles.
@@ -135,7 +136,7 @@ class Vision:
         return text
 
     def _content(self, content: Any, as_parts: bool, guarded: bool) -> Any:
-        """Put a content into the form that the chat template takes."""
+        """Convert a content to parts or to a text."""
         if not any(media_parts([{"content": content}])):
             text = text_of(content)
             if guarded:
@@ -170,7 +171,7 @@ class Vision:
     def for_agents(self, config: Any, model: str) -> "Vision | None":
         """Return itself if its family is tested with images and its processor loads; else None, with a warning.
 
-        ``model`` is a flag and a name.
+        ``model`` is the model's flag and name, for messages.
         """
         if not self.reads:
             return None
@@ -183,7 +184,7 @@ class Vision:
         return self
 
     def guarded(self, text: str) -> str:
-        """Break up tokens for media in ``text``, by a space after their first character."""
+        """Break up tokens for media in ``text`` with a space after their first character."""
         media_tokens = self.tokenizer.convert_ids_to_tokens([*self.token_ids])
         pattern = _any_of({*self.tokens.values(), *media_tokens})
         return pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
@@ -195,9 +196,10 @@ class Vision:
     def expanded(
         self, text: str, items: Sequence[MediaItem], cuts: Sequence[int] = ()
     ) -> tuple[str, list[int]]:
-        """Put the tokens of ``items`` in their places in ``text``.
+        """Replace each place in ``text`` with the tokens of its item.
 
-        Returns the longer text, and the positions ``cuts`` in it. Raises ``ValueError`` for other numbers of places.
+        Returns the longer text, and the positions ``cuts`` in it. ``ValueError`` unless there are as many places as
+        ``items`` of each kind.
         """
         places = list(self._places.finditer(text))
         for kind, token in self.tokens.items():
@@ -219,16 +221,16 @@ class Vision:
         return self.counted(encode(self.tokenizer, whole), items)
 
     def counted(self, ids: list[int], items: Sequence[MediaItem]) -> list[int]:
-        """Return ``ids``; ``ValueError`` if more or fewer of them stand for media than ``items`` have."""
+        """Return ``ids``; ``ValueError`` unless as many of them stand for media as ``items`` have tokens."""
         n_tokens = sum(ids.count(token_id) for token_id in self.token_ids)
         if n_tokens != sum(item.n_tokens for item in items):
             raise ValueError(
-                f"{n_tokens} tokens stand for {len(items)} images: its text names the token itself."
+                f"{n_tokens} tokens stand for {len(items)} images: the row's text contains the token."
             )
         return ids
 
     def item(self, value: object, kind: str = "image", near: str = "") -> MediaItem:
-        """Process ``value``, an image or a video in any form; a path may be beside the file ``near``.
+        """Process ``value``, an image or a video in any form; a path may be relative to the folder of the file ``near``.
 
         Raises one of ``UNREADABLE`` for any other value.
         """
@@ -251,7 +253,7 @@ class Vision:
         return self._item(processed, kind, thumbnail(frames[0]))
 
     def _item(self, processed: Any, kind: str, picture: str) -> MediaItem:
-        """Make an item of one ``processed`` image or video."""
+        """Make an item from one ``processed`` image or video."""
         ids = processed["input_ids"][0].tolist()
         counts = {token_id: ids.count(token_id) for token_id in self.token_ids if token_id in ids}
         if len(counts) != 1:
@@ -274,7 +276,7 @@ class Vision:
         )
 
     def blank(self, kinds: Iterable[str]) -> Prompt:
-        """Prompt of a grey item of each of ``kinds``, for batches that have none."""
+        """Return a prompt with one grey item of each of ``kinds``, for batches without any."""
         grey = Image.new("RGB", (64, 64), (128, 128, 128))
         values = {"image": grey, "video": [grey, grey]}
         items = tuple(self.item(values[kind], kind) for kind in kinds)
@@ -289,7 +291,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _moved_cuts(
     cuts: Sequence[int], places: Sequence[re.Match[str]], items: Sequence[MediaItem]
 ) -> list[int]:
-    """Positions ``cuts`` of a text, once the tokens of ``items`` are in their ``places``."""
+    """Return where positions ``cuts`` of a text are after ``items`` have replaced their ``places``."""
     added = []
     for place, item in zip(places, items, strict=True):
         n_characters = len(item.text) - len(place[0])
@@ -303,19 +305,19 @@ def _moved_cuts(
 
 
 def _inputs_of(processed: Any) -> dict[str, torch.Tensor]:
-    """Inputs of the model's forward for one ``processed`` item."""
+    """Return the inputs of the model's forward for one ``processed`` item."""
     inputs = {}
     for name, value in processed.items():
         if isinstance(value, torch.Tensor) and name not in _NOT_INPUTS:
             inputs[name] = value
-    # Idefics 3 and SmolVLM have a dimension of rows before that of tiles.
+    # Idefics 3 and SmolVLM put a batch dimension before that of tiles.
     if "pixel_attention_mask" in inputs:
         inputs = {name: tensor[0] for name, tensor in inputs.items()}
     return inputs
 
 
 def _video_arguments(frames: list[Image.Image], fps: float) -> dict[str, Any]:
-    """Arguments of a processor for one video; a single frame is repeated, since Qwen's patches span two."""
+    """Return a processor's arguments for one video; a single frame is repeated, since Qwen's patches span two."""
     if len(frames) == 1:
         frames = frames * 2
     n_frames = len(frames)
@@ -329,7 +331,7 @@ def _video_arguments(frames: list[Image.Image], fps: float) -> dict[str, Any]:
 
 
 def _hash_of(kind: str, inputs: Mapping[str, torch.Tensor]) -> int:
-    """Hash (48 bits) of all that the model reads: equal for equal items, and for no others."""
+    """Return a 48-bit hash of a model's inputs for an item, equal for equal items only."""
     digest = hashlib.sha256(kind.encode())
     for name, tensor in inputs.items():
         numbers = tensor.contiguous().view(torch.uint8).numpy().tobytes()

@@ -19,17 +19,17 @@ from openppo.tracking import Metrics
 from openppo.tracking.phase import current
 from openppo.types import Prompt, StopCheck, Trajectory
 
-_SECONDS_BETWEEN_LOOKS = 0.1
-_IN_VAIN = "--dynamic_sampling: {} groups in a row had equal rewards: use other prompts, or a finer reward."
+_POLL_SECONDS = 0.1
+_ALL_EQUAL = "--dynamic_sampling: {} groups in a row had equal rewards: use other prompts, or a finer reward."
 
 
 class Coordinator:
     """Coordinator that hands out groups to workers and cuts batches from complete ones.
 
-    Public methods run on the training thread, ``_come`` and ``_gone`` on a thread of each worker, all under one lock. A
-    group is handed out as soon as the buffer has room, of the task that ``schedule`` names. ``most`` bounds the groups
-    of the whole run, ``plans`` are those of the tasks. With ``pauses`` workers train too: they leave their engines when
-    a batch is complete.
+    Public methods run on the training thread, ``_on_worker`` and ``_on_lost_worker`` on each worker's own thread, all
+    under one lock. As soon as the buffer has room, a group of the task that ``schedule`` names is handed out. ``most``
+    bounds the groups of the whole run; ``plans`` holds a plan for each task. With ``pauses``, workers train too: they
+    leave their engines when a batch is complete.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Coordinator:
         self._begun = self._wanted = False
         self._batch: list[Group] | None = None
         self._fault: Exception | None = None
-        self.workers = Workers(n_workers, self._changed, self._come, gone=self._gone)
+        self.workers = Workers(n_workers, self._changed, self._on_worker, gone=self._on_lost_worker)
 
     def advance(self, version: int, synced: bool) -> None:
-        """Note that the policy of ``version`` is trained; ``synced``: samplers have its weights."""
+        """Record that the policy has reached ``version``; if ``synced``, samplers have its weights."""
         with self._changed:
             self.buffer.advance(version)
             self.schedule.advance()
@@ -73,16 +73,16 @@ class Coordinator:
             self.workers.tell(Pause("weights", version))
 
     def want_batch(self) -> None:
-        """Cut a batch as soon as one is complete; workers begin with the first call."""
+        """Request a batch, cut as soon as one is complete; the first request starts the workers."""
         with self._changed:
             self._begun = self._wanted = True
             self._cut()
-            self._hand_out()  # groups that were too old have left room
+            self._hand_out()  # dropped stale groups have made room
 
     def wait_for_batch(self, stop: StopCheck) -> tuple[list[Group], Metrics] | None:
         """Return the groups of the wanted batch and their metrics; None if a signal comes first.
 
-        ``NothingTrainedError`` if only failures come back, ``DistNetworkError`` if a worker is gone.
+        ``NothingTrainedError`` if workers return only failures, ``DistNetworkError`` if a worker is lost.
         """
         with self._changed:
             while self._batch is None and not self._fault and not stop.requested():
@@ -104,14 +104,14 @@ class Coordinator:
             return batch, metrics
 
     def take_failed(self) -> list[Trajectory]:
-        """Return stand-ins for the last episodes that have failed since the last call."""
+        """Return stand-ins for the last episodes that failed since the previous call."""
         with self._changed:
             failed = self._failed
             self._failed = []
             return failed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the buffer and the schedule as JSON; running groups are to be played again."""
+        """Return the buffer and the schedule as JSON; a resumed run plays running groups again."""
         with self._changed:
             state = self.buffer.state_dict()
             complete = {self._starts[number]: group for number, group in state["groups"].items()}
@@ -149,7 +149,7 @@ class Coordinator:
             self._begun = self._wanted = False
 
     def progress(self) -> dict[str, dict[str, float]]:
-        """Return the numbers of each task's progress."""
+        """Return each task's progress as numbers by name."""
         with self._changed:
             return self.schedule.progress()
 
@@ -182,19 +182,19 @@ class Coordinator:
         self.schedule.join(task)
 
     def _wait(self) -> None:
-        self._changed.wait(_SECONDS_BETWEEN_LOOKS)
-        if self.workers.are_here:  # a worker that stalls notices it by itself
+        self._changed.wait(_POLL_SECONDS)
+        if self.workers.are_here:  # a stalled worker is noticed on its own rank
             current.progress()
 
-    def _come(self, outcome: Outcome | None) -> None:
-        """Handle a worker that has connected (None), or the outcome of one of its groups."""
+    def _on_worker(self, outcome: Outcome | None) -> None:
+        """Handle the outcome of a worker's group, or (None) the connection of a worker."""
         if outcome is not None:
             self._take(outcome)
             self._cut()
         self._hand_out()
         self._changed.notify_all()
 
-    def _gone(self, rank: int) -> None:
+    def _on_lost_worker(self, rank: int) -> None:
         self._end(DistNetworkError(f"rollout rank {rank} has closed its connection"))
 
     def _end(self, fault: Exception) -> None:
@@ -207,12 +207,13 @@ class Coordinator:
     def _take(self, outcome: Outcome) -> None:
         number = outcome.number
         self._failed = [*self._failed, *outcome.failed][-N_SHOWN:]
-        if number not in self.buffer.running:  # load_state_dict() has dropped it
+        if number not in self.buffer.running:  # dropped by load_state_dict()
             return
 
         if outcome.trajectories is None:
             self._drop_failed(outcome)
             return
+
         start = self._starts[number] if outcome.trajectories else self._starts.pop(number)
         plan = self.plans[start.task]
         episodes = by_episode(outcome.trajectories)
@@ -225,7 +226,7 @@ class Coordinator:
 
         self.buffer.drop(number, "filtered")
         if self.buffer.in_vain >= plan.most_in_vain:
-            self._end(NothingTrainedError(_IN_VAIN.format(self.buffer.in_vain)))
+            self._end(NothingTrainedError(_ALL_EQUAL.format(self.buffer.in_vain)))
 
     def _drop_failed(self, outcome: Outcome) -> None:
         start = self._starts.pop(outcome.number)
@@ -245,7 +246,7 @@ class Coordinator:
             self.schedule.take_back(self._starts[number], n_stale)
             if number not in self.buffer.buffered:
                 del self._starts[number]
-                self._metrics.pop(number, None)  # a resumed run has none
+                self._metrics.pop(number, None)  # groups restored from a checkpoint have none
 
         self._batch = self.buffer.cut()
         if self._batch is None:
@@ -256,7 +257,7 @@ class Coordinator:
             self.workers.tell(Pause("batch"))
 
     def _hand_out(self) -> None:
-        """Begin a group for each free place of the buffer."""
+        """Start a group for each free place in the buffer."""
         if not self._begun or self._fault or not self.workers.are_here:
             return
 
@@ -276,7 +277,7 @@ class Coordinator:
 def _saved(
     complete: Mapping[Start, Group], plans: Mapping[str, GroupPlan]
 ) -> tuple[list[dict[str, Any]], dict[Start, int]]:
-    """Return groups as JSON, and the number of episodes of groups that JSON cannot hold."""
+    """Return the groups that JSON can hold as JSON, and the number of episodes in each other group."""
     groups: list[dict[str, Any]] = []
     lost: dict[Start, int] = {}
     for start, group in complete.items():

@@ -19,32 +19,31 @@ class WeightSource(Protocol):
     """Weights of the policy for an engine. All ranks call every method together."""
 
     def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
-        """Gather the policy's weights, with adapters perhaps merged.
+        """Gather the policy's weights; adapters may be merged.
 
-        Inside, each rank may call the module alone, or ``in_lockstep`` all together.
+        Inside, each rank may call the module by itself; ``in_lockstep`` all ranks must call it together.
         """
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and whole weight, one by one, of the Hugging Face model with merged adapters."""
+        """Yield the name and full tensor of each weight of the Hugging Face model, adapters merged."""
 
 
 class Engine(ABC):
     """Token ids in; token ids, log-probs of the distribution sampled from, and finish reason out.
 
-    Requests enter one by one with ``submit``; each ``step`` advances them by one forward pass; ``collect`` returns
-    completions that have ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise ``Interrupted``. All
-    of this takes place inside ``with_weights``.
+    ``submit`` queues one request, each ``step`` advances all by one forward pass, and ``collect`` returns completions
+    that have ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise ``Interrupted``. Call all of these
+    inside ``with_weights``.
 
     ``version`` counts the policy's global steps; the owner of the weights sets it. Running requests continue with new
-    weights, and each token is recorded with its version. The owner also sets ``decode``, which makes the text that is
-    searched for stop strings, and ``sampled_ids``, the ids that the policy's log-probs are over. An engine that sizes
-    itself does so by ``free`` bytes (None: by the memory that is free when it starts to decode).
+    weights, and each token is recorded with its version. The owner also sets ``decode``, which turns ids into the text
+    searched for stop strings, and ``sampled_ids``, the ids over which the policy's log-probs are normalized. An engine
+    that sizes itself fits its rows into ``free`` bytes (None: into the memory that is free when it starts to decode).
 
-    ``any_rank`` puts ranks in lockstep (None: each decodes by itself): it combines their ``busy`` before each step, and
+    With ``any_rank``, ranks decode in lockstep (None: each by itself): it combines their ``busy`` before each step, and
     an idle rank takes part in every step.
 
-    ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those whose keys and values were
-    kept.
+    ``read_tokens`` counts the prompt tokens of all requests so far, ``reused_tokens`` those read from the cache.
     """
 
     decode: Decode | None = None
@@ -82,16 +81,16 @@ class Engine(ABC):
     ) -> int:
         """Queue a request and return its number.
 
-        Its response depends on ``seed``, not on its neighbours. ``media`` are the images of the prompt.
+        The response depends on ``seed``, not on other requests. ``media`` are the images of the prompt.
 
-        With ``park`` keys and values of prompt and response are kept, while memory allows it and until the weights
-        change; ``Completion.parked`` is their handle. ``continue_from`` is the handle of tokens that the prompt begins
-        with, which are then not read again.
+        With ``park``, keys and values of prompt and response are kept while memory allows it, at most until the weights
+        change; ``Completion.parked`` is their handle. ``continue_from`` is such a handle: the prompt must begin with
+        its tokens, which are not read again.
         """
 
     @abstractmethod
     def cancel(self, number: int) -> None:
-        """Drop a request and free its row; nothing happens if it has ended."""
+        """Drop a request and free its row; no effect if it has ended."""
 
     @abstractmethod
     def step(self) -> None:
@@ -103,7 +102,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _drop_all(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
 
     def collect(self) -> dict[int, Completion]:
         """Return completions that ended since the last call, by request number."""
@@ -135,7 +134,7 @@ class Engine(ABC):
         return [completions[numbers[i]] for i in range(len(prompts))]
 
     def order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Indexes of prompts in the order of their submission."""
+        """Return the indexes of prompts in the order of submission."""
         return range(len(prompts))
 
     def _has_work(self) -> bool:
@@ -144,5 +143,5 @@ class Engine(ABC):
         return self._anywhere(self.busy)
 
     def _anywhere(self, flag: bool) -> bool:
-        """True if ``flag`` is true on this rank or one in lockstep with it."""
+        """Return True if ``flag`` is true on this rank or, in lockstep, on any other."""
         return flag if self.any_rank is None else self.any_rank(flag)

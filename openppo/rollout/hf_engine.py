@@ -26,13 +26,14 @@ ROWS_ON_GPU = 256
 
 
 class HFEngine(Engine):
-    """``Engine`` over a causal language model of transformers.
+    """``Engine`` that decodes with a causal language model from transformers.
 
-    Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or ``rows_that_fit`` when
-    decoding begins). Waiting requests take the rows of those that have ended; equal prompts are read once. A sampled id
-    in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places: it may be EOS.
+    Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU; on a GPU 256, or fewer if memory for them
+    is short when decoding begins). Waiting requests take over the rows of ended ones; equal prompts are read once. A
+    response ends with a sampled id in ``eos_token_ids`` and includes it. ``pad_token_id`` only fills unused places, so
+    it may be EOS.
 
-    ``any_rank`` is for partitioned weights that cannot be gathered; without it ``new_recorder`` can record steps.
+    Pass ``any_rank`` if partitioned weights cannot be gathered; without it, ``new_recorder`` can record decode steps.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class HFEngine(Engine):
         return request.number
 
     def cancel(self, number: int) -> None:
-        """Drop a request and free its row; nothing happens if it has ended."""
+        """Drop a request and free its row; no effect if it has ended."""
         self._waiting[:] = [request for request in self._waiting if request.number != number]
         rows = [row for row, request in enumerate(self._running) if request.number == number]
         self._free_rows(rows)
 
-    @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
+    @torch.no_grad()  # inference_mode would mark the weights that ZeRO-3 gathers inside
     def step(self) -> None:
-        """Run one forward: read waiting prompts, decode one token per row, or take part in lockstep."""
+        """Run one forward: prefill waiting prompts, decode one token per row, or idle in lockstep."""
         if self._cache is not None and self._cache.version != self.version:
             self._reread_rows()
 
@@ -114,9 +115,8 @@ class HFEngine(Engine):
             ids = torch.tensor([[self.pad_token_id]], device=self._device)
             self.model(input_ids=ids, use_cache=False)
 
-        if self._cache is None or self.busy or self._graphs is not None:
-            return
-        if not self._cache.prefixes:
+        is_idle = not self.busy and self._graphs is None
+        if is_idle and self._cache is not None and not self._cache.prefixes:
             self._cache = None
 
     @contextmanager
@@ -133,14 +133,14 @@ class HFEngine(Engine):
                 self._reread_rows()  # weights may change afterwards
 
         if self._graphs is not None:
-            stays = self._graphs.still_fit() and self._graphs.cache.is_small()
-            if not stays:
+            keeps_graphs = self._graphs.still_fit() and self._graphs.cache.is_small()
+            if not keeps_graphs:
                 self._cache = self._graphs = None  # other work needs the memory
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # blocks as large as the buffers do not fit other shapes
+            torch.cuda.empty_cache()  # cached blocks of the buffers' sizes fit no other shapes
 
     def order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Indexes of prompts, longest first."""
+        """Return the indexes of prompts, longest first."""
         return sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
 
     def _drop_all(self) -> None:
@@ -149,27 +149,27 @@ class HFEngine(Engine):
         self._cache = self._graphs = None
 
     def _reread_rows(self) -> None:
-        """Drop all keys and values; a prefill then reads running rows again."""
+        """Drop all keys and values; the next prefill reads running rows again."""
         self._accept(late=0)
         self._waiting[:0] = self._running
         self._running = []
         if self._graphs is not None and self._graphs.still_fit():
-            # Only the contents are of old weights; graphs replay on the same buffers.
+            # Only the contents are outdated: graphs replay on the same buffers.
             self._graphs.cache.clear(self.version)
         else:
             self._cache = self._graphs = None
 
     def _admit(self) -> list[Request]:
-        """Take waiting requests whose prompts are read next; none if too few rows are free."""
+        """Pop the waiting requests to prefill next; none if too few rows are free."""
         if self._cache is None:
             if not self._waiting:
                 return []
             self._cache = self._new_cache()
             self._cache.fit(longest(self._waiting))
 
-        most = prefill_tokens(self._device.type == "cpu")
+        max_tokens = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(
-            len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most=most
+            len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most=max_tokens
         )
 
     def _new_cache(self) -> RowCache:
@@ -189,8 +189,8 @@ class HFEngine(Engine):
         """Run one forward over the unread tokens of ``requests``, and sample a token for each."""
         cache = self._cache
         assert cache is not None
-        everyone = [*self._running, *requests, *self._waiting]
-        if cache.reserve(len(everyone), longest(everyone)):
+        all_requests = [*self._running, *requests, *self._waiting]
+        if cache.reserve(len(all_requests), longest(all_requests)):
             self._graphs = None
         self.read_tokens += sum(len(request.known_ids) for request in requests)
         self.reused_tokens += sum(request.n_kept for request in requests)
@@ -226,7 +226,7 @@ class HFEngine(Engine):
         self._accept()
 
     def _next_logits(self, cache: RowCache) -> Tensor:
-        """Return logits (rows, V) of a recorded forward or a launched one."""
+        """Return logits (rows, V), from a recorded forward if possible, else from an ordinary one."""
         try:
             if self.new_recorder is None:
                 return cache.logits(self.model, cache.on_device.last[:, None], cache.next_column())
@@ -241,10 +241,12 @@ class HFEngine(Engine):
             logger.warning("decode steps take a mask: %s", error)
             self.model.set_attn_implementation("sdpa")
             cache.window.by_lengths = False
-        return self._next_logits(cache)  # it overwrites the column of the forward that failed
+        return self._next_logits(
+            cache
+        )  # the retry overwrites the column that the failed forward wrote
 
     def _accept(self, late: int | None = None) -> None:
-        """Record sampled tokens, but for the last ``late`` steps, and free rows that ended."""
+        """Record sampled tokens, except those of the last ``late`` steps, and free the rows that ended."""
         cache = self._cache
         if cache is None:
             return
@@ -283,7 +285,7 @@ def _default_rows(device: torch.device) -> int:
 
 @contextmanager
 def _without_flash_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Replace flash attention, which copies keys and values of padded rows in each step."""
+    """Replace flash attention inside: it copies the keys and values of padded rows at every step."""
     chosen = model.config._attn_implementation
     if chosen == "flash_attention_2":
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")

@@ -1,4 +1,4 @@
-"""The current phase of this process, and the seconds of roles and phases outside of a timer."""
+"""The current phase of this process, and the seconds of roles and of phases without a timer."""
 
 import functools
 import time
@@ -22,13 +22,13 @@ class CurrentPhase:
         self.last_progress = time.monotonic()
         # Called at each progress, on the training thread.
         self.on_progress: Callable[[], None] | None = None
-        # Seconds of roles, and of phases outside of a timer, until a line reports them.
+        # Seconds by role, and by phase without a timer, that no line of metrics has reported yet.
         self.seconds: dict[str, float] = {}
-        # Begin and end of further ones in a GPU's queue.
+        # Name, and CUDA events at begin and end, of times that are not in ``seconds`` yet.
         self.events: list[tuple[str, Any, Any]] = []
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the seconds since the last call; waits for the last of the events."""
+        """Return the seconds by name since the last call; waits until the GPU reaches the last event."""
         for name, begin, end in self.events:
             end.synchronize()
             self.add(name, begin.elapsed_time(end) / 1000)
@@ -43,7 +43,7 @@ class CurrentPhase:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def progress(self) -> None:
-        """Note progress."""
+        """Record the time of this progress, and call ``on_progress``."""
         self.last_progress = time.monotonic()
         if self.on_progress is not None:
             self.on_progress()
@@ -82,7 +82,7 @@ def phase(name: str) -> Iterator[None]:
 def timed(name: str) -> Iterator[None]:
     """Add the time of the ``with`` block to ``current``; inside an evaluation only its total is counted.
 
-    On a GPU it is the time between two places in its queue, so that nothing waits for it.
+    On a GPU it is the time between two events in the GPU's queue, so that the CPU does not wait.
     """
     is_counted = name == "evaluation" or current.phase != "evaluation"
 
@@ -102,7 +102,7 @@ def timed(name: str) -> Iterator[None]:
 
 
 def evaluation(method: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """Run a trainer's method as phase "evaluation", whose time is added to the metrics that it returns, if any."""
+    """Run a trainer's method as phase "evaluation", and add its seconds to the metrics, if it returns any."""
 
     @functools.wraps(method)
     def run(trainer: Any, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -248,9 +248,8 @@ class PPOTrainer:
             self._take_snapshot()
 
             try:
-                if (
-                    self.state.unreported is not None
-                ):  # an earlier session stopped before this report was complete
+                # an earlier session may have stopped during a report
+                if self.state.unreported is not None:
                     self.report(self.state.unreported)
                 if self.config.evaluation.eval_before_training and not self.state.has_begun:
                     self.components.trackers.log(self.global_step, self.evaluate())

@@ -66,10 +66,10 @@ class PromptSource:
         self.reward_weights = config.rewards.weights()
         self.n_batches = config.ppo.num_episodes * len(self.sampler)
         # an environment has endless seeds
-        self.has_no_end = config.agents.environment is not None and not config.data.prompt_data
+        self.is_endless = config.agents.environment is not None and not config.data.prompt_data
         self.consumed_batches = 0
         """Batches sampled from so far, in all passes over the prompts."""
-        self.batch_under_way: PromptBatch | None = None
+        self.current_batch: PromptBatch | None = None
         """The current batch of a loop over ``prompt_batches()``."""
         self.consumed_prompts = 0
         """Prompts sampled from so far; group numbers and seeds derive from it."""
@@ -78,7 +78,7 @@ class PromptSource:
     @property
     def steps(self) -> int:
         """Global steps of the whole run, if each further one takes a single batch of prompts."""
-        if self.has_no_end:
+        if self.is_endless:
             return self.config.ppo.max_steps or 0
         return self.components.state.global_step + self.n_batches - self.consumed_batches
 
@@ -86,7 +86,7 @@ class PromptSource:
     def _planned_steps(self) -> int:
         """Global steps planned at the start of the run; 0 if nothing bounds them."""
         max_steps = self.config.ppo.max_steps
-        if self.has_no_end:
+        if self.is_endless:
             return max_steps or 0
         return self.n_batches if max_steps is None else min(max_steps, self.n_batches)
 
@@ -100,12 +100,12 @@ class PromptSource:
         """
         number = self.consumed_batches
         try:
-            while number < self.n_batches or self.has_no_end:
-                self.batch_under_way = self._batch(number)
-                yield self.batch_under_way
+            while number < self.n_batches or self.is_endless:
+                self.current_batch = self._batch(number)
+                yield self.current_batch
                 number = max(number + 1, self.consumed_batches)
         finally:
-            self.batch_under_way = None
+            self.current_batch = None
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sample responses to this rank's share of ``prompts``, and start to score them.
@@ -114,7 +114,7 @@ class PromptSource:
         ``--prompt_data``. Raises, on all ranks, ``Interrupted`` on a signal and ``NothingTrainedError`` after many
         failures.
         """
-        batch = prompts if isinstance(prompts, PromptBatch) else self.batch_under_way
+        batch = prompts if isinstance(prompts, PromptBatch) else self.current_batch
         if batch is not None:
             self.consumed_batches = max(self.consumed_batches, batch.number + 1)
 
@@ -193,7 +193,7 @@ class PromptSource:
 
     def _next_prompts(self) -> PromptBatch | None:
         """Return the next batch and count it as consumed; None if there is none."""
-        if self.consumed_batches >= self.n_batches and not self.has_no_end:
+        if self.consumed_batches >= self.n_batches and not self.is_endless:
             return None
         self.consumed_batches += 1
         return self._batch(self.consumed_batches - 1)

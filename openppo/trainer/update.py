@@ -1,4 +1,4 @@
-"""All optimizer steps of a global step, of actor and critic, over a replay buffer."""
+"""Optimizer steps of actor and critic over a replay buffer, which complete a global step."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,9 +25,9 @@ from openppo.weight_files import save_tensors
 
 
 class SkippedSteps:
-    """Counts skipped steps, keeps their batches, and ends a run with too many in a row.
+    """Counter of skipped optimizer steps, which keeps their batches and ends a run after too many in a row.
 
-    Batches are kept in ``<save_path>/skipped``. All ranks see the same norms, since a gradient that is not finite on
+    Batches are written to ``<save_path>/skipped``. All ranks see the same norms, since a gradient that is not finite on
     one rank is not finite on any.
     """
 
@@ -38,10 +38,10 @@ class SkippedSteps:
         self.in_a_row: dict[str, int] = {}
 
     def accept(self, norm: float, role: str, place: str, **batch: list[dict[str, Any]]) -> bool:
-        """Return True if the gradient ``norm`` is finite, so that the step was taken.
+        """Return True if the gradient ``norm`` is finite, which means that the step was taken.
 
-        Otherwise this rank's ``batch`` is written. ``place`` names the step in messages. ``FloatingPointError`` when
-        the last ``--max_skipped_steps`` were skipped.
+        Otherwise write this rank's ``batch``. ``place`` names the step in messages. ``FloatingPointError`` once
+        ``--max_skipped_steps`` steps in a row were skipped.
         """
         if math.isfinite(norm):
             self.in_a_row[role] = 0
@@ -57,7 +57,8 @@ class SkippedSteps:
         if self.in_a_row[role] >= self.run.max_skipped_steps:
             raise FloatingPointError(
                 f"{problem}, and {self.in_a_row[role]} optimizer steps in a row were skipped (--max_skipped_steps). "
-                f"Lower the learning rate, and look at the batches in {file.parent}. The weights are those before."
+                f"Lower the learning rate, and look at the batches in {file.parent}. "
+                "Skipped steps do not change the weights."
             )
         if self.comm.rank == 0:
             logger.warning(
@@ -76,7 +77,7 @@ class SkippedSteps:
 
 
 class Update:
-    """Trains actor and critic on a filled replay buffer and completes the global step.
+    """Training of actor and critic on a filled replay buffer, which completes the global step.
 
     Steps are counted in ``components.state``. All ranks call every method together.
     """
@@ -98,9 +99,9 @@ class Update:
         self.set_training(False)
 
     def __call__(self, buffer: ReplayBuffer, metrics: Metrics) -> dict[str, float]:
-        """Train for ``--max_epochs``, and return the metrics of the whole step, the same on all ranks.
+        """Train for ``--max_epochs`` epochs, and return the metrics of the whole step, the same on all ranks.
 
-        ``FloatingPointError`` after ``--max_skipped_steps`` optimizer steps in a row that had to be skipped.
+        ``FloatingPointError`` after ``--max_skipped_steps`` optimizer steps in a row were skipped.
         """
         maker = self.components.maker
         kl = maker.kl_controller
@@ -126,12 +127,12 @@ class Update:
 
         if "kl" in reduced:
             reduced["kl_coef"] = kl.value
-            if trains_actor:  # before, the KL is 0 for any coefficient
+            if trains_actor:  # while the actor is frozen, the KL is 0 for any coefficient
                 kl.update(reduced["kl"], n_samples)
         return reduced
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume at the counts of ``components.state``, once models have their state."""
+        """Resume at the counts of ``components.state``; call it after the models are restored."""
         self.skipped.load_state_dict(state)
         self._move_moments(to_host=True)
         self._documents = self._document_batches()
@@ -144,7 +145,7 @@ class Update:
     def _train(
         self, buffer: ReplayBuffer, n_samples: int, metrics: Metrics, kl_coef: float | None
     ) -> None:
-        """Take all optimizer steps of the critic and, if there is a ``kl_coef``, of the actor."""
+        """Take all optimizer steps of the critic, and of the actor unless ``kl_coef`` is None."""
         batch = self.config.batch
         strategy = self.components.strategy
         self.set_training(True)
@@ -163,13 +164,13 @@ class Update:
         self.set_training(False)
 
     def _count_tokens(self, batch: MiniBatch) -> None:
-        """Count the tokens of micro-batches; those without places are stand-ins."""
+        """Count the tokens of micro-batches, except stand-ins, which hold none of the samples."""
         for micro, places in zip(batch.micro_batches, batch.places, strict=True):
             n_tokens = int(micro.attention_mask.sum()) if places else 0
             self.timer.count_tokens("training", n_tokens)
 
     def _step(self, batch: MiniBatch, metrics: Metrics, kl_coef: float | None, number: int) -> None:
-        """Take optimizer step ``number`` of the critic and, if there is a ``kl_coef``, of the actor."""
+        """Take optimizer step ``number`` of the critic, and of the actor unless ``kl_coef`` is None."""
         samples = [micro.tensors() for micro in batch.micro_batches]
         place = f"global step {self.state.global_step + 1} optimizer step {number + 1}"
         if kl_coef is not None:
@@ -185,8 +186,8 @@ class Update:
         samples: list[dict[str, Any]],
         place: str,
     ) -> None:
-        parts = self.components
-        documents = next(self._documents) if parts.data.documents else None
+        components = self.components
+        documents = next(self._documents) if components.data.documents else None
         measured = Metrics()
         with timed("actor_training"):
             norm = self.actor_step.train(
@@ -196,8 +197,8 @@ class Update:
         rows = [] if documents is None else [micro._asdict() for micro in documents.micro_batches]
         if self.skipped.accept(norm, "actor", place, samples=samples, documents=rows):
             metrics.merge(measured)
-            if parts.ema is not None:
-                parts.ema.update()
+            if components.ema is not None:
+                components.ema.update()
         if documents is not None:
             self.state.document_batches += 1
 
@@ -214,7 +215,7 @@ class Update:
             metrics.merge(measured)
 
     def _move_moments(self, to_host: bool) -> None:
-        """With ``--offload_idle`` Adam's moments are on the host while nothing is trained."""
+        """Move Adam's moments to the host or back to the device, with ``--offload_idle``."""
         if not self.config.ppo.offload_idle:
             return
         for model in self.models:
@@ -224,11 +225,11 @@ class Update:
                 model.load_adam_moments()
 
     def _document_batches(self) -> Iterator[StepBatch]:
-        """Yield as many documents as samples for each optimizer step, in endless reshuffled passes."""
-        parts = self.components
-        documents = parts.data.documents
-        pad = pad_token_id(parts.tokenizer)
-        pack_to = parts.pack_documents_to
+        """Yield for each optimizer step as many documents as it has samples, in endless reshuffled passes."""
+        components = self.components
+        documents = components.data.documents
+        pad = pad_token_id(components.tokenizer)
+        pack_to = components.pack_documents_to
         longest = max((len(document.token_ids) for document in documents), default=1)
         limit = MicroBatchSize(self.config.batch.micro_rows, self.config.ppo.micro_train_tokens)
         rows = limit.rows_of(pack_to or longest)
@@ -244,7 +245,7 @@ class Update:
 
 
 def _write(batch: Mapping[str, list[dict[str, Any]]], file: Path) -> None:
-    """Save tensors as kind/number of the micro-batch/field; a failure is only logged."""
+    """Save tensors under "kind/number of the micro-batch/field"; only log a failure."""
     tensors: dict[str, Tensor] = {}
     for kind, micro_batches in batch.items():
         for number, micro in enumerate(micro_batches):

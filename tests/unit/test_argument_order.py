@@ -123,7 +123,7 @@ def test_options_of_an_actor_have_names():
 def test_old_fields_batch_sizes_and_estimators_are_errors():
     with pytest.raises(
         TypeError,
-        match="^attention_mask is torch.float32, no mask: the order is sequences, attention_",
+        match="^attention_mask is torch.float32, not a mask. The order is sequences, attention_",
     ):
         Experience(IDS, KL, KL, KL, KL, KL, MASK, ACTIONS, {}, KL)
     with pytest.raises(

@@ -333,7 +333,7 @@ def test_late_results_of_a_group_given_up_change_nothing(plan):
         before = coordinator.state_dict()
         for late in (Outcome(0, batch[0], Metrics()), Outcome(99, None, Metrics(), "lost")):
             with coordinator._changed:
-                coordinator._come(late)
+                coordinator._on_worker(late)
         assert coordinator.state_dict() == before
 
 

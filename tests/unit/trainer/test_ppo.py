@@ -304,7 +304,7 @@ def test_a_batch_that_a_loop_skips_does_not_come_again():
 
 def test_a_list_of_the_batches_of_a_game_without_end_ends():
     trainer, _ = ppo(2, max_steps=5)
-    trainer.source.has_no_end = True
+    trainer.source.is_endless = True
     assert len(list(trainer.prompt_batches())) == 5
 
 
@@ -486,7 +486,7 @@ def test_groups_with_one_reward_are_of_no_use_and_of_too_many_the_first_are_kept
     assert useful_groups([*same, *unequal], True, {}) == unequal
     assert useful_groups([*same, *unequal], False, {}) == []
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
-    assert first_groups([*third, *first, *second], most=2, comm=SingleProcess()) == [
+    assert first_groups([*third, *first, *second], limit=2, comm=SingleProcess()) == [
         *first,
         *second,
     ]
