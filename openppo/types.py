@@ -140,7 +140,7 @@ class Trajectory:
     weight: float = 1.0
     # Fraction of the episode's actions that are in this part. Rewards and groups count an episode once, sequence-level
     # losses weight its parts by this fraction, and everything else counts each part.
-    share: float = 1.0
+    fraction: float = 1.0
     # Rewards of the whole trajectory, by name.
     scores: dict[str, float] = field(default_factory=dict)
     # Reward of each token; None if tokens have none.
@@ -265,7 +265,7 @@ class Experience:
     rollout_log_probs: Tensor  # (B, L)
     truncated: Tensor  # (B,) bool
     weight: Tensor | None = None  # (B,); None: 1
-    share: Tensor | None = None  # (B,); None: 1
+    fraction: Tensor | None = None  # (B,); None: 1
     scores: Tensor | None = None  # (B,): all rewards before shaping
     log_probs: Tensor | None = None  # (B, L)
     ref_log_probs: Tensor | None = None  # (B, L)

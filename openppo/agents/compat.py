@@ -110,7 +110,7 @@ class MultiRoundBufferDataset(BufferDataset):
         for turn in turns:
             turn.scores = {"score": score}
             turn.episode = episode
-            turn.share = len(turn.action_ids) / n_actions
+            turn.fraction = len(turn.action_ids) / n_actions
         return turns
 
 

@@ -178,7 +178,7 @@ def segments(session: Session, episode: Episode) -> list[Trajectory]:
 
     n_actions = sum(sum(trajectory.action_mask) for trajectory in trajectories)
     for trajectory in trajectories:
-        trajectory.share = sum(trajectory.action_mask) / n_actions
+        trajectory.fraction = sum(trajectory.action_mask) / n_actions
     return trajectories
 
 

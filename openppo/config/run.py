@@ -51,7 +51,7 @@ class RunConfig(Options):
     logging_steps: int = option(1, at_least(1))
     """Write metrics every this many steps."""
     heartbeat_timeout: float = option(45.0, inside("[5, 3600]"))
-    """A rank without a sign of life for this many seconds counts as lost; all ranks then end within 15 s."""
+    """A rank without a sign of life for this many seconds is lost; all ranks then end within 15 s."""
     stall_timeout: float = option(2700.0, not_negative, "; 0 waits for ever")
     """End the run when a rank makes no progress for this many seconds (0: wait forever).
     A reward function that never returns is a common cause."""

@@ -230,9 +230,9 @@ class Vision:
         return ids
 
     def item(self, value: object, kind: str = "image", near: str = "") -> MediaItem:
-        """Process ``value``, an image or a video in any form; a path may be relative to the folder of the file ``near``.
+        """Process ``value``, an image or a video in any form.
 
-        Raises one of ``UNREADABLE`` for any other value.
+        A path may be relative to the folder of the file ``near``. Raises one of ``UNREADABLE`` for any other value.
         """
         options = self.options
         processor = self.processor

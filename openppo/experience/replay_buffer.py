@@ -21,7 +21,7 @@ from openppo.types import Comm, Experience, SingleProcess, Trajectory
 
 T = TypeVar("T")
 
-PER_ROW_FIELDS = ("scores", "truncated", "weight", "share")
+PER_ROW_FIELDS = ("scores", "truncated", "weight", "fraction")
 """Fields of shape (B,); all others are (B, L)."""
 
 
@@ -39,7 +39,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience
         rollout_log_probs=torch.where(action_mask, log_probs, 0.0),
         truncated=torch.tensor([t.truncated for t in trajectories]),
         weight=torch.tensor([t.weight for t in trajectories]),
-        share=torch.tensor([t.share for t in trajectories]),
+        fraction=torch.tensor([t.fraction for t in trajectories]),
         media=joined_media(trajectories),
     )
 
@@ -103,8 +103,8 @@ class MiniBatch:
 
     All ranks have the same number of ``micro_batches``; an idle one has one row without actions. ``n_tokens`` counts
     the action tokens of the whole step over all ranks, ``n_sequences`` its samples with any action (a segment of a
-    sample by its share), each times its sample's weight. ``places`` of the samples in each micro-batch are those among
-    all ranks' samples.
+    sample by its fraction), each times its sample's weight. ``places`` of the samples in each micro-batch are those
+    among all ranks' samples.
     """
 
     micro_batches: list[Experience]
@@ -235,13 +235,13 @@ class ReplayBuffer:
             joined.append(idle_experience().to(device))
 
         weights = [_number(sample.weight) for sample in samples]
-        shares = [_number(sample.share) for sample in samples]
+        fractions = [_number(sample.fraction) for sample in samples]
         n_actions = [int(sample.action_mask.sum()) for sample in samples]
-        counts = list(zip(weights, shares, n_actions, strict=True))
+        counts = list(zip(weights, fractions, n_actions, strict=True))
         return MiniBatch(
             joined,
             n_tokens=sum(weight * n for weight, _, n in counts),
-            n_sequences=sum(weight * share for weight, share, n in counts if n > 0),
+            n_sequences=sum(weight * fraction for weight, fraction, n in counts if n > 0),
             places=places,
         )
 

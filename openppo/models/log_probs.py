@@ -20,7 +20,10 @@ LOGITS_AT_ONCE = 1 << 27
 LOGITS_AT_ONCE_ON_CPU = 1 << 29
 """The same on CPUs, where recomputing takes longer and memory is plentiful."""
 _LEAST = -1e4
-"""Lowest log-prob in entropies: a token of probability 0 adds 0 to a sum of p log p, minus infinity makes it NaN."""
+"""Lowest log-prob in entropies.
+
+A token of probability 0 then adds 0 to a sum of p log p; minus infinity would make it NaN.
+"""
 
 
 def logits_at_once(on_cpu: bool) -> int:

@@ -157,9 +157,10 @@ class MaskingLoss(PolicyLoss):
 
 
 class DoubleSidedLoss(MaskingLoss):
-    """-f(r) A for r = p / p_rollout: f(r) = r in [1 - clip_eps, 1 + clip_eps_high], else 0 (GLM-5, arXiv 2602.15763).
+    """Double-sided masking: -f(r) A for r = p / p_rollout (GLM-5, arXiv 2602.15763).
 
-    Outside, the gradient is 0 for both signs of A. Only ``clipped`` uses old log-probs: pass the engine's to it.
+    f(r) = r in [1 - clip_eps, 1 + clip_eps_high], else 0. Outside, the gradient is 0 for
+    both signs of A. Only ``clipped`` uses old log-probs: pass the engine's to it.
 
     >>> log_probs = torch.tensor([[1.1, 1.5]]).log()  # beside the engine's: the second is out of range
     >>> loss = DoubleSidedLoss(reduction="none")

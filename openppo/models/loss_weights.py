@@ -20,7 +20,7 @@ def token_weights(
     n_sequences: float,
     max_len: int,
     weight: Tensor | None = None,
-    share: Tensor | None = None,
+    fraction: Tensor | None = None,
 ) -> Tensor:
     """Weights (B, L) with which losses of tokens add up over an optimizer step, 0 outside ``action_mask``.
 
@@ -31,8 +31,8 @@ def token_weights(
     - for "sequence_mean" the mean over sequences of each one's mean;
     - for "constant" the sum divided by n_sequences * ``max_len`` (arXiv 2503.20783).
 
-    A row may be a part of a sequence, with ``share`` (B,) of its tokens (None: 1); ``n_sequences`` counts the row as
-    that fraction of one. Float32, or the dtype of ``weight``.
+    A row may be a part of a sequence, with a ``fraction`` (B,) of its tokens (None: 1); ``n_sequences`` counts the row
+    as that fraction of one. Float32, or the dtype of ``weight``.
 
     >>> action_mask = torch.tensor([[True, True, True], [True, False, False]])
     >>> token_weights(action_mask, "token_mean", n_tokens=4, n_sequences=2, max_len=3)
@@ -50,9 +50,9 @@ def token_weights(
     if loss_agg == "token_mean":
         return weighted / n_tokens
     if loss_agg == "sequence_mean":
-        row_share: Tensor | float = 1.0 if share is None else share[:, None]
+        row_fraction: Tensor | float = 1.0 if fraction is None else fraction[:, None]
         row_tokens = mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
-        return weighted * row_share / (row_tokens * n_sequences)
+        return weighted * row_fraction / (row_tokens * n_sequences)
     if loss_agg == "constant":
         return weighted / (n_sequences * max_len)
     raise ValueError(f"loss_agg must be token_mean, sequence_mean or constant, got {loss_agg!r}")

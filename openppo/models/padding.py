@@ -31,7 +31,10 @@ def pad_right(rows: Sequence[Sequence[int] | Tensor], pad_token_id: int) -> tupl
 
 
 def rounded_width(length: int) -> int:
-    """Next multiple of 8, or of a larger power of 2 for long rows; at most a sixteenth, or 7, above ``length``."""
+    """Next multiple of 8, or of a larger power of 2 for long rows.
+
+    It is at most a sixteenth, or 7, above ``length``.
+    """
     step = max(8, 1 << max(0, length.bit_length() - 5))
     return -(-length // step) * step
 
@@ -71,7 +74,7 @@ class WithMedia(Protocol):
 def with_stand_in(
     stand_in: WithMedia | None, media: Sequence[Media], *tensors: Tensor
 ) -> tuple[Sequence[Media], list[Tensor]]:
-    """``media`` and ``tensors`` (B, L) of a batch, with a row of ``stand_in`` behind if it lacks one of its kinds.
+    """``media`` and ``tensors`` (B, L) of a batch, with ``stand_in`` as last row if a kind is missing.
 
     ``tensors`` are sequences, their attention mask and maybe an action mask; no place of the new row is an action.
     Every rank then runs the same modules, as ZeRO requires.
@@ -204,7 +207,7 @@ def pack_where_exact(
 
 
 def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor], noise: float = NOISE) -> bool:
-    """True if a row's outputs do not depend on other rows ``beside`` it, up to rounding; logs a warning if not.
+    """True if a row's outputs do not depend on rows ``beside`` it, up to rounding; else log a warning.
 
     ``beside`` returns the outputs of the row beside another one, or alone for an empty list.
     """

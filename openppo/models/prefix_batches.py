@@ -51,7 +51,7 @@ class _PrefixOrder:
     shared: list[int]
     """Length of the prefix that each shares with the row before."""
     new_before: list[int]
-    """Sum of the tokens not shared that way over the rows before each; the last entry is that over all rows."""
+    """Tokens not shared that way, summed over the rows before each; the last entry covers all rows."""
 
     @classmethod
     def of(cls, rows: Sequence[list[int]]) -> "_PrefixOrder":

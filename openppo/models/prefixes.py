@@ -70,7 +70,7 @@ def prefix_tree(rows: Sequence[list[int]], width: int) -> PrefixTree:
 
 
 def _nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[_Span]:
-    """``nodes`` of a tree, from the lengths of rows in its order and of the prefixes shared with the row before."""
+    """``nodes`` of a tree, from its rows' lengths and those of prefixes shared with the previous row."""
     nodes: list[_Span] = []
     path: list[_Span] = []  # open nodes: first token, its depth, depth of the end
     n_tokens = 0

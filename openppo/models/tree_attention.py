@@ -1,7 +1,8 @@
-"""Attention of a tree of tokens on CPUs: each token sees its own node up to itself, and whole nodes above.
+"""Attention of a tree of tokens on CPUs.
 
-No unused score is computed. Parts of a softmax are merged by their log-sums; the backward pass of each part needs only
-the sum over all (arXiv 2310.01889 does the same with blocks of keys on several devices).
+Each token sees its own node up to itself, and whole nodes above. No unused score is computed. Parts of a softmax are
+merged by their log-sums; the backward pass of each part needs only the sum over all (arXiv 2310.01889 does the same
+with blocks of keys on several devices).
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,10 @@ def _parts(nodes: Tensor) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _view(tensor: Tensor, places: slice, n_nodes: int) -> Tensor:
-    """View of some tokens of a tensor (1, H, T, ...): (1, H, tokens, ...), or (nodes, H, tokens of one, ...)."""
+    """View of some tokens of a tensor (1, H, T, ...).
+
+    Its shape is (1, H, tokens, ...), or (nodes, H, tokens of one, ...).
+    """
     part = tensor[:, :, places]
     if n_nodes == 0:
         return part

@@ -15,7 +15,7 @@ _PLAIN = [
     "versions",
     "group",
     "weight",
-    "share",
+    "fraction",
     "token_rewards",
     "step_ends",
     "extras",
@@ -51,8 +51,9 @@ def from_json(saved: dict[str, Any], prompt: Prompt) -> list[Trajectory]:
     episodes = [None if entry is None else _episode(entry) for entry in saved["episodes"]]
     rows: list[Trajectory] = []
     for row in saved["rows"]:
-        # The checkpoint may be older than some of the fields.
+        # The checkpoint may be older than some of the fields, and than the name of one.
         plain = {name: row[name] for name in _PLAIN if name in row}
+        plain.setdefault("fraction", row.get("share", 1.0))
         trajectory = Trajectory(
             **plain,
             finish_reason=FinishReason(row["finish_reason"]),

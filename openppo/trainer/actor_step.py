@@ -160,7 +160,7 @@ class ActorStep:
             n_sequences=batch.n_sequences,
             max_len=self.config.generation.generate_max_len,
             weight=micro.weight,
-            share=micro.share,
+            fraction=micro.fraction,
         )
         return (loss * weights).sum()
 

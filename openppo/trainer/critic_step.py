@@ -71,7 +71,7 @@ class CriticStep:
                 n_sequences=batch.n_sequences,
                 max_len=self.config.generation.generate_max_len,
                 weight=micro.weight,
-                share=micro.share,
+                fraction=micro.fraction,
             )
             mean = (loss * weights).sum() * self.comm.world_size
             self.model.backward(mean, last=i == last)

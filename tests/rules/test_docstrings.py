@@ -88,6 +88,5 @@ def test_command_prints_the_places_of_a_folder(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == [places[0], "1 docstrings"]
 
 
-@pytest.mark.xfail(strict=True, reason="the docstrings of other folders are being mended now")
 def test_docstrings_of_the_package_begin_with_a_verb_or_a_noun():
     assert package_faults() == []

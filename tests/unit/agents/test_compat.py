@@ -90,7 +90,7 @@ def test_a_loop_of_ones_own_generates_and_takes_ppo_steps(chat_tokenizer, parque
     enqueue.join()
     turns += dataset.take(48)
     assert len(turns) == 48, "two turns in each of four samples of six rows"
-    assert sum(turn.share for turn in turns) == pytest.approx(24)
+    assert sum(turn.fraction for turn in turns) == pytest.approx(24)
     assert {len([turn for turn in turns if turn.group == group]) for group in range(6)} == {8}
     server.close()
     thread.join()

@@ -185,7 +185,9 @@ def test_branches_share_their_episode(make_sampler, n_branches):
     trajectories, _ = play(sampler)
     assert len(trajectories) == n_branches
     n_actions = [sum(t.action_mask) for t in trajectories]
-    assert [t.share for t in trajectories] == pytest.approx([n / sum(n_actions) for n in n_actions])
+    assert [t.fraction for t in trajectories] == pytest.approx(
+        [n / sum(n_actions) for n in n_actions]
+    )
     assert [len(t.spans) for t in trajectories] == [2] + [1] * (
         n_branches - 1
     )  # the shared turn is trained on once

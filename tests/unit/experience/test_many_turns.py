@@ -220,7 +220,7 @@ def forked(t, n_segments):
         fresh = [is_action and i >= start for i, is_action in enumerate(t.action_mask[:stop])]
         lists: Any = t.token_ids[:stop], fresh, t.log_probs[:stop], t.versions[:stop]
         segment = Trajectory(
-            *lists, t.finish_reason, t.prompt, t.group, share=sum(fresh) / total, scores=t.scores
+            *lists, t.finish_reason, t.prompt, t.group, fraction=sum(fresh) / total, scores=t.scores
         )
         segment.token_rewards = [
             reward * own for reward, own in zip(t.token_rewards, fresh, strict=False)
@@ -273,7 +273,7 @@ def test_each_token_has_the_same_weight_in_the_loss_however_an_episode_is_forked
         [step] = buffer.mini_batches(100, 100, epochs=1, seed=0)
         batch = collate(trajectories, 0)
         counts = step.n_tokens, step.n_sequences, 9
-        return token_weights(batch.action_mask, loss_agg, *counts, batch.weight, batch.share)[
+        return token_weights(batch.action_mask, loss_agg, *counts, batch.weight, batch.fraction)[
             batch.action_mask
         ]
 

@@ -242,7 +242,7 @@ def test_fields_by_hand_though_pad_and_end_of_sequence_are_the_same_id(batch):
         ],
         "truncated": [False, False, True],
         "weight": [1.0] * 3,
-        "share": [1.0] * 3,
+        "fraction": [1.0] * 3,
         "scores": [1.25, 2.0, 0.0],
     }
     dtypes = {"sequences": torch.int64} | dict.fromkeys(

@@ -153,7 +153,7 @@ def test_json_of_a_group_gives_it_back():
             FinishReason.LENGTH,
             dataclasses.replace(prompt, token_ids=[9]),
             7,
-            share=share,
+            fraction=fraction,
             scores={"r": 0.1},
             extras={"n": 2.5},
             notes={"pred": "72"},
@@ -165,7 +165,7 @@ def test_json_of_a_group_gives_it_back():
             stop=("c",),
             reward_error="lost",
         )
-        for share in (0.25, 0.75)
+        for fraction in (0.25, 0.75)
     ]
     again = from_json(json.loads(json.dumps(as_json(parts))), prompt)
     assert again == parts

@@ -206,7 +206,7 @@ def parts_of(ending, n, scores=(), of_turn=None, group=0):
                 "token_rewards": reward,
                 "step_ends": reward and [False, True],
             },
-            **{"episode": played, "share": 1 / n},
+            **{"episode": played, "fraction": 1 / n},
         )
         for i, reward in enumerate(rewards)
     ]
