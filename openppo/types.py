@@ -52,8 +52,7 @@ class SamplingParams:
 class Prompt:
     """One prompt: ``text`` is for people and rewards, ``token_ids`` for the model.
 
-    >>> prompt = Prompt("17 + 25 =", token_ids=[28, 14, 60, 3], label="42", source="sums")
-    >>> prompt.label
+    >>> Prompt("17 + 25 =", token_ids=[28, 14, 60, 3], label="42", source="sums").label
     '42'
     """
 
@@ -72,9 +71,8 @@ class Prompt:
 class Completion:
     """The response that an engine sampled for one prompt; its lists are equally long.
 
-    >>> completion = Completion([9, 1], [-0.7, -0.1], versions=[3, 3], finish_reason=FinishReason.STOP)
-    >>> len(completion.token_ids) == len(completion.log_probs)
-    True
+    >>> Completion([9, 1], [-0.7, -0.1], versions=[3, 3], finish_reason=FinishReason.STOP).token_ids
+    [9, 1]
     """
 
     token_ids: list[int]
@@ -89,8 +87,7 @@ class Completion:
 class Episode:
     """An agent's episode, shared by the trajectories cut from it.
 
-    >>> episode = Episode([{"role": "user", "content": "hi"}], Ending.TIMEOUT, n_turns=2, error="30 s")
-    >>> episode.failure
+    >>> Episode([{"role": "user", "content": "hi"}], Ending.TIMEOUT, n_turns=2, error="30 s").failure
     'timeout: 30 s'
     """
 
@@ -352,9 +349,7 @@ class SingleProcess:
 class StopCheck:
     """Poll for a signal during long work; this default never stops it.
 
-    >>> stop = StopCheck()
-    >>> stop()  # returns, since no signal has arrived
-    >>> stop.requested()
+    >>> StopCheck().requested()
     False
     """
 

@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from openppo.experience.estimators import ESTIMATORS as ESTIMATORS, Estimator as Estimator
     from openppo.experience.maker import ExperienceMaker as ExperienceMaker
     from openppo.experience.replay_buffer import ReplayBuffer as ReplayBuffer
-    from openppo.experience.token_rewards import AdaptiveKLController as AdaptiveKLController
-    from openppo.experience.token_rewards import (
-        FixedKLController as FixedKLController,
-        compute_reward as compute_reward,
-    )
+    from openppo.experience.kl_controller import AdaptiveKLController as AdaptiveKLController
+    from openppo.experience.kl_controller import FixedKLController as FixedKLController
+    from openppo.experience.token_rewards import compute_reward as compute_reward
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

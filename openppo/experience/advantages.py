@@ -1,4 +1,4 @@
-"""Advantages and returns over action tokens. Tokens between two actions are crossed without discount."""
+"""Advantages and returns over action tokens; tokens between two actions are crossed without discount."""
 
 import torch
 from torch import Tensor
@@ -13,60 +13,87 @@ def get_advantages_and_returns(
     lambd: float | Tensor,
     lambd_critic: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) from each action to the next.
+    """Estimate generalized advantages (arXiv 1506.02438, eq. 16) from each action to the next.
 
     delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lambd A_next, R_t = A_t + V_t, where next is the
     next action of the row and V and A after the last action are 0. All (B, L), ``action_mask`` bool; returns
     advantages and returns, 0 outside the mask. ``lambd`` may be one number per row, (B,). With ``lambd_critic`` the
-    returns are those of that lambda (decoupled GAE, arXiv 2503.01491); 1 gives Monte-Carlo returns.
+    returns use that lambda (decoupled GAE, arXiv 2503.01491); 1 gives Monte-Carlo returns.
+
+    >>> values, rewards = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0, 1.0]])
+    >>> mask = torch.tensor([[True, True]])
+    >>> get_advantages_and_returns(values, rewards, mask, gamma=1.0, lambd=0.5)
+    (tensor([[0.2500, 0.5000]]), tensor([[0.7500, 1.0000]]))
     """
     mask = action_mask.bool()
     places = mask.cumsum(-1) - 1
-    packed = pack_actions(values, mask, places)
-    deltas = pack_actions(rewards, mask, places) + gamma * F.pad(packed[:, 1:], (0, 1)) - packed
-    advantages = for_critic = _unpack_actions(_discounted_sums(deltas, gamma * lambd), mask, places)
+    packed_values = pack_actions(values, mask, places)
+    packed_rewards = pack_actions(rewards, mask, places)
+    next_values = F.pad(packed_values[:, 1:], (0, 1))
+    deltas = packed_rewards + gamma * next_values - packed_values
+
+    sums = _discounted_sums(deltas, gamma * lambd)
+    advantages = _unpack_actions(sums, mask, places)
+    critic_advantages = advantages
     if lambd_critic is not None:
-        for_critic = _unpack_actions(_discounted_sums(deltas, gamma * lambd_critic), mask, places)
-    return advantages, torch.where(mask, for_critic + values, 0.0)
+        critic_sums = _discounted_sums(deltas, gamma * lambd_critic)
+        critic_advantages = _unpack_actions(critic_sums, mask, places)
+    return advantages, torch.where(mask, critic_advantages + values, 0.0)
 
 
 def length_adaptive_lambda(action_mask: Tensor, alpha: float) -> Tensor:
-    """lambda = max(0, 1 - 1 / (alpha * length)) with the number of actions of each row as length (arXiv 2504.05118).
+    """Lambda by length, max(0, 1 - 1 / (alpha * length)) (arXiv 2504.05118).
 
-    ``action_mask`` bool (B, L); float32 (B,).
+    The length of a row is its number of actions. ``action_mask`` bool (B, L); returns float32 (B,).
+
+    >>> length_adaptive_lambda(torch.ones(1, 20, dtype=torch.bool), alpha=0.5)  # 1 - 1 / 10
+    tensor([0.9000])
     """
     lengths = action_mask.bool().sum(-1).clamp(min=1)
     return (1 - 1 / (alpha * lengths)).clamp(min=0)
 
 
 def get_cumulative_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
-    """Discounted reward to go, R_t = r_t + gamma R_next, from each action to the next; (B, L), 0 outside the mask."""
+    """Discounted reward to go, R_t = r_t + gamma R_next, from each action to the next.
+
+    All (B, L), ``action_mask`` bool; 0 outside the mask.
+
+    >>> rewards, mask = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[True, False, True]])
+    >>> get_cumulative_returns(rewards, mask, gamma=0.5)
+    tensor([[0.5000, 0.0000, 1.0000]])
+    """
     mask = action_mask.bool()
     places = mask.cumsum(-1) - 1
-    return _unpack_actions(
-        _discounted_sums(pack_actions(rewards, mask, places), gamma), mask, places
-    )
+    sums = _discounted_sums(pack_actions(rewards, mask, places), gamma)
+    return _unpack_actions(sums, mask, places)
 
 
 def pack_actions(per_token: Tensor, mask: Tensor, places: Tensor) -> Tensor:
     """Pack the entries under ``mask`` (B, L) to the left, zeros behind."""
     n_rows, length = mask.shape
-    moved = per_token.new_zeros(n_rows, length + 1)  # the last column takes what no action has
-    return moved.scatter_(1, torch.where(mask, places, length), per_token)[:, :length]
+    packed = per_token.new_zeros(n_rows, length + 1)  # the last column takes all other entries
+    columns = torch.where(mask, places, length)
+    packed.scatter_(1, columns, per_token)
+    return packed[:, :length]
 
 
-def _unpack_actions(of_actions: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-    return torch.where(mask, of_actions.gather(1, places.clamp(min=0)), 0.0)
+def _unpack_actions(packed: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+    """Undo ``pack_actions``; 0 outside ``mask``."""
+    per_token = packed.gather(1, places.clamp(min=0))
+    return torch.where(mask, per_token, 0.0)
 
 
 def _discounted_sums(terms: Tensor, discount: float | Tensor) -> Tensor:
-    """S_t = x_t + c S_next of (B, L), c one number or (B,), in a few operations: no loop over tokens.
+    """Sum ``terms`` (B, L) with a discount, without a loop over tokens.
 
-    By doubling: the sum of 2n terms is that of n, and c^n times that of the next n.
+    S_t = x_t + c S_next, c one number or (B,). By doubling: the sum of 2n terms is that of n, and c^n times that of
+    the next n.
     """
     factor = discount.reshape(-1, 1) if isinstance(discount, Tensor) else discount  # c^n
     n = 1
     while n < terms.shape[1]:
-        terms = terms + factor * F.pad(terms[:, n:], (0, n))
-        n, factor = 2 * n, factor * factor
+        next_terms = F.pad(terms[:, n:], (0, n))
+        terms = terms + factor * next_terms
+        n *= 2
+        factor = factor * factor
     return terms

@@ -1,4 +1,4 @@
-"""The advantage estimators by name: an entry of ``ESTIMATORS`` each, made of pure functions."""
+"""Advantage estimators by name: each is an entry of ``ESTIMATORS``, made of pure functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,17 +18,21 @@ from openppo.models.loss import POLICY_LOSSES
 
 Rewarded = tuple[Tensor, Tensor | None]
 Rewards = Callable[[Tensor, StepRewards, Tensor, Tensor | None], Rewarded]
-"""``rewards(scores, steps, groups, greedy)``: each trajectory's score, rewards of its steps, its prompt's id int64,
-and the reward of the greedy response to it (None unless ``needs_greedy``), all (B,) in any order, to what replaces
-scores (B,) and rewards of steps (B, L)."""
+"""``rewards(scores, steps, groups, greedy)``: new scores (B,) and step rewards (B, L).
+
+For each trajectory, in any order: its score, the rewards of its steps, its prompt's id int64, and the reward of the
+greedy response to that prompt (None unless ``needs_greedy``).
+"""
 Baseline = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""``baseline(totals, groups, greedy)``: what to subtract from whole rewards (B,)."""
+"""``baseline(totals, groups, greedy)``: numbers (B,) to subtract from whole rewards (B,)."""
 Advantages = Callable[
     [Tensor, Tensor | None, Tensor, AdvantageConfig, float | None], tuple[Tensor, Tensor]
 ]
-"""``advantages(rewards, values, action_mask, config, lambd_critic)``: from token rewards after the KL penalty to
-advantages and returns, all (B, L) and 0 outside ``action_mask``. ``values`` where there is a critic; ``lambd_critic``,
-unless it is None, replaces the option of that name."""
+"""``advantages(rewards, values, action_mask, config, lambd_critic)``: advantages and returns.
+
+All (B, L) and 0 outside ``action_mask``; token rewards include the KL penalty. ``values`` is None without a critic;
+``lambd_critic``, unless it is None, replaces the option of that name.
+"""
 _EPS = 1e-9
 _EQUAL = 1e-6
 
@@ -36,12 +40,12 @@ _EQUAL = 1e-6
 def plain_rewards(
     scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None
 ) -> Rewarded:
-    """Scores and rewards of steps as they are."""
+    """Leave scores and rewards of steps as they are."""
     return scores, steps.rewards
 
 
 def centred(baseline: Baseline) -> Rewards:
-    """Whole rewards less a baseline; each action has the advantage of its trajectory."""
+    """Subtract a baseline from whole rewards; each action has the advantage of its trajectory."""
 
     def rewards(
         scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None
@@ -59,7 +63,7 @@ def rewards_to_go(
     config: AdvantageConfig,
     lambd_critic: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Discounted rewards to go, which are the returns too."""
+    """Discounted rewards to go as advantages and returns alike."""
     returns = get_cumulative_returns(rewards, action_mask, config.gamma)
     return returns, returns
 
@@ -71,54 +75,67 @@ def generalized_advantages(
     config: AdvantageConfig,
     lambd_critic: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation, with another lambda for the critic's targets where options ask for it."""
+    """Generalized advantage estimation, with a lambda of its own for the critic if options set one."""
     assert values is not None
     lambd: float | Tensor = config.lambd
-    for_critic = lambd_critic if lambd_critic is not None else config.lambd_critic
+    if lambd_critic is None:
+        lambd_critic = config.lambd_critic
+
     if config.adaptive_lambd_alpha is not None:
         lambd = length_adaptive_lambda(action_mask, config.adaptive_lambd_alpha)
-        for_critic = config.lambd if for_critic is None else for_critic
+        if lambd_critic is None:
+            lambd_critic = config.lambd
+
     return get_advantages_and_returns(
-        values, rewards, action_mask, gamma=config.gamma, lambd=lambd, lambd_critic=for_critic
+        values, rewards, action_mask, gamma=config.gamma, lambd=lambd, lambd_critic=lambd_critic
     )
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """One entry of ``ESTIMATORS``: two functions, and what they need."""
+    """One entry of ``ESTIMATORS``: two functions and their needs.
 
-    rewards: Rewards = plain_rewards  # before the KL penalty, which is neither centred nor divided
+    >>> Estimator(centred(group_mean), normalize=False).normalizes("default")
+    False
+    """
+
+    rewards: Rewards = plain_rewards
+    """Applied before the KL penalty, which is neither centred nor divided."""
     advantages: Advantages = rewards_to_go
-    uses_critic: bool = False  # needs the values of a critic
-    needs_greedy: bool = False  # needs the reward of the greedy response to each prompt
-    compares_steps: bool = (
-        False  # responses of equal whole reward differ where rewards of their steps do
-    )
-    normalize: bool = True  # advantages over the action tokens of the whole buffer, unless an option says otherwise
-    loss_agg: LossAggregation = (
-        "token_mean"  # how the policy loss adds up, unless an option says otherwise
-    )
+    uses_critic: bool = False
+    """Needs the values of a critic."""
+    needs_greedy: bool = False
+    """Needs the reward of the greedy response to each prompt."""
+    compares_steps: bool = False
+    """Responses of equal whole reward differ if rewards of their steps do."""
+    normalize: bool = True
+    """Default of ``--normalize_advantages``, over the action tokens of the whole buffer."""
+    loss_agg: LossAggregation = "token_mean"
+    """Default of ``--loss_agg``: sum of the policy loss."""
 
     def normalizes(self, choice: str) -> bool:
-        """Whether advantages are normalized: ``choice`` is ``default``, ``on`` or ``off``."""
-        return self.normalize if choice == "default" else choice == "on"
+        """True if advantages are normalized; ``choice`` is ``default``, ``on`` or ``off``."""
+        if choice == "default":
+            return self.normalize
+        return choice == "on"
 
 
 def group_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tensor:
-    """The mean reward of all responses to the prompt, this one included (arXiv 2501.03262, 2503.20783)."""
+    """Mean reward of all responses to the prompt, this one included (arXiv 2501.03262, 2503.20783)."""
     _, mean, _ = _group_statistics(totals, groups)
     return mean.to(totals.dtype)
 
 
 def leave_one_out_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tensor:
-    """The mean reward of the other responses to the prompt (RLOO, arXiv 2402.14740)."""
+    """Mean reward of the other responses to the prompt (RLOO, arXiv 2402.14740)."""
     count, mean, _ = _group_statistics(totals, groups)
     _require_several(count, "--advantage_estimator rloo")
-    return ((mean * count - totals.double()) / (count - 1)).to(totals.dtype)
+    sum_of_others = mean * count - totals.double()
+    return (sum_of_others / (count - 1)).to(totals.dtype)
 
 
 def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tensor:
-    """The reward of the greedy response to the prompt (ReMax, arXiv 2310.10505)."""
+    """Reward of the greedy response to the prompt (ReMax, arXiv 2310.10505)."""
     assert greedy is not None
     return greedy.to(totals)
 
@@ -126,33 +143,41 @@ def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tens
 def normalized_by_group(
     scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Normalize scores (B,) and step rewards (B, L) by their group (arXiv 2402.03300, section 4.1.3, with scores).
+    """Normalize scores (B,) and step rewards (B, L) by their group.
 
-    Each less the mean of its kind, both divided by the root of the sum of both unbiased variances + 1e-9: weights
-    between the kinds keep their meaning. Steps with the same rewards in all responses of a group are left out. This is
-    process supervision of single responses: an agent's turns belong to its score (``EpisodeParts.outcomes``).
+    As arXiv 2402.03300, section 4.1.3, with scores beside steps. The mean of its kind is subtracted from each, and both
+    are divided by the root of the sum of both unbiased variances + 1e-9: weights between the kinds keep their meaning.
+    Steps with the same rewards in all responses of a group are left out. This is process supervision of single
+    responses: an agent's turns belong to its score (``EpisodeSegments.outcomes``).
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
     count, mean, squares = _group_statistics(scores, groups)
     _require_several(count, "--advantage_estimator group_norm")
     n_steps, step_mean, step_squares = _group_statistics(steps.rewards, groups, ends)
-    std = (squares / (count - 1) + step_squares / (n_steps - 1).clamp(min=1)).sqrt()
+
+    variance = squares / (count - 1)
+    step_variance = step_squares / (n_steps - 1).clamp(min=1)
+    std = (variance + step_variance).sqrt()
     alike = std <= _EQUAL * (1 + (mean.abs() + step_mean.abs()))  # rewards differ by rounding only
     scale = torch.where(alike, torch.inf, std + _EPS).to(scores.dtype)
-    centred = torch.where(ends, steps.rewards - step_mean[:, None].to(scores.dtype), 0.0)
-    return (scores - mean.to(scores.dtype)) / scale, centred / scale[:, None]
+
+    centred_scores = scores - mean.to(scores.dtype)
+    centred_steps = steps.rewards - step_mean[:, None].to(scores.dtype)
+    centred_steps = torch.where(ends, centred_steps, 0.0)
+    return centred_scores / scale, centred_steps / scale[:, None]
 
 
 def group_moments(totals: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and std + 1e-9 of the whole rewards (B,) of each row's group, the std unbiased; both (B,).
+    """Mean and unbiased std + 1e-9 of the whole rewards (B,) in each row's group; both (B,).
 
-    The std is infinite where rewards differ by rounding only, so that whatever is divided by it becomes 0.
+    The std is infinite where rewards differ by rounding only: quotients by it are 0.
     """
     count, mean, squares = _group_statistics(totals, groups)
     _require_several(count, "--reward_normalizer group")
     std = (squares / (count - 1)).sqrt()
     alike = std <= _EQUAL * (1 + mean.abs())
-    return mean.to(totals.dtype), torch.where(alike, torch.inf, std + _EPS).to(totals.dtype)
+    scale = torch.where(alike, torch.inf, std + _EPS)
+    return mean.to(totals.dtype), scale.to(totals.dtype)
 
 
 def _group_statistics(
@@ -160,34 +185,42 @@ def _group_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and squared deviations per group, (B,) float64 each.
 
-    ``rewards`` (B,), or (B, L) where ``counted``. In float64 the mean of equal rewards is exactly that reward, so that
-    such a group has advantages of exactly 0.
+    ``rewards`` (B,), or (B, L) with the mask ``counted``. In float64 the mean of equal rewards is exactly that reward,
+    so that such a group has advantages of exactly 0.
     """
-    values = (rewards[:, None] if rewards.dim() == 1 else rewards).double()
+    values = (rewards[:, None] if rewards.dim() == 1 else rewards).double()  # (B, 1) or (B, L)
     counts = torch.ones_like(values) if counted is None else counted.double()
     count = _group_sum(counts.sum(-1), groups)
-    mean = _group_sum((counts * values).sum(-1), groups) / count.clamp(min=1)
-    return count, mean, _group_sum((counts * (values - mean[:, None]).square()).sum(-1), groups)
+    total = _group_sum((counts * values).sum(-1), groups)
+    mean = total / count.clamp(min=1)
+    deviations = counts * (values - mean[:, None]).square()
+    return count, mean, _group_sum(deviations.sum(-1), groups)
 
 
 def _group_sum(numbers: Tensor, groups: Tensor) -> Tensor:
+    """Sum of ``numbers`` (B,) over each row's group, (B,)."""
     _, index = groups.unique(return_inverse=True)
-    return torch.zeros_like(numbers).index_add_(0, index, numbers)[index]
+    sums = torch.zeros_like(numbers).index_add_(0, index, numbers)
+    return sums[index]
 
 
 def _are_alike(steps: StepRewards, groups: Tensor) -> Tensor:
-    """Whether all rows of the group have the same step rewards in order, bool (B,)."""
-    counts, rows = (
-        steps.ends.sum(-1),
-        pack_actions(steps.rewards, steps.ends, steps.ends.cumsum(-1) - 1),
-    )
+    """True for rows whose whole group has the same step rewards in order, bool (B,)."""
+    n_steps = steps.ends.sum(-1)
+    places = steps.ends.cumsum(-1) - 1
+    packed = pack_actions(steps.rewards, steps.ends, places)  # (B, L), steps first
+
     ids, index = groups.unique(return_inverse=True)
-    every = torch.arange(len(groups), device=groups.device)
-    first = every.new_zeros(len(ids)).scatter_reduce(0, index, every, "amin", include_self=False)[
-        index
-    ]
-    same = (rows - rows[first]).abs().amax(-1) <= _EQUAL * (1 + rows.abs().amax(-1))
-    return _group_sum((~same | (counts != counts[first])).long(), groups) == 0
+    rows = torch.arange(len(groups), device=groups.device)
+    first_rows = rows.new_zeros(len(ids))
+    first_rows = first_rows.scatter_reduce(0, index, rows, "amin", include_self=False)
+    first = first_rows[index]  # (B,), the first row of each row's group
+
+    distance = (packed - packed[first]).abs().amax(-1)
+    same_rewards = distance <= _EQUAL * (1 + packed.abs().amax(-1))
+    same_number = n_steps == n_steps[first]
+    n_different = _group_sum((~(same_rewards & same_number)).long(), groups)
+    return n_different == 0
 
 
 def _require_several(count: Tensor, name: str) -> None:
@@ -207,13 +240,15 @@ ESTIMATORS: dict[str, Estimator] = {
     "dr_grpo": Estimator(centred(group_mean), normalize=False, loss_agg="constant"),
     "remax": Estimator(centred(greedy_reward), needs_greedy=True, normalize=False),
 }
-"""By the names of ``--advantage_estimator``."""
+"""Estimators by the names of ``--advantage_estimator``.
+
+>>> list(ESTIMATORS)
+['gae', 'reinforce', 'reinforce_baseline', 'rloo', 'group_norm', 'dr_grpo', 'remax']
+"""
 
 
 def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
-    """``--loss_agg``, else what the policy loss asks for, else what the estimator asks for."""
-    return (
-        config.loss.loss_agg
-        or POLICY_LOSSES[config.loss.loss_type].loss_agg
-        or ESTIMATORS[config.advantage.advantage_estimator].loss_agg
-    )
+    """``--loss_agg``, else the default of the policy loss, else that of the estimator."""
+    policy_loss = POLICY_LOSSES[config.loss.loss_type]
+    estimator = ESTIMATORS[config.advantage.advantage_estimator]
+    return config.loss.loss_agg or policy_loss.loss_agg or estimator.loss_agg

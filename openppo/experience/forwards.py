@@ -1,4 +1,4 @@
-"""Forwards of actor, critic and reference over trajectories, and where old log-probs come from."""
+"""Forwards of actor, critic and reference over trajectories, and the source of old log-probs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,105 +42,127 @@ class Forwards:
     def __call__(
         self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom, values: bool
     ) -> Experience | None:
-        """One batch with log-probs of actor and reference, entropy and values; None on a rank without trajectories."""
-        runs_any = (
-            old_log_probs == "recompute"
-            or (values and self.critic is not None)
-            or self.reference is not None
-        )
-        outputs = (
-            self._outputs(trajectories, old_log_probs == "recompute", values) if runs_any else {}
-        )
+        """One batch with log-probs, entropy and values; None on a rank without trajectories."""
+        recompute = old_log_probs == "recompute"
+        runs_critic = values and self.critic is not None
+        outputs: dict[str, Tensor] = {}
+        if recompute or runs_critic or self.reference is not None:
+            outputs = self._outputs(trajectories, recompute, values)
         if not trajectories:
             return None
-        batch = collate(trajectories, self.pad_token_id).to(self.device).with_fields(**outputs)
-        return (
-            batch.with_fields(log_probs=batch.rollout_log_probs)
-            if old_log_probs == "rollout"
-            else batch
-        )
+
+        batch = collate(trajectories, self.pad_token_id)
+        batch = batch.to(self.device).with_fields(**outputs)
+        if old_log_probs == "rollout":
+            batch = batch.with_fields(log_probs=batch.rollout_log_probs)
+        return batch
 
     @torch.no_grad()
     def _outputs(
         self, trajectories: Sequence[Trajectory], recompute: bool, values: bool
     ) -> dict[str, Tensor]:
-        """Fields (B, L) of own trajectories, some from forwards on other ranks. Equally many forwards on all ranks."""
-        shares, outputs = self.config.ppo.share_prompts == "auto", dict[str, Tensor]()
-        groups = [(t.group, t.spans[0][0] if t.spans else 0) for t in trajectories if shares]
+        """Fields (B, L) of this rank's trajectories, by equally many forwards on all ranks.
+
+        Rows are dealt over the ranks for their forwards, so some may come from other ranks.
+        """
+        shares_prompts = self.config.ppo.share_prompts == "auto"
+        groups = [(t.group, _first_action(t)) for t in trajectories if shares_prompts]
         deal = Deal([len(t.token_ids) for t in trajectories], self.comm, groups)
-        rows = deal.out(
-            [torch.tensor([t.token_ids, t.loss_mask], dtype=torch.int32) for t in trajectories]
-        )
-        media = deal.media([t.prompt.media for t in trajectories])
-        made = rows[:]
-        lengths = [r.shape[1] for r in rows]
-        ids = [
-            distinct_ids(row[0].tolist(), of_row)
-            for row, of_row in zip(rows, media, strict=True)
-            if shares
+        own_rows = [
+            torch.tensor([t.token_ids, t.loss_mask], dtype=torch.int32) for t in trajectories
         ]
+        rows = deal.out(own_rows)
+        media = deal.media([t.prompt.media for t in trajectories])
+
+        lengths = [row.shape[1] for row in rows]
+        ids: list[list[int]] = []
+        if shares_prompts:
+            for tokens, images in zip(rows, media, strict=True):
+                ids.append(distinct_ids(tokens[0].tolist(), images))
+
+        fields: dict[str, Tensor] = {}  # of the last batch
+        row_outputs = list(rows)  # each becomes (N, L)
         with self.hooks.uncompiled():
             batches = equal_batches(lengths, forward_size(self.config), self.comm, rows=ids)
-            for chosen in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
-                outputs = self._forward(
-                    [rows[i] for i in chosen], [media[i] for i in chosen], recompute, values=values
-                )
-                stacked = torch.stack([*outputs.values()]).float()  # (N, B, L)
-                for row, i in enumerate(chosen):
-                    made[i] = stacked[
-                        :, row, : lengths[i]
-                    ].clone()  # no row keeps the whole batch in memory
+            for batch in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
+                batch_rows = [rows[i] for i in batch]
+                batch_media = [media[i] for i in batch]
+                fields = self._forward(batch_rows, batch_media, recompute, values=values)
+                stacked = torch.stack([*fields.values()]).float()  # (N, B, L)
+                for row, i in enumerate(batch):
+                    # A copy, so that no row keeps the whole batch in memory.
+                    row_outputs[i] = stacked[:, row, : lengths[i]].clone()
         self.hooks.timer.count_tokens("experience", sum(lengths))
-        own = [row.T for row in deal.back(made)]
-        joined = (
-            pad_sequence(own, batch_first=True).to(self.device).permute(2, 0, 1).contiguous()
-            if own
-            else ()
-        )
-        return dict(zip(outputs, joined, strict=False))
+
+        own_outputs = [output.T for output in deal.back(row_outputs)]  # each (L, N)
+        if not own_outputs:
+            return {}
+        padded = pad_sequence(own_outputs, batch_first=True).to(self.device)  # (B, L, N)
+        return dict(zip(fields, padded.permute(2, 0, 1).contiguous(), strict=False))
 
     def _forward(
         self, rows: list[Tensor], media: list[Media], recompute: bool, values: bool
     ) -> dict[str, Tensor]:
-        """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions. Without rows of an idle forward."""
+        """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions.
+
+        Without rows the forward is idle.
+        """
         rows = rows or [torch.zeros(2, 2)]
         ids, mask = pad_right([row[0] for row in rows], self.pad_token_id)
-        actions, outputs = pad_right([row[1] for row in rows], 0)[0].bool(), dict[str, Tensor]()
-        more: dict[str, Any] = {"media": media} if any(media) else {}
+        action_rows, _ = pad_right([row[1] for row in rows], 0)
+        actions = action_rows.bool()
+        inputs: dict[str, Any] = {"media": media} if any(media) else {}
+
+        fields: dict[str, Tensor] = {}
         if recompute:
             with timed("actor_forward"):
-                outputs["log_probs"], outputs["entropy"] = self.actor(
-                    ids, mask, actions, return_entropy=True, **more
-                )
+                log_probs, entropy = self.actor(ids, mask, actions, return_entropy=True, **inputs)
+            fields["log_probs"] = log_probs
+            fields["entropy"] = entropy
         if self.critic is not None and values:
             with timed("critic_forward"):
-                outputs["values"] = torch.where(
-                    on_device(actions, self.device), self.critic(ids, mask, **more), 0.0
-                )
+                is_action = on_device(actions, self.device)
+                state_values = self.critic(ids, mask, **inputs)
+                fields["values"] = torch.where(is_action, state_values, 0.0)
         if self.reference is not None:
             with timed("reference_forward"):
-                outputs["ref_log_probs"] = self.reference(ids, mask, actions, **more)
-        return outputs
+                fields["ref_log_probs"] = self.reference(ids, mask, actions, **inputs)
+        return fields
+
+
+def _first_action(trajectory: Trajectory) -> int:
+    """Index of the first action token; 0 without actions."""
+    spans = trajectory.spans
+    return spans[0][0] if spans else 0
 
 
 def check_sampled(trajectories: Sequence[Trajectory], ids: SampledIds, comm: Comm) -> None:
-    """``ValueError`` on all ranks for an action that can never be sampled: its probability is 0. Collective."""
+    """Raise ``ValueError`` on all ranks for an action that can never be sampled. Collective.
+
+    Its probability is 0.
+    """
     left_out = set(chain.from_iterable(ids.left_out))
     problem = None
     for trajectory in trajectories:
-        token_ids, mask = trajectory.token_ids, trajectory.loss_mask
-        if not left_out.isdisjoint(compress(token_ids, mask)):
-            place = next(
-                t for t, is_action in enumerate(mask) if is_action and token_ids[t] in left_out
-            )
-            problem = (
-                f"token {place} of a sample is trained on, but {ids.why_not(token_ids[place])}"
-            )
+        place = _first_of(left_out, trajectory)
+        if place is not None:
+            reason = ids.why_not(trajectory.token_ids[place])
+            problem = f"token {place} of a sample is trained on, but {reason}"
             break
 
-    if problems := [of_rank for of_rank in comm.all_gather_object(problem) if of_rank is not None]:
+    problems = [text for text in comm.all_gather_object(problem) if text is not None]
+    if problems:
         remedy = "Set its action_mask to False, or, if it is an EOS or stop token, add it to the tokenizer."
         raise ValueError(f"{problems[0]}. {remedy}")
+
+
+def _first_of(token_ids: set[int], trajectory: Trajectory) -> int | None:
+    """Index of the first trained action among ``token_ids``; None if there is none."""
+    mask = trajectory.loss_mask
+    if token_ids.isdisjoint(compress(trajectory.token_ids, mask)):
+        return None
+    actions = compress(enumerate(trajectory.token_ids), mask)
+    return next(t for t, token_id in actions if token_id in token_ids)
 
 
 def old_log_probs_from(
@@ -148,32 +170,34 @@ def old_log_probs_from(
 ) -> OldLogProbsFrom:
     """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
 
-    ``single_update``: one optimizer step trains the actor on all samples, with the weights that sampled them;
-    ``by_engine``: this run's engine did. Log-probs of other trajectories may be anything.
+    ``single_update``: one optimizer step trains the actor on all samples, with the weights that sampled them.
+    ``by_engine``: this run's engine sampled them; log-probs from elsewhere may mean anything.
     """
-    if (wanted := config.loss.wanted_old_log_probs) != "auto":
-        return wanted
+    requested = config.loss.wanted_old_log_probs
+    if requested != "auto":
+        return requested
+
     generation = config.generation
-    ppo = config.ppo
-    batch = config.batch
-    cut = generation.top_p < 1 or generation.top_k is not None or generation.min_new_tokens > 0
-    if (
-        not by_engine
-        or cut
-        or generation.rollout_engine != "hf"
-        or config.loss.rollout_correction != "none"
-    ):
+    is_cut = generation.top_p < 1 or generation.top_k is not None or generation.min_new_tokens > 0
+    if not by_engine or is_cut or generation.rollout_engine != "hf":
+        return "recompute"
+    if config.loss.rollout_correction != "none":
         return "recompute"
     if not config.deepspeed.bf16:
         return "rollout"
-    samples = config.prompts_per_step * ppo.n_samples_per_prompt
-    always = (
-        samples <= batch.train_batch_size and batch.max_epochs == 1
-    )  # with several epochs ``entropy`` would change
-    return "training" if single_update and always and config.lora.lora_dropout == 0 else "recompute"
+
+    # Every global step of the run must be one update; with several epochs ``entropy`` would change.
+    n_samples = config.prompts_per_step * config.ppo.n_samples_per_prompt
+    fits_one_update = n_samples <= config.batch.train_batch_size and config.batch.max_epochs == 1
+    if single_update and fits_one_update and config.lora.lora_dropout == 0:
+        return "training"
+    return "recompute"
 
 
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     """Size of a forward that trains nothing."""
-    rows, tokens = config.ppo.forward_rows, config.ppo.micro_rollout_tokens
-    return MicroBatchSize(rows, tokens, split_overhead(config.deepspeed.zero_stage))
+    return MicroBatchSize(
+        rows=config.ppo.forward_rows,
+        tokens=config.ppo.micro_rollout_tokens,
+        overhead=split_overhead(config.deepspeed.zero_stage),
+    )

@@ -1,4 +1,4 @@
-"""What a run hands to its experience maker beside models and options."""
+"""Parts of a run for its experience maker, beside models and options."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,12 +11,11 @@ from openppo.types import StopCheck
 
 @dataclass(frozen=True)
 class Hooks:
-    """Timer and stop check of a run, names of its data ``sources``, and the ids that its policy can sample."""
+    """Timer and stop check of a run, names of its data ``sources``, and ids that its policy can sample."""
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopCheck = field(default_factory=StopCheck)
-    uncompiled: Callable[[], AbstractContextManager[None]] = (
-        nullcontext  # opened around forwards that train nothing
-    )
+    uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Opened around forwards that train nothing."""
     sources: Mapping[str, str] = field(default_factory=dict)
     sampled_ids: SampledIds = ALL_IDS

@@ -1,4 +1,4 @@
-"""ExperienceMaker: trajectories to experience with log-probs, values, rewards and advantages."""
+"""Experience from trajectories: log-probs, values, rewards and advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
+from openppo.experience.episode_segments import EpisodeSegments
 from openppo.experience.estimators import ESTIMATORS, group_moments
 from openppo.experience.forwards import (
     Forwards,
@@ -19,6 +20,7 @@ from openppo.experience.forwards import (
     old_log_probs_from,
 )
 from openppo.experience.hooks import Hooks
+from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
 from openppo.experience.measure import (
     measure_experience,
     measure_scores,
@@ -30,13 +32,10 @@ from openppo.experience.measure import (
 )
 from openppo.experience.replay_buffer import split_rows
 from openppo.experience.reward_names import RewardNames
+from openppo.experience.running_moments import RunningMoments
+from openppo.experience.scoring import check_rewarded
 from openppo.experience.token_rewards import (
-    AdaptiveKLController,
-    EpisodeParts,
-    FixedKLController,
-    RunningMoments,
     StepRewards,
-    check_rewarded,
     collect_step_rewards,
     compute_reward,
     overlong_mask,
@@ -57,6 +56,11 @@ class ExperienceMaker:
 
     ``actor`` and ``reference`` (None without a KL) are called like ``Actor.forward``, ``critic`` (None for estimators
     without one) like a ``ScalarHeadModel``. All ranks call every method together, groups being whole on a rank.
+
+    >>> from openppo.tracking.metrics import Metrics
+    >>> experiences = maker.make(trajectories, Metrics())  # of two sampled responses
+    >>> experiences[0].advantages.shape == experiences[0].sequences.shape
+    True
     """
 
     actor: Model
@@ -72,17 +76,18 @@ class ExperienceMaker:
         self.frozen_steps = self.config.ppo.frozen_actor_steps
         self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
         self.weights = self.config.rewards.weights()
+        self.moments = RunningMoments()
+
         evaluation = self.config.evaluation
         pass_on = evaluation.pass_on if evaluation.eval_reward_fn is None else None
         self.reward_names = RewardNames(self.weights, self.comm, pass_on)
-        self.moments = RunningMoments()
-        coef = self.config.kl.init_kl_coef
-        target = self.config.kl.kl_target
-        horizon = self.config.kl.kl_horizon
-        fixed = FixedKLController(coef)
-        self.kl_controller = (
-            fixed if target is None else AdaptiveKLController(coef, target, horizon)
-        )
+
+        kl = self.config.kl
+        self.kl_controller = FixedKLController(kl.init_kl_coef)
+        if kl.kl_target is not None:
+            self.kl_controller = AdaptiveKLController(
+                kl.init_kl_coef, target=kl.kl_target, horizon=kl.kl_horizon
+            )
 
     @property
     def forwards(self) -> Forwards:
@@ -101,10 +106,11 @@ class ExperienceMaker:
     def make(
         self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0
     ) -> list[Experience]:
-        """One experience per trajectory, in their order, on this maker's device (``buffer_cpu_offload``: the host).
+        """Make one experience per trajectory, in their order.
 
-        Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
-        ``n_done`` global steps have been trained before, which is the policy's version.
+        They are on this maker's device (``buffer_cpu_offload``: on the host). Runs the models, then waits for scores
+        still under way (or for a signal: ``Interrupted`` on all ranks). ``n_done`` global steps have been trained
+        before, which is the policy's version.
         """
         batch = self._rewarded(trajectories, metrics, n_done)
         measure_staleness(trajectories, n_done, metrics)
@@ -115,11 +121,11 @@ class ExperienceMaker:
         return int(self.comm.all_reduce(torch.tensor(len(samples))))
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` takes, as JSON."""
+        """State for ``load_state_dict``, as JSON."""
         return {name: getattr(self, name).state_dict() for name in _STATEFUL}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume the KL coefficient and the statistics of rewards."""
+        """Resume the KL coefficient and the moments of rewards."""
         for name in _STATEFUL:
             getattr(self, name).load_state_dict(state[name])
 
@@ -128,27 +134,34 @@ class ExperienceMaker:
     ) -> Experience | None:
         """One batch with token rewards; None on a rank without trajectories. Without ``values`` no critic runs."""
         unscored = trajectories.unscored if isinstance(trajectories, Rollout) else trajectories
-        timer, shaping = self.hooks.timer, self.config.shaping
+        timer = self.hooks.timer
         if self.hooks.sampled_ids.left_out:
             check_sampled(unscored, self.hooks.sampled_ids, self.comm)
+
         with timer.phase("experience"):
             source, is_stale = self._old_log_probs_from(trajectories, unscored, n_done)
             batch = self.forwards(unscored, source, values)
             if is_stale and batch is not None:
                 behind = pad_sequence([staleness(t, n_done) for t in unscored], batch_first=True)
                 batch = batch.with_fields(staleness=behind.to(self.device))
+
         with timer.phase("scoring"):
             wait_for_scores(trajectories, self.hooks.stop)
             check_rewarded(unscored, self.comm)
         self.reward_names.check(unscored)
         if isinstance(trajectories, Rollout):
             metrics.merge(trajectories.metrics)
+
         with timer.phase("experience"):
+            shaping = self.config.shaping
             if shaping.normalize_reward and shaping.reward_normalizer == "running":
-                rewards = [episode_reward(parts, self.weights) for parts in by_episode(unscored)]
+                rewards = [
+                    episode_reward(segments, self.weights) for segments in by_episode(unscored)
+                ]
                 self.moments.update(torch.tensor(rewards), self.comm)
             if batch is None:
                 return None
+
             measure_scores(unscored, self.weights, metrics)
             measure_sources(unscored, self.hooks.sources, self.weights, metrics=metrics)
             rewards = whole_rewards(unscored, self.weights)
@@ -163,9 +176,10 @@ class ExperienceMaker:
         metrics: Metrics,
         n_done: int,
     ) -> list[Experience]:
-        """The rows of a batch with rewards (and values), with advantages and returns."""
+        """Rows with advantages and returns of a batch that has rewards (and values)."""
         if batch is None:
             return []
+
         with self.hooks.timer.phase("experience"):
             batch = self._add_returns(batch, n_done)
             measure_experience(batch, metrics)
@@ -177,57 +191,62 @@ class ExperienceMaker:
                 weights=self.weights,
                 metrics=metrics,
             )
+
             if self.config.shaping.overlong_filter:
-                batch = batch.with_fields(
-                    action_mask=overlong_mask(batch.action_mask, batch.truncated)
-                )
-            return list(
-                split_rows(batch.to("cpu") if self.config.ppo.buffer_cpu_offload else batch)
-            )
+                mask = overlong_mask(batch.action_mask, batch.truncated)
+                batch = batch.with_fields(action_mask=mask)
+            if self.config.ppo.buffer_cpu_offload:
+                batch = batch.to("cpu")
+            return list(split_rows(batch))
 
     def _old_log_probs_from(
-        self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int
+        self, trajectories: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int
     ) -> tuple[OldLogProbsFrom, bool]:
-        """Source of the old policy's log-probs, and whether older policies sampled any token; the same on all ranks."""
-        # Not sampled by this run's engine; or by an agent, whose requests meet in other batches each time, and so the
-        # last bits of log-probs differ.
-        foreign = not isinstance(given, Rollout) or any(t.episode is not None for t in unscored)
-        stale = any({*compress(t.versions, t.loss_mask)} - {n_done} for t in unscored)
-        counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
-        n_samples, n_foreign, n_stale = counts.tolist()
-        single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
+        """Source of the old policy's log-probs; True if older policies sampled any token. Collective."""
+        # Foreign log-probs: of another engine, or of an agent, whose batches vary, so that the last bits differ.
+        of_engine = isinstance(trajectories, Rollout)
+        is_foreign = not of_engine or any(t.episode is not None for t in unscored)
+        is_stale = any(_versions(t) - {n_done} for t in unscored)
+        counts = torch.tensor([len(unscored), int(is_foreign), int(is_stale)])
+        n_samples, n_foreign, n_stale = self.comm.all_reduce(counts).tolist()
+
         trains_actor = n_done >= self.frozen_steps
-        return old_log_probs_from(
-            self.config, single_update and trains_actor, by_engine=n_foreign == 0
-        ), n_stale > 0
+        fits_one_update = 0 < n_samples <= self.config.batch.train_batch_size
+        source = old_log_probs_from(
+            self.config,
+            single_update=fits_one_update and n_stale == 0 and trains_actor,
+            by_engine=n_foreign == 0,
+        )
+        return source, n_stale > 0
 
     def _add_rewards(
         self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics
     ) -> Experience:
-        """Add token rewards: KL penalty, scores and steps after the baseline."""
-        parts = EpisodeParts(trajectories, self.device)
-        scores, steps = self._shaped(trajectories, parts)
+        """Add token rewards: KL penalty, and scores and step rewards less the baseline."""
+        segments = EpisodeSegments(trajectories, self.device)
+        scores, steps = self._shaped(trajectories, segments)
         metrics.add_tensor("shaped_reward", steps.added_to(scores))
-        greedy = self._greedy_rewards(trajectories, parts) if self.estimator.needs_greedy else None
-        if self.estimator.compares_steps:
-            scores, steps = parts.outcomes(scores, steps)
-        scores, token_rewards = parts.split(
-            *self.estimator.rewards(scores, steps, parts.groups, greedy)
+
+        greedy = (
+            self._greedy_rewards(trajectories, segments) if self.estimator.needs_greedy else None
         )
+        if self.estimator.compares_steps:
+            scores, steps = segments.outcomes(scores, steps)
+        scores, step_rewards = self.estimator.rewards(scores, steps, segments.groups, greedy)
+        scores, token_rewards = segments.split(scores, step_rewards)
 
         mask = batch.action_mask
         kl = None
         if batch.ref_log_probs is not None and not self.config.kl.use_kl_loss:
-            kl = compute_approx_kl(
-                batch.old_or_rollout_log_probs, batch.ref_log_probs, mask
-            )  # k1: the only right one
+            # Only k1 has the gradient of the KL as a reward.
+            kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask)
 
         kl_coef = self.kl_controller.value
         rewards = compute_reward(scores, kl, mask, kl_coef=kl_coef, token_rewards=token_rewards)
         return batch.with_fields(rewards=rewards)
 
     def _add_returns(self, batch: Experience, n_done: int) -> Experience:
-        """Add advantages and returns: those of a Monte-Carlo rollout while only the critic learns its values."""
+        """Add advantages and returns; Monte-Carlo returns while the critic is pretrained."""
         assert batch.rewards is not None
         lambd_critic = 1.0 if n_done < self.config.ppo.value_pretrain_steps else None
         advantages, returns = self.estimator.advantages(
@@ -235,45 +254,58 @@ class ExperienceMaker:
         )
         return batch.with_fields(advantages=advantages, returns=returns)
 
-    def _greedy_rewards(self, trajectories: Sequence[Trajectory], parts: EpisodeParts) -> Tensor:
+    def _greedy_rewards(
+        self, trajectories: Sequence[Trajectory], segments: EpisodeSegments
+    ) -> Tensor:
         """Shaped whole rewards (E,) of the greedy responses beside the episodes."""
-        responses = [trajectories[row].greedy for row in parts.last.tolist()]
+        responses = [trajectories[row].greedy for row in segments.last.tolist()]
         assert all(responses), "each trajectory needs its greedy response"
-        distinct = list({id(part): part for response in responses for part in response}.values())
-        of_greedy = EpisodeParts(distinct, self.device)
-        scores, steps = self._shaped(distinct, of_greedy)
+        by_id = {id(segment): segment for response in responses for segment in response}
+        distinct = list(by_id.values())
+        greedy_segments = EpisodeSegments(distinct, self.device)
+        scores, steps = self._shaped(distinct, greedy_segments)
         rewards = steps.added_to(scores)
-        place_of_last = {
-            id(distinct[row]): place for place, row in enumerate(of_greedy.last.tolist())
-        }
-        return rewards[[place_of_last[id(response[-1])] for response in responses]]
+
+        last_segments = [distinct[row] for row in greedy_segments.last.tolist()]
+        places = {id(segment): place for place, segment in enumerate(last_segments)}
+        return rewards[[places[id(response[-1])] for response in responses]]
 
     def _shaped(
-        self, trajectories: Sequence[Trajectory], parts: EpisodeParts
+        self, trajectories: Sequence[Trajectory], segments: EpisodeSegments
     ) -> tuple[Tensor, StepRewards]:
-        """Scores (E,) of episodes, normalized, penalized and clipped as options say, and rewards of their steps.
+        """Scores (E,) of episodes, normalized, penalized and clipped by options, and rewards of their steps.
 
-        Normalization is that of whole rewards: steps are divided by their std, and the score is what is then missing
-        from the shaped whole, so that the mean is taken once from an episode however many steps it has.
+        Whole rewards are normalized: steps are divided by their std, and the score is the difference from the shaped
+        whole, so that the mean is subtracted once from an episode however many steps it has.
         """
         total_scores = [t.total_score(self.weights) for t in trajectories]
         scores = torch.tensor(total_scores, dtype=torch.float32, device=self.device)
-        scores, steps = parts.join(scores, collect_step_rewards(trajectories, self.device))
+        step_rewards = collect_step_rewards(trajectories, self.device)
+        scores, steps = segments.join(scores, step_rewards)
 
-        shaping, max_len = self.config.shaping, self.config.generation.generate_max_len
+        shaping = self.config.shaping
+        max_len = self.config.generation.generate_max_len
         if not shaping.normalize_reward or shaping.reward_normalizer == "model":
-            return shape_scores(
-                scores, parts.truncated, parts.longest, config=shaping, max_len=max_len
-            ), steps
+            scores = shape_scores(
+                scores, segments.truncated, segments.longest, config=shaping, max_len=max_len
+            )
+            return scores, steps
 
         whole = steps.added_to(scores)
         if shaping.reward_normalizer == "group":
-            mean, std = group_moments(whole, parts.groups)
+            mean, std = group_moments(whole, segments.groups)
             whole = (whole - mean) / std
             steps = StepRewards(steps.rewards / std[:, None], steps.ends)
         else:
             whole = self.moments.normalize(whole)
             steps = StepRewards(steps.rewards / self.moments.scale, steps.ends)
 
-        whole = shape_scores(whole, parts.truncated, parts.longest, config=shaping, max_len=max_len)
+        whole = shape_scores(
+            whole, segments.truncated, segments.longest, config=shaping, max_len=max_len
+        )
         return steps.taken_from(whole), steps
+
+
+def _versions(trajectory: Trajectory) -> set[int]:
+    """Versions of the policies that sampled the trained actions."""
+    return set(compress(trajectory.versions, trajectory.loss_mask))

@@ -1,9 +1,9 @@
-"""Trajectories to tensors, and the buffer of a rollout: normalized over all ranks, dealt out in optimizer steps."""
+"""Buffer of a rollout: tensors of trajectories, normalized over all ranks, dealt out in optimizer steps."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,20 +19,24 @@ from openppo.models.prefix_batches import shared_plan
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, SingleProcess, Trajectory
 
+T = TypeVar("T")
+
 PER_ROW_FIELDS = ("scores", "truncated", "weight", "share")
 """Fields of shape (B,); all others are (B, L)."""
 
 
 def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience:
-    """Right-padded tensors of the trajectories' tokens; masks come from lengths, never from token ids."""
+    """Pad the trajectories' tokens on the right; masks come from lengths, never from token ids."""
     sequences, attention_mask = pad_right([t.token_ids for t in trajectories], pad_token_id)
-    action_mask, _ = pad_right([t.loss_mask for t in trajectories], 0)
+    loss_mask, _ = pad_right([t.loss_mask for t in trajectories], 0)
+    action_mask = loss_mask.bool()
     log_probs = pad_sequence([torch.tensor(t.log_probs) for t in trajectories], batch_first=True)
+
     return Experience(
         sequences=sequences,
         attention_mask=attention_mask,
-        action_mask=action_mask.bool(),
-        rollout_log_probs=torch.where(action_mask.bool(), log_probs, 0.0),
+        action_mask=action_mask,
+        rollout_log_probs=torch.where(action_mask, log_probs, 0.0),
         truncated=torch.tensor([t.truncated for t in trajectories]),
         weight=torch.tensor([t.weight for t in trajectories]),
         share=torch.tensor([t.share for t in trajectories]),
@@ -41,59 +45,66 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience
 
 
 def joined_media(trajectories: Sequence[Trajectory]) -> tuple[Media, ...]:
-    """Images of each; empty if none has any."""
+    """Images of each trajectory; empty if none has any."""
     media = tuple(t.prompt.media for t in trajectories)
     return media if any(media) else ()
 
 
 def split_rows(experience: Experience) -> Iterator[Experience]:
-    """One experience per row, its padding cut off; copies, so that no row keeps the whole batch in memory."""
+    """Split into one experience per row, without padding.
+
+    Tensors are copies, so that no row keeps the whole batch in memory.
+    """
     for row, length in enumerate(experience.attention_mask.sum(-1).tolist()):
-        parts = {name: tensor[row : row + 1] for name, tensor in experience.tensors().items()}
-        cut = {
-            name: part if name in PER_ROW_FIELDS else part[:, :length]
-            for name, part in parts.items()
-        }
-        yield Experience(
-            **{name: part.clone() for name, part in cut.items()},
-            media=experience.media[row : row + 1],
-        )
+        tensors: dict[str, Any] = {}
+        for name, tensor in experience.tensors().items():
+            tensor = tensor[row : row + 1]
+            if name not in PER_ROW_FIELDS:
+                tensor = tensor[:, :length]
+            tensors[name] = tensor.clone()
+        yield Experience(**tensors, media=experience.media[row : row + 1])
 
 
 def join_rows(rows: Sequence[Experience]) -> Experience:
-    """Rows (or batches) padded on the right to the longest; padding is 0 and False everywhere, ids included."""
+    """Join rows (or batches), padded on the right to the longest; padding is 0 or False, for ids too."""
     width = max(row.sequences.shape[1] for row in rows)
     joined: dict[str, Any] = {}
     for name in rows[0].tensors():
-        parts = [row.tensors()[name] for row in rows]
-        joined[name] = torch.cat(
-            [p if name in PER_ROW_FIELDS else F.pad(p, (0, width - p.shape[1])) for p in parts]
-        )
-    media = tuple(m for row in rows for m in (row.media or ((),) * len(row)))
-    return Experience(**joined, media=media if any(media) else ())
+        tensors = [row.tensors()[name] for row in rows]
+        if name not in PER_ROW_FIELDS:
+            tensors = [F.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+        joined[name] = torch.cat(tensors)
+
+    media: list[Media] = []
+    for row in rows:
+        media += row.media or ((),) * len(row)
+    return Experience(**joined, media=tuple(media) if any(media) else ())
 
 
 def idle_experience() -> Experience:
-    """One row of two tokens without any action, for a rank that has less to do than others."""
-    dtypes = {"sequences": torch.int64} | dict.fromkeys(
-        ("attention_mask", "action_mask", "truncated"), torch.bool
-    )
-    names = [field.name for field in fields(Experience) if field.name != "media"]
-    sizes = {name: (1,) if name in PER_ROW_FIELDS else (1, 2) for name in names}
-    made: dict[str, Any] = {
-        name: torch.zeros(size, dtype=dtypes.get(name)) for name, size in sizes.items()
+    """One row of two tokens without actions, for a rank that has less to do than others."""
+    dtypes = {
+        "sequences": torch.int64,
+        "attention_mask": torch.bool,
+        "action_mask": torch.bool,
+        "truncated": torch.bool,
     }
-    made["attention_mask"] = ~made["attention_mask"]
-    return Experience(**made)
+    tensors: dict[str, Any] = {}
+    for name in (each.name for each in fields(Experience) if each.name != "media"):
+        size = (1,) if name in PER_ROW_FIELDS else (1, 2)
+        tensors[name] = torch.zeros(size, dtype=dtypes.get(name))
+    tensors["attention_mask"] = ~tensors["attention_mask"]
+    return Experience(**tensors)
 
 
 @dataclass(frozen=True)
 class MiniBatch:
     """One rank's share of an optimizer step.
 
-    ``micro_batches`` are equally many on all ranks, idle ones of one row without any action. ``n_tokens`` counts the
-    action tokens of the whole step, ``n_sequences`` its samples with any action (of a part of one its share), over all
-    ranks, each times its sample's weight. ``places`` are those of each micro-batch's samples among all ranks' samples.
+    All ranks have the same number of ``micro_batches``; an idle one has one row without actions. ``n_tokens`` counts
+    the action tokens of the whole step over all ranks, ``n_sequences`` its samples with any action (a segment of a
+    sample by its share), each times its sample's weight. ``places`` of the samples in each micro-batch are those among
+    all ranks' samples.
     """
 
     micro_batches: list[Experience]
@@ -104,11 +115,20 @@ class MiniBatch:
 
 @dataclass(eq=False)
 class ReplayBuffer:
-    """Experiences of single samples, those of one rank.
+    """Buffer of one rank's samples, an experience each.
 
-    Which samples share an optimizer step does not depend on how many ranks made them. ``limit`` is the largest number
-    of samples of one rank (0: none): the oldest are dropped first. With ``normalizes``, ``fill`` normalizes advantages.
-    With ``shares_prompts`` samples that begin alike are in a micro-batch where that pays.
+    The samples of an optimizer step do not depend on the number of ranks that made them. ``limit`` is the largest
+    number of samples of one rank (0: no limit): the oldest are dropped first. With ``normalizes``, ``fill`` normalizes
+    advantages. With ``shares_prompts``, samples with a common prefix share a micro-batch where that pays.
+
+    >>> from openppo.tracking.metrics import Metrics
+    >>> buffer = ReplayBuffer()
+    >>> buffer.fill(maker.make(trajectories, Metrics()))
+    >>> len(buffer)
+    2
+    >>> steps = buffer.mini_batches(batch_size=1, micro_batch_size=1, epochs=1, seed=0)
+    >>> [step.n_tokens for step in steps]  # action tokens of each optimizer step
+    [2.0, 2.0]
     """
 
     comm: Comm = field(default_factory=SingleProcess)
@@ -130,13 +150,13 @@ class ReplayBuffer:
 
     def append(self, experience: Experience) -> None:
         """Add every row of a batch."""
-        self.items += split_rows(
-            experience.to("cpu") if self.cpu_offload else experience
-        )  # one copy for each field
+        if self.cpu_offload:
+            experience = experience.to("cpu")  # one copy for each field
+        self.items += split_rows(experience)
         self.items = self.items[-self.limit :]  # all of them if it is 0
 
     def fill(self, experiences: Iterable[Experience]) -> None:
-        """Replace the samples by those of a new rollout. All ranks call this together."""
+        """Replace the samples by those of a new rollout. Collective."""
         self.clear()
         for experience in experiences:
             self.append(experience)
@@ -148,16 +168,22 @@ class ReplayBuffer:
         self.items = []
 
     def normalize(self, name: str) -> None:
-        """(x - mean) / sqrt(var + 1e-8) over the action tokens of all ranks, for a field; in float64. Collective."""
-        kept = [item.tensors()[name][item.action_mask].double().cpu() for item in self.items]
-        moments = Moments.of(torch.cat([torch.zeros(0, dtype=torch.float64), *kept]), self.comm)
+        """Normalize a field over the action tokens of all ranks, in float64. Collective.
+
+        (x - mean) / sqrt(var + 1e-8)
+        """
+        values = [torch.zeros(0, dtype=torch.float64)]
+        for item in self.items:
+            actions = item.tensors()[name][item.action_mask]
+            values.append(actions.double().cpu())
+        moments = Moments.of(torch.cat(values), self.comm)
+
         scale = math.sqrt(moments.variance + 1e-8)
         for i, item in enumerate(self.items):
             tensor = item.tensors()[name]
             normalized = ((tensor.double() - moments.mean) / scale).to(tensor.dtype)
-            self.items[i] = item.with_fields(
-                **{name: torch.where(item.action_mask, normalized, 0.0)}
-            )
+            normalized = torch.where(item.action_mask, normalized, 0.0)
+            self.items[i] = item.with_fields(**{name: normalized})
 
     def mini_batches(
         self,
@@ -167,63 +193,92 @@ class ReplayBuffer:
         seed: int,
         micro_tokens: int | None = None,
     ) -> Iterator[MiniBatch]:
-        """All ranks' samples, shuffled anew for each epoch from ``seed``, ``batch_size`` of them per optimizer step.
+        """Cut all ranks' samples into optimizer steps of ``batch_size``, shuffled for each epoch from ``seed``.
 
-        The last step of an epoch takes what is left. Micro-batches have ``micro_batch_size`` samples, or as many as fit
-        into ``micro_tokens`` with padding. Collective, with the same arguments.
+        The last step of an epoch has the remaining samples. Micro-batches have ``micro_batch_size`` samples, or as many
+        as fit into ``micro_tokens`` with padding. Collective, with the same arguments.
         """
-        items = self.items
-        if self.comm.world_size > 1:
-            joined = join_rows(items).to("cpu") if items else None  # few objects to send
-            device = items[0].sequences.device if items else torch.device("cpu")
-            gathered = self.comm.all_gather_object(joined)
-            items = [
-                row.to(device)
-                for of_rank in gathered
-                if of_rank is not None
-                for row in split_rows(of_rank)
-            ]
+        items = self._gather_items()
         generator = torch.Generator().manual_seed(seed)
-        orders = (torch.randperm(len(items), generator=generator).tolist() for _ in range(epochs))
-        steps = (
-            order[i : i + batch_size] for order in orders for i in range(0, len(order), batch_size)
-        )
-        for step in steps:
-            yield self._share({i: items[i] for i in step}, micro_batch_size, micro_tokens)
+        for _ in range(epochs):
+            order = torch.randperm(len(items), generator=generator).tolist()
+            for start in range(0, len(order), batch_size):
+                step = {place: items[place] for place in order[start : start + batch_size]}
+                yield self._share(step, micro_batch_size, micro_tokens)
+
+    def _gather_items(self) -> list[Experience]:
+        """The samples of all ranks, on this rank's device."""
+        if self.comm.world_size == 1:
+            return self.items
+
+        joined = join_rows(self.items).to("cpu") if self.items else None  # few objects to send
+        device = self.items[0].sequences.device if self.items else torch.device("cpu")
+        items: list[Experience] = []
+        for batch in self.comm.all_gather_object(joined):
+            if batch is not None:
+                items += [row.to(device) for row in split_rows(batch)]
+        return items
 
     def _share(self, step: dict[int, Experience], size: int, tokens: int | None) -> MiniBatch:
-        """This rank's micro-batches of a step, whose samples come with their places among all ranks'."""
-        places, lengths = list(step), [item.sequences.shape[1] for item in step.values()]
-        n_ranks, limit = (
-            self.comm.world_size,
-            MicroBatchSize(size, tokens, split_overhead(self.zero_stage)),
+        """This rank's micro-batches of a step, whose samples come by their places among all ranks' samples."""
+        samples = list(step.values())
+        limit = MicroBatchSize(size, tokens, split_overhead(self.zero_stage))
+        plans = self._plan(samples, limit)
+        plan = plans[self.comm.rank]
+        places = [_select(list(step), rows) for rows in plan]
+        joined = [join_rows(_select(samples, rows)) for rows in plan]
+
+        n_idle = max(map(len, plans)) - len(plan)
+        device = samples[0].sequences.device
+        for _ in range(n_idle):
+            places.append([])
+            joined.append(idle_experience().to(device))
+
+        weights = [_number(sample.weight) for sample in samples]
+        shares = [_number(sample.share) for sample in samples]
+        n_actions = [int(sample.action_mask.sum()) for sample in samples]
+        counts = list(zip(weights, shares, n_actions, strict=True))
+        return MiniBatch(
+            joined,
+            n_tokens=sum(weight * n for weight, _, n in counts),
+            n_sequences=sum(weight * share for weight, share, n in counts if n > 0),
+            places=places,
         )
-        plans = None
+
+    def _plan(self, samples: Sequence[Experience], limit: MicroBatchSize) -> list[list[list[int]]]:
+        """Indexes of samples in the micro-batches of each rank."""
+        n_ranks = self.comm.world_size
         if self.shares_prompts:
-            rows = [distinct_ids(item.sequences[0].tolist(), *item.media) for item in step.values()]
-            plans = shared_plan(rows, n_ranks, limit)
-        if plans is None:
-            shares = deal(lengths, n_ranks)
-            plans = [
-                [[share[i] for i in b] for b in micro_batches([lengths[i] for i in share], limit)]
-                for share in shares
-            ]
-        mine = [[places[i] for i in rows] for rows in plans[self.comm.rank]]
-        joined = [join_rows([step[place] for place in of_micro]) for of_micro in mine]
-        n_idle = max(map(len, plans)) - len(joined)
-        joined += [idle_experience().to(step[places[0]].sequences.device) for _ in range(n_idle)]
-        counts = [(_one(x.weight), _one(x.share), int(x.action_mask.sum())) for x in step.values()]
-        n_tokens = sum(weight * n for weight, _, n in counts)
-        n_sequences = sum(weight * share for weight, share, n in counts if n > 0)
-        return MiniBatch(joined, n_tokens, n_sequences, places=mine + [[]] * n_idle)
+            ids = [distinct_ids(sample.sequences[0].tolist(), *sample.media) for sample in samples]
+            shared = shared_plan(ids, n_ranks, limit)
+            if shared is not None:
+                return shared
+
+        lengths = [sample.sequences.shape[1] for sample in samples]
+        plans = []
+        for share in deal(lengths, n_ranks):
+            batches = micro_batches(_select(lengths, share), limit)
+            plans.append([_select(share, batch) for batch in batches])
+        return plans
 
 
-def _one(of_row: Tensor | None) -> float:
-    return 1.0 if of_row is None else float(of_row)
+def _select(values: Sequence[T], indexes: Sequence[int]) -> list[T]:
+    """The values at some indexes, in their order."""
+    return [values[i] for i in indexes]
+
+
+def _number(field_of_row: Tensor | None) -> float:
+    """Value of a field of one row; 1 where the field is not set."""
+    return 1.0 if field_of_row is None else float(field_of_row)
 
 
 def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> Iterator[MiniBatch]:
-    """The optimizer steps of the global step after ``n_done`` of them, with their samples."""
-    batch, seed = config.batch, config.deepspeed.seed + n_done
-    sizes = batch.train_batch_size, batch.micro_rows, batch.max_epochs
-    return buffer.mini_batches(*sizes, seed, config.ppo.micro_train_tokens)
+    """Mini-batches of global step ``n_done + 1``."""
+    batch = config.batch
+    return buffer.mini_batches(
+        batch.train_batch_size,
+        batch.micro_rows,
+        batch.max_epochs,
+        seed=config.deepspeed.seed + n_done,
+        micro_tokens=config.ppo.micro_train_tokens,
+    )

@@ -1,4 +1,4 @@
-"""Names of rewards, compared with those that options name once samples are scored."""
+"""Names of rewards, compared with the names in options once samples are scored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,14 +7,15 @@ from openppo import logger
 from openppo.types import Comm, Ending, Trajectory
 
 _BATCHES_WITH_TASKS = 10
+"""Batches before an unknown name is reported in a run with tasks."""
 
 
 @dataclass(eq=False)
 class RewardNames:
-    """Names of the rewards of a run's samples, ``seen`` on any rank; ``weights`` and ``pass_on`` may name no others.
+    """Names of the rewards of a run's samples; ``weights`` and ``pass_on`` may name no others.
 
-    They are compared once, on all ranks together: after the first batch or, with several tasks, of which some come
-    later, after ten.
+    Names ``seen`` on any rank are compared once, on all ranks together: after the first batch, or after ten in a run
+    with tasks, some of which come later.
     """
 
     weights: Mapping[str, float]
@@ -25,10 +26,10 @@ class RewardNames:
     is_settled: bool = False
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raise ``ValueError`` on all ranks for the name of a reward that no sample has; with tasks warn. Collective.
+        """Raise ``ValueError`` on all ranks for the name of a reward that no sample has. Collective.
 
-        A failed episode has no names, and one that a limit ended may lack some: a batch of such is not compared.
-        Rewards of tokens have lost their names, so with such any weight may be meant.
+        With tasks it is a warning. A failed episode has no names, and one that a limit ended may lack some: a batch of
+        such episodes is not compared. Token rewards have no names, so with them any weight may be meant.
         """
         if self.is_settled or not (self.weights or self.pass_on):
             return
@@ -39,17 +40,18 @@ class RewardNames:
         has_tasks = any(t.prompt.task for t in trained)
         names = {name for t in trained for name in t.scores}
 
-        everyones = self.comm.all_gather_object((n_complete, has_unnamed, has_tasks, names))
-        counts, unnamed, tasks, names_of_ranks = zip(*everyones, strict=True)
+        gathered = self.comm.all_gather_object((n_complete, has_unnamed, has_tasks, names))
+        counts, unnamed, tasks, names_of_ranks = zip(*gathered, strict=True)
         self.seen = self.seen.union(*names_of_ranks)
         if sum(counts) > 0:
             self._compare(any(unnamed), any(tasks))
 
     def _compare(self, has_unnamed: bool, has_tasks: bool) -> None:
+        """Compare the names in options with the names of rewards so far."""
         self.n_batches += 1
-        wanted = {"--reward_weights": set() if has_unnamed else set(self.weights)}
-        wanted["--pass_on"] = set() if self.pass_on is None else {self.pass_on}
-        unknown = {flag: sorted(names - self.seen) for flag, names in wanted.items()}
+        named = {"--reward_weights": set() if has_unnamed else set(self.weights)}
+        named["--pass_on"] = set() if self.pass_on is None else {self.pass_on}
+        unknown = {flag: sorted(names - self.seen) for flag, names in named.items()}
         if any(unknown.values()) and has_tasks and self.n_batches < _BATCHES_WITH_TASKS:
             return
 
@@ -57,12 +59,13 @@ class RewardNames:
         known = ", ".join(sorted(self.seen)) or "none"
         for flag, names in unknown.items():
             if names:
-                self._tell(
+                self._report(
                     f"{flag} names {', '.join(names)}, but the rewards are {known}. Use their names.",
                     has_tasks,
                 )
 
-    def _tell(self, error: str, has_tasks: bool) -> None:
+    def _report(self, error: str, has_tasks: bool) -> None:
+        """Raise ``ValueError``; with tasks warn on rank 0."""
         if not has_tasks:
             raise ValueError(error)
         if self.comm.rank == 0:

@@ -1,4 +1,4 @@
-"""Actor, critic, reward model and losses. Names load on first use, so a loss costs torch only."""
+"""Actor, critic, reward model and losses. Names load on first use, so a loss imports torch alone."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ValueLoss as ValueLoss,
         policy_loss as policy_loss,
     )
-    from openppo.models.loss import token_weights as token_weights
+    from openppo.models.loss_weights import token_weights as token_weights
     from openppo.models.scalar_head import ScalarHeadModel as ScalarHeadModel
     from openppo.models.scalar_head import (
         get_llm_for_sequence_regression as get_llm_for_sequence_regression,

@@ -46,6 +46,12 @@ class Actor(nn.Module):
     model). Its own dropout is switched off. ``temperature`` is the sampling temperature; log-probs and entropy are
     those of softmax(logits / temperature), in float32. ``lora`` are fields of ``LoRAConfig``: ``Actor(name,
     lora_rank=8)`` or ``Actor(name, **vars(config))``.
+
+    >>> actor = Actor(tiny)  # a folder, or a model's name on the hub
+    >>> sequences = torch.tensor([[5, 6, 7]])
+    >>> log_probs = actor(sequences, torch.ones_like(sequences, dtype=torch.bool))
+    >>> log_probs.shape, log_probs[0, 0].item()  # the first token follows nothing
+    (torch.Size([1, 3]), 0.0)
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""LoRA adapters: trained on a frozen model, switched off for the reference, merged wherever a model is loaded."""
+"""LoRA adapters: training on a frozen model, the reference without them, and merging."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,15 +20,16 @@ Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 HEAD_TASK = "SEQ_CLS"
 
 
-def lora_options(model: object, **given: Any) -> LoRAConfig:
-    """Checked fields of ``LoRAConfig`` for a model or its name; ``target_modules`` may be one name, or any sequence.
+def lora_options(model: object, **fields: Any) -> LoRAConfig:
+    """Check ``fields`` of ``LoRAConfig`` for a model or its name.
 
-    ``ValueError`` for adapters on a PEFT folder: plain peft could not load them.
+    ``target_modules`` may be one name, or any sequence. ``ValueError`` for adapters on a PEFT folder: plain peft could
+    not load them.
     """
-    targets = given.get("target_modules", LoRAConfig.target_modules)
-    options = LoRAConfig(
-        **given | {"target_modules": (targets,) if isinstance(targets, str) else tuple(targets)}
-    )
+    targets = fields.get("target_modules", LoRAConfig.target_modules)
+    if isinstance(targets, str):
+        targets = (targets,)
+    options = LoRAConfig(**fields | {"target_modules": tuple(targets)})
     options.validate()
     if options.lora_rank > 0 and isinstance(model, str) and is_peft_folder(model):
         raise ValueError(
@@ -39,39 +40,47 @@ def lora_options(model: object, **given: Any) -> LoRAConfig:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Module:
-    """``model`` as PEFT model: trainable adapters on ``lora.target_modules``, the head of SEQ_CLS trained whole.
+    """Make ``model`` a PEFT model with trainable adapters on ``lora.target_modules``.
 
-    All else is frozen; adapters have the dtype of the model. With ``lora_dropout`` above 0, active in training mode,
-    the policy ratio differs from 1 before any update. ``ValueError`` when nothing is called like a target.
+    The head of SEQ_CLS is trained whole, all else is frozen; adapters have the dtype of the model. With
+    ``lora_dropout`` above 0, active in training mode, the policy ratio differs from 1 before any update. ``ValueError``
+    if no module has the name of a target.
     """
-    from peft import LoraConfig, get_peft_model  # heavy, and needed with LoRA only
+    from peft import LoraConfig, get_peft_model  # a heavy import, for LoRA only
 
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             # On some CPUs bitsandbytes repacks 4-bit weights at the first forward in evaluation mode, for a kernel that
             # has no gradient: silently wrong gradients from then on.
             vars(layer)["support_avx512bf16_for_cpu"] = False
+
+    targets: str | list[str] = list(lora.target_modules)
+    if "all-linear" in lora.target_modules:
+        targets = "all-linear"
+    vision_modules = None
+    if placeholders(model.config):
+        names = "|".join(sorted(TOWERS | CONNECTORS))
+        vision_modules = rf"(.*\.)?({names})(\..*)?"
     config = LoraConfig(
-        task_type=task,  # with SEQ_CLS peft finds the head by itself: no adapter on it, and it is saved beside them
+        # With SEQ_CLS peft finds the head by itself: it gets no adapter, and is saved beside the adapters.
+        task_type=task,
         r=lora.lora_rank,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
-        target_modules="all-linear"
-        if "all-linear" in lora.target_modules
-        else list(lora.target_modules),
-        exclude_modules=rf"(.*\.)?({'|'.join(sorted(TOWERS | CONNECTORS))})(\..*)?"
-        if placeholders(model.config)
-        else None,
+        target_modules=targets,
+        exclude_modules=vision_modules,
     )
+
     try:
-        adapted = get_peft_model(
-            model, config, autocast_adapter_dtype=False
-        )  # DeepSpeed keeps float32 masters
+        # DeepSpeed keeps float32 masters, so adapters need no float32 of their own.
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         refuse_tied(adapted)
     except ValueError as error:
         raise ValueError(f"--target_modules {' '.join(lora.target_modules)}: {error}") from error
+
     base = Path(model.name_or_path or "")
-    if base.is_dir():  # so that the saved folder finds it from everywhere
+    if base.is_dir():
+        # An absolute path, so that the saved folder finds its base model from everywhere.
         config.base_model_name_or_path = str(base.resolve())
     return adapted
 
@@ -81,6 +90,7 @@ def refuse_tied(adapted: nn.Module) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+
     for shared in names.values():
         if len(shared) > 1 and any(".base_layer." in name for name in shared):
             raise ValueError(
@@ -90,7 +100,7 @@ def refuse_tied(adapted: nn.Module) -> None:
 
 
 def whole_weights(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-    """Inside, ``parameters`` are whole while ZeRO-3 loads in partitions; what rank 0 writes to them stays."""
+    """Gather ``parameters`` inside while ZeRO-3 loads in partitions; rank 0's changes to them are kept."""
     if not is_deepspeed_zero3_enabled():
         return nullcontext()
     from peft.utils.integrations import gather_params_ctx
@@ -102,16 +112,17 @@ class AdapterOffReference:
     """The trained model with its adapters off, without gradients: a reference that takes no memory.
 
     ``model`` has the PEFT model in its ``.module``; under ZeRO-3 all ranks call together. Adapters run with a scale of
-    0, which adds exactly nothing. Switching them off would toggle ``requires_grad`` and change the order of modules
-    that ZeRO-3 has learned to prefetch, twice for every batch.
+    0, which adds exactly 0. Switching them off would toggle ``requires_grad`` and change the order of modules that
+    ZeRO-3 has learned to prefetch, twice for every batch.
     """
 
     def __init__(self, model: Any) -> None:
-        self.model, self.module = model, model.module
+        self.model = model
+        self.module = model.module
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Output of the model without adapters."""
+        """Return the output of the model without adapters."""
         from peft.helpers import rescale_adapter_scale
 
         with rescale_adapter_scale(self.module, 0.0):
@@ -119,7 +130,7 @@ class AdapterOffReference:
 
 
 def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """``model`` with the adapters of ``folder`` merged into its weights, and with the head saved there, if any.
+    """Merge the adapters of ``folder`` into the weights of ``model``; load the head saved there.
 
     Adapters of a causal language model may be merged into a critic, which has the same layers. ``ValueError`` for
     adapters that do not fit, are incomplete or broken, or are of another kind than LoRA.
@@ -139,27 +150,24 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         )
     if config.megatron_config is not None:  # names a module that some releases of peft import
         raise ValueError(f"{folder}: its adapters name code of Megatron, which is not run here.")
-    config.task_type, config.inference_mode = None, True
+    config.task_type = None
+    config.inference_mode = True
+
     try:
         with forbid_remote_code(folder):
             weights = load_peft_weights(folder, device="cpu")
         _refuse_resized(model, weights)
-        # Of modules that are trained whole peft writes copies by inner names too, where embeddings were resized.
-        copies = (".modules_to_save.", ".original_module.")
-        weights = {
-            name: tensor
-            for name, tensor in weights.items()
-            if not any(copy in name for copy in copies)
-        }
         adapted = PeftModel(model, config)
         refuse_tied(adapted)
-        result: Any = set_peft_model_state_dict(adapted, weights)
-        wrong = [key for key in result.missing_keys if ".lora_" in key]
-        wrong += [
-            key for key in result.unexpected_keys if not (is_classifier and ".lm_head." in key)
-        ]
-        if wrong:
-            raise ValueError(f"weights are missing or have no place, such as {wrong[0]}")
+
+        result: Any = set_peft_model_state_dict(adapted, _without_copies(weights))
+        misfits = [key for key in result.missing_keys if ".lora_" in key]
+        for key in result.unexpected_keys:
+            if not (is_classifier and ".lm_head." in key):
+                misfits.append(key)
+        if misfits:
+            raise ValueError(f"weights are missing or have no place, such as {misfits[0]}")
+
         for layer in adapted.modules():
             if isinstance(layer, BaseTunerLayer):
                 with whole_weights([*layer.get_base_layer().parameters()]):
@@ -168,24 +176,38 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     except UntrustedModelError:
         raise
     except (ValueError, KeyError, RuntimeError, OSError, SafetensorError) as error:
-        says = " ".join(str(error).split())  # torch's is a table
+        reason = " ".join(str(error).split())[:300]  # torch's messages are tables
         raise ValueError(
-            f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}"
+            f"{folder}: its adapters cannot be merged into {model.name_or_path}: {reason}"
         ) from error
     logger.info("%s: adapters merged into %s", folder, model.name_or_path)
     return merged.requires_grad_(True)  # peft had frozen it
 
 
+def _without_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out the copies of fully trained modules.
+
+    peft writes them under inner names as well if embeddings were resized.
+    """
+    kept = {}
+    for name, tensor in weights.items():
+        if ".modules_to_save." not in name and ".original_module." not in name:
+            kept[name] = tensor
+    return kept
+
+
 def _refuse_resized(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     """``ValueError`` for adapters that were saved with more or fewer embeddings than ``model`` has."""
-    layers = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    places = tuple(
-        f"base_model.model.{name}." for name, layer in model.named_modules() if id(layer) in layers
-    )
     n_embeddings = model.get_input_embeddings().num_embeddings
+    layers = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    names = [name for name, layer in model.named_modules() if id(layer) in layers]
+    prefixes = tuple(f"base_model.model.{name}." for name in names)
+
     for name, tensor in weights.items():
-        is_whole = name.startswith(places) and ".lora_" not in name
-        if is_whole and (n := len(tensor)) != n_embeddings:
+        if not name.startswith(prefixes) or ".lora_" in name:
+            continue
+        n = len(tensor)
+        if n != n_embeddings:
             raise ValueError(
                 f"they are for {n} embeddings, and it has {n_embeddings}. Resize it with resize_token_embeddings({n}), "
                 "save it, and name that folder: base_model_name_or_path in adapter_config.json, or merge_lora "

@@ -1,4 +1,4 @@
-"""Switch off what a pretrained model does beside computing the same logits each time: dropout, noise, more outputs."""
+"""Switch off what a pretrained model does beside computing logits: dropout, noise, further outputs."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -23,16 +23,17 @@ _OUTPUTS = {
     "output_hidden_states": False,
     "return_dict": True,
 }
-"""Options of configs that change what a forward returns, with the values that the models here run with."""
+"""Options of configs that change the outputs of a forward, with their values here."""
 
 
 def disable_extras(model: nn.Module) -> None:
-    """Switch off dropout, noise and outputs beside the logits, in place; log which outputs the config had on.
+    """Switch off dropout, noise and outputs beside the logits, in place; log these outputs.
 
     The config of ``model`` changes with it, and is saved as it was (see ``openppo.overrides``).
     """
     disable_dropout(model)
-    if changed := disable_outputs(model):
+    changed = disable_outputs(model)
+    if changed:
         logger.warning(
             "%s: %s is switched off while OpenPPO runs the model, which trains on logits alone, without an auxiliary "
             "loss of routers. What OpenPPO saves keeps the option.",
@@ -42,12 +43,12 @@ def disable_extras(model: nn.Module) -> None:
 
 
 def disable_outputs(model: nn.Module) -> list[str]:
-    """Names of the options, sorted, that added outputs or returned tuples; they are overridden in all configs.
+    """Override options that add outputs or return tuples, in all configs; return their names, sorted.
 
-    Router logits do not match the rows of one that is packed, or the mask of one that is decoded. With
-    ``output_attentions`` transformers would refuse to save the config after training.
+    Router logits do not match packed rows, or the mask of a decoded batch. With ``output_attentions`` transformers
+    would refuse to save the config after training.
     """
-    changed = set()
+    changed = set[str]()
     for config in _configs_of(model):
         for name, value in _OUTPUTS.items():
             if getattr(config, name, None) is (not value):
@@ -59,35 +60,37 @@ def disable_outputs(model: nn.Module) -> list[str]:
 def disable_dropout(model: nn.Module) -> None:
     """Switch off dropout, layerdrop and router noise.
 
-    A policy with it would have ratios other than 1 before its first update. Its rate may be that of a module, a plain
-    attribute of one, or be read from the config in each forward (Persimmon, Falcon).
+    Dropout would make policy ratios differ from 1 before the first update. Its rate may belong to a module of
+    dropout, be a plain attribute of another module, or be read from the config in each forward (Persimmon, Falcon).
     """
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
         if getattr(module, "router_jitter_noise", 0) > 0:
-            # Phi-MoE draws among the experts within that margin, which it has in evaluation mode too: it stays there.
+            # In training mode Phi-MoE draws among the experts within that margin: the module stays in evaluation mode.
             vars(module.eval())["train"] = partial(_stay, module)
         for name, value in vars(module).items():
             if _is_rate(name, value):
                 setattr(module, name, 0.0)
+
     for config in _configs_of(model):
         for name in [name for name, value in vars(config).items() if _is_rate(name, value)]:
             override(config, name, 0.0)
 
 
 def _is_rate(name: str, value: object) -> bool:
-    """Recognize, by its name, a number above 0 that makes forwards random in training mode."""
+    """True for a number above 0 that, by its name, makes forwards random in training mode."""
     is_random = ("drop" in name or "jitter" in name) and name != "router_jitter_noise"
     return is_random and isinstance(value, float) and value > 0
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Ignore a change of mode, in place of ``Module.train``."""
     return module
 
 
 def _configs_of(model: nn.Module) -> Iterator[PreTrainedConfig]:
-    """Each config that a part of ``model`` holds, and those inside it, once."""
+    """Yield each config that a module of ``model`` holds, and the configs inside it, once."""
     holders: list[object] = list(model.modules())
     seen = set[int]()
     while holders:

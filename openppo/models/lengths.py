@@ -1,7 +1,7 @@
-"""torch's attention over rows of unequal lengths, in the form that the installed torch has, and its check.
+"""torch's attention over rows of unequal lengths, for torch 2.11 and later, and its check.
 
-Its kernel shares keys among heads, and reads parts of buffers, from torch 2.11 on, though ``varlen_attn`` of 2.11 has
-no arguments for either.
+The kernel of torch 2.11 shares keys among heads, and reads parts of buffers, but its ``varlen_attn`` has no arguments
+for either.
 """
 
 import inspect
@@ -9,14 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import varlen
 
 from openppo import logger
 
 _HAS_ARGUMENTS = "seqused_k" in inspect.signature(varlen.varlen_attn).parameters
 _LARGEST_ERROR = 0.02
-"""Of the largest value, in bfloat16: some three times what rounding leaves."""
+"""Largest error in bfloat16, relative to the largest value: some three times what rounding leaves."""
 
 
 def varlen_attn(
@@ -29,27 +29,30 @@ def varlen_attn(
     enable_gqa: bool = False,
     seqused_k: Tensor | None = None,
 ) -> Tensor:
-    """``torch.nn.attention.varlen.varlen_attn`` of torch 2.12, also with torch 2.11.
+    """Attend as ``torch.nn.attention.varlen.varlen_attn`` of torch 2.12, also with torch 2.11.
 
-    ``query`` (T, H, D), ``key`` and ``value`` (T', G, D) to (T, H, D). ``documents`` are where those of queries begin
-    and of keys, int32 (documents + 1,) each, and the tokens of the longest; ``seqused_k`` (documents,) says how many of
-    their keys are read.
+    ``query`` (T, H, D), ``key`` and ``value`` (T', G, D) to (T, H, D). ``documents`` are the places where documents of
+    queries and those of keys begin, int32 (documents + 1,) each, and the tokens of the longest of either. With
+    ``seqused_k`` (documents,) only so many keys of each document are read.
     """
     output: Any
     if _HAS_ARGUMENTS:
-        more: dict[str, Any] = {
-            "scale": scale,
-            "window_size": window_size,
-            "enable_gqa": enable_gqa,
-            "seqused_k": seqused_k,
-        }
-        output = varlen.varlen_attn(query, key, value, *documents, **more)
+        output = varlen.varlen_attn(
+            query,
+            key,
+            value,
+            *documents,
+            scale=scale,
+            window_size=window_size,
+            enable_gqa=enable_gqa,
+            seqused_k=seqused_k,
+        )
     elif seqused_k is None:
         output = varlen.varlen_attn(
             query, key, value, *documents, scale=scale, window_size=window_size
         )
     else:
-        output = torch.ops.aten._flash_attention_forward(
+        output, *_ = torch.ops.aten._flash_attention_forward(
             query,
             key,
             value,
@@ -61,33 +64,36 @@ def varlen_attn(
             window_size_left=window_size[0],
             window_size_right=window_size[1],
             seqused_k=seqused_k,
-        )[0]
+        )
     return output
 
 
 _fails_elsewhere = False
-"""Whether the check failed on another rank: all of them decide alike."""
+"""True if the check failed on another rank: all of them decide alike."""
 
 
 def lengths_are_exact() -> bool:
-    """Test for a GPU, if there is one, on which ``varlen_attn`` agrees with SDPA; a line in the log says why not."""
+    """True for a GPU on which ``varlen_attn`` agrees with SDPA; a disagreement is logged."""
     return not _fails_elsewhere and _difference_here() is None
 
 
 def decide_alike(everyones: list[bool]) -> None:
     """Use no lengths here if ``lengths_are_exact`` is false on one of the ranks."""
     global _fails_elsewhere
-    if not all(everyones) and any(everyones):
+    fails_somewhere = not all(everyones)
+    if fails_somewhere and any(everyones):
         logger.warning(
             "samples are padded on all ranks: attention by lengths does not agree with SDPA on one of them."
         )
-    _fails_elsewhere = not all(everyones)
+    _fails_elsewhere = fails_somewhere
 
 
 @cache
 def _difference_here() -> str | None:
+    """Reason against ``varlen_attn`` on this machine, logged on GPUs; None if there is none."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         return "no GPU with FlashAttention"
+
     difference = difference_from_sdpa(torch.device("cuda"))
     if difference is not None:
         logger.warning(
@@ -100,24 +106,28 @@ def _difference_here() -> str | None:
 
 
 def difference_from_sdpa(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """What ``varlen_attn`` computes otherwise than SDPA in float32, on small rows; None if nothing.
+    """Name a difference of ``varlen_attn`` from SDPA in float32; None if there is none.
 
-    Rows of unequal lengths, heads that share keys, a window, gradients; and single queries over parts of a buffer.
+    Rows are small and of unequal lengths, heads share keys, with and without a window. Outputs and gradients are
+    compared, and outputs of single queries over parts of a buffer.
     """
     try:
         for window in (None, 16):
-            if (error := _error_of_rows(device, dtype, window)) > _LARGEST_ERROR:
+            error = _error_of_rows(device, dtype, window)
+            if error > _LARGEST_ERROR:
                 return f"rows with window {window}: wrong by {error:.2g} of the largest value"
-            if (error := _error_of_decoding(device, dtype, window)) > _LARGEST_ERROR:
+            error = _error_of_decoding(device, dtype, window)
+            if error > _LARGEST_ERROR:
                 return f"decoding with window {window}: wrong by {error:.2g} of the largest value"
-    except RuntimeError as error:  # as torch's operators raise it
-        return str(error).splitlines()[0]
+    except RuntimeError as failure:  # of torch's operators
+        return str(failure).splitlines()[0]
     return None
 
 
 def _error_of_rows(device: torch.device, dtype: torch.dtype, window: int | None) -> float:
-    """The largest error of outputs and gradients of packed rows, relative to the largest value."""
+    """Largest error of outputs and gradients of packed rows, relative to the largest value."""
     n_tokens = [1, 70, 33]
+    longest = max(n_tokens)
     query, key, value, weights = _random(device, dtype, sum(n_tokens), heads=(4, 2, 2, 4))
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     starts = _starts(n_tokens, device)
@@ -127,57 +137,57 @@ def _error_of_rows(device: torch.device, dtype: torch.dtype, window: int | None)
         value,
         starts,
         starts,
-        max(n_tokens),
-        max(n_tokens),
-        window_size=(_left(window), 0),
+        longest,
+        longest,
+        window_size=(_n_earlier(window), 0),
         enable_gqa=True,
     )
+    gradients = torch.autograd.grad(output, inputs, weights)
+
     exact_inputs = [tensor.detach().float().requires_grad_() for tensor in inputs]
     queries, keys, values = (tensor.split(n_tokens) for tensor in exact_inputs)
-    exact = torch.cat(
-        [_exact(*heads, window=window) for heads in zip(queries, keys, values, strict=True)]
-    )
-
-    gradients = torch.autograd.grad(output, inputs, weights)
+    documents = zip(queries, keys, values, strict=True)
+    exact = torch.cat([_exact(*heads, window=window) for heads in documents])
     exact_gradients = torch.autograd.grad(exact, exact_inputs, weights.float())
+
     pairs = zip([output, *gradients], [exact, *exact_gradients], strict=True)
     return max(_relative_error(ours.detach(), expected.detach()) for ours, expected in pairs)
 
 
 def _error_of_decoding(device: torch.device, dtype: torch.dtype, window: int | None) -> float:
-    """The largest error of single queries over the first keys of rows of a buffer."""
-    n_keys, columns = [5, 96, 40], 128
-    query = _random(device, dtype, len(n_keys), heads=(4,))[0]
-    key, value = _random(device, dtype, len(n_keys) * columns, heads=(2, 2))
+    """Largest error of single queries over the first keys of each row of a buffer."""
+    n_keys = [5, 96, 40]
+    columns = 128
+    n_rows = len(n_keys)
+    (query,) = _random(device, dtype, n_rows, heads=(4,))
+    key, value = _random(device, dtype, n_rows * columns, heads=(2, 2))
     output = varlen_attn(
         query,
         key,
         value,
-        _starts([1] * len(n_keys), device),
-        _starts([columns] * len(n_keys), device),
+        _starts([1] * n_rows, device),
+        _starts([columns] * n_rows, device),
         1,
         columns,
-        window_size=(-1, -1) if window is None else (_left(window), 0),
+        window_size=(-1, -1) if window is None else (_n_earlier(window), 0),
         enable_gqa=True,
         seqused_k=torch.tensor(n_keys, dtype=torch.int32, device=device),
     )
-    rows = zip(
-        query.float().split(1),
-        key.float().split(columns),
-        value.float().split(columns),
-        n_keys,
-        strict=True,
-    )
-    exact = torch.cat(
-        [_exact(one, keys[:n], values[:n], window=window) for one, keys, values, n in rows]
-    )
-    return _relative_error(output, exact)
+
+    queries = query.float().split(1)
+    keys = key.float().split(columns)
+    values = value.float().split(columns)
+    exact = [
+        _exact(queries[row], keys[row][:n], values[row][:n], window=window)
+        for row, n in enumerate(n_keys)
+    ]
+    return _relative_error(output, torch.cat(exact))
 
 
 def _random(
     device: torch.device, dtype: torch.dtype, n_tokens: int, heads: tuple[int, ...]
 ) -> list[Tensor]:
-    """Tensors (T, heads, 64), the same at each call."""
+    """Draw tensors (T, heads, 64), the same at each call."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(n_tokens, n, 64, generator=generator).to(device, dtype) for n in heads]
 
@@ -186,26 +196,29 @@ def _starts(lengths: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
 
-def _left(window: int | None) -> int:
-    """Keys before a query's own, as the operator counts them."""
+def _n_earlier(window: int | None) -> int:
+    """Number of keys before a query's own, as the operator counts them: -1 for all."""
     return -1 if window is None else window - 1
 
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """Causal attention of the last tokens of one document: (Q, H, D), (K, G, D) twice to (Q, H, D)."""
+    """Attend causally from the last tokens of one document.
+
+    ``query`` (Q, H, D), ``key`` and ``value`` (K, G, D) to (Q, H, D).
+    """
     places = torch.arange(len(key), device=key.device)
     distance = places[-len(query) :, None] - places
     seen = (distance >= 0) & (distance < (window or len(key)))
-    key, value = (
-        tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value)
-    )
-    queries, keys, values = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=seen
-    ).transpose(0, 1)
+
+    copies = query.shape[1] // key.shape[1]
+    queries = query.transpose(0, 1)
+    keys = key.repeat_interleave(copies, dim=1).transpose(0, 1)
+    values = value.repeat_interleave(copies, dim=1).transpose(0, 1)
+    output = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+    return output.transpose(0, 1)
 
 
 def _relative_error(ours: Tensor, exact: Tensor) -> float:
-    """Infinite for what is no number."""
+    """Largest error over the largest value; infinite if it is no number."""
     error = (ours.float() - exact).abs().max() / exact.abs().max()
     return float(error.nan_to_num(torch.inf))

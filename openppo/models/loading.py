@@ -1,4 +1,4 @@
-"""From a local folder or hub name to a Hugging Face model: dtype, attention, 4 bits, PEFT folders."""
+"""Load a Hugging Face model from a folder or the hub: dtype, attention, 4 bits, PEFT folders."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from openppo.models.vision_models import placeholders, vision_part
 
 
 def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:
-    """Name for ``attn_implementation``; None for transformers' choice, SDPA wherever the model has it."""
+    """Name for ``attn_implementation``; None for transformers' choice: SDPA if the model has it."""
     if not flash_attn:
         return None
     if not bf16:
@@ -35,6 +35,7 @@ def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:
 
 
 def _require(module: str, flag: str, remedy: str) -> None:
+    """``ValueError`` naming ``flag`` if a package is not installed."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(
             f"{flag} needs the package {module}, which is not installed: {remedy}, or omit the flag."
@@ -47,7 +48,8 @@ def load_options(
     """Keyword arguments for ``from_pretrained``; 4 bits are NF4 with quantized scales (arXiv 2305.14314)."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    if (attention := attention_implementation(flash_attn, bf16)) is not None:
+    attention = attention_implementation(flash_attn, bf16)
+    if attention is not None:
         options["attn_implementation"] = attention
     if load_in_4bit:
         _require("bitsandbytes", "--load_in_4bit", "pip install bitsandbytes")
@@ -62,7 +64,7 @@ def load_options(
 
 
 def load_causal_lm(name: str, base: str | None = None, **load: Any) -> PreTrainedModel:
-    """A causal language model, with adapters merged if ``name`` is a PEFT folder.
+    """Load a causal language model, with adapters merged if ``name`` is a PEFT folder.
 
     ``base`` replaces the base model that a PEFT folder names; ``load`` are keywords for ``from_pretrained``.
     ``ValueError`` for a checkpoint without all weights or with code in it, and as in ``merge_adapters``.
@@ -70,7 +72,8 @@ def load_causal_lm(name: str, base: str | None = None, **load: Any) -> PreTraine
     config = load_config(name, base, trust_remote_code=load["trust_remote_code"])
 
     def check(_: PreTrainedModel, report: dict[str, Any]) -> None:
-        if missing := sorted(report["missing_keys"])[:5]:
+        missing = sorted(report["missing_keys"])[:5]
+        if missing:
             raise ValueError(
                 f"{name} is not a whole causal language model: it lacks {', '.join(missing)}, which would be random. "
                 "Give a checkpoint that has them."
@@ -80,48 +83,53 @@ def load_causal_lm(name: str, base: str | None = None, **load: Any) -> PreTraine
         kind = language_model_class(config)
         model, _ = load_weights(kind, check, base or base_model_of(name), config=config, **load)
     use_fast_attention(model)
-    return merge_adapters(model, name) if is_peft_folder(name) else model
+    if is_peft_folder(name):
+        return merge_adapters(model, name)
+    return model
 
 
 def load_weights(
     kind: Any, check: Callable[[PreTrainedModel, dict[str, Any]], None], source: str, **load: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Model and report of ``from_pretrained``, once ``check`` has accepted them; in partitions where ZeRO-3 loads.
+    """Return model and report of ``from_pretrained``, once ``check`` has accepted them; partitioned under ZeRO-3.
 
-    There transformers compares shapes on rank 0 alone, so what is checked is a model without weights. Constructors of
-    CLIP's towers draw random numbers, there alone of this generator, so afterwards its state is the one before.
+    Under ZeRO-3 transformers compares shapes on rank 0 alone, so a model without weights is checked. There constructors
+    of CLIP's towers draw from the global generator, and only there, so its state is restored.
     """
-    with torch.random.fork_rng(devices=[], enabled=bool(placeholders(load["config"]))):
+    reads_images = bool(placeholders(load["config"]))
+    with torch.random.fork_rng(devices=[], enabled=reads_images):
         return _load_weights(kind, check, source, **load)
 
 
 def _load_weights(
     kind: Any, check: Callable[[PreTrainedModel, dict[str, Any]], None], source: str, **load: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    load["output_loading_info"], partitions = True, zero3._hf_deepspeed_config_weak_ref
+    load["output_loading_info"] = True
     if not zero3.is_deepspeed_zero3_enabled() or "quantization_config" in load:
         model, report = kind.from_pretrained(source, **load)
         check(model, report)
         return model, report
+
+    partitions = zero3._hf_deepspeed_config_weak_ref
     zero3.unset_hf_deepspeed_config()
     try:
         model, report = kind.from_pretrained(source, device_map="meta", **load)
     finally:
         zero3._hf_deepspeed_config_weak_ref = partitions
     check(model, report)
-    return kind.from_pretrained(source, **load)[0], report
+    partitioned, _ = kind.from_pretrained(source, **load)
+    return partitioned, report
 
 
 @contextmanager
 def model_error_context(flag: str, name: str, role: str = "") -> Iterator[None]:
-    """Log the loading of a model, and turn its errors into a ``ValueError`` that starts with its flag."""
+    """Log the loading of a model; make its errors a ``ValueError`` that starts with its flag."""
     logger.info("loading %s %s%s", flag, name, f" for the {role}" if role else "")
     try:
         yield
     except ValueError as error:
-        raise ValueError(
-            f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}"
-        ) from error
+        is_named = str(error).startswith(name)
+        raise ValueError(f"{flag} {error}" if is_named else f"{flag} {name}: {error}") from error
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"{flag} {name}: its weights cannot be read ({error}). Check the folder."
@@ -129,11 +137,12 @@ def model_error_context(flag: str, name: str, role: str = "") -> Iterator[None]:
 
 
 def freeze_vision(model: nn.Module, tower: bool, connector: bool) -> None:
-    """Leave the part of a model that reads images, and what maps its features to embeddings, as they are."""
-    frozen = 0
+    """Freeze the vision tower of a model, or its connector to embeddings, or both."""
+    is_frozen = {"tower": tower, "connector": connector}
+    n_frozen = 0
     for name, parameter in model.named_parameters():
-        if {"tower": tower, "connector": connector}.get(vision_part(name) or ""):
+        if is_frozen.get(vision_part(name) or ""):
             parameter.requires_grad_(False)
-            frozen += 1
-    if frozen > 0:
-        logger.info("%d tensors of the model that read images are frozen", frozen)
+            n_frozen += 1
+    if n_frozen > 0:
+        logger.info("%d tensors of the model that read images are frozen", n_frozen)

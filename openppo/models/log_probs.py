@@ -249,6 +249,10 @@ def log_probs_from_logits(
     """log softmax(logits / temperature) at ``labels``: (..., V) and int64 (...) to float32 (...).
 
     The softmax is over ``sampled_ids``: minus infinity at others, whose logits get a gradient of 0.
+
+    >>> logits = torch.tensor([[0.0, 0.0], [0.0, torch.log(torch.tensor(3.0))]])
+    >>> log_probs_from_logits(logits, torch.tensor([0, 1])).exp()
+    tensor([0.5000, 0.7500])
     """
     flat_logits = logits.flatten(0, -2)
     flat_labels = labels.flatten()
@@ -316,6 +320,9 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
     """Mean of the elements where ``mask`` (same shape, bool or 0/1) is set; 0 if none is.
 
     With ``dim=-1`` on (B, L) the result is one mean per sequence, (B,).
+
+    >>> masked_mean(torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[True, True, False]]))
+    tensor(1.5000)
     """
     if mask is None:
         return tensor.mean(dim)
@@ -349,6 +356,9 @@ def compute_approx_kl(
     With x = log_probs - ref_log_probs: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x
     (http://joschu.net/blog/kl-approx.html). k1 and k3 are unbiased; k1 may be negative, k2 and k3 never are.
     0 where ``action_mask`` is not set.
+
+    >>> compute_approx_kl(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]))
+    tensor([[ 0.5000, -1.0000]])
     """
     if action_mask is not None:
         check_tensor(

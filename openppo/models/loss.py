@@ -1,13 +1,13 @@
-"""Policy and value losses, and the weights that sum token losses over an optimizer step. Needs torch only.
+"""Policy and value losses. Needs torch only.
 
 ``--policy_loss_type`` names an entry of ``POLICY_LOSSES``. All tensors are (B, L) float, masks bool. Also importable
-from here: the losses of SFT and reward models in ``supervised_loss.py``, and ``rollout_correction``.
+from here: ``token_weights``, ``rollout_correction``, and the losses of SFT and reward models in ``supervised_loss.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,69 +15,11 @@ from torch import Tensor, nn
 from openppo import logger
 from openppo.models.correction import RatioRange, rollout_correction  # noqa: F401
 from openppo.models.log_probs import log_ratio, masked_mean, policy_ratio
+from openppo.models.loss_weights import Reduction, reduce_loss, token_weights  # noqa: F401
 from openppo.models.supervised_loss import GPTLMLoss, LogExpLoss, PairWiseLoss, PRMLoss  # noqa: F401
 
 if TYPE_CHECKING:
     from openppo.config import LossAggregation, LossConfig
-
-
-Reduction = Literal["sequence_mean", "token_mean", "none"]
-
-
-def token_weights(
-    action_mask: Tensor,
-    loss_agg: LossAggregation,
-    n_tokens: float,
-    n_sequences: float,
-    max_len: int,
-    weight: Tensor | None = None,
-    share: Tensor | None = None,
-) -> Tensor:
-    """Weights (B, L) with which losses of tokens add up over an optimizer step, 0 outside ``action_mask``.
-
-    ``n_tokens`` and ``n_sequences`` count the action tokens, and the rows that have any, of the whole step, each times
-    its row's ``weight`` (B,) (None: 1). (loss * weights).sum() over the step is
-
-    - for "token_mean" the mean over tokens;
-    - for "sequence_mean" the mean over sequences of each one's mean;
-    - for "constant" the sum divided by n_sequences * ``max_len`` (arXiv 2503.20783).
-
-    A row may be a part of a sequence, with ``share`` (B,) of its tokens (None: 1); ``n_sequences`` counts the row as
-    that fraction of one. Float32, or the dtype of ``weight``.
-    """
-    mask = action_mask.bool()
-    weighted = mask.float() if weight is None else mask * weight[:, None]  # (B, L)
-    n_tokens = float(n_tokens) or 1.0
-    n_sequences = float(n_sequences) or 1.0
-
-    if loss_agg == "token_mean":
-        return weighted / n_tokens
-    if loss_agg == "sequence_mean":
-        row_share: Tensor | float = 1.0 if share is None else share[:, None]
-        row_tokens = mask.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
-        return weighted * row_share / (row_tokens * n_sequences)
-    if loss_agg == "constant":
-        return weighted / (n_sequences * max_len)
-    raise ValueError(f"loss_agg must be token_mean, sequence_mean or constant, got {loss_agg!r}")
-
-
-def reduce_loss(loss: Tensor, action_mask: Tensor | None, reduction: Reduction) -> Tensor:
-    """Mean of token losses (B, L) over this batch, or the losses themselves for "none".
-
-    Losses outside ``action_mask`` are 0; so is the mean of a row without actions.
-    """
-    if reduction not in ("sequence_mean", "token_mean", "none"):
-        raise ValueError(f"reduction must be sequence_mean, token_mean or none, got {reduction!r}")
-    mask = torch.ones_like(loss, dtype=torch.bool) if action_mask is None else action_mask.bool()
-    loss = torch.where(mask, loss, 0.0)
-    if reduction == "none":
-        return loss
-
-    n_rows = len(loss)
-    n_tokens = int(mask.sum())
-    ones = loss.new_ones(n_rows)
-    weights = token_weights(mask, reduction, n_tokens, n_sequences=n_rows, max_len=0, weight=ones)
-    return (loss * weights).sum()
 
 
 class PolicyLoss(nn.Module):
@@ -85,6 +27,11 @@ class PolicyLoss(nn.Module):
 
     ``clip_eps_high`` defaults to ``clip_eps`` (arXiv 2503.14476: 0.28 with 0.2 below). ``dual_clip`` c bounds the loss
     by -c A where A < 0 (arXiv 1912.09729, eq. 5).
+
+    >>> old_log_probs = torch.zeros(1, 2)
+    >>> log_probs = torch.tensor([[1.5, 0.9]]).log()  # ratios 1.5 and 0.9: the first is clipped at 1.2
+    >>> PolicyLoss(clip_eps=0.2)(log_probs, old_log_probs, advantages=torch.ones(1, 2))
+    tensor(-1.0500)
     """
 
     def __init__(
@@ -140,6 +87,10 @@ class GSPOLoss(PolicyLoss):
 
     Each token gets the sequence's ratio and the gradient of its own log-prob (GSPO-token, eq. 13), so advantages may
     differ from token to token. Where they are equal, the mean over a sequence has the gradient of eq. 5.
+
+    >>> log_probs = torch.tensor([[4.0, 1.0]]).log()  # the sequence's ratio is the root of 4 * 1
+    >>> GSPOLoss(clip_eps=0.2, clip_eps_high=0.2).ratio(log_probs, torch.zeros(1, 2))
+    tensor([[2., 2.]])
     """
 
     def __init__(
@@ -209,6 +160,11 @@ class DoubleSidedLoss(MaskingLoss):
     """-f(r) A for r = p / p_rollout: f(r) = r in [1 - clip_eps, 1 + clip_eps_high], else 0 (GLM-5, arXiv 2602.15763).
 
     Outside, the gradient is 0 for both signs of A. Only ``clipped`` uses old log-probs: pass the engine's to it.
+
+    >>> log_probs = torch.tensor([[1.1, 1.5]]).log()  # beside the engine's: the second is out of range
+    >>> loss = DoubleSidedLoss(reduction="none")
+    >>> loss(log_probs, torch.zeros(1, 2), torch.ones(1, 2), rollout_log_probs=torch.zeros(1, 2))
+    tensor([[-1.1000, -0.0000]])
     """
 
     def __init__(
@@ -245,6 +201,11 @@ class DecoupledLoss(MaskingLoss):
     """PPO's clipped surrogate times k = p_old / p_rollout without gradient, 0 above ``cap`` (arXiv 2505.24298).
 
     The old policy is the one before the update, recomputed; the engine may have sampled with older weights.
+
+    >>> old_log_probs = torch.tensor([[2.0, 6.0]]).log()  # over the engine's: 6 exceeds the cap of 5
+    >>> loss = DecoupledLoss(reduction="none")
+    >>> loss(old_log_probs, old_log_probs, torch.ones(1, 2), rollout_log_probs=torch.zeros(1, 2))
+    tensor([[-2., -0.]])
     """
 
     cap = 5.0
@@ -273,7 +234,13 @@ class DecoupledLoss(MaskingLoss):
 
 
 class CISPOLoss(nn.Module):
-    """-stop_gradient(min(r, eps_max)) A log p: no token loses its gradient (arXiv 2506.13585, eq. 4; 2510.13786)."""
+    """-stop_gradient(min(r, eps_max)) A log p: no token loses its gradient (arXiv 2506.13585, eq. 4; 2510.13786).
+
+    >>> log_probs = torch.tensor([[0.5]]).log().requires_grad_()
+    >>> CISPOLoss()(log_probs, torch.tensor([[0.25]]).log(), torch.ones(1, 1)).backward()
+    >>> log_probs.grad  # -ratio * advantage
+    tensor([[-2.]])
+    """
 
     def __init__(self, eps_max: float = 5.0, reduction: Reduction = "sequence_mean") -> None:
         super().__init__()
@@ -306,6 +273,12 @@ class ValueLoss(nn.Module):
     """0.5 max((clip(v, v_old +- clip_eps) - R)^2, (v - R)^2); without ``clip_eps`` 0.5 (v - R)^2.
 
     Value clipping as in the PPO reference implementation (openai/baselines, ppo2).
+
+    >>> values, old_values, returns = torch.tensor([[1.0]]), torch.tensor([[0.0]]), torch.tensor([[3.0]])
+    >>> ValueLoss()(values, old_values, returns)
+    tensor(2.)
+    >>> ValueLoss(clip_eps=0.5)(values, old_values, returns)  # as if the value had moved to 0.5
+    tensor(3.1250)
     """
 
     def __init__(
@@ -382,9 +355,18 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
     "double_sided": PolicyLossEntry(_double_sided),
     "decoupled": PolicyLossEntry(_decoupled),
 }
-"""Policy losses by the names of ``--policy_loss_type``."""
+"""Policy losses by the names of ``--policy_loss_type``.
+
+>>> sorted(POLICY_LOSSES)
+['cispo', 'decoupled', 'double_sided', 'gspo', 'ppo']
+"""
 
 
 def policy_loss(config: LossConfig) -> Any:
-    """Build the loss that ``--policy_loss_type`` names; it is called as ``PolicyLoss`` is and has its ``clipped``."""
+    """Build the loss that ``--policy_loss_type`` names; it is called as ``PolicyLoss`` is and has its ``clipped``.
+
+    >>> from openppo.config import LossConfig
+    >>> policy_loss(LossConfig(policy_loss_type="cispo"))
+    CISPOLoss()
+    """
     return POLICY_LOSSES[config.loss_type].make(config)

@@ -25,13 +25,14 @@ from openppo.weight_files import holds_model, set_usual_mode
 
 
 class LoRAMerge:
-    """Loads adapters and base model; ``fit()`` writes their sum, taken in float32. ``ValueError`` names the flag."""
+    """Merge of adapters and base model, in float32; ``fit()`` writes it. ``ValueError`` names the flag."""
 
     def __init__(self, config: MergeLoRAConfig) -> None:
         self.folder = Path(config.save_path)
         name = config.lora_path
         base = config.pretrain
         trust = config.trust_remote_code
+
         if not is_peft_folder(name):
             raise ValueError(
                 f"--lora_path {name}: this is not a PEFT folder; it has no adapter_config.json."
@@ -47,11 +48,13 @@ class LoRAMerge:
         if holds_model(self.folder):
             raise ValueError(f"--save_path {self.folder} holds a model already: choose another.")
         make_folder("--save_path", self.folder)
+
         self.tokenizer: PreTrainedTokenizerBase | None = None
         try:
             self.tokenizer = load_tokenizer(name, "--lora_path", base, trust_remote_code=trust)
         except ValueError as error:
             logger.warning("no tokenizer is written: %s", error)
+
         load = load_options(bf16=False, flash_attn=False, trust_remote_code=trust)
         with model_error_context("--lora_path", name):
             if adapter_config(name).get("task_type") == HEAD_TASK:
@@ -67,23 +70,23 @@ class LoRAMerge:
 
     def fit(self) -> None:
         """Write model and tokenizer."""
-        disable_outputs(
-            self.model
-        )  # transformers writes no config with output_attentions, but of eager attention
+        # transformers writes a config with output_attentions for eager attention only.
+        disable_outputs(self.model)
         self.model.save_pretrained(self.folder)
         set_usual_mode(self.folder.glob("model*.safetensors"))
         restore_overridden(self.folder / "config.json")
+
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(self.folder)
             copy_processor(base_model_of(self.model.name_or_path or ""), self.folder)
         logger.info("wrote the full weights to %s", self.folder)
 
     def close(self) -> None:
-        """There is no process group to leave."""
+        """Do nothing: there is no process group to leave."""
 
 
 def make_folder(flag: str, folder: Path) -> None:
-    """Create ``folder``; ``ValueError`` naming ``flag`` where that fails."""
+    """Create ``folder``; ``ValueError`` naming ``flag`` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,6 +95,7 @@ def make_folder(flag: str, folder: Path) -> None:
 
 def to_bf16(model: Any) -> None:
     """Round the weights of a Hugging Face or PEFT model, in place."""
-    for parameter in model.parameters():  # not the buffers: rotary frequencies must keep float32
+    # Buffers stay: rotary frequencies must keep float32.
+    for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     model.config.dtype = torch.bfloat16

@@ -1,18 +1,15 @@
-"""Configs and tokenizers of pretrained models, read before any weight; code of their own is refused."""
+"""Configs and tokenizers of pretrained models, read before any weight; their own code is refused."""
 
 import json
 import pickle
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
-from jinja2 import TemplateSyntaxError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -26,10 +23,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from openppo.models.chat_template import check_template_kwargs, read_template
 from openppo.models.sampled_ids import SampledIds
 from openppo.models.template_limits import require_bounded
 from openppo.models.vision_models import placeholders
-from openppo.user_code import TEMPLATE_ERRORS
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
@@ -40,7 +37,7 @@ _CONTEXT_NAMES = (
     "max_seq_len",
     "max_sequence_length",
 )
-"""Numbers of positions; not ``seq_length``, which of BLOOM is what it was trained on."""
+"""Names of the number of positions; not ``seq_length``, which for BLOOM is the length in training."""
 
 
 class UntrustedModelError(ValueError):
@@ -52,13 +49,10 @@ def forbid_remote_code(name: str) -> Iterator[None]:
     """Context of each ``from_pretrained``: ``UntrustedModelError`` for code, or pickles beyond tensors, in ``name``."""
     try:
         yield
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        RuntimeError,
-    ) as error:  # of weights_only, so nothing has run
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        # Errors of weights_only, so nothing has run; but other runtime errors are not about a file.
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
-            raise  # not about a file
+            raise
         raise UntrustedModelError(
             f"{name}: its weights are a pickle file that holds more than tensors, which could run code, or is damaged. "
             "It was refused, and nothing in it was run. Use weights in safetensors, from a source that you trust."
@@ -73,14 +67,14 @@ def forbid_remote_code(name: str) -> Iterator[None]:
 
 
 def is_peft_folder(name: str) -> bool:
-    """Whether ``name`` is a local folder of adapters."""
+    """True if ``name`` is a local folder of adapters."""
     return (Path(name) / _ADAPTER_CONFIG).is_file()
 
 
 def base_model_of(name: str) -> str:
-    """Base model of a PEFT folder, else ``name`` itself.
+    """Return the base model of a PEFT folder, else ``name`` itself.
 
-    ``ValueError`` as in ``adapter_config``, and if that names no base model or another PEFT folder.
+    ``ValueError`` as in ``adapter_config``, and if it names no base model or another PEFT folder.
     """
     if not is_peft_folder(name):
         return name
@@ -97,7 +91,7 @@ def base_model_of(name: str) -> str:
 
 
 def adapter_config(folder: str) -> Any:
-    """The adapters' ``adapter_config.json``; ``ValueError`` if it cannot be read."""
+    """Read the ``adapter_config.json`` of a PEFT folder; ``ValueError`` if that fails."""
     try:
         return json.loads((Path(folder) / _ADAPTER_CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -105,16 +99,18 @@ def adapter_config(folder: str) -> Any:
 
 
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Config of ``name``; ``ValueError`` naming ``flag`` without such a model, or base model of a PEFT folder."""
-    named, path = f"{flag} {name}", Path(name)
-    if not path.is_dir() and (
-        path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    ):
+    """Load the config of ``name``; ``ValueError`` naming ``flag`` without it or its base model."""
+    named = f"{flag} {name}"
+    path = Path(name)
+    is_path = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not path.is_dir():
         raise ValueError(
             f"{named}: no such local folder, and no hub name of the form owner/model. Check the path."
         )
+
     try:
-        if (base := base_model_of(name)) != name:
+        base = base_model_of(name)
+        if base != name:
             check_model(base, f"{named}: its base model", trust_remote_code)
         return load_config(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -124,6 +120,7 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
             raise ValueError(f"{flag} {error}") from error
         if path.is_dir():
             raise ValueError(f"{named}: its config cannot be read: {error}") from error
+
         remedy = "Check the path, the name and the network."
         if constants.HF_HUB_OFFLINE:
             remedy = "HF_HUB_OFFLINE is set: unset it, or name a folder."
@@ -136,17 +133,19 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
 def load_config(
     name: str, base: str | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """Config of a model; of a PEFT folder its model_config.json, else that of its ``base``.
+    """Load the config of a model; of a PEFT folder its model_config.json, else that of its ``base``.
 
     ``ValueError`` for quantized weights, which are neither trained nor sampled from here.
     """
-    own = Path(name) / "model_config.json"
-    source = own if is_peft_folder(name) and own.is_file() else base or base_model_of(name)
+    saved_config = Path(name) / "model_config.json"
+    has_saved_config = is_peft_folder(name) and saved_config.is_file()
+    source = saved_config if has_saved_config else base or base_model_of(name)
+
+    config: PreTrainedConfig
     with forbid_remote_code(name):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            source, trust_remote_code=trust_remote_code
-        )
-    if (method := _quantized_with(config)) is not None:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    method = _quantized_with(config)
+    if method is not None:
         raise ValueError(
             f"{name}: its weights are quantized ({method}), and are read here in float32 or bfloat16 only. Name the "
             "checkpoint that it was made from."
@@ -157,39 +156,47 @@ def load_config(
 def _quantized_with(config: PreTrainedConfig) -> str | None:
     """Method that a checkpoint was quantized with, by its config; None for plain weights."""
     for part in (config, config.get_text_config()):
-        if options := getattr(part, "quantization_config", None):
-            method = (
-                options.get("quant_method") if isinstance(options, dict) else type(options).__name__
-            )
-            return str(method or "bitsandbytes")  # whose first configs do not name it
+        options = getattr(part, "quantization_config", None)
+        if not options:
+            continue
+        if isinstance(options, dict):
+            # The first configs of bitsandbytes do not name it.
+            return str(options.get("quant_method") or "bitsandbytes")
+        return type(options).__name__
     return None
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:
-    """Auto class of a model that writes text: of those that only read images beside it, the one that does."""
+    """Auto class of a model that writes text, with a vision tower only if it has no other."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    writes_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if reads_images and not writes_only else AutoModelForCausalLM
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if reads_images and not is_causal else AutoModelForCausalLM
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Most tokens that a model reads, by its config; None where the config does not say.
+    """Largest number of tokens that a model reads; None if its config does not say.
 
-    It ends where positions begin to be rescaled for a batch's longest row, on which log-probs would then depend.
+    The context ends where positions begin to be rescaled by a batch's longest row: log-probs would depend on that row.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    rescaled = [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]
-    ends = [
-        end
-        for kind in rescaled
-        if (end := kind.get("original_max_position_embeddings")) is not None
-    ]
-    longest = next(
-        (length for name in _CONTEXT_NAMES if (length := getattr(text, name, None) or 0) > 0), None
-    )
-    return min(ends, default=longest)
+    parameter_sets = [rope, *rope.values()]
+    limits = []
+    for parameters in parameter_sets:
+        if not isinstance(parameters, dict):
+            continue
+        limit = parameters.get("original_max_position_embeddings")
+        is_rescaled = parameters.get("rope_type") in ("longrope", "dynamic")
+        if is_rescaled and limit is not None:
+            limits.append(limit)
+    if limits:
+        return min(limits)
+
+    for name in _CONTEXT_NAMES:
+        length: int = getattr(text, name, None) or 0
+        if length > 0:
+            return length
+    return None
 
 
 def load_tokenizer(
@@ -200,67 +207,76 @@ def load_tokenizer(
     template_kwargs: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Tokenizer of a model; of a PEFT folder its own, else that of its ``base``.
+    """Load the tokenizer of a model; of a PEFT folder its own, else that of its ``base``.
 
-    A missing PAD token is left missing: masks never depend on it. ``chat_template`` is a file of one that replaces the
-    tokenizer's. It always gets ``template_kwargs``; those that are reserved or that it does not use are an error, as is
+    A missing PAD token is left missing: masks never depend on it. ``chat_template`` names a file with a template to
+    replace the tokenizer's. The template always gets ``template_kwargs``; reserved and unused ones are an error, as is
     a template that takes too long. ``ValueError`` names ``flag``.
     """
-    has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
-    try:
-        with forbid_remote_code(name):
-            source = name if has_tokenizer else base or base_model_of(name)
-            if Path(source).is_dir() and not any(
-                any(Path(source).glob(pattern)) for pattern in _TOKENIZER_FILES
-            ):
-                files = "tokenizer files, such as tokenizer.json"  # transformers would invent a tokenizer
-                raise ValueError(
-                    f"the folder has no {files}. Copy those of the model that it was made from."
-                )
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except UntrustedModelError as error:
-        raise UntrustedModelError(f"{flag} {error}") from error
-    except (OSError, ValueError, KeyError) as error:
-        says = " ".join(str(error).split())
-        raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {says}") from error
+    template_kwargs = template_kwargs or {}
+    tokenizer = _load_plain_tokenizer(name, flag, base, trust_remote_code=trust_remote_code)
+
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template, tokenizer, template_kwargs or {})
+        tokenizer.chat_template = read_template(chat_template, tokenizer, template_kwargs)
     elif tokenizer.chat_template:
-        require_bounded(
-            tokenizer,
-            f"{flag} {name}: its chat template",
-            None,
-            template_kwargs=template_kwargs or {},
-        )
-    apply, template = tokenizer.apply_chat_template, str(tokenizer.chat_template or "")
-    reserved = {"messages", *signature(apply).parameters} - {"tools", "documents"}
-    for argument in template_kwargs or {}:
-        if argument in reserved or (
-            template and not re.search(rf"\b{re.escape(argument)}\b", template)
-        ):
-            says = f"the chat template of {flag} {name} does not use {argument!r}. Correct the name, or leave it out."
-            raise ValueError(f"--chat_template_kwargs: {says}")
+        source = f"{flag} {name}: its chat template"
+        require_bounded(tokenizer, source, None, template_kwargs=template_kwargs)
+
+    check_template_kwargs(tokenizer, f"{flag} {name}", template_kwargs)
     if template_kwargs:
+        apply = tokenizer.apply_chat_template
         vars(tokenizer)["apply_chat_template"] = partial(apply, **template_kwargs)
     return tokenizer
 
 
-def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any:
-    """What turns text and images into a model's inputs; of a PEFT folder that of its base.
-
-    ``ValueError`` names ``flag`` where there is none, or what it needs is not installed.
-    """
+def _load_plain_tokenizer(
+    name: str, flag: str, base: str | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer as it was saved; ``ValueError`` naming ``flag``."""
+    has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
+    tokenizer: PreTrainedTokenizerBase
     try:
         with forbid_remote_code(name):
-            processor: Any = AutoProcessor.from_pretrained(
-                base_model_of(name), trust_remote_code=trust_remote_code
-            )
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # of torchvision, also where it is of another build
-        what = f"{flag} {name}: its processor of images needs more packages ({' '.join(str(error).split())[:200]})"
-        raise ValueError(f"{what}. Install them: pip install 'openppo[vision]'.") from error
+            source = name if has_tokenizer else base or base_model_of(name)
+            _require_tokenizer_files(Path(source))
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except UntrustedModelError as error:
+        raise UntrustedModelError(f"{flag} {error}") from error
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {reason}") from error
+    return tokenizer
+
+
+def _require_tokenizer_files(source: Path) -> None:
+    """``ValueError`` for a folder without tokenizer files: transformers would invent a tokenizer."""
+    if not source.is_dir():
+        return
+    for pattern in _TOKENIZER_FILES:
+        if any(source.glob(pattern)):
+            return
+    raise ValueError(
+        "the folder has no tokenizer files, such as tokenizer.json. Copy those of the model that it was made from."
+    )
+
+
+def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any:
+    """Load the processor of text and images for a model, or for a PEFT folder's base.
+
+    ``ValueError`` names ``flag`` if there is none, or a package that it needs is not installed.
+    """
+    processor: Any
+    try:
+        with forbid_remote_code(name):
+            source = base_model_of(name)
+            processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (ImportError, RuntimeError) as error:
+        # Of torchvision, missing or built for another torch.
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{flag} {name}: its processor of images needs more packages ({reason}). Install them: pip install "
+            "'openppo[vision]'."
+        ) from error
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{flag} {name}: its processor of images cannot be loaded: {error}"
@@ -272,40 +288,12 @@ def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any
     return processor
 
 
-def _read_template(
-    file: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
-) -> str:
-    """The Jinja template in ``file``; ``ValueError`` if it cannot be read or compiled, or takes too long."""
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--chat_template {file}: cannot be read ({error}). Check the path."
-        ) from error
-    if not text.strip():
-        raise ValueError(
-            f"--chat_template {file}: the file is empty. Write a Jinja template in it."
-        )
-    require_bounded(
-        tokenizer, f"--chat_template {file}: the template", text, template_kwargs=template_kwargs
-    )
-    try:
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "a"}], chat_template=text, tokenize=False
-        )
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"--chat_template {file}, line {error.lineno}: {error.message}. Correct it."
-        ) from error
-    except TEMPLATE_ERRORS:
-        pass  # of these messages; rows have others
-    return text
-
-
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id to fill padded places with: PAD, else EOS, else 0. Nothing is ever inferred from it."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((int(token_id) for token_id in ids if token_id is not None), 0)
+    """Return the id for padded places: PAD, else EOS, else 0. Nothing is ever inferred from it."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    return 0
 
 
 def check_token_ids(
@@ -314,55 +302,63 @@ def check_token_ids(
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterable[Sequence[int]],
 ) -> None:
-    """Refuse token ids of ``rows``, or PAD, without an embedding. ``model`` is a flag and a name.
+    """``ValueError`` for token ids of ``rows``, or PAD, without an embedding.
 
-    A tokenizer may know more tokens than a model (Gemma 3) as long as none occurs.
+    ``model`` is a flag and a name. A tokenizer may know more tokens than a model (Gemma 3) as long as no row has one.
     """
     n_embeddings = config.get_text_config().vocab_size
     largest = max([pad_token_id(tokenizer), *(max(row, default=0) for row in rows)])
     if largest >= n_embeddings:
-        token, n_tokens = tokenizer.convert_ids_to_tokens(largest), len(tokenizer)
+        token = tokenizer.convert_ids_to_tokens(largest)
         raise ValueError(
             f"{model}: token {token!r} has the id {largest}, and the model has embeddings of {n_embeddings} ids; its "
-            f"tokenizer knows {n_tokens} tokens. Use resize_token_embeddings, or leave that token out."
+            f"tokenizer knows {len(tokenizer)} tokens. Use resize_token_embeddings, or leave that token out."
         )
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
-    """Every id that ends a response and that the model has: of generation config, model config and tokenizer."""
+    """Ids of the model that end a response, by generation config, model config or tokenizer."""
     text = model.config.get_text_config()
-    found: set[int] = set()  # of images and text it may be in one only
+    eos_ids = set[int]()
+    # A model of images and text may have them in one of its two configs only.
     for source in (model.generation_config, model.config, text, tokenizer):
         ids = getattr(source, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return sorted(token_id for token_id in found if token_id < text.vocab_size)
+        eos_ids.update([ids] if isinstance(ids, int) else ids or [])
+    return sorted(token_id for token_id in eos_ids if token_id < text.vocab_size)
 
 
 def sampled_ids(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, n_logits: int | None = None
 ) -> SampledIds:
-    """Ids that a policy with ``config`` can sample: known to its tokenizer, and standing for no image or video.
+    """Ids that a policy can sample: known to its tokenizer, and no placeholder of image or video.
 
-    A model has more where its embeddings are padded, or were resized. A reference may have more still: ``n_logits``.
+    Models with padded or resized embeddings have more ids; a reference may have even more: ``n_logits``.
     """
-    known, n_ids = {*tokenizer.get_vocab().values()}, config.get_text_config().vocab_size
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):  # ids of equal texts are one entry there
+    n_ids = config.get_text_config().vocab_size
+    if n_logits is None:
+        n_logits = n_ids
+    known = set(tokenizer.get_vocab().values())
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        # Ids of equal texts are one entry of the vocabulary there.
         known.update(range(tokenizer.vocab_size))
+
     kinds = placeholders(config)
     sampled = sorted(token_id for token_id in known - kinds.keys() if 0 <= token_id < n_ids)
-    bounds = pairwise([-1, *sampled, n_ids if n_logits is None else n_logits])
-    gaps = [range(before + 1, after) for before, after in bounds]
-    return SampledIds(
-        tuple(gap for gap in gaps if gap), {i: kind for i, kind in kinds.items() if i < n_ids}
-    )
+    gaps = []
+    for before, after in pairwise([-1, *sampled, n_logits]):
+        gap = range(before + 1, after)
+        if gap:
+            gaps.append(gap)
+    placeholder_kinds = {token_id: kind for token_id, kind in kinds.items() if token_id < n_ids}
+    return SampledIds(tuple(gaps), placeholder_kinds)
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
     """Kinds of a model's layers, by its config."""
     text = config.get_text_config()
-    named = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
-    if named:
-        return set(named)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
+    if kinds:
+        return set(kinds)
     windows = {"sliding_window": "sliding_attention", "keep_window_size": "dynamic_mask"}
-    found = {kind for name, kind in windows.items() if getattr(text, name, None) is not None}
-    return found or {"full_attention"}
+    windowed = {kind for name, kind in windows.items() if getattr(text, name, None) is not None}
+    return windowed or {"full_attention"}

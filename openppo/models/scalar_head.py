@@ -1,4 +1,4 @@
-"""Critic and reward models: one transformer, read at different places."""
+"""Critic and reward models: a transformer with a scalar head, read at different places."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ class ScalarHeadModel(nn.Module):
     As ``critic`` the forward returns values (B, L), entry t the value of the state in which token t was chosen:
     the head's output at t - 1, and 0 at the first token. As ``reward`` it returns scores (B,), the head's output
     at the last real token of each row. Both float32. With a LoRA rank ``.model`` is a PEFT model.
+
+    >>> critic = get_llm_for_sequence_regression(tiny, "critic")  # a ScalarHeadModel
+    >>> sequences = torch.tensor([[5, 6, 7]])
+    >>> values = critic(sequences, torch.ones_like(sequences, dtype=torch.bool))
+    >>> values.shape, values[0, 0].item()
+    (torch.Size([1, 3]), 0.0)
     """
 
     def __init__(self, model: PreTrainedModel, role: Role, lora: LoRAConfig | None = None) -> None:
@@ -66,21 +72,25 @@ class ScalarHeadModel(nn.Module):
         self.role: Role = role
         self.packs_rows = self.shares_prompts = False
         self.stand_in: WithMedia | None = None
-        """As in ``Actor``."""
+        """The same as in ``Actor``."""
         if lora is not None and lora.lora_rank > 0:
             self.model = add_adapters(model, lora, "SEQ_CLS")
 
     @property
     def classifier(self) -> PreTrainedModel:
         """The Hugging Face classifier, with adapters in its layers if there are any."""
-        return (
-            self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
-        )
+        if isinstance(self.model, PreTrainedModel):
+            return self.model
+        classifier: PreTrainedModel = self.model.get_base_model()
+        return classifier
 
     def forward(
         self, sequences: Tensor, attention_mask: Tensor, media: Sequence[Media] = ()
     ) -> Tensor:
-        """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right; ``media`` as in ``Actor``."""
+        """Return values (B, L) or scores (B,), float32.
+
+        ``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right; ``media`` as in ``Actor``.
+        """
         order = "(sequences, attention_mask): values (B, L) are those of all tokens, so there is no num_actions"
         check_masks(sequences, order, attention_mask=attention_mask)
         if isinstance(media, Tensor | bool):
@@ -90,30 +100,42 @@ class ScalarHeadModel(nn.Module):
         n_rows, length = sequences.shape
         media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask)
         sequences, attention_mask = tensors
-        is_one = self.packs_rows or self.shares_prompts
-        one_row = row_inputs(self, sequences, attention_mask, media=media) if is_one else None
-        if one_row is not None:
-            inputs, in_row = one_row
-            outputs = self._outputs(**inputs)[0]  # (T,)
-            outputs = outputs[on_device(in_row, outputs.device)].view(sequences.shape)
-        else:  # without attention mask for the reason given in Actor.forward
-            ids = pad_width(sequences, self.model)
-            more = model_inputs(self.classifier.base_model, ids, media) if any(media) else {}
-            outputs = self._outputs(input_ids=ids, **more)[:, : sequences.shape[1]]  # (B, L)
+        outputs = self._token_outputs(sequences, attention_mask, media)
+
         if self.role == "critic":
-            return F.pad(outputs[:, :-1], (1, 0))[:n_rows, :length]
+            values = F.pad(outputs[:, :-1], (1, 0))
+            return values[:n_rows, :length]
         places = torch.arange(sequences.shape[1], device=sequences.device)
         last = torch.where(attention_mask.bool(), places, 0).amax(-1, keepdim=True)  # (B, 1)
-        return outputs.gather(1, on_device(last, outputs.device))[:n_rows, 0]
+        scores = outputs.gather(1, on_device(last, outputs.device))
+        return scores[:n_rows, 0]
+
+    def _token_outputs(
+        self, sequences: Tensor, attention_mask: Tensor, media: Sequence[Media]
+    ) -> Tensor:
+        """Outputs of the head (B, L), of rows in one or beside each other."""
+        if self.packs_rows or self.shares_prompts:
+            one_row = row_inputs(self, sequences, attention_mask, media=media)
+            if one_row is not None:
+                inputs, in_row = one_row
+                outputs = self._outputs(**inputs)[0]  # (T,)
+                return outputs[on_device(in_row, outputs.device)].view(sequences.shape)
+
+        # Without attention mask for the reason given in Actor.forward.
+        inputs = {"input_ids": pad_width(sequences, self.model)}
+        if any(media):
+            base = self.classifier.base_model
+            inputs |= model_inputs(base, inputs["input_ids"], media)
+        return self._outputs(**inputs)[:, : sequences.shape[1]]
 
     def _outputs(self, **inputs: Any) -> Tensor:
-        """The head's, float32, of each token of ``input_ids``."""
+        """Outputs of the head, float32, for each token of ``input_ids``."""
         hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
         return self.classifier.get_submodule(HEAD)(hidden)[..., 0].float()
 
 
 class HeadOnTransformer(PreTrainedModel):
-    """Transformer of a causal language model and a linear head ``score``, as transformers' own classifiers have it.
+    """Transformer of a causal language model with a linear head ``score``, like transformers' classifiers.
 
     Saved, it holds the transformer's weights under the names of the causal language model, and ``score.weight``.
     """
@@ -124,9 +146,10 @@ class HeadOnTransformer(PreTrainedModel):
         super().__init__(config)
         children = self.causal(config).named_children()
         self._transformer, transformer = next(
-            pair for pair in children if isinstance(pair[1], PreTrainedModel)
+            (name, child) for name, child in children if isinstance(child, PreTrainedModel)
         )
         self.add_module(self._transformer, transformer)
+
         hidden_size: int = config.get_text_config().hidden_size
         self.score = nn.Linear(hidden_size, config.num_labels or 1, bias=False)
         self.post_init()
@@ -138,17 +161,20 @@ class HeadOnTransformer(PreTrainedModel):
 
 
 def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
-    """Classifier class with one label for a config, and its config.
+    """Return the classifier class for a config, and a copy of the config with one label.
 
-    transformers' own where it has them; of a model of images and text the causal language model's part of the config.
+    The class is transformers' own where it has one. A model that also reads images may be classified by its language
+    model alone, with that part of the config.
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
+
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING
     if language_model_class(config) is AutoModelForImageTextToText:
         mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if type(config) in CLASSIFIERS or type(config) not in mapping:
         return AutoModelForSequenceClassification, config
+
     causal: Any = mapping[type(config)]
     if not isinstance(config, causal.config_class):
         config = config.get_text_config()
@@ -159,37 +185,35 @@ def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
 @cache
 def _on_transformer_of(causal: type[PreTrainedModel]) -> type[HeadOnTransformer]:
     """Classifier class of ``causal``, named as transformers would name it."""
-    family = next(
-        parent for parent in causal.__mro__ if parent.__name__.endswith("PreTrainedModel")
-    )
+    bases = (base for base in causal.__mro__ if base.__name__.endswith("PreTrainedModel"))
+    family = next(bases)
     name = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", causal.__name__)
-    names = {
+    attributes = {
         "causal": causal,
         "base_model_prefix": causal.base_model_prefix,
         "__module__": causal.__module__,
     }
-    return type(f"{name}ForSequenceClassification", (HeadOnTransformer, family), names)
+    return type(f"{name}ForSequenceClassification", (HeadOnTransformer, family), attributes)
 
 
 class ProcessRewardModel(nn.Module):
-    """Wraps a Hugging Face causal language model ``.model``; the forward returns its logits at chosen places."""
+    """A Hugging Face causal language model ``.model``; the forward returns its logits at chosen places."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Logits (N, V) at the N true ``places``, row by row; ``sequences`` int64 and ``places`` bool, both (B, L).
+        """Return logits (N, V) at the N true ``places``, row by row.
 
-        Without any place the model runs all the same, as partitioned weights demand.
+        ``sequences`` int64 and ``places`` bool, both (B, L). Without any place the model runs all the same, as
+        partitioned weights demand.
         """
         columns = places.any(0).nonzero()[:, 0]  # (K,)
-        inputs = pad_width(
-            sequences, self.model
-        )  # without attention mask for the reason given in Actor.forward
-        logits: Tensor = self.model(
-            input_ids=inputs, logits_to_keep=columns, use_cache=False
-        ).logits  # (B, K, V)
+        # Without attention mask for the reason given in Actor.forward.
+        ids = pad_width(sequences, self.model)
+        outputs = self.model(input_ids=ids, logits_to_keep=columns, use_cache=False)
+        logits: Tensor = outputs.logits  # (B, K, V)
         return logits[places[:, columns]]
 
 
@@ -210,20 +234,25 @@ def get_llm_for_sequence_regression(
     is the head's name in the checkpoint. ``init_value_head`` allows a fresh head, normal(0, 1/sqrt(hidden + 1)),
     where the checkpoint has none: by default a critic may, a reward model may not. ``lora`` are fields of
     ``LoRAConfig``, as for ``Actor``. ``ValueError`` for a model without such a head, and as in ``merge_adapters``.
+
+    >>> critic = get_llm_for_sequence_regression(tiny, "critic", lora_rank=4)  # a folder, or a name on the hub
+    >>> critic.role
+    'critic'
     """
     options = lora_options(name, **lora)
     load = load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code=trust_remote_code)
     model, headless = load_classifier(name, value_head_prefix, **load)
+
+    if init_value_head is None:
+        init_value_head = role == "critic"
     if headless:
-        if not (role == "critic" if init_value_head is None else init_value_head):
+        if not init_value_head:
             raise ValueError(
                 f"{name} has no scalar head '{value_head_prefix}.weight', so as a reward model it would give random "
                 "scores. Train one with openppo.cli.train_rm, or name its head with --value_head_prefix."
             )
-        hidden_size, head = (
-            model.config.get_text_config().hidden_size,
-            model.get_parameter(f"{HEAD}.weight"),
-        )
+        hidden_size = model.config.get_text_config().hidden_size
+        head = model.get_parameter(f"{HEAD}.weight")
         with whole_weights([head]):
             nn.init.normal_(head, mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
         logger.info(
@@ -235,51 +264,56 @@ def get_llm_for_sequence_regression(
 def load_classifier(
     name: str, value_head_prefix: str = HEAD, base: str | None = None, **load: Any
 ) -> tuple[PreTrainedModel, bool]:
-    """A classifier with one label, adapters merged if ``name`` is a PEFT folder, and whether its head is random.
+    """Load a classifier with one label; also return whether its head is random.
 
-    ``base`` replaces the base model that a PEFT folder names; ``load`` are keywords for ``from_pretrained``.
+    The adapters of a PEFT folder are merged. ``base`` replaces the base model that it names; ``load`` are keywords for
+    ``from_pretrained``.
     """
-    classifier, config = classifier_of(
-        load_config(name, base, trust_remote_code=load["trust_remote_code"])
-    )
+    trust = load["trust_remote_code"]
+    classifier, config = classifier_of(load_config(name, base, trust_remote_code=trust))
+    key_mapping = None
+    if value_head_prefix != HEAD:
+        key_mapping = {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."}
+
     with forbid_remote_code(name):
         model, report = load_weights(
             classifier,
             partial(_check_head, name, value_head_prefix),
             base or base_model_of(name),
             config=config,
-            ignore_mismatched_sizes=True,  # reported below, with a message that helps
-            key_mapping=None
-            if value_head_prefix == HEAD
-            else {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."},
+            ignore_mismatched_sizes=True,  # reported by _check_head, with a message that helps
+            key_mapping=key_mapping,
             **load,
         )
     use_fast_attention(model)
+
     headless = f"{HEAD}.weight" in report["missing_keys"]
-    if is_peft_folder(name):
-        return merge_adapters(model, name), headless and adapter_config(name).get(
-            "task_type"
-        ) != HEAD_TASK
-    return model, headless
+    if not is_peft_folder(name):
+        return model, headless
+    merged = merge_adapters(model, name)
+    has_saved_head = adapter_config(name).get("task_type") == HEAD_TASK
+    return merged, headless and not has_saved_head
 
 
 def _check_head(
     name: str, value_head_prefix: str, model: PreTrainedModel, report: dict[str, Any]
 ) -> None:
+    """``ValueError`` without a linear head of one output, or with weights that do not fit."""
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
             f"{name} ({type(model).__name__}) keeps no linear head named '{HEAD}' on a causal transformer; "
             "reward models and critics of this kind cannot be used."
         )
+
     mismatched = [key for key, *_ in report["mismatched_keys"]]
     if f"{HEAD}.weight" in mismatched:
         raise ValueError(
             f"{name}: its head '{value_head_prefix}' has several labels; exactly one is needed (num_labels=1). "
             "Train one with openppo.cli.train_rm."
         )
-    broken = sorted(mismatched) + sorted(
-        key for key in report["missing_keys"] if not key.startswith(f"{HEAD}.")
-    )
+
+    missing = [key for key in report["missing_keys"] if not key.startswith(f"{HEAD}.")]
+    broken = sorted(mismatched) + sorted(missing)
     if broken:
         raise ValueError(
             f"{name}: weights missing or of another shape than the config says: {broken[:5]}"

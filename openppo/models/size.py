@@ -1,9 +1,9 @@
-"""A model in numbers, counted from its config without its weights, and the kinds of its layers."""
+"""Size of a model, counted from its config without weights, and a check of its layers' caches."""
 
-import copy
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from openppo.models.vision_models import vision_part
 
 
 class ModelSize(NamedTuple):
-    """Numbers of elements."""
+    """Numbers of elements of a model."""
 
     n_parameters: int
     n_quantized: int  # weights of linear layers except the head
@@ -29,19 +29,19 @@ class ModelSize(NamedTuple):
     adapter: int  # LoRA parameters of rank 1
     cache: int  # keys and values of one token
     vocabulary: int  # 0 with a scalar head
-    whole_logits: bool = False  # also where there are many: see ``ends_in_head``
-    tower: int = 0  # parameters of what reads images
+    whole_logits: bool = False  # true if the model always returns full logits: see ``ends_in_head``
+    tower: int = 0  # parameters of the vision tower
     connector: int = 0
     patch_layers: int = 0  # layers of the tower
-    patch_width: int = 0  # as ``width``, of one of them
+    patch_width: int = 0  # as ``width``, for one layer of the tower
     n_frozen: int = 0  # parameters, without LoRA
 
     def n_trained(self, lora_rank: int) -> int:
-        """Trained parameters: all but those that are frozen, or with LoRA the adapters and a scalar head."""
-        head = 0 if self.vocabulary else self.hidden
-        return (
-            lora_rank * self.adapter + head if lora_rank > 0 else self.n_parameters - self.n_frozen
-        )
+        """Count the trained parameters; with LoRA they are the adapters and a scalar head."""
+        if lora_rank > 0:
+            head = 0 if self.vocabulary else self.hidden
+            return lora_rank * self.adapter + head
+        return self.n_parameters - self.n_frozen
 
 
 def model_size(
@@ -50,81 +50,114 @@ def model_size(
     targets: Sequence[str] = ("all-linear",),
     trust: bool = False,
 ) -> ModelSize:
-    """Count a language model, or with a ``scalar`` head a critic or reward model. ``targets``: ``--target_modules``."""
-    kind: Any
-    kind, own = (
-        classifier_of(config) if scalar else (language_model_class(config), copy.deepcopy(config))
-    )
-    with torch.device("meta"):
-        module = (
-            kind.from_config(own, trust_remote_code=trust)
-            if hasattr(kind, "from_config")
-            else kind(own)
-        )
-    disable_outputs(module)  # as models are run; its config is a copy
+    """Count a language model, or with a ``scalar`` head a critic or reward model.
+
+    ``targets`` are those of ``--target_modules``.
+    """
+    module = _without_weights(config, scalar, trust)
     text: Any = config.get_text_config()
-    heads = [id(module.get_output_embeddings()), id(getattr(module, "score", None))]
-    layers = [
-        (n, m)
-        for n, m in module.named_modules()
-        if isinstance(m, nn.Linear | Conv1D) and id(m) not in heads
-    ]
-    shapes = {f".{name}": layer.weight.shape for name, layer in layers if vision_part(name) is None}
-    of_tower = [layer.weight.shape for name, layer in layers if vision_part(name) == "tower"]
-    parts = Counter[str | None]()
+
+    layers = dict(_linear_layers(module))
+    shapes: dict[str, Any] = {}
+    tower_shapes = []
+    for name, layer in layers.items():
+        part = vision_part(name)
+        if part is None:
+            shapes[f".{name}"] = layer.weight.shape
+        elif part == "tower":
+            tower_shapes.append(layer.weight.shape)
+
+    all_widths = sum(sum(shape) for shape in shapes.values())
+    widest = max((max(shape) for shape in shapes.values()), default=0)
+    endings = tuple(f".{target}" for target in targets)
+    if "all-linear" in targets:
+        endings = ("",)
+    adapted = [shape for name, shape in shapes.items() if name.endswith(endings)]
+
+    part_sizes = Counter[str | None]()
     for name, parameter in module.named_parameters():
-        parts[vision_part(name)] += parameter.numel()
-    vision = getattr(config, "vision_config", None)
-    patch_layers: int = (
-        getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", None) or 0
-    )
-    ends = ("",) if "all-linear" in targets else tuple(f".{target}" for target in targets)
+        part_sizes[vision_part(name)] += parameter.numel()
+    patch_layers = _n_tower_layers(config)
+    tower_widths = sum(sum(shape) for shape in tower_shapes)
+
     return ModelSize(
-        n_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        n_quantized=sum(layer.weight.numel() for _, layer in layers),
+        n_parameters=part_sizes.total(),
+        n_quantized=sum(layer.weight.numel() for layer in layers.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        width=sum(map(sum, shapes.values())) // text.num_hidden_layers
-        + max(map(max, shapes.values()), default=0),
-        adapter=sum(sum(shape) for name, shape in shapes.items() if name.endswith(ends)),
+        width=all_widths // text.num_hidden_layers + widest,
+        adapter=sum(sum(shape) for shape in adapted),
         cache=cache_elements(config),
         vocabulary=0 if scalar else text.vocab_size,
         whole_logits=not scalar and not ends_in_head(module),
-        tower=parts["tower"],
-        connector=parts["connector"],
+        tower=part_sizes["tower"],
+        connector=part_sizes["connector"],
         patch_layers=patch_layers,
-        patch_width=sum(map(sum, of_tower)) // max(1, patch_layers),
+        patch_width=tower_widths // max(1, patch_layers),
     )
+
+
+def _without_weights(config: PreTrainedConfig, scalar: bool, trust: bool) -> Any:
+    """Build the model on the meta device from a copy of ``config``, its extra outputs disabled."""
+    kind: Any
+    if scalar:
+        kind, config = classifier_of(config)
+    else:
+        kind, config = language_model_class(config), deepcopy(config)
+
+    is_auto = hasattr(kind, "from_config")
+    with torch.device("meta"):
+        module = kind.from_config(config, trust_remote_code=trust) if is_auto else kind(config)
+    disable_outputs(module)
+    return module
+
+
+def _linear_layers(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield names and linear layers, without the heads."""
+    heads = (module.get_output_embeddings(), getattr(module, "score", None))
+    head_ids = {id(head) for head in heads}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear | Conv1D) and id(layer) not in head_ids:
+            yield name, layer
+
+
+def _n_tower_layers(config: PreTrainedConfig) -> int:
+    """Number of layers of the vision tower; 0 without one."""
+    vision = getattr(config, "vision_config", None)
+    return getattr(vision, "num_hidden_layers", None) or getattr(vision, "depth", None) or 0
 
 
 def n_elements(parameter: Any) -> int:
-    """Elements of a whole parameter, also one that ZeRO-3 partitions or bitsandbytes packs."""
+    """Count the elements of a whole parameter, also if ZeRO-3 partitions or bitsandbytes packs it."""
+    n_partitioned = getattr(parameter, "ds_numel", 0)
+    if n_partitioned:
+        return int(n_partitioned)
     packed = getattr(parameter, "quant_state", None)
-    return int(
-        getattr(parameter, "ds_numel", 0) or (parameter if packed is None else packed.shape).numel()
-    )
+    if packed is not None:
+        return int(packed.shape.numel())
+    return int(parameter.numel())
 
 
 def cache_elements(config: PreTrainedConfig) -> int:
-    """Elements of the key-value cache for one token; where layers differ, as if all were the largest."""
+    """Count the elements of the key-value cache for one token; the largest layer counts for all."""
     text: Any = config.get_text_config()
-    heads = _largest(text, "num_key_value_heads") or _largest(text, "num_attention_heads") or 0
-    width = _largest(text, "head_dim") or text.hidden_size // max(
-        1, _largest(text, "num_attention_heads") or 1
-    )
+    query_heads = _largest(text, "num_attention_heads") or 0
+    heads = _largest(text, "num_key_value_heads") or query_heads
+    width = _largest(text, "head_dim") or text.hidden_size // max(1, query_heads)
     return int(2 * text.num_hidden_layers * heads * width)
 
 
 def _largest(text: Any, name: str) -> int | None:
-    """A size in a model's config, the largest where layers differ."""
+    """Size in a model's config, the largest where layers differ."""
     try:
-        found: Any = getattr(text, name, None)
+        size: Any = getattr(text, name, None)
     except RuntimeError:  # transformers refuses to read it from the config of all layers
-        found = [getattr(text.per_layer_config[i], name) for i in range(text.num_hidden_layers)]
-    return max(found) if isinstance(found, list | tuple) else found
+        size = [getattr(text.per_layer_config[i], name) for i in range(text.num_hidden_layers)]
+    if isinstance(size, list | tuple):
+        return max(size)
+    return size
 
 
-# Layers of these kinds keep keys and values alone, one of each for a token and a head.
 _CACHED = {
     "full_attention",
     "sliding_attention",
@@ -133,21 +166,22 @@ _CACHED = {
     "global",
     "local",
 }
+"""Kinds of layers whose cache is one key and one value for each token and head."""
 
 
 def check_cache(config: PreTrainedConfig) -> None:
-    """``ValueError`` for models that keep something else than keys and values of their own in each layer."""
+    """``ValueError`` for models with layers that keep anything but their own keys and values."""
     text = config.get_text_config()
     kinds = sorted(layer_kinds(config) - _CACHED)
     if (getattr(text, "num_kv_shared_layers", None) or 0) > 0:
         kinds.append("shared keys and values")
+
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: code of its own
-    if (
-        not kinds
-        and model is not None
-        and "past_key_values" not in inspect.signature(model.forward).parameters
-    ):
-        kinds.append("no key-value cache")
+    if not kinds and model is not None:
+        arguments = inspect.signature(model.forward).parameters
+        if "past_key_values" not in arguments:
+            kinds.append("no key-value cache")
+
     if kinds:
         raise ValueError(
             f"{text.model_type} has layers with {', '.join(kinds)}, from which OpenPPO's engine cannot sample: take a "

@@ -13,6 +13,10 @@ class GPTLMLoss(nn.Module):
     """Next-token cross entropy: logits at t against the label at t + 1; labels of ``IGNORE_INDEX`` do not count.
 
     The softmax is over the whole vocabulary: texts may have ids that a policy never samples.
+
+    >>> logits = torch.zeros(1, 3, 8)  # uniform over 8 tokens
+    >>> GPTLMLoss()(logits, torch.tensor([[GPTLMLoss.IGNORE_INDEX, 5, 2]]))  # log 8
+    tensor(2.0794)
     """
 
     IGNORE_INDEX = IGNORE_INDEX
@@ -30,7 +34,11 @@ class GPTLMLoss(nn.Module):
 
 
 class PairWiseLoss(nn.Module):
-    """Bradley-Terry loss -log sigmoid(r_chosen - r_rejected - margin), averaged over pairs (arXiv 2203.02155)."""
+    """Bradley-Terry loss -log sigmoid(r_chosen - r_rejected - margin), averaged over pairs (arXiv 2203.02155).
+
+    >>> PairWiseLoss()(torch.tensor([1.0]), torch.tensor([1.0]))  # log 2: no preference
+    tensor(0.6931)
+    """
 
     def forward(
         self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None
@@ -43,7 +51,11 @@ class PairWiseLoss(nn.Module):
 
 
 class LogExpLoss(nn.Module):
-    """log(1 + exp(r_rejected - r_chosen + margin)), averaged over pairs (arXiv 2204.05862): as PairWiseLoss."""
+    """log(1 + exp(r_rejected - r_chosen + margin)), averaged over pairs (arXiv 2204.05862): as PairWiseLoss.
+
+    >>> LogExpLoss()(torch.tensor([2.0]), torch.tensor([0.0]))  # log(1 + exp(-2))
+    tensor(0.1269)
+    """
 
     def forward(
         self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None
@@ -61,6 +73,11 @@ class PRMLoss(nn.Module):
     ``labels`` are given at the placeholder positions. Integer labels are token ids; with ``reward_token_ids``
     only those tokens' logits compete. Float labels are the probability of the first of exactly two
     ``reward_token_ids`` (soft labels, arXiv 2312.08935). Labels of ``IGNORE_INDEX`` do not count.
+
+    >>> inputs, labels = torch.tensor([[5, 9, 6, 9]]), torch.tensor([[-100, 2, -100, 3]])
+    >>> logits = torch.zeros(1, 4, 10)
+    >>> PRMLoss(placeholder_token_id=9, reward_token_ids=[2, 3])(inputs, logits, labels)  # log 2
+    tensor(0.6931)
     """
 
     IGNORE_INDEX = IGNORE_INDEX

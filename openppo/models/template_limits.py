@@ -1,4 +1,7 @@
-"""Limits of time and memory for a first rendering of a chat template, which is a program and may be a stranger's."""
+"""Limits of time and memory for the first rendering of a chat template.
+
+A template is a program, and may be a stranger's.
+"""
 
 import os
 import resource
@@ -12,26 +15,31 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.user_code import TEMPLATE_ERRORS
 
-_SECONDS = 10  # of the processor
-_SECONDS_OF_THE_CLOCK = 300  # a lock that another thread held at the fork would never be released
+_SECONDS = 10
+"""CPU time of the renderings."""
+_SECONDS_OF_THE_CLOCK = 300
+"""Time by the clock; a lock that another thread held at the fork would never be released."""
 _MEMORY_GIB = 1
 _OUT_OF_MEMORY = 1
-"""Exit status."""
+"""Exit status for lack of memory."""
+
 _TEXT = "word " * 100
-_TURNS: list[dict[str, Any]] = [
-    {"role": role, "content": _TEXT} for role in ("user", "assistant")
-] * 20
-_CALL = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
+_SYSTEM = {"role": "system", "content": _TEXT}
+_USER = {"role": "user", "content": _TEXT}
+_ASSISTANT = {"role": "assistant", "content": _TEXT}
+_TURNS: list[dict[str, Any]] = [_USER, _ASSISTANT] * 20
+
+_FUNCTION = {"name": "f", "description": "-", "parameters": {"type": "object"}}
+_TOOL = {"type": "function", "function": _FUNCTION}
+_CALL_ID = "c00000000"
+_CALLED_FUNCTION = {"name": "f", "arguments": {"x": "1"}}
+_CALL = {"id": _CALL_ID, "type": "function", "function": _CALLED_FUNCTION}
 _WITH_TOOLS: list[dict[str, Any]] = [
-    {"role": "system", "content": _TEXT},
-    {"role": "user", "content": _TEXT},
+    _SYSTEM,
+    _USER,
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "content": _TEXT, "tool_call_id": "c00000000"},
+    {"role": "tool", "content": _TEXT, "tool_call_id": _CALL_ID},
 ]
-_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "-", "parameters": {"type": "object"}},
-}
 
 
 def require_bounded(
@@ -40,16 +48,19 @@ def require_bounded(
     template: str | None,
     template_kwargs: Mapping[str, Any],
 ) -> None:
-    """``ValueError`` naming ``source`` if chats of forty turns, or with tools, take too much time or memory.
+    """``ValueError`` naming ``source`` if renderings take too much time or memory.
 
-    ``template`` replaces the tokenizer's. Other errors of it are for those who have real messages.
+    The rendered chats have one turn, forty turns, and a call of a tool.
+    ``template`` replaces the tokenizer's. Other errors of the template are left to callers with real messages.
     """
     pid = os.fork()
     if pid == 0:
         _render_and_exit(tokenizer, template, template_kwargs)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _, wait_status = os.waitpid(pid, 0)
+    status = os.waitstatus_to_exitcode(wait_status)
     if status == 0:
         return
+
     reasons = {
         _OUT_OF_MEMORY: f"needs over {_MEMORY_GIB} GiB of memory",
         -signal.SIGXCPU: f"takes over {_SECONDS} s of CPU time",
@@ -65,7 +76,7 @@ def require_bounded(
 def _render_and_exit(
     tokenizer: PreTrainedTokenizerBase, template: str | None, template_kwargs: Mapping[str, Any]
 ) -> None:
-    """Exit with 0 after the renderings, or with a status of its own for lack of memory; a signal ends them if late."""
+    """Render, and exit with 0 or ``_OUT_OF_MEMORY``; a signal ends the process in time."""
     status = 0
     try:
         _limit_this_process()
@@ -81,25 +92,28 @@ def _render_and_exit(
     except MemoryError:
         status = _OUT_OF_MEMORY
     finally:
-        os._exit(status)  # whatever it was: nothing of the parent's may run here
+        os._exit(status)  # whatever was raised: nothing of the parent's may run here
 
 
 def _limit_this_process() -> None:
+    """Silence the process, and set its limits of time and memory."""
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silent, stream)
+
     for number in (signal.SIGXCPU, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.alarm(_SECONDS_OF_THE_CLOCK)
     _lower(resource.RLIMIT_CPU, _SECONDS)
     _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MEMORY_GIB * 2**30)
+    memory_in_use = psutil.Process().memory_info().vms
+    _lower(resource.RLIMIT_AS, memory_in_use + _MEMORY_GIB * 2**30)
 
 
-def _lower(kind: int, most: int) -> None:
-    """Set the soft limit, never above the hard one; not every system has each."""
+def _lower(kind: int, limit: int) -> None:
+    """Set the soft limit, never above the hard one; not every system has each kind."""
     _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
     with suppress(OSError, ValueError):
-        resource.setrlimit(
-            kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
-        )
+        resource.setrlimit(kind, (limit, hard))

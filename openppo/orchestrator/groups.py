@@ -10,7 +10,8 @@ from zlib import crc32
 
 from openppo.datasets.sampler import cyclic_batches
 from openppo.experience.estimators import ESTIMATORS, Estimator
-from openppo.experience.token_rewards import begin_scoring, useful_groups
+from openppo.experience.group_filters import useful_groups
+from openppo.experience.scoring import begin_scoring
 from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
 from openppo.rollout.failures import N_SHOWN

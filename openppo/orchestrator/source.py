@@ -9,7 +9,7 @@ from typing import Any
 from openppo.config import TrainPPOConfig
 from openppo.datasets import shard
 from openppo.experience.hooks import Hooks
-from openppo.experience.token_rewards import begin_scoring
+from openppo.experience.scoring import begin_scoring
 from openppo.orchestrator.coordinator import Coordinator
 from openppo.orchestrator.worker import Worker
 from openppo.rewards import Scorer

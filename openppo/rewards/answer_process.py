@@ -38,21 +38,21 @@ class AnswerProcess:
         self.was_late = False
 
     def ask(self, question: Any, seconds: float | None) -> tuple[bool, Any]:
-        """Whether an answer came within ``seconds``, without a crash, and the answer."""
-        asked = pickle.dumps(question)
-        if (
-            self.process is None or self.process.poll() is not None
-        ):  # killed between two questions, for memory perhaps
-            self.process = self._start()
-        process, self.was_late = self.process, False
+        """Return True and the answer, or False if none came within ``seconds`` or the process ended."""
+        request = pickle.dumps(question)
+        process = self.process
+        if process is None or process.poll() is not None:
+            # The first question, or killed since the last, perhaps for memory.
+            process = self.process = self._start()
         assert process.stdin is not None and process.stdout is not None
-        alarm = threading.Timer(
-            threading.TIMEOUT_MAX if seconds is None else seconds, self._kill, [process]
-        )
+
+        self.was_late = False
+        limit = threading.TIMEOUT_MAX if seconds is None else seconds
+        alarm = threading.Timer(limit, self._kill, [process])
         alarm.daemon = True
         alarm.start()
         try:
-            process.stdin.write(asked)
+            process.stdin.write(request)
             process.stdin.flush()
             return True, read(process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
@@ -63,19 +63,22 @@ class AnswerProcess:
             alarm.cancel()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process and wait until it is ready."""
+        # -P: http.py beside this file is not the library's; -u: output of a function appears at once.
+        command = [sys.executable, "-Pu", str(_PROGRAM), *self.arguments]
+        # A session of its own: Ctrl-C is for the run; the process ends when its stdin does.
         process = subprocess.Popen(
-            # -P: http.py beside this file is not the library's; -u: what a function prints appears at once
-            [sys.executable, "-Pu", _PROGRAM, *self.arguments],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self.environment,
-            start_new_session=True,  # Ctrl-C is for the run; the process ends when its stdin does
+            start_new_session=True,
         )
         process_groups.add(process.pid)
         weakref.finalize(process, process_groups.kill, process.pid).atexit = False
         assert process.stdout is not None
         try:
-            read(process.stdout)  # it is ready
+            read(process.stdout)
         except EOFError:
             status = process.wait()
             raise RuntimeError(
@@ -84,12 +87,13 @@ class AnswerProcess:
         return process
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        """End a process that is late, and those that it has started."""
         self.was_late = True
-        process_groups.kill(process.pid)  # and what it has started
+        process_groups.kill(process.pid)
 
 
 class RaisedThere(Exception):  # noqa: N818 (whatever it was)
-    """What a function raised in its process: its repr, and the traceback there as a note."""
+    """Exception of a function in its process: its repr, and the traceback there as a note."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -98,45 +102,50 @@ class RaisedThere(Exception):  # noqa: N818 (whatever it was)
 class FunctionProcesses:
     """A function of a file in ``n`` processes, which load it once each; a call waits for a free one.
 
-    ``seconds`` are those of a sample. ``flag`` names the function in messages.
+    ``seconds`` limit the time of a sample. ``flag`` names the function in messages.
     """
 
     def __init__(self, flag: str, file: str, name: str, n: int, seconds: float | None) -> None:
-        self.n, self.seconds = n, seconds
+        self.n = n
+        self.seconds = seconds
         self._free = SimpleQueue[AnswerProcess]()
+        folders = os.pathsep.join(sys.path)
+        environment = _with_own_gpu()
         for _ in range(n):
-            started = "function", file, name, os.pathsep.join(sys.path)
-            self._free.put(AnswerProcess(flag, *started, environment=_with_own_gpu()))
+            process = AnswerProcess(flag, "function", file, name, folders, environment=environment)
+            self._free.put(process)
 
     def __call__(self, arguments: dict[str, Any], n_samples: int) -> Any:
-        """The function's result; ``TimeoutError``, ``ChildProcessError`` or ``RaisedThere`` without one."""
+        """Result of the function; ``TimeoutError``, ``ChildProcessError`` or ``RaisedThere`` without one."""
+        seconds = None if self.seconds is None else n_samples * self.seconds
         process = self._free.get()
         try:
-            in_time, answer = process.ask(
-                arguments, None if self.seconds is None else n_samples * self.seconds
-            )
-            was_late, status = process.was_late, process.process and process.process.returncode
+            has_answered, answer = process.ask(arguments, seconds)
+            was_late = process.was_late
+            status = None if process.process is None else process.process.returncode
         finally:
             self._free.put(process)
-        if was_late and not in_time:
-            raise TimeoutError(f"no result within --reward_timeout {self.seconds:g} s a sample")
-        if not in_time:
+
+        if not has_answered:
+            if was_late:
+                raise TimeoutError(f"no result within --reward_timeout {self.seconds:g} s a sample")
             raise ChildProcessError(f"its process ended with status {status}")
         if isinstance(answer, bytes):
-            return pickle.loads(answer)  # noqa: S301 (of the same function in this process)
-        error = RaisedThere(answer[0])
-        error.add_note(answer[1])
+            return pickle.loads(answer)  # noqa: S301 (from the same function)
+
+        text, traceback = answer
+        error = RaisedThere(text)
+        error.add_note(traceback)
         raise error
 
 
 def _with_own_gpu() -> dict[str, str]:
-    """This process's environment, in which "cuda" is the GPU of this rank."""
-    import torch  # not in the process itself, which may do without
+    """Environment of this process, in which "cuda" is the GPU of this rank."""
+    import torch  # only here: the process itself may not need it
 
     environment = dict(os.environ)
     if torch.cuda.is_available():
-        visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(
-            map(str, range(torch.cuda.device_count()))
-        )
+        all_devices = ",".join(map(str, range(torch.cuda.device_count())))
+        visible = environment.get("CUDA_VISIBLE_DEVICES") or all_devices
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[torch.cuda.current_device()]
     return environment

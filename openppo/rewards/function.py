@@ -1,28 +1,18 @@
-"""Scores from a Python function, called with what the names of its parameters say."""
+"""Scores from a user's Python function."""
 
 import asyncio
-import copy
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
-from openppo.rewards.answer_process import FunctionProcesses
-from openppo.rewards.function_values import (
-    BATCH_NAMES,
-    BEHIND_COLUMNS,
-    IN_BOTH_FORMS,
-    SINGLE_NAMES,
-    VERL_NAMES,
-    Sample,
-    make_samples,
-)
+from openppo.rewards.function_values import Sample, make_samples
+from openppo.rewards.reward_function import RewardFunction
 from openppo.rewards.scoring import (
     check_number,
     finite_number,
@@ -34,114 +24,27 @@ from openppo.rewards.scoring import (
 from openppo.types import Score, Trajectory
 
 _EXTRA = "extra"
-_SCORE = "score"  # of verl's dicts
+_SCORE = "score"
+"""Key of the reward in verl's dicts."""
 _LONGEST_NOTE = 500
 _OF_OTHER_THREADS = ("main thread", "same thread", "no current event loop in thread")
-"""In errors of ``signal``, ``sqlite3`` and ``asyncio``."""
+"""Parts of errors of ``signal``, ``sqlite3`` and ``asyncio``."""
 _MAIN_THREAD = "It needs the main thread: use --reward_workers 1, which calls a plain function of a file on one."
-
-
-class RewardFunction:
-    """A user's function, called with what the names of its parameters say.
-
-    With names of ``BATCH_NAMES`` it is called once with lists (``is_batch``), with names of ``SINGLE_NAMES`` once for
-    each sample; further parameters may name data ``columns``, and ``**kwargs`` gets everything, but not under verl's
-    names. A column named as a parameter of ``BEHIND_COLUMNS`` goes before it. ``source`` is the flag and file of the
-    function, for messages; ``ValueError`` names it and a parameter that nothing is known for.
-    """
-
-    def __init__(self, function: Callable[..., Any], source: str, columns: Collection[str]) -> None:
-        parameters = inspect.signature(function).parameters.values()
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        telling = {p.name for p in named} - IN_BOTH_FORMS
-        columns_first = BEHIND_COLUMNS.intersection(columns)
-        if columns_named := sorted(columns_first & {p.name for p in named}):
-            are = "is a column" if len(columns_named) == 1 else "are columns"
-            logger.info(
-                "%s: %s %s of the data here, and gets its values",
-                source,
-                " and ".join(columns_named),
-                are,
-            )
-        self.is_batch = not telling.isdisjoint(BATCH_NAMES.keys() - columns_first)
-        known = BATCH_NAMES if self.is_batch else SINGLE_NAMES
-        self.known = {name: own for name, own in known.items() if name not in columns_first}
-        self.names = [p.name for p in named if p.name in self.known or p.name in columns]
-        unknown = [p.name for p in named if p.default is p.empty and p.name not in self.names]
-        if unknown or telling.isdisjoint(self.known):
-            what = "its parameters do not say what it scores"
-            if unknown:
-                why = (
-                    "for one sample, and others are for a batch"
-                    if unknown[0] in SINGLE_NAMES
-                    else "unknown"
-                )
-                what = f"its parameter {unknown[0]!r} is {why}"
-            raise ValueError(
-                f"{source}: {what}. Use {', '.join(BATCH_NAMES)} for lists of a whole batch, or "
-                f"{', '.join(SINGLE_NAMES)} for one sample at a time; further parameters may have defaults or name "
-                f"columns of the data ({', '.join(sorted(columns)) or 'none'})."
-            )
-        self.function, self.source = function, source
-        self.processes: FunctionProcesses | None = None
-        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        call = getattr(function, "__call__", None)  # noqa: B004 (an object whose __call__ is async)
-        self.is_async = any(map(inspect.iscoroutinefunction, (function, call)))
-
-    def start_processes(self, file: Path, name: str, n: int, seconds: float | None) -> None:
-        """Call ``name`` of ``file`` in ``n`` processes from now on, unless it is async or an object.
-
-        A call may take so many ``seconds`` for each of its samples.
-        """
-        if self.is_async or not inspect.isfunction(self.function):
-            kind = "async" if self.is_async else "an object, which may hold state of the run"
-            logger.warning(
-                "%s is %s: it stays in this process, without --reward_workers and time limit",
-                self.source,
-                kind,
-            )
-            return
-        if self.is_batch:
-            logger.info(
-                "%s scores whole batches, each in one of --reward_workers %d", self.source, n
-            )
-        self.processes = FunctionProcesses(
-            self.source, str(file.resolve()), name, n=n, seconds=seconds
-        )
-
-    def __call__(self, samples: Sequence[Sample]) -> Any:
-        """Call the function with copies of ``samples``."""
-        columns = [column for sample in samples for column in sample["row"]]
-        arguments = {}
-        known = [name for name in self.known if name not in VERL_NAMES]
-        for name in dict.fromkeys(
-            [*self.names, *columns, *known] if self.takes_all else self.names
-        ):
-            own = self.known.get(name)
-            values = [
-                copy.deepcopy(sample["row"].get(name) if own is None else sample[own])
-                for sample in samples
-            ]
-            arguments[name] = values if self.is_batch else values[0]
-        if self.processes is not None:
-            return self.processes(arguments, len(samples))
-        result = self.function(**arguments)
-        return (
-            list(result) if isinstance(result, Iterator) else result
-        )  # so that errors of generators come up here
 
 
 @dataclass
 class FunctionScorer:
-    """Rewards from ``function``, which runs on one thread of its own, an async one in one event loop, or in processes.
+    """Rewards from ``function``, which runs on a thread of its own or in processes.
+
+    An async function runs in one event loop.
 
     For each sample it returns a number, a dict of named numbers, or a list with one number per sampled token or per
     step (see ``step_ends``); or a dict of "reward", any of these, and "extra", named numbers that are only logged; or a
     dict with "score", which alone is the reward. A function of a batch returns a list of these, or a dict of lists, of
     which "rewards" (and a dict "extra") alone counts if present. ``name`` is that of rewards without one. When the
     function raises for a batch, it is called again with each sample alone; a sample for which it raises gets
-    ``error_value``, if given. Rewards of tokens and steps are multiplied by ``token_weight``. ``weighted`` are the
-    names in ``--reward_weights`` (None: it does not count here): where they name another key beside "score", all
+    ``error_value``, if set. Rewards of tokens and steps are multiplied by ``token_weight``. ``weighted`` are the
+    names in ``--reward_weights`` (None: it does not count here): if they name another key beside "score", all
     numbers of the dict are rewards.
     """
 
@@ -155,169 +58,156 @@ class FunctionScorer:
     collective = False
 
     def __post_init__(self) -> None:
-        # On a new thread "cuda" is GPU 0, whatever the thread that loaded the function has chosen.
-        gpu: Any = (
-            (torch.cuda.set_device, (torch.cuda.current_device(),))
-            if torch.cuda.is_available()
-            else ()
-        )
-        n = (
-            1 if self.function.processes is None else self.function.processes.n
-        )  # each thread waits for one
-        self._thread = ThreadPoolExecutor(n, "reward_fn", *gpu)
-        self._loop = (
-            asyncio.new_event_loop() if self.function.is_async else None
-        )  # kept: clients belong to their loop
+        set_gpu: partial[None] | None = None
+        if torch.cuda.is_available():
+            # On a new thread "cuda" is GPU 0, whatever the thread that loaded the function has chosen.
+            set_gpu = partial(torch.cuda.set_device, torch.cuda.current_device())
+        processes = self.function.processes
+        n_threads = 1 if processes is None else processes.n  # each waits for one process
+        self._thread = ThreadPoolExecutor(n_threads, "reward_fn", initializer=set_gpu)
+        # One loop for all calls: clients belong to their loop.
+        self._loop = asyncio.new_event_loop() if self.function.is_async else None
         self._has_logged_keys = False
 
     def __str__(self) -> str:
-        return self.function.source
+        return self.function.where
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory. Raises ``RuntimeError`` from what the function raised, naming the sample.
+        """Return one score per trajectory.
 
-        ``ValueError`` names the sample for a return value of another kind, or a number that is not finite.
+        ``RuntimeError`` from an exception of the function, and ``ValueError`` for a return value of another kind or a
+        number that is not finite, name the sample.
         """
         if not trajectories:
             return []
+
         results = self._results(make_samples(trajectories, self.tokenizer))
         scores = [self._score(result, t) for result, t in zip(results, trajectories, strict=True)]
-        failed = [i for i, score in enumerate(scores) if score.failed]
+        failed = [score for score in scores if score.failed]
         if failed:
             logger.warning(
                 "%s raised on %d of %d samples, whose reward is --reward_error_value %g; the first: %s",
-                *(self, len(failed), len(scores), self.error_value, scores[failed[0]].error),
+                self,
+                len(failed),
+                len(scores),
+                self.error_value,
+                failed[0].error,
             )
         return scores
 
     def _results(self, samples: Sequence[Sample]) -> list[Any]:
-        """What the function returned for each sample, or the exception that it raised."""
+        """Results of the function for each sample, or the exceptions that it raised."""
         alone = [[sample] for sample in samples]
         if not self.function.is_batch:
             return self._call(alone)
+
         [result] = self._call([samples])
         if not isinstance(result, BaseException):
-            return self._split(result, len(samples))
+            return _split(result, len(samples), str(self))
+
         answers = self._call(alone)
-        if self.error_value is None and not any(
-            isinstance(answer, BaseException) for answer in answers
-        ):
+        n_raised = sum(isinstance(answer, BaseException) for answer in answers)
+        if self.error_value is None and n_raised == 0:
             raise RuntimeError(
                 f"{self} raised {result!r} for a batch of {len(samples)} samples, but for none of them alone."
             ) from result
-        return [
-            answer if isinstance(answer, BaseException) else self._split(answer, 1)[0]
-            for answer in answers
-        ]
+        results = []
+        for answer in answers:
+            is_result = not isinstance(answer, BaseException)
+            results.append(_split(answer, 1, str(self))[0] if is_result else answer)
+        return results
 
     def _call(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
-        """The function's result or exception for each batch; an async function works on all at the same time."""
+        """Result or exception of the function for each batch; an async function runs on all at the same time."""
         if self._loop is not None:
+            future = self._thread.submit(self._loop.run_until_complete, self._gather(batches))
             try:
-                return self._thread.submit(
-                    self._loop.run_until_complete, self._gather(batches)
-                ).result()
-            except (
-                SystemExit
-            ) as error:  # it would end the run with the status that it holds, 0 perhaps
+                return future.result()
+            except SystemExit as error:
+                # It would end the run with the status that it holds, perhaps 0.
                 raise RuntimeError(
                     f"{self} raised {error!r}. Take the call of sys.exit() out."
                 ) from error
+
         futures = [self._thread.submit(self.function, batch) for batch in batches]
         wait(futures)
         return [future.exception() or future.result() for future in futures]
 
     async def _gather(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
+        """Await the function on all batches; exceptions are results."""
         return await asyncio.gather(*map(self.function, batches), return_exceptions=True)
 
-    def _split(self, result: Any, n: int) -> list[Any]:
-        """The function's result for a batch of ``n`` as one result for each sample."""
-        if isinstance(result, Mapping):
-            if "rewards" in result and isinstance(result.get(_EXTRA), Mapping):
-                result = {"reward": result["rewards"], _EXTRA: result[_EXTRA]}
-            if "rewards" not in result:
-                return self._rows(result, n)
-            result = result["rewards"]
-        if not isinstance(result, Iterable) or isinstance(result, str):
-            raise ValueError(
-                f"{self} returned {result!r}; a list with one result per sample is needed."
-            )
-        results = list(result)
-        if len(results) != n:
-            raise ValueError(
-                f"{self} returned {len(results)} scores for {n} samples; one each is needed."
-            )
-        return results
-
-    def _rows(self, columns: Mapping[Any, Any], n: int) -> list[dict[Any, Any]]:
-        """A dict of lists, or of such dicts, as a dict for each of ``n`` samples."""
-        split = {
-            k: (self._rows if isinstance(v, Mapping) else self._split)(v, n)
-            for k, v in columns.items()
-        }
-        return [{name: column[i] for name, column in split.items()} for i in range(n)]
-
     def _score(self, result: Any, trajectory: Trajectory) -> Score:
+        """Score from a result of the function, or from its exception."""
         if isinstance(result, BaseException):
-            sample = name_sample(trajectory)
-            error = f"{result!r} for {sample}"
-            has_remedy = self.function.processes is None and _needs_main_thread(result)
-            if has_remedy:
-                error = f"{error}. {_MAIN_THREAD}"
-            if self.error_value is not None and isinstance(result, Exception):
-                return Score({self.name: self.error_value}, failed=True, error=error)
-            if has_remedy:
-                raise RuntimeError(f"{self} raised {error}") from result
-            raise RuntimeError(
-                f"{self} raised {result!r} for {sample}. With --reward_error_value such samples get a reward instead."
-            ) from result
-        if isinstance(result, Mapping) and isinstance(extra := result.get(_EXTRA), Mapping):
-            others = {name: value for name, value in result.items() if name != _EXTRA}
-            score = self._score(
-                others["reward"] if others.keys() == {"reward"} else others, trajectory
-            )
-            where = f"{self}, as extra {{!r}},".format
-            extras = {
-                str(name): check_number(value, trajectory, where(name))
-                for name, value in extra.items()
-            }
-            return replace(score, extras=score.extras | extras)
+            return self._score_of_error(result, trajectory)
         if isinstance(result, Mapping):
-            return self._score_of_dict(
-                {str(name): value for name, value in result.items()}, trajectory
-            )
-        if isinstance(result, list | tuple) or (
-            getattr(result, "ndim", 0) == 1 and len(result) != 1
-        ):
+            extras = result.get(_EXTRA)
+            if isinstance(extras, Mapping):
+                return self._score_with_extras(result, extras, trajectory)
+            values = {str(name): value for name, value in result.items()}
+            return self._score_of_dict(values, trajectory)
+        is_array = getattr(result, "ndim", 0) == 1 and len(result) != 1
+        if isinstance(result, list | tuple) or is_array:
             return self._score_of_tokens(list(result), trajectory)
-        return Score({self.name: check_number(result, trajectory, str(self))})
+        return Score({self.name: self._number(result, trajectory)})
+
+    def _number(self, value: Any, trajectory: Trajectory) -> float:
+        """Reward as float; ``ValueError`` names the sample unless it is a finite number."""
+        return check_number(value, trajectory, str(self))
+
+    def _score_of_error(self, error: BaseException, trajectory: Trajectory) -> Score:
+        """Score of a sample for which the function raised; ``RuntimeError`` without ``error_value``."""
+        sample = name_sample(trajectory)
+        text = f"{error!r} for {sample}"
+        has_remedy = self.function.processes is None and _needs_main_thread(error)
+        if has_remedy:
+            text = f"{text}. {_MAIN_THREAD}"
+
+        if self.error_value is not None and isinstance(error, Exception):
+            return Score({self.name: self.error_value}, failed=True, error=text)
+        if has_remedy:
+            raise RuntimeError(f"{self} raised {text}") from error
+        raise RuntimeError(
+            f"{self} raised {error!r} for {sample}. With --reward_error_value such samples get a reward instead."
+        ) from error
+
+    def _score_with_extras(
+        self, result: Mapping[Any, Any], extras: Mapping[Any, Any], trajectory: Trajectory
+    ) -> Score:
+        """Score of a dict with a key "extra" of numbers that are only logged."""
+        rewards: Any = {name: value for name, value in result.items() if name != _EXTRA}
+        if rewards.keys() == {"reward"}:
+            rewards = rewards["reward"]
+        score = self._score(rewards, trajectory)
+
+        numbers = {}
+        for name, value in extras.items():
+            where = f"{self}, as extra {name!r},"
+            numbers[str(name)] = check_number(value, trajectory, where)
+        return replace(score, extras=score.extras | numbers)
 
     def _score_of_dict(self, values: Mapping[str, Any], trajectory: Trajectory) -> Score:
-        """Named rewards; of a dict with "score" that alone, unless ``weighted`` names other keys."""
+        """Score of named rewards; "score" alone is one, unless ``weighted`` names other keys."""
         if _SCORE not in values:
-            return Score(
-                {name: check_number(value, trajectory, str(self)) for name, value in values.items()}
-            )
+            rewards = {name: self._number(value, trajectory) for name, value in values.items()}
+            return Score(rewards)
 
         named = values.keys() & set(self.weighted or ())
         if named - {_SCORE}:
-            rewarded = (
-                {name for name, value in values.items() if is_number(value)} | named | {_SCORE}
-            )
-            rewards = {
-                name: check_number(values[name], trajectory, str(self))
-                for name in values
-                if name in rewarded
-            }
-            return Score(
-                rewards,
-                notes={name: _note(values[name]) for name in values if name not in rewarded},
-            )
+            numbers = {name for name, value in values.items() if is_number(value)}
+            rewarded = numbers | named | {_SCORE}
+            rewards = {}
+            notes = {}
+            for name, value in values.items():
+                if name in rewarded:
+                    rewards[name] = self._number(value, trajectory)
+                else:
+                    notes[name] = _note(value)
+            return Score(rewards, notes=notes)
 
         others = {name: value for name, value in values.items() if name != _SCORE}
-        numbers = {name: finite_number(value) for name, value in others.items()}
-        extras = {name: number for name, number in numbers.items() if number is not None}
-        notes = {name: _note(value) for name, value in others.items() if name not in extras}
+        extras, notes = _numbers_and_notes(others)
         self._log_keys(others, numbers=extras)
 
         score = self._score(values[_SCORE], trajectory)
@@ -331,10 +221,11 @@ class FunctionScorer:
         return replace(score, extras=score.extras | extras, notes=score.notes | notes)
 
     def _log_keys(self, others: Collection[str], numbers: Collection[str]) -> None:
-        """Log once that ``others`` beside "score" are no rewards, and how ``numbers`` among them become some."""
+        """Log once that ``others`` beside "score" are no rewards, and how ``numbers`` become some."""
         if self._has_logged_keys or not others:
             return
         self._has_logged_keys = True
+
         remedy = ""
         if numbers and self.weighted is None:
             remedy = " To sum them, return no key 'score'."
@@ -343,18 +234,21 @@ class FunctionScorer:
             remedy = f" To sum them, name them: --reward_weights {weights}."
         logger.info(
             "%s returns a dict with 'score', which alone is the reward: %s %s only logged.%s",
-            *(self, ", ".join(others), "is" if len(others) == 1 else "are", remedy),
+            self,
+            ", ".join(others),
+            "is" if len(others) == 1 else "are",
+            remedy,
         )
 
     def _score_of_tokens(self, numbers: Sequence[Any], trajectory: Trajectory) -> Score:
-        """Rewards of action tokens, from as many numbers or from one per step."""
-        rewards = [
-            self.token_weight * check_number(number, trajectory, str(self)) for number in numbers
-        ]
+        """Score with rewards of action tokens, from one number per token or per step."""
+        rewards = [self.token_weight * self._number(number, trajectory) for number in numbers]
         mask = trajectory.action_mask
         if len(rewards) == sum(mask):
-            given = iter(rewards)
-            return Score(token_rewards=[next(given) if is_action else 0.0 for is_action in mask])
+            remaining = iter(rewards)
+            token_rewards = [next(remaining) if is_action else 0.0 for is_action in mask]
+            return Score(token_rewards=token_rewards)
+
         ends = step_tokens(trajectory, self.tokenizer, self.step_separator)
         if len(rewards) != len(ends):
             raise ValueError(
@@ -365,8 +259,53 @@ class FunctionScorer:
         return score_of_steps(trajectory, ends, rewards)
 
 
+def _split(result: Any, n: int, where: str) -> list[Any]:
+    """Split the result for a batch of ``n`` into one for each sample; ``where`` names the function."""
+    if isinstance(result, Mapping):
+        extras = result.get(_EXTRA)
+        if "rewards" in result and isinstance(extras, Mapping):
+            return _rows({"reward": result["rewards"], _EXTRA: extras}, n, where)
+        if "rewards" not in result:
+            return _rows(result, n, where)
+        result = result["rewards"]
+
+    if not isinstance(result, Iterable) or isinstance(result, str):
+        raise ValueError(
+            f"{where} returned {result!r}; a list with one result per sample is needed."
+        )
+    results = list(result)
+    if len(results) != n:
+        raise ValueError(
+            f"{where} returned {len(results)} scores for {n} samples; one each is needed."
+        )
+    return results
+
+
+def _rows(columns: Mapping[Any, Any], n: int, where: str) -> list[dict[Any, Any]]:
+    """Split a dict of lists, or of such dicts, into a dict for each of ``n`` samples."""
+    rows: list[dict[Any, Any]] = [{} for _ in range(n)]
+    for name, column in columns.items():
+        split = _rows if isinstance(column, Mapping) else _split
+        for row, value in zip(rows, split(column, n, where), strict=True):
+            row[name] = value
+    return rows
+
+
+def _numbers_and_notes(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    """Finite numbers among values that are only logged, and texts of all others."""
+    numbers = {}
+    notes = {}
+    for name, value in values.items():
+        number = finite_number(value)
+        if number is None:
+            notes[name] = _note(value)
+        else:
+            numbers[name] = number
+    return numbers, notes
+
+
 def _needs_main_thread(error: BaseException) -> bool:
-    """Test for an error, or a cause of it, that only threads other than the main one raise."""
+    """True for an error, or a cause of it, that only threads other than the main one raise."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:

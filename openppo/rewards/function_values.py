@@ -1,4 +1,4 @@
-"""Values that a reward function may ask for about a sample, by the names of its parameters."""
+"""Values of a sample for reward functions, by the names of their parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,18 +6,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.row_formats import extra_info
-from openppo.datasets.templates import text_of
-from openppo.rewards.scoring import answer_text, episode_messages, turn_texts
+from openppo.rewards.scoring import answer_text, role_texts, turn_texts
 from openppo.types import Trajectory
 
 Sample = dict[str, Any]
-"""What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.
+"""Values of one trajectory for a reward function, by the names of ``SINGLE_NAMES``.
 
-prompt, response and completion (the response again) are texts, of the response without what ends or pads it; query is
-the text of all tokens, those included, as OpenRLHF gives it; row holds the data columns and source is the data set
-that it is of; messages is None without a chat template; token_ids are those that the policy sampled. Of an episode,
-response is the policy's last message, messages the whole conversation, turns the texts of the policy's messages,
-tool_results those of the tools', and tool_rewards their rewards (see ``Episode``), an empty dict without any.
+prompt, response and completion (the response again) are texts, the response without tokens that end or pad it; query is
+the text of all tokens, as in OpenRLHF; row holds the data columns and source is their data set; messages is None
+without a chat template; token_ids are those that the policy sampled. For an episode, response is the policy's last
+message, messages the whole conversation, turns the texts of the policy's messages, tool_results those of the tools',
+and tool_rewards their rewards (see ``Episode``), an empty dict without any.
 
 verl's names: data_source is the column, or source in a row without it; solution_str is the response, ground_truth the
 label, and extra_info the column, or an empty dict.
@@ -25,59 +24,66 @@ label, and extra_info the column, or an empty dict.
 _IN_BOTH_FORMS = {
     name: name for name in ("messages", "token_ids", "turns", "tool_results", "tool_rewards")
 }
-_OF_VERL = {
-    **{"data_sources": "data_source", "solution_strs": "solution_str"},
-    **{"ground_truths": "ground_truth", "extra_infos": "extra_info"},
+_VERL = {
+    "data_sources": "data_source",
+    "solution_strs": "solution_str",
+    "ground_truths": "ground_truth",
+    "extra_infos": "extra_info",
 }
 BATCH_NAMES = {
-    **{
-        "prompts": "prompt",
-        "responses": "response",
-        "completions": "completion",
-        "labels": "label",
-    },
-    **{"queries": "query", "rows": "row", "sources": "source", **_IN_BOTH_FORMS, **_OF_VERL},
+    "prompts": "prompt",
+    "responses": "response",
+    "completions": "completion",
+    "labels": "label",
+    "queries": "query",
+    "rows": "row",
+    "sources": "source",
+    **_IN_BOTH_FORMS,
+    **_VERL,
 }
-"""Parameter of a function for a batch -> what it gets a list of."""
+"""Parameter of a function for a batch -> the value of which it gets a list."""
 SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
-"""The same for a function that is called for each sample."""
-VERL_NAMES = {*_OF_VERL, *_OF_VERL.values()}
+"""Parameter of a function for a single sample -> its value."""
+VERL_NAMES = {*_VERL, *_VERL.values()}
+"""Parameters of verl's functions."""
 IN_BOTH_FORMS = {*_IN_BOTH_FORMS, "data_source", "data_sources", "extra_info", "extra_infos"}
 """Parameters that functions of both forms may have, or that are about rows alone."""
 BEHIND_COLUMNS = {"source", "sources", "tool_rewards", *VERL_NAMES} - {"data_source", "extra_info"}
-"""Parameters that get the column of their name where the data has one; the two left out get it row by row."""
+"""Parameters that get the column of their name if the data has one.
+
+The two left out get it row by row.
+"""
 
 
 def make_samples(
     trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
-    """One sample per trajectory, decoded with the policy's tokenizer."""
-    responses = [answer_text(trajectory, tokenizer) for trajectory in trajectories]
-    return [
-        {
-            "prompt": t.prompt.text,
-            "response": response,
-            "completion": response,
-            "label": t.prompt.label,
-            "query": tokenizer.decode(t.token_ids, skip_special_tokens=False),
-            "row": t.prompt.row,
-            "source": t.prompt.source,
-            "data_source": _present(t.prompt.row.get("data_source"), t.prompt.source),
-            "solution_str": response,
-            "ground_truth": t.prompt.label,
-            "extra_info": extra_info(t.prompt.row),
-            "messages": t.prompt.messages if t.episode is None else t.episode.messages,
-            "token_ids": t.action_ids,
-            "turns": turn_texts(t, tokenizer),
-            "tool_results": [
-                text_of(m.get("content")) for m in episode_messages(t) if m["role"] == "tool"
-            ],
-            "tool_rewards": {} if t.episode is None else t.episode.tool_rewards,
-        }
-        for t, response in zip(trajectories, responses, strict=True)
-    ]
+    """Make one sample per trajectory, decoded with the policy's tokenizer."""
+    return [_make_sample(trajectory, tokenizer) for trajectory in trajectories]
 
 
-def _present(value: Any, default: Any) -> Any:
-    """``value``, or ``default`` where it is None, which Parquet puts for what is missing."""
-    return default if value is None else value
+def _make_sample(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Sample of one trajectory."""
+    prompt = trajectory.prompt
+    episode = trajectory.episode
+    response = answer_text(trajectory, tokenizer)
+    data_source = prompt.row.get("data_source")
+    return {
+        "prompt": prompt.text,
+        "response": response,
+        "completion": response,
+        "label": prompt.label,
+        "query": tokenizer.decode(trajectory.token_ids, skip_special_tokens=False),
+        "row": prompt.row,
+        "source": prompt.source,
+        # Parquet writes None for a missing value.
+        "data_source": prompt.source if data_source is None else data_source,
+        "solution_str": response,
+        "ground_truth": prompt.label,
+        "extra_info": extra_info(prompt.row),
+        "messages": prompt.messages if episode is None else episode.messages,
+        "token_ids": trajectory.action_ids,
+        "turns": turn_texts(trajectory, tokenizer),
+        "tool_results": role_texts(trajectory, "tool"),
+        "tool_rewards": {} if episode is None else episode.tool_rewards,
+    }

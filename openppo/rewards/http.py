@@ -33,82 +33,83 @@ _REQUESTS_PER_SERVER = 4
 _SECONDS_TO_CONNECT = 10.0
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-_TRANSIENT = {
-    408,
-    425,
-    429,
-    500,
-    502,
-    503,
-    504,
-}  # HTTP statuses after which the same request may succeed
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+"""HTTP statuses after which the same request may succeed."""
 _REFUSED = "refuses the token (HTTP status {}). Give the right one with --remote_rm_token_file."
 _FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+_SAMPLE_NAMES = {"query": "query", "prompts": "prompt", "labels": "label"}
+"""Key of a request -> name of its values in a ``Sample``."""
 
 
 class RemoteScorer:
-    """Rewards named ``name`` from the servers of ``source.remote_rm_url``.
+    """Rewards named ``name`` from the servers of ``rewards.remote_rm_url``.
 
-    Requests of ``remote_rm_batch_size`` samples go to the server with the fewest failures, and among equals with the
-    fewest requests under way. A request without a response is retried ``remote_rm_retries`` times, after pauses that
-    double: seven of them last 61 to 123 s, so that a server may be restarted. A wrong answer ends the run at once: it
-    would be wrong again.
+    A request of ``remote_rm_batch_size`` samples goes to the server with the fewest failures, then the fewest requests
+    under way. A request without a response is retried ``remote_rm_retries`` times, after pauses that double: seven of
+    them last 61 to 123 s, so that a server may be restarted. A wrong answer ends the run at once: it would be wrong
+    again.
     """
 
     collective = False
 
     def __init__(
-        self, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, name: str = "reward"
+        self, rewards: RewardConfig, tokenizer: PreTrainedTokenizerBase, name: str = "reward"
     ) -> None:
-        assert source.remote_rm_url is not None, "validated before"
-        self.urls = [url.strip() for url in source.remote_rm_url.split(",")]
+        assert rewards.remote_rm_url is not None, "validated before"
+        self.urls = [url.strip() for url in rewards.remote_rm_url.split(",")]
         for url in self.urls:
             if not re.match("https?://[^/]", url):
-                remedy = (
-                    "give http://HOST:PORT/PATH, several with commas, or one Python file path.py"
+                raise ValueError(
+                    f"{_named(url)}: give http://HOST:PORT/PATH, several with commas, or one Python file path.py."
                 )
-                raise ValueError(f"{_named(url)}: {remedy}.")
         self.headers: dict[str, str] = {}
-        if source.remote_rm_token_file is not None:
-            token = read_token(source.remote_rm_token_file, "--remote_rm_token_file")
+        if rewards.remote_rm_token_file is not None:
+            token = read_token(rewards.remote_rm_token_file, "--remote_rm_token_file")
             self.headers = {"Authorization": f"Bearer {token}"}
-        self.tokenizer, self.name = tokenizer, name
-        self.batch_size, self.retries = source.remote_rm_batch_size, source.remote_rm_retries
-        self.timeout = source.remote_rm_timeout
+        self.tokenizer = tokenizer
+        self.name = name
+        self.batch_size = rewards.remote_rm_batch_size
+        self.retries = rewards.remote_rm_retries
+        self.timeout = rewards.remote_rm_timeout
 
     def __str__(self) -> str:
         return "--remote_rm_url"
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory. ``ConnectionError`` names the server that gave no answer, and its last failure.
+        """Return one score per trajectory.
 
-        ``ValueError`` names the server that refused a request or gave a wrong answer, and quotes the answer.
+        ``ConnectionError`` names the server that gave no answer, and its last failure. ``ValueError`` names the server
+        that refused a request or gave a wrong answer, and quotes the answer.
         """
         starts = range(0, len(trajectories), self.batch_size)
-        rewards = _run(self._score_all([trajectories[i : i + self.batch_size] for i in starts]))
+        batches = [trajectories[i : i + self.batch_size] for i in starts]
+        rewards = _run(self._score_all(batches))
         return [Score({self.name: reward}) for batch in rewards for reward in batch]
 
     def check(self) -> None:
-        """``ValueError`` for a server that cannot be reached or refuses the token; any other response is accepted."""
+        """Raise ``ValueError`` for a server that cannot be reached or refuses the token.
+
+        Any other response is accepted.
+        """
         _run(self._check_all())
 
     def _session(self) -> aiohttp.ClientSession:
+        """Session with the token and the time limit."""
         timeout = aiohttp.ClientTimeout(total=self.timeout, sock_connect=_SECONDS_TO_CONNECT)
-        as_json = partial(
-            json.dumps, default=str
-        )  # labels that JSON does not know, such as dates, become text
+        # Labels that JSON does not know, such as dates, become text.
+        as_json = partial(json.dumps, default=str)
         return aiohttp.ClientSession(headers=self.headers, timeout=timeout, json_serialize=as_json)
 
     async def _check_all(self) -> None:
+        """Request the status of each server."""
+        # ValueError: an address with a user beside a token.
+        failures = (*_FAILURES, ValueError)
         async with self._session() as session:
             for url in self.urls:
                 try:
                     async with session.get(url, allow_redirects=False) as answer:
                         status = answer.status
-                except (
-                    *_FAILURES,
-                    ValueError,
-                ) as error:  # the latter for an address with a user beside a token
+                except failures as error:
                     raise ValueError(
                         f"{_named(url)}: no reward server answers there ({_cause(error, self.timeout)}). Start it "
                         "first, or check the address."
@@ -117,35 +118,40 @@ class RemoteScorer:
                     raise ValueError(f"{_named(url)}: {_REFUSED.format(status)}")
 
     async def _score_all(self, batches: Sequence[Sequence[Trajectory]]) -> list[list[float]]:
+        """Rewards of all batches, of several at the same time."""
         load = _Load(_REQUESTS_PER_SERVER * len(self.urls))
         async with self._session() as session:
-            return await asyncio.gather(
-                *(self._score_batch(session, load, batch) for batch in batches)
-            )
+            work = [self._score_batch(session, load, batch) for batch in batches]
+            return await asyncio.gather(*work)
 
     async def _score_batch(
         self, session: aiohttp.ClientSession, load: _Load, batch: Sequence[Trajectory]
     ) -> list[float]:
-        names, samples = (
-            {"query": "query", "prompts": "prompt", "labels": "label"},
-            make_samples(batch, self.tokenizer),
-        )
-        data = {key: [sample[name] for sample in samples] for key, name in names.items()}
+        """Rewards of one batch; ``ConnectionError`` if no attempt has an answer."""
+        samples = make_samples(batch, self.tokenizer)
+        data: dict[str, list[Any]] = {}
+        for key, name in _SAMPLE_NAMES.items():
+            data[key] = [sample[name] for sample in samples]
+
         for attempt in range(1 + self.retries):
             if attempt > 0:
                 await asyncio.sleep(_pause(attempt))
             async with load.places:
-                url = min(self.urls, key=lambda url: (load.failures[url], load.under_way[url]))
+                url = min(self.urls, key=load.priority)
                 load.under_way[url] += 1
                 try:
-                    return _read(url, await _post(session, url, data), batch)
+                    body = await _post(session, url, data)
+                    return _read(url, body, batch)
                 except _FAILURES as error:
-                    failure, cause = error, _cause(error, self.timeout)
+                    failure = error
+                    cause = _cause(error, self.timeout)
                 finally:
                     load.under_way[url] -= 1
+
             if load.failures[url] == 0:  # once, not for each of a thousand requests
                 logger.warning("%s: %s; repeated up to %d times", _named(url), cause, self.retries)
             load.failures[url] += 1
+
         raise ConnectionError(
             f"{_named(url)}: no answer after {1 + self.retries} attempts; the last failure: {cause}. Look at the "
             "server; --remote_rm_retries and --remote_rm_timeout give it more time."
@@ -157,19 +163,27 @@ class _Load:
 
     def __init__(self, n_places: int) -> None:
         self.places = asyncio.Semaphore(n_places)
-        self.failures, self.under_way = Counter[str](), Counter[str]()
+        self.failures = Counter[str]()
+        self.under_way = Counter[str]()
+
+    def priority(self, url: str) -> tuple[int, int]:
+        """Failures and requests under way of a server; the least gets the next request."""
+        return self.failures[url], self.under_way[url]
 
 
 def _pause(attempt: int) -> float:
-    """Seconds before the ``attempt``-th repetition: doubling, and not the same for all requests."""
+    """Seconds before the ``attempt``-th repetition: doubling, and different for each request."""
     longest = min(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS)
-    return longest * random.SystemRandom().uniform(0.5, 1.0)  # not the run's own numbers
+    # Not the random numbers of the run.
+    return longest * random.SystemRandom().uniform(0.5, 1.0)
 
 
 async def _post(session: aiohttp.ClientSession, url: str, data: dict[str, list[Any]]) -> str:
-    """The body of a good answer; ``ConnectionError`` for a transient status, ``ValueError`` for another."""
+    """Body of an answer with status 200; ``ConnectionError`` for a transient status, ``ValueError`` for another."""
     async with session.post(url, json=data, allow_redirects=False) as answer:
-        body, status = await answer.text(errors="replace"), answer.status
+        body = await answer.text(errors="replace")
+        status = answer.status
+
     if status in _TRANSIENT:
         raise ConnectionError(f"HTTP status {status}, {shortened(body)}")
     if status in (401, 403):
@@ -182,7 +196,7 @@ async def _post(session: aiohttp.ClientSession, url: str, data: dict[str, list[A
 
 
 def _read(url: str, body: str, batch: Sequence[Trajectory]) -> list[float]:
-    """The rewards of an answer; ``ValueError`` naming the server and quoting the answer for anything else."""
+    """Read the rewards of an answer; ``ValueError`` names the server and quotes any other answer."""
     try:
         rewards = json.loads(body)["rewards"]
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
@@ -200,13 +214,13 @@ def _named(url: str) -> str:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, run on a thread of its own: this one may have an event loop, as notebooks do."""
+    """Run a coroutine on a thread of its own: this one may have an event loop, as in notebooks."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
 
 def read_token(file: str, flag: str) -> str:
-    """The token in ``file``; ``ValueError`` naming ``flag`` if there is none."""
+    """Read the token in ``file``; ``ValueError`` naming ``flag`` if there is none."""
     try:
         token = Path(file).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -217,6 +231,7 @@ def read_token(file: str, flag: str) -> str:
 
 
 def _cause(error: BaseException, seconds: float) -> str:
+    """Text of a failure, without secrets; ``seconds`` is the time limit."""
     if isinstance(error, asyncio.TimeoutError):
         return mask_credentials(str(error)) or f"no answer within {seconds:g} s"
     return mask_credentials(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""HTTP servers that no client can stop: bounds on connections, bodies and waiting, and one line for what is no HTTP."""
+"""HTTP servers that no client can stop: bounds on connections, bodies and waiting."""
 
 import asyncio
 import logging
@@ -10,9 +10,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 SECONDS_IDLE = 120.0
-"""Until a connection has sent the head of its first or next request."""
+"""Limit for the head of a connection's first or next request."""
 SECONDS_TO_READ = 60.0
-"""For the body of a request."""
+"""Limit for the body of a request."""
 MOST_CONNECTIONS = 8192
 _FILES_OF_OTHERS = 64
 _MALFORMED = HttpProcessingError, web.RequestPayloadError
@@ -21,7 +21,7 @@ _log = logging.getLogger("openppo.http")
 
 
 def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
-    """A runner of ``app`` that drops silent connections, and logs a request that is no HTTP in one line."""
+    """Make a runner of ``app`` that drops silent connections and logs malformed requests in one line."""
     options |= {"access_log": None, "keepalive_timeout": SECONDS_IDLE, "logger": _log}
     return web.AppRunner(app, **options)
 
@@ -29,19 +29,24 @@ def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
 async def serve(
     runner: web.AppRunner, listener: socket.socket, backlog: int = 128
 ) -> asyncio.Server:
-    """Answer at ``listener`` until the result is closed; ``runner.cleanup`` ends what is under way then."""
+    """Answer at ``listener`` until the result is closed; ``runner.cleanup`` then ends the requests under way."""
     await runner.setup()
     assert runner.server is not None
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_CONNECTIONS
-    if files != resource.RLIM_INFINITY:
-        most = min(most, max(1, files - _FILES_OF_OTHERS))
-    return await asyncio.get_running_loop().create_server(
-        _Door(runner.server, most), sock=listener, backlog=backlog
-    )
+    n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_connections = MOST_CONNECTIONS
+    if n_files != resource.RLIM_INFINITY:
+        n_connections = min(n_connections, max(1, n_files - _FILES_OF_OTHERS))
+
+    door = _Door(runner.server, n_connections)
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(door, sock=listener, backlog=backlog)
 
 
 async def body_of(request: web.Request, most: int | None = None) -> bytes:
-    """The body of a request, of at most ``most`` bytes (None: as the application says); ``HTTPException`` otherwise."""
+    """Read the body of a request; ``HTTPException`` if it is malformed, late or too long.
+
+    It has at most ``most`` bytes; None: the limit of the application.
+    """
     limited = request if most is None else request.clone(client_max_size=most)
     try:
         async with asyncio.timeout(SECONDS_TO_READ):
@@ -88,20 +93,20 @@ class _Busy(asyncio.Protocol):
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
-    """Make one line of aiohttp's record of a request that is no HTTP."""
+    """Shorten aiohttp's record of a request that is no HTTP to one line."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, _MALFORMED):
         sender = record.args[0] if isinstance(record.args, tuple) and record.args else "a client"
-        record.msg, record.args = (
-            "%s sent a request that is no HTTP: %s",
-            (sender, _in_short(error)),
-        )
-        record.levelno, record.exc_info = min(record.levelno, logging.WARNING), None
+        record.msg = "%s sent a request that is no HTTP: %s"
+        record.args = (sender, _in_short(error))
+        record.exc_info = None
+        record.levelno = min(record.levelno, logging.WARNING)
         record.levelname = logging.getLevelName(record.levelno)
     return True
 
 
 def _in_short(error: Exception) -> str:
+    """Message of an error in one line of at most 200 characters."""
     message = error.message if isinstance(error, HttpProcessingError) else str(error)
     return " ".join(message.split())[:200] or type(error).__name__
 

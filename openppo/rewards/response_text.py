@@ -1,4 +1,4 @@
-"""Text of what the policy wrote: without what ends or pads it, with every other special token."""
+"""Text of responses: without tokens that end or pad them, with every other special token."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,34 +8,35 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.types import Trajectory
 
-_MENTIONED = set[str]()  # a special token that the log has named
+_MENTIONED = set[str]()
+"""A special token that the log has named."""
 
 
 def response_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text from the first action on, of several turns with what an environment wrote between them.
+    """Text from the first action on; of several turns with the environment's text between them.
 
     Token ids of "<reason>4</reason><eos>" give "<reason>4</reason>", though the tags are special tokens.
     """
     start = trajectory.spans[0][0] if trajectory.spans else len(trajectory.token_ids)
-    ids, is_complete = trajectory.token_ids[start:], trajectory.finish_reason.is_complete
-    return text_of_ids(
-        written_ids(ids, tokenizer, is_complete=is_complete, stop=trajectory.stop), tokenizer
+    ids = written_ids(
+        trajectory.token_ids[start:],
+        tokenizer,
+        is_complete=trajectory.finish_reason.is_complete,
+        stop=trajectory.stop,
     )
+    return text_of_ids(ids, tokenizer)
 
 
 def written_spans(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each span of actions, up to those that end or pad it."""
+    """Token ids of each span of actions, without those that end or pad it."""
+    written = []
     spans = trajectory.spans
-    ended = [True] * (len(spans) - 1) + [trajectory.finish_reason.is_complete]
-    return [
-        written_ids(
-            trajectory.token_ids[start:end],
-            tokenizer,
-            is_complete=is_complete,
-            stop=trajectory.stop,
-        )
-        for (start, end), is_complete in zip(spans, ended, strict=False)
-    ]
+    for number, (start, end) in enumerate(spans, 1):
+        ids = trajectory.token_ids[start:end]
+        # All spans but the last have ended.
+        is_complete = number < len(spans) or trajectory.finish_reason.is_complete
+        written.append(written_ids(ids, tokenizer, is_complete=is_complete, stop=trajectory.stop))
+    return written
 
 
 def written_ids(
@@ -47,20 +48,20 @@ def written_ids(
 ) -> list[int]:
     """Token ids without those at the end that only end or pad a response.
 
-    These are EOS and PAD and, if ``is_complete``, another special token with which a turn ended (``<|end|>`` of Phi-3),
-    but not one that completes a text of ``stop``.
+    These are EOS and PAD and, if ``is_complete``, another special token that ended a turn (``<|end|>`` of Phi-3), but
+    not one that completes a text of ``stop``.
     """
-    end, silent = len(ids), (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    silent = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    end = len(ids)
     while end > 0 and ids[end - 1] in silent:
         end -= 1
-    may_end = is_complete and end == len(ids) > 0 and ids[-1] in special_ids(tokenizer)
-    if may_end and not _completes(ids, tokenizer, stop):
+    if is_complete and end == len(ids) and _ends_turn(ids, tokenizer, stop):
         end -= 1
     return list(ids[:end])
 
 
 def text_of_ids(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text with special tokens; the first time that there are some, the log names one."""
+    """Text with special tokens; the log names the first of a run."""
     special = special_ids(tokenizer).intersection(ids)
     if special and not _MENTIONED:
         _MENTIONED.add(str(tokenizer.convert_ids_to_tokens(min(special))))
@@ -82,9 +83,17 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(added.union(tokenizer.all_special_ids))
 
 
+def _ends_turn(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> bool:
+    """True if the last token is special and completes no text of ``stop``."""
+    if not ids or ids[-1] not in special_ids(tokenizer):
+        return False
+    return not _completes(ids, tokenizer, stop)
+
+
 def _completes(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> bool:
-    """Test for a last token that completes one of the texts, as engines test it."""
+    """True if the last token completes one of the texts of ``stop``, by the test of engines."""
     if not stop:
         return False
-    before, after = decoded(ids[:-1], tokenizer), decoded(ids, tokenizer)
+    before = decoded(ids[:-1], tokenizer)
+    after = decoded(ids, tokenizer)
     return any(after.count(text) > before.count(text) for text in stop)

@@ -41,8 +41,8 @@ class RewardServer:
     """Answers POST / and /get_reward with rewards, and GET /health, which needs no token.
 
     Texts of all requests wait in one queue. ``score`` gets up to ``config.max_batch_size`` of them at a time, as token
-    ids of ``encode``; each has a thread of its own, so that the server answers meanwhile. ``listener`` is bound to the
-    address. With ``token``, requests must carry it.
+    ids from ``encode``; both have a thread of their own, so that the server answers meanwhile. ``listener`` is bound to
+    the address. With ``token``, requests must carry it.
     """
 
     score: Callable[[list[list[int]]], list[float]]
@@ -66,22 +66,22 @@ class RewardServer:
         self._encoding.shutdown()
 
     async def _serve(self) -> None:
-        app = web.Application(
-            client_max_size=int(self.config.max_request_mb * 2**20), middlewares=[self._as_json]
-        )
+        """Serve until a signal, then answer the requests under way."""
+        max_bytes = int(self.config.max_request_mb * 2**20)
+        app = web.Application(client_max_size=max_bytes, middlewares=[self._as_json])
         posts = [web.post(path, self._rewards) for path in ("/", "/get_reward")]
         app.add_routes([web.get("/health", self._health), *posts])
         runner = app_runner(app, handler_cancellation=True)
         server = await serve(runner, self.listener)
-        end, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        end = asyncio.Event()
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end.set)
         host, port = self.listener.getsockname()[:2]
-        logger.info(
-            "rewards are served at http://%s:%d/get_reward",
-            f"[{host}]" if ":" in host else host,
-            port,
-        )
+        shown_host = f"[{host}]" if ":" in host else host
+        logger.info("rewards are served at http://%s:%d/get_reward", shown_host, port)
+
         work = loop.create_task(self._work())
         await end.wait()
         logger.info("ending: answering the requests under way")
@@ -90,18 +90,19 @@ class RewardServer:
         work.cancel()
 
     async def _work(self) -> None:
-        """Score what waits, batch by batch, for ever; each text gets its score, or the exception."""
+        """Score the waiting texts, batch by batch, for ever; each text gets its score, or the exception."""
         loop = asyncio.get_running_loop()
         while True:
             batch = [await self._waiting.get()]
             while len(batch) < self.config.max_batch_size and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            batch = [
-                (row, reward) for row, reward in batch if not reward.cancelled()
-            ]  # its client has gone
+            # Without the texts of clients that have gone.
+            batch = [(row, reward) for row, reward in batch if not reward.cancelled()]
             if not batch:
                 continue
-            outcome = loop.run_in_executor(self._scoring, self.score, [row for row, _ in batch])
+
+            rows = [row for row, _ in batch]
+            outcome = loop.run_in_executor(self._scoring, self.score, rows)
             await asyncio.wait([outcome])
             error = outcome.exception()
             scores = outcome.result() if error is None else [error] * len(batch)
@@ -110,23 +111,28 @@ class RewardServer:
                     reward.set_result(score)
 
     async def _health(self, request: web.Request) -> web.Response:
-        known = (
-            {"model": self.config.reward_pretrain} if self._may_ask(request) else {}
-        )  # a path says much
-        return web.json_response({"status": "ok", **known})
+        """Answer that the server is up, with its model."""
+        answer = {"status": "ok"}
+        if self._may_ask(request):  # a path says much
+            answer["model"] = self.config.reward_pretrain
+        return web.json_response(answer)
 
     async def _rewards(self, request: web.Request) -> web.Response:
-        loop, most = asyncio.get_running_loop(), self.config.max_request_mb
+        """Answer with the rewards of a request's texts."""
+        loop = asyncio.get_running_loop()
         try:
             body = await body_of(request)
         except web.HTTPRequestEntityTooLarge as error:
-            says = f"the request has over {most:g} MiB: send fewer texts, or raise --max_request_mb of the server"
-            raise web.HTTPRequestEntityTooLarge(request.client_max_size, text=says) from error
+            max_mb = self.config.max_request_mb
+            text = f"the request has over {max_mb:g} MiB: send fewer texts, or raise --max_request_mb of the server"
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size, text=text) from error
+
         rows = await loop.run_in_executor(self._encoding, self._rows, body)
         rewards: list[asyncio.Future[Any]] = [loop.create_future() for _ in rows]
         for item in zip(rows, rewards, strict=True):
             self._waiting.put_nowait(item)
         scores = await asyncio.gather(*rewards)
+
         failed = next((score for score in scores if isinstance(score, BaseException)), None)
         if failed is not None:
             logger.error("the reward model failed: %r", failed)
@@ -137,14 +143,14 @@ class RewardServer:
         """Token ids of the texts of a request; ``HTTPBadRequest`` if they cannot be read."""
         try:
             return [self.encode(text) for text in _queries(body)]
-        except ValueError as error:  # a token that the model has no embedding of
+        except ValueError as error:  # a token without an embedding in the model
             raise web.HTTPBadRequest(text=str(error)) from error
 
     @web.middleware
     async def _as_json(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Ask for the token, and say what is wrong in JSON."""
+        """Require the token, and answer errors in JSON."""
         try:
             if request.path != "/health" and not self._may_ask(request):
                 raise web.HTTPUnauthorized(
@@ -155,26 +161,31 @@ class RewardServer:
             return web.json_response({"error": error.text or error.reason}, status=error.status)
 
     def _may_ask(self, request: web.Request) -> bool:
-        sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        return self.token is None or hmac.compare_digest(sent, f"Bearer {self.token}".encode())
+        """True if the request has the token, or none is required."""
+        if self.token is None:
+            return True
+        header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        return hmac.compare_digest(header, f"Bearer {self.token}".encode())
 
 
 def build_server(options: ServeRMConfig) -> RewardServer:
     """Load the reward model and open the port; ``ValueError`` names the flag to change."""
     flag = "--reward_pretrain"
     name = options.reward_pretrain
+    where = f"{flag} {name}"
     trust = options.trust_remote_code
+
     set_up_gpu(options.bf16)
     token = None if options.token_file is None else read_token(options.token_file, "--token_file")
     listener = listen(options.host, options.port)
     attention_implementation(options.flash_attn, options.bf16)
+
     model_config = check_model(name, flag, trust)
     tokenizer = load_tokenizer(name, flag, trust_remote_code=trust)
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored."
-        )
-    check_token_ids(model_config, f"{flag} {name}", tokenizer, rows=[[tokenizer.eos_token_id]])
+        raise ValueError(f"{where}: its tokenizer has no EOS token, at which a text is scored.")
+    check_token_ids(model_config, where, tokenizer, rows=[[tokenizer.eos_token_id]])
+
     max_len = min(options.max_len, context_length(model_config) or options.max_len)
     if max_len < options.max_len:
         logger.warning(
@@ -184,20 +195,16 @@ def build_server(options: ServeRMConfig) -> RewardServer:
             options.max_len,
             max_len,
         )
-    mean, std = (
-        stored_normalization(model_config, f"{flag} {name}")
-        if options.normalize_reward
-        else (0.0, 1.0)
-    )
+    mean, std = 0.0, 1.0
+    if options.normalize_reward:
+        mean, std = stored_normalization(model_config, where)
+
     loading = {"bf16": options.bf16, "flash_attn": options.flash_attn, "trust_remote_code": trust}
     with model_error_context(flag, name):
         model = get_llm_for_sequence_regression(
             name, "reward", value_head_prefix=options.value_head_prefix, **loading
         )
-    device, pad = (
-        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        pad_token_id(tokenizer),
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.eval().to(device)
     if options.fused_kernels == "auto" and has_kernels(device, SingleProcess()):
         fuse_kernels(model, device, SingleProcess())
@@ -211,18 +218,20 @@ def build_server(options: ServeRMConfig) -> RewardServer:
         check_token_ids(model_config, "the reward model", tokenizer, rows=[ids])
         return ids
 
+    pad = pad_token_id(tokenizer)
+
     def score(rows: list[list[int]]) -> list[float]:
-        return [(score - mean) / std for score in forward_scores(model, rows, pad, device=device)]
+        outputs = forward_scores(model, rows, pad, device=device)
+        return [(output - mean) / std for output in outputs]
 
     return RewardServer(score=score, encode=encode, listener=listener, config=options, token=token)
 
 
 def listen(host: str, port: int, flags: str = "--host {} --port {}") -> socket.socket:
-    """A socket bound to the address; ``ValueError`` naming ``flags`` of a command if that is not possible."""
+    """Bind a socket to the address; ``ValueError`` naming ``flags`` of a command if that is not possible."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -234,35 +243,35 @@ def listen(host: str, port: int, flags: str = "--host {} --port {}") -> socket.s
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: int) -> list[int]:
-    """Token ids of a text that holds a whole conversation, as OpenRLHF's server reads it: they end with one EOS.
+    """Token ids of a text that holds a whole conversation, as OpenRLHF's server reads it.
 
-    PAD around the text is dropped; a BOS stands before it if the tokenizer wants one. The last ``max_len`` are kept.
+    One EOS ends them. PAD around the text is dropped; a BOS stands before it if the tokenizer has one there. The last
+    ``max_len`` are kept.
     """
-    pad, ends = (
-        tokenizer.pad_token,
-        [token for token in (tokenizer.pad_token, tokenizer.eos_token) if token],
-    )
-    start, end = 0, len(text)
+    pad = tokenizer.pad_token
+    eos = tokenizer.eos_token
+    start = 0
     while pad and text.startswith(pad, start):
         start += len(pad)
-    end = _end_without(text, ends, start)
-    return [*encode_start(tokenizer, text[start:end]), tokenizer.eos_token_id][-max_len:]
+    end = _end_without(text, [token for token in (pad, eos) if token], start)
+    ids = [*encode_start(tokenizer, text[start:end]), tokenizer.eos_token_id]
+    return ids[-max_len:]
 
 
 def _end_without(text: str, tokens: Sequence[str], start: int) -> int:
-    """Place where the ``tokens`` begin that ``text`` ends with, and blanks among them, in time linear in its length."""
+    """Place in ``text`` before the ``tokens`` at its end, and blanks among them; in linear time."""
     end = last = len(text)
     while True:
         while last > start and text[last - 1].isspace():
             last -= 1
-        token = next((each for each in tokens if text.endswith(each, start, last)), None)
-        if token is None:
+        endings = [token for token in tokens if text.endswith(token, start, last)]
+        if not endings:
             return end
-        end = last = last - len(token)
+        end = last = last - len(endings[0])
 
 
 def _queries(body: bytes) -> list[str]:
-    """The texts of a request; ``HTTPBadRequest`` for anything else."""
+    """Read the texts of a request; ``HTTPBadRequest`` for anything else."""
     try:
         queries = json.loads(body)["query"]
         "".join(queries).encode()  # half of a surrogate pair is no character

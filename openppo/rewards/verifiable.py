@@ -1,6 +1,7 @@
 """Built-in rewards that need no model: a response is right or wrong, or has the right length."""
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,11 @@ from openppo.rewards.scoring import answer_length, answer_text, name_sample
 from openppo.types import Prompt, Score, Trajectory
 
 Verify = Callable[[str, Trajectory], float]
-"""The reward of a response's text, special tokens left out; of an episode, of the policy's last message."""
+"""Reward of a response's text; of an episode's last message by the policy."""
 
 _ANSWER_MARK = "####"
-_LATEX = re.compile(
-    r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL
-)  # an escaped dollar is money
+_LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)
+"""Marks of LaTeX; an escaped dollar is money."""
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _FRACTION = re.compile(r"-?\d+\.\d+")
 _LONGEST_QUOTE = 200
@@ -38,32 +38,41 @@ class VerifiableScorer:
         return "--verifiable_reward"
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory."""
-        return [
-            Score({self.name: self.verify(answer_text(t, self.tokenizer), t)}) for t in trajectories
-        ]
+        """Return one score per trajectory."""
+        scores = []
+        for trajectory in trajectories:
+            reward = self.verify(answer_text(trajectory, self.tokenizer), trajectory)
+            scores.append(Score({self.name: reward}))
+        return scores
 
 
-def make_verify(verifier: Verifier, source: RewardConfig, prompts: Iterable[Prompt]) -> Verify:
-    """The check named ``verifier``; ``ValueError`` naming the flag for options or labels that it cannot use."""
+def make_verify(verifier: Verifier, rewards: RewardConfig, prompts: Iterable[Prompt]) -> Verify:
+    """Make the check named ``verifier``; ``ValueError`` names the flag of options or labels that it cannot use."""
     if verifier == "length":
-        assert source.verify_length is not None, "validated before"
-        return length_reward(source.verify_length)
-    regex = RegexReward(source.verify_regex or "") if verifier == "regex" else None
-    if regex is None or regex.n_groups > 0:
+        assert rewards.verify_length is not None, "validated before"
+        return length_reward(rewards.verify_length)
+
+    regex = RegexReward(rewards.verify_regex or "") if verifier == "regex" else None
+    needs_labels = regex is None or regex.n_groups > 0
+    if needs_labels:
         for prompt in prompts:
             label_of(prompt, verifier)
-    return regex or (exact_match if verifier == "exact_match" else MathReward())
+
+    if regex is not None:
+        return regex
+    return exact_match if verifier == "exact_match" else MathReward()
 
 
 def label_of(prompt: Prompt, verifier: Verifier) -> str:
-    """The final answer of the prompt's label; ``ValueError`` if it has none that is a text or a number."""
+    """Final answer of the prompt's label; ``ValueError`` unless the label is a text or a number."""
     label = prompt.label
     if isinstance(label, float) and label.is_integer():
         label = int(label)
-    answer = (
-        final_answer(str(label)) if isinstance(label, str | int | float) and label == label else ""
-    )  # not NaN
+
+    answer = ""
+    is_nan = isinstance(label, float) and math.isnan(label)
+    if isinstance(label, str | int | float) and not is_nan:
+        answer = final_answer(str(label))
     if not answer:
         raise ValueError(
             f"--verifiable_reward {verifier} compares with a text or number, and the label of prompt "
@@ -78,25 +87,33 @@ def final_answer(text: str) -> str:
 
 
 def exact_match(response: str, trajectory: Trajectory) -> float:
-    """1 if both final answers are the same text or number."""
-    return float(
-        _plain(final_answer(response)) == _plain(label_of(trajectory.prompt, "exact_match"))
-    )
+    """Reward 1 if both final answers are the same text or number, else 0."""
+    answer = _plain(final_answer(response))
+    label = _plain(label_of(trajectory.prompt, "exact_match"))
+    return float(answer == label)
 
 
 def _plain(answer: str) -> str:
-    """``answer`` without commas between thousands, nor zeros at the end of a fraction."""
-    answer = answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
-    return answer.rstrip("0").removesuffix(".") if _FRACTION.fullmatch(answer) else answer
+    """Remove commas between thousands, and zeros at the end of a fraction."""
+    if _THOUSANDS.fullmatch(answer):
+        answer = answer.replace(",", "")
+    if _FRACTION.fullmatch(answer):
+        answer = answer.rstrip("0").removesuffix(".")
+    return answer
 
 
 def length_reward(target: int) -> Verify:
-    """``1 - |n - target| / target`` for a response of n tokens."""
-    return lambda response, trajectory: 1.0 - abs(answer_length(trajectory) - target) / target
+    """Make the reward ``1 - |n - target| / target`` for a response of n tokens."""
+
+    def reward(response: str, trajectory: Trajectory) -> float:
+        distance = abs(answer_length(trajectory) - target)
+        return 1.0 - distance / target
+
+    return reward
 
 
 class RegexReward:
-    """1 if the response contains ``pattern``, else 0; with a group, its last match must hold the label.
+    """Reward 1 if the response contains ``pattern``, else 0; the last match of a group must be the label.
 
     A search that takes longer than ``seconds`` counts as no match. ``ValueError`` for a pattern that cannot be used.
     """
@@ -117,16 +134,19 @@ class RegexReward:
         self.process = AnswerProcess("--verifiable_reward regex", "regex", pattern)
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
-        in_time, found = self.process.ask(response, self.seconds)
+        in_time, match = self.process.ask(response, self.seconds)
         if not in_time:
             _warn_wrong("regex", "--verify_regex took too long", response, trajectory=trajectory)
-        if found is None or self.n_groups == 0:
-            return float(found is not None)
-        return float(_plain(found.strip()) == _plain(label_of(trajectory.prompt, "regex")))
+        if match is None:
+            return 0.0
+        if self.n_groups == 0:
+            return 1.0
+        label = label_of(trajectory.prompt, "regex")
+        return float(_plain(match.strip()) == _plain(label))
 
 
 class MathReward:
-    """1 if the final answers of response and label are equal as mathematics, else 0.
+    """Reward 1 if the final answers of response and label are equal as mathematics, else 0.
 
     math-verify decides, in a process; an answer that takes longer than ``seconds`` counts as wrong. Raises
     ``ValueError`` if math-verify is missing.
@@ -143,27 +163,34 @@ class MathReward:
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
         label = label_of(trajectory.prompt, "math")
-        in_time, same = self.process.ask([_as_latex(label), _readings(response)], self.seconds)
-        if same is None:
-            why = (
-                f"the label {label!r} is no mathematics" if in_time else "the answer took too long"
-            )
-            _warn_wrong("math", why, response, trajectory=trajectory)
-        return float(same is True)
+        question = [_as_latex(label), _readings(response)]
+        in_time, is_equal = self.process.ask(question, self.seconds)
+        if is_equal is None:
+            reason = "the answer took too long"
+            if in_time:
+                reason = f"the label {label!r} is no mathematics"
+            _warn_wrong("math", reason, response, trajectory=trajectory)
+        return float(is_equal is True)
 
 
-def _warn_wrong(verifier: Verifier, why: str, response: str, trajectory: Trajectory) -> None:
-    what = f"{why}, so {response[-_LONGEST_QUOTE:]!r} counts as wrong for {name_sample(trajectory)}"
-    logger.warning("--verifiable_reward %s: %s", verifier, what)
+def _warn_wrong(verifier: Verifier, reason: str, response: str, trajectory: Trajectory) -> None:
+    """Warn of a response that counts as wrong though no verifier said so."""
+    logger.warning(
+        "--verifiable_reward %s: %s, so %r counts as wrong for %s",
+        verifier,
+        reason,
+        response[-_LONGEST_QUOTE:],
+        name_sample(trajectory),
+    )
 
 
 def _as_latex(text: str) -> str:
-    """math-verify reads LaTeX only where it is marked as such."""
+    """Mark text as LaTeX, which math-verify reads only where it is marked."""
     return text if _LATEX.search(text) else f"\\boxed{{{text}}}"
 
 
 def _readings(response: str) -> list[str]:
-    """Meanings of the final answer: words around a number, or unmarked LaTeX, as in a label."""
+    """Possible meanings of the final answer: words around a number, or unmarked LaTeX, as in a label."""
     answer = final_answer(response)
     if _ANSWER_MARK not in response or _LATEX.search(answer):
         return [answer]

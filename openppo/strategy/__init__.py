@@ -1,4 +1,4 @@
-"""DeepSpeed and the process group. Knows ``nn.Module`` only; names load on first use."""
+"""DeepSpeed and the process group, for any ``nn.Module``; names load on first use."""
 
 from typing import TYPE_CHECKING
 

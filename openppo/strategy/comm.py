@@ -36,37 +36,48 @@ def init_process_group(timeout: timedelta, rollout_ranks: int = 0) -> tuple[torc
     ranks on this machine, if a rank does not arrive, or if the launcher's restarts cannot work.
     """
     alone = "RANK" not in os.environ
-    if (
-        alone
-    ):  # the other variables of torchrun would make ranks of the programs that this one starts
+    if alone:
+        # The other variables of torchrun would turn programs that this one starts into ranks.
         os.environ["LOCAL_RANK"] = "0"
     if not dist.is_initialized():
         record_uncaught()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"--nproc_per_node asks for more ranks than the {torch.cuda.device_count()} GPUs that are visible; use "
-                "as many, or set CUDA_VISIBLE_DEVICES= to run on CPUs."
-            )
-        torch.cuda.set_device(local_rank)
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+
+    device, backend = _device_and_backend(int(os.environ["LOCAL_RANK"]))
     if dist.is_initialized():
-        return device, Launch(
-            dist.get_rank(), dist.get_world_size(), 0, timeout=timeout, store=dist.HashStore()
-        )
-    rank, world_size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    store = (
-        dist.HashStore() if alone else _join_store(rank, world_size, min(timeout, _LONGEST_START))
-    )
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        return device, Launch(rank, world_size, 0, timeout=timeout, store=dist.HashStore())
+
+    rank = 0
+    world_size = 1
+    store: dist.Store = dist.HashStore()
+    if not alone:
+        rank = int(os.environ["RANK"])
+        world_size = int(os.environ["WORLD_SIZE"])
+        store = _join_store(rank, world_size, min(timeout, _LONGEST_START))
     launch = Launch(rank, world_size, rollout_ranks, timeout=timeout, store=store)
     launch.join(backend)
     return device, launch
 
 
+def _device_and_backend(local_rank: int) -> tuple[torch.device, str]:
+    """Return this rank's GPU, or the CPU, and the backend of collectives.
+
+    ``ValueError`` if there are fewer GPUs than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"--nproc_per_node asks for more ranks than the {torch.cuda.device_count()} GPUs that are visible; use "
+            "as many, or set CUDA_VISIBLE_DEVICES= to run on CPUs."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+
+
 def _join_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store of all ranks, once they have arrived; ``ValueError`` naming those that have not.
+    """Return the store of all ranks once they have arrived; ``ValueError`` naming those that have not.
 
     Otherwise ranks wait in silence for a host that ended early, for example on a mistyped flag.
     """
@@ -77,38 +88,39 @@ def _join_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
             f"rank 0 was not reached at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
             f"{timeout.total_seconds():.0f} s: see what its host printed, and whether the port is open."
         ) from error
+
     keys = [f"openppo/arrived/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     try:
         store.wait(keys, timeout)
     except dist.DistStoreError as error:
-        missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
         raise ValueError(
-            f"rank {missing} of {world_size} did not start within {timeout.total_seconds():.0f} s: see what it printed "
-            "on its host. All hosts need the same --nnodes and --master_addr, and each its own --node_rank."
+            f"rank {', '.join(missing)} of {world_size} did not start within {timeout.total_seconds():.0f} s: see what "
+            "it printed on its host. All hosts need the same --nnodes and --master_addr, and each its own --node_rank."
         ) from error
     return store
 
 
 def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
-    """A part of torchrun's store for this start of the run; None without restarts.
+    """Return a part of torchrun's store for this start of the run; None without restarts.
 
     torchrun keeps its store over restarts, and with it the addresses of dead ranks, for which a new group would wait
     (pytorch issue 135712). The number of restarts, which tells the groups apart, is known on one host only.
     """
-    if (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        or os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0"
-    ):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
         return None
     if os.environ["GROUP_WORLD_SIZE"] != "1":
         raise ValueError(
             "--max_restarts on several hosts needs torchrun's --rdzv_backend c10d --rdzv_endpoint FIRST_HOST:PORT and "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them."
         )
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout
-    )
+
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, timeout=timeout)
     return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
@@ -125,7 +137,7 @@ class TorchComm:
         return result
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order; carried by gloo through CPU memory."""
+        """Return the values of all ranks, in rank order; gloo carries them through CPU memory."""
         if self.world_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world_size
@@ -139,50 +151,56 @@ def collective(
     errors: type[Exception] | tuple[type[Exception], ...] = ValueError,
     raised: Callable[[str], Exception] = ValueError,
 ) -> T:
-    """``work()`` on every rank; if one rank raises one of ``errors``, all ranks raise.
+    """Return ``work()`` on every rank; if one rank raises one of ``errors``, all ranks raise.
 
     ``raised`` makes the exception from the first message, after the ranks and their hosts unless all ranks failed.
     """
-    result = error = None
+    result = None
+    error = None
     try:
         result = work()
     except errors as caught:
         error = caught
+
     messages = comm.all_gather_object(None if error is None else str(error))
-    if failed := [rank for rank, message in enumerate(messages) if message is not None]:
-        where = "" if len(failed) == comm.world_size else f"on {name_ranks(comm, failed)}: "
-        raise raised(where + messages[failed[0]]) from error
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        place = "" if len(failed) == comm.world_size else f"on {name_ranks(comm, failed)}: "
+        raise raised(place + messages[failed[0]]) from error
     return cast(T, result)
 
 
 def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if ranks have read something else; ``contents`` is what was read, by its flag."""
+    """Raise ``ValueError`` if ranks have read different ``contents``, which are named by their flags."""
+    if comm.world_size == 1:
+        return
 
-    def plain(value: Any) -> Any:
-        return vars(value) if dataclasses.is_dataclass(value) else type(value).__name__
+    for flag, content in contents.items():
+        text = json.dumps(content, default=_plain)
+        digests = comm.all_gather_object(sha256(text.encode()).digest())
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if not others:
+            continue
+        ranks = name_ranks(comm, others)
+        remedy = "make it alike on all ranks"
+        if flag.startswith("--"):
+            remedy = "copy the same file to all hosts"
+        raise ValueError(f"{flag} holds something else on {ranks} than on rank 0: {remedy}.")
 
-    for flag, content in contents.items() if comm.world_size > 1 else ():
-        digests = comm.all_gather_object(
-            sha256(json.dumps(content, default=plain).encode()).digest()
-        )
-        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-            where = name_ranks(comm, others)
-            remedy = (
-                "copy the same file to all hosts"
-                if flag.startswith("--")
-                else "make it alike on all ranks"
-            )
-            raise ValueError(f"{flag} holds something else on {where} than on rank 0: {remedy}.")
+
+def _plain(value: Any) -> Any:
+    """Return the fields of a dataclass, else the name of the type, which JSON can hold."""
+    return vars(value) if dataclasses.is_dataclass(value) else type(value).__name__
 
 
 def name_ranks(comm: Comm, ranks: Sequence[int]) -> str:
-    """``ranks`` with the names of their hosts, for messages; collective."""
+    """Return ``ranks`` with the names of their hosts, for messages; collective."""
     hosts = comm.all_gather_object(socket.gethostname())
     return ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
 
 
 def set_up_gpu(bf16: bool) -> None:
-    """Switch cuDNN attention off, and log on a GPU that float32 is slow."""
+    """Disable cuDNN attention, and log on a GPU that float32 is slow."""
     # cuDNN plans each new shape for up to a second; its gradients under a mask may be NaN (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.cuda.is_available() and not bf16:
@@ -195,7 +213,7 @@ class InferenceStrategy:
     """Process group of commands that do not train: whole models on every rank, without DeepSpeed.
 
     Under torchrun each rank has its own GPU, if there are any, and its share of the data. ``timeout`` is long by
-    default, since ranks meet only at the end.
+    default, since ranks wait for each other at the end only.
     """
 
     def __init__(
@@ -216,22 +234,25 @@ class InferenceStrategy:
         return self.launch.rank == 0
 
     def loading(self) -> AbstractContextManager[Any]:
-        """Inside, models that are made and loaded go straight to a GPU; on all ranks together."""
+        """Context that creates and loads models straight on a GPU; on all ranks together."""
         return nullcontext() if self.device.type == "cpu" else self.device
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
-        """A module for evaluation only, on this rank's device."""
+        """Return ``module`` for evaluation only, on this rank's device."""
         module.requires_grad_(False)
         self.fuse(module.eval().to(self.device))
         return module
 
     def fuse(self, module: nn.Module) -> None:
-        """Have fused kernels compute what they can of ``module``, which is on the device; on all ranks together."""
+        """Replace operations of ``module``, which is on the device, by fused kernels; on all ranks together."""
         if self.fuses:
             fuse_kernels(module, self.device, self.comm)
 
     def close(self) -> None:
-        """Wait for all ranks. The process leaves their group at its end: DeepSpeed needs it for another trainer."""
+        """Wait for all ranks.
+
+        The process leaves their group when it exits: DeepSpeed needs the group for another trainer.
+        """
         if dist.is_initialized():
             dist.barrier()
             atexit.unregister(_leave)

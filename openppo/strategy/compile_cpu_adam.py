@@ -1,6 +1,6 @@
 """The program ``compile_cpu_adam.py PID``: compiles DeepSpeed's CPU Adam, and ends with the process PID.
 
-Its session is its own. ninja puts compilers into groups of their own, and passes SIGTERM on to them.
+It has its own session. ninja puts compilers into groups of their own, and passes SIGTERM on to them.
 """
 
 import os
@@ -12,13 +12,14 @@ import time
 from deepspeed.ops.op_builder import CPUAdamBuilder
 
 
-def end_with(run: int) -> None:
-    """End this process and its compilers once its parent ``run`` is gone."""
-    while os.getppid() == run:
+def end_with(parent: int) -> None:
+    """End this process and its compilers once the process ``parent`` is gone."""
+    while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=[int(sys.argv[1])], daemon=True).start()
+    parent = int(sys.argv[1])
+    threading.Thread(target=end_with, args=[parent], daemon=True).start()
     CPUAdamBuilder().load()

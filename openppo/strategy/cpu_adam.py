@@ -1,7 +1,7 @@
 """DeepSpeed's CPU Adam, compiled once on a machine for each version of DeepSpeed and torch.
 
-torch guards a build by a file, for which later processes wait forever if a killed one has left it. Here processes take
-turns by a lock of the system, which ends with its owner: a file that its next owner sees is left over.
+torch guards a build by a file: if a killed process leaves it behind, later ones wait forever. Here processes take turns
+by a lock of the system, which ends with its owner, so a file that the next owner finds is left over.
 """
 
 import fcntl
@@ -23,11 +23,11 @@ from openppo import logger
 
 _PROGRAM = Path(__file__).with_name("compile_cpu_adam.py")
 _VERSIONS = f"deepspeed {deepspeed.__version__}, torch {torch.__version__}"
-"""Text of the lock while what is compiled is whole and of these versions."""
+"""Text of the lock file while the compiled library is complete and of these versions."""
 
 
 def load_cpu_adam() -> None:
-    """Load the operators of ``DeepSpeedCPUAdam``, compiled before if need be; ``ValueError`` where that fails."""
+    """Load the operators of ``DeepSpeedCPUAdam``, compiled first if need be; ``ValueError`` if that fails."""
     if installed_ops.get(CPUAdamBuilder.NAME):  # compiled when DeepSpeed was installed
         return
     try:
@@ -55,16 +55,18 @@ def _acquire(lock: IO[str]) -> None:
 
 
 def _compile(folder: Path, lock: IO[str]) -> None:
-    """Make the library in ``folder``, whose lock is held, unless it is there."""
+    """Compile the library in ``folder``, whose ``lock`` is held, unless it is there."""
     left_over = folder / "lock"
     if left_over.exists():
         logger.warning(
             "--adam_offload: removed %s, which an interrupted compilation has left", left_over
         )
         left_over.unlink()
+
     lock.seek(0)
     if lock.read() == _VERSIONS and (folder / f"{CPUAdamBuilder.NAME}.so").is_file():
         return
+
     lock.truncate(0)
     logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
     status, output = _run_program(lock)
@@ -79,14 +81,11 @@ def _compile(folder: Path, lock: IO[str]) -> None:
 
 
 def _run_program(lock: IO[str]) -> tuple[int, str]:
-    """Exit status and output of ``_PROGRAM``, which shares the lock while it runs, and ends with this process."""
+    """Return exit status and output of ``_PROGRAM``, which shares the lock and ends with this process."""
+    # -P: the module deepspeed.py beside the program is not the library.
+    command = [sys.executable, "-P", str(_PROGRAM), str(os.getpid())]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            _PROGRAM,
-            str(os.getpid()),
-        ],  # -P: deepspeed.py beside it is not the library
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

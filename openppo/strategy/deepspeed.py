@@ -19,9 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # before the import: its search for devices is slow and loud
+    # Before the import: its search for devices is slow and loud.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -58,14 +57,14 @@ ds_compiler.compile = lambda: ds_compiler.dummy_decorator
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 _SHARE_FOR_WEIGHTS = 0.5
-"""Of the free GPU memory; the rest is for the cache and activations of generation."""
+"""Share of the free GPU memory; the rest is for the cache and activations of generation."""
 
 
 class DeepspeedStrategy(InferenceStrategy):
     """All models of a run in one process group: gloo on CPUs, nccl on GPUs.
 
-    ``overrides`` is merged into the DeepSpeed configurations that our options make. The last ``rollout_ranks`` of the
-    launch are not in it.
+    ``overrides`` is merged into the DeepSpeed configurations made from our options. The last ``rollout_ranks`` of the
+    launch are not in the process group.
     """
 
     def __init__(
@@ -80,12 +79,14 @@ class DeepspeedStrategy(InferenceStrategy):
             prepare_fixed_order()
         super().__init__(config.bf16, timeout, rollout_ranks, fused_kernels=config.fused_kernels)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
+
         self.config = config
         self.overrides = overrides or {}
         if self.comm.world_size % config.zpg != 0:
             raise ValueError(
                 f"--zpg {config.zpg} does not divide the {self.comm.world_size} ranks: use a divisor."
             )
+
         self.zero_stage = config.zero_stage
         if config.bf16 and config.zero_stage == 0:
             self.zero_stage = 1
@@ -94,11 +95,13 @@ class DeepspeedStrategy(InferenceStrategy):
                 "--bf16 with --zero_stage 0: optimizer states are partitioned as with --zero_stage 1, %s.",
                 reason,
             )
+
         self.compiles = config.compile == "on" or self._compiles_by_default()
         if config.compile == "on" and self.device.type == "cpu":
             logger.info(
                 "--compile gains a few percent on CPUs, or loses them: compare time/training_s with and without."
             )
+
         self._prepared: list[TrainableModel] = []
         self._launches = LaunchWatch(torch.cuda.synchronize if self.device.type == "cuda" else None)
         self.seed_everything(config.seed)
@@ -110,84 +113,87 @@ class DeepspeedStrategy(InferenceStrategy):
         torch.manual_seed(seed)
 
     def seed_per_rank(self) -> None:
-        """Give each rank its own stream of random numbers; call it when the models are made."""
+        """Give each rank its own stream of random numbers; call it after creating the models."""
         self.seed_everything(self.config.seed + 1 + self.comm.rank)
 
     def training(self) -> AbstractContextManager[None]:
-        """Around forward and backward passes of training."""
+        """Return a context for forward and backward passes of training."""
         return fixed_order() if self.config.deterministic else nullcontext()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, models are loaded in partitions under ZeRO-3, and straight to a GPU below; on all ranks together.
+        """Load models in partitions under ZeRO-3, and straight to a GPU below it.
 
-        transformers finds the partitions by an object that must be alive. DeepSpeed can make the groups of ``zpg``
-        once in a process only, so with these the models are loaded whole.
+        All ranks enter together. transformers finds the partitions by an object that must be alive. DeepSpeed can make
+        the groups of ``zpg`` once in a process only, so with these the models are loaded whole.
         """
-        partitioned = self.zero_stage == 3 and self.config.zpg == 1
-        alive = (
-            HfDeepSpeedConfig(merge(eval_config(self.config.bf16), self.overrides))
-            if partitioned
-            else None
-        )
-        with nullcontext() if self.zero_stage == 3 else super().loading():
-            yield
-        del alive
+        if self.zero_stage < 3:
+            with super().loading():
+                yield
+            return
+
+        partitions = None
+        if self.config.zpg == 1:
+            partitions = HfDeepSpeedConfig(merge(eval_config(self.config.bf16), self.overrides))
+        yield
+        del partitions
 
     def prepare(
         self, module: nn.Module, adam: AdamConfig, learning_rate: float, total_steps: int
     ) -> TrainableModel:
-        """Wrap a module whose parameters with ``requires_grad`` are trained with AdamW for ``total_steps`` steps."""
+        """Wrap a module to train its parameters with ``requires_grad`` by AdamW for ``total_steps`` steps."""
         if self.config.gradient_checkpointing:
             _enable_gradient_checkpointing(module)
         if self.compiles:
             self._compile_layers(module)
         self.fuse(module.to(self.device))
+
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = self._adam(trained, adam, learning_rate)
         scheduler = learning_rate_schedule(optimizer, adam, total_steps)
-        sizes = (
-            sum(getattr(p, "ds_numel", p.numel()) for p in trained),
-            self.comm.world_size,
-            self.device.type == "cuda",
+
+        on_gpu = self.device.type == "cuda"
+        options = train_config(
+            self.config,
+            self.zero_stage,
+            n_trained=sum(_numel(p) for p in trained),
+            n_ranks=self.comm.world_size,
+            on_gpu=on_gpu,
         )
-        options = train_config(self.config, self.zero_stage, *sizes)
-        engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=merge(options, self.overrides)
-        )
+        config = merge(options, self.overrides)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-            # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would
-            # hold the memory of moments that rest on the host.
+            # Otherwise each parameter gets views of Adam's moments, which only DeepSpeed's own checkpoints need; they
+            # would keep the GPU memory of offloaded moments.
             engine.optimizer._hp_optimizer_states_linked = True
         if self.zero_stage in (1, 2):
-            join_gradient_norms(engine.optimizer, on_gpu=self.device.type == "cuda")
-        self._prepared.append(
-            model := TrainableModel(engine, scheduler, self.uncompiled, launches=self._launches)
-        )
+            join_gradient_norms(engine.optimizer, on_gpu=on_gpu)
+
+        model = TrainableModel(engine, scheduler, self.uncompiled, launches=self._launches)
+        self._prepared.append(model)
         return model
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
-        """A module for evaluation only: on the device, in the run's dtype, partitioned under ZeRO-3 alone."""
+        """Return ``module`` for evaluation only: on the device, in the run's dtype, partitioned only under ZeRO-3."""
         if self.config.bf16:
-            for (
-                parameter
-            ) in module.parameters():  # not the buffers: rotary frequencies must keep float32
+            # The buffers stay as they are: rotary frequencies must keep float32.
+            for parameter in module.parameters():
                 if parameter.is_floating_point():  # weights in 4 bits are packed as integers
                     parameter.data = parameter.data.bfloat16()
         if self.zero_stage < 3:
             return super().prepare_frozen(module)
+
         module.requires_grad_(False)
         self.fuse(module)
-        engine, *_ = deepspeed.initialize(
-            model=module, config=merge(eval_config(self.config.bf16), self.overrides)
-        )
+        config = merge(eval_config(self.config.bf16), self.overrides)
+        engine, *_ = deepspeed.initialize(model=module, config=config)
         engine.eval()
         return engine
 
     def fits_gathered(self, engine: TrainableModel, moments_offloaded: bool = False) -> bool:
-        """Whether every rank has memory for the full weights of a ZeRO-3 model; collective.
+        """True if every rank has memory for the full weights of a ZeRO-3 model; collective.
 
-        Adam's moments, made in the first step, count too unless they are on the host during generation.
+        Adam's moments, created in the first step, count too unless they are on the host during generation.
         """
         if self.zero_stage < 3:
             return True
@@ -196,9 +202,9 @@ class DeepspeedStrategy(InferenceStrategy):
         return self._fits(parameters, moments_offloaded, otherwise)
 
     def fits_merged(self, engine: TrainableModel, moments_offloaded: bool = False) -> bool:
-        """Whether adapters can be merged for generation: not into 4-bit weights, of others a copy must fit; collective.
+        """True if adapters can be merged for generation; collective.
 
-        Under ZeRO-3 beside the full weights.
+        The weights must not be in 4 bits, and a copy of them must fit, under ZeRO-3 beside the full weights.
         """
         weights = [layer.base_layer.weight for layer in adapted_layers(engine.module).values()]
         if not all(weight.is_floating_point() for weight in weights):
@@ -207,34 +213,43 @@ class DeepspeedStrategy(InferenceStrategy):
                     "--load_in_4bit: responses are sampled with the adapters beside the weights, not merged"
                 )
             return False
-        whole = list(engine.module.parameters()) if self.zero_stage == 3 else []
+        if self.zero_stage == 3:
+            weights = [*engine.module.parameters(), *weights]
         otherwise = "A copy of the adapted weights does not fit on a GPU, so sampling adds adapters, which is slower"
-        return self._fits(whole + weights, moments_offloaded, otherwise)
+        return self._fits(weights, moments_offloaded, otherwise)
 
     def _fits(self, weights: Sequence[Any], moments_offloaded: bool, otherwise: str) -> bool:
-        """Whether every rank has memory for ``weights``, whole; collective. Else a warning says what happens."""
+        """True if every rank has memory for ``weights``, whole; collective. Else warn with ``otherwise``."""
         if self.device.type == "cpu":
             return True
+
         needed = sum(_numel(weight) * weight.element_size() for weight in weights)
         free, _ = torch.cuda.mem_get_info(self.device)
         if not (moments_offloaded or self.config.adam_offload):
-            trained = [
-                p for made in self._prepared for p in made.module.parameters() if p.requires_grad
-            ]
-            share = 1 if self.zero_stage == 0 else self.comm.world_size
-            free -= sum(2 * 4 * _numel(p) for p in trained) // share
+            free -= self._moment_bytes()
         fits = not self.any_rank(needed > _SHARE_FOR_WEIGHTS * free)
         if not fits and self.is_main:
             sizes = f"{needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free"
             logger.warning("%s: %s.", otherwise, sizes)
         return fits
 
+    def _moment_bytes(self) -> int:
+        """Return the bytes of Adam's moments on this rank, two float32 numbers per trained parameter."""
+        n_trained = 0
+        for model in self._prepared:
+            n_trained += sum(_numel(p) for p in model.module.parameters() if p.requires_grad)
+        n_shares = 1 if self.zero_stage == 0 else self.comm.world_size
+        return 2 * 4 * n_trained // n_shares
+
     def any_rank(self, flag: bool) -> bool:
         """True on all ranks if ``flag`` is on one of them."""
         return bool(self.comm.all_reduce(torch.tensor(int(flag)), "max"))
 
     def uncompiled(self) -> AbstractContextManager[None]:
-        """Inside, compiled layers run as they are; other passes than training would compile them once more."""
+        """Return a context in which compiled layers run in eager mode.
+
+        Passes other than training would compile them again.
+        """
         return torch.compiler.set_stance("force_eager") if self.compiles else nullcontext()
 
     def _compiles_by_default(self) -> bool:
@@ -249,7 +264,7 @@ class DeepspeedStrategy(InferenceStrategy):
         return False
 
     def _compile_layers(self, module: nn.Module) -> None:
-        """Compile the layers of ``module``; ``ValueError`` for ``--compile on`` where that is not possible."""
+        """Compile the layers of ``module``; ``ValueError`` for ``--compile on`` if that is not possible."""
         if self.config.compile == "on":
             _require("--compile", missing_tool(self.device))
         if compile_layers(module):
@@ -262,26 +277,23 @@ class DeepspeedStrategy(InferenceStrategy):
             _log_uncompiled(f"{type(module).__name__} does not name them")
 
     def save_pretrained(self, model: Any, folder: str | Path, tokenizer: Any = None) -> None:
-        """Write a model (of PEFT: the adapters) and tokenizer; on all ranks, which raise ``OSError`` alike."""
+        """Write a model, or the adapters of a PEFT model, and tokenizer; all ranks raise ``OSError`` alike."""
 
         def write() -> None:
-            save_model(
-                model, Path(folder), self.is_main
-            )  # fails only after all that ranks do together
+            # Fails only after its collectives, so no rank waits.
+            save_model(model, Path(folder), self.is_main)
             if self.is_main and tokenizer is not None:
                 save_tokenizer(tokenizer, Path(folder))
 
-        errors = (OSError, SafetensorError)
-        collective(
-            self.comm,
-            write,
-            errors,
-            raised=lambda text: OSError(f"the model cannot be written to {folder}: {text}"),
-        )
+        def failure(message: str) -> OSError:
+            return OSError(f"the model cannot be written to {folder}: {message}")
+
+        collective(self.comm, write, (OSError, SafetensorError), raised=failure)
 
     def _adam(
         self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float
     ) -> torch.optim.Optimizer:
+        """Return AdamW on the device, or DeepSpeed's on the host for ``--adam_offload``."""
         options: dict[str, Any] = {
             "lr": learning_rate,
             "betas": adam.adam_betas,
@@ -295,32 +307,41 @@ class DeepspeedStrategy(InferenceStrategy):
 
 
 def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
-    """The strategy for these options, with the process group joined."""
+    """Return the strategy for these options, with the process group joined."""
     return DeepspeedStrategy(config)
 
 
 def learning_rate_schedule(
     optimizer: torch.optim.Optimizer, adam: AdamConfig, total_steps: int
 ) -> LambdaLR:
-    """Schedule of ``total_steps``: linear warm-up, its steps rounded up, then as in transformers.
+    """Return the schedule of ``total_steps``: linear warm-up, its steps rounded up, then as in transformers.
 
     The first of n steps of warm-up has 1/n of the peak: with 0, as in transformers, its rollout would be wasted.
     """
-    n_warmup = (
-        0 if adam.lr_scheduler == "constant" else math.ceil(adam.lr_warmup_ratio * total_steps)
+    n_warmup = 0
+    if adam.lr_scheduler != "constant":
+        n_warmup = math.ceil(adam.lr_warmup_ratio * total_steps)
+    scheduler_options = None
+    if adam.lr_scheduler == "cosine_with_min_lr":
+        scheduler_options = {"min_lr_rate": 0.1}
+
+    schedule = get_scheduler(
+        adam.lr_scheduler,
+        optimizer,
+        n_warmup,
+        max(1, total_steps),
+        scheduler_specific_kwargs=scheduler_options,
     )
-    more = {"min_lr_rate": 0.1} if adam.lr_scheduler == "cosine_with_min_lr" else None
-    theirs = get_scheduler(
-        adam.lr_scheduler, optimizer, n_warmup, max(1, total_steps), scheduler_specific_kwargs=more
-    )
-    after_warmup = theirs.lr_lambdas[0]
-    return LambdaLR(
-        optimizer, lambda step: (step + 1) / n_warmup if step < n_warmup else after_warmup(step)
-    )
+    after_warmup = schedule.lr_lambdas[0]
+
+    def rate(step: int) -> float:
+        return (step + 1) / n_warmup if step < n_warmup else after_warmup(step)
+
+    return LambdaLR(optimizer, rate)
 
 
 def _numel(parameter: Any) -> int:
-    """Elements of a whole parameter, also one that ZeRO-3 partitions."""
+    """Return the number of elements of a whole parameter, also of one that ZeRO-3 partitions."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -331,13 +352,14 @@ def _log_uncompiled(reason: str) -> None:
 
 
 def _require(flag: str, missing: str) -> None:
-    """``ValueError`` if something that ``flag`` needs is missing."""
+    """Raise ``ValueError`` if a tool that ``flag`` needs is missing."""
     if missing:
         raise ValueError(f"{flag} needs {missing}: install one, or omit the flag.")
 
 
 def _enable_gradient_checkpointing(module: nn.Module) -> None:
     model = next(child for child in module.modules() if isinstance(child, PreTrainedModel))
-    with warnings.catch_warnings():  # transformers 5.23 has another name for it; 5.0 has not
+    with warnings.catch_warnings():
+        # transformers 5.23 has another name for this method, 5.0 only this one.
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

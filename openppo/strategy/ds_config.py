@@ -5,20 +5,20 @@ from typing import Any
 from openppo.config import DeepSpeedConfig
 
 LARGEST_BUCKET = 500_000_000
-"""Gradient elements that are reduced at a time."""
+"""Gradient elements that are reduced at a time, at most."""
 _EVERY_ENGINE = {
     "train_micro_batch_size_per_gpu": 1,
     "steps_per_print": 10**9,
-    "timers": {
-        "throughput": {"enabled": False}
-    },  # on by default, and waits for the GPU in each forward
+    # The timer is on by default, and waits for the GPU in each forward.
+    "timers": {"throughput": {"enabled": False}},
 }
+"""Options of all engines."""
 
 
 def train_config(
     options: DeepSpeedConfig, zero_stage: int, n_trained: int, n_ranks: int, on_gpu: bool = False
 ) -> dict[str, Any]:
-    """Configuration of an engine that is trained at ``zero_stage``, which overrides that of ``options``.
+    """Configuration of a trained engine; ``zero_stage`` overrides that of ``options``.
 
     Accumulation boundaries are set by hand at each micro-batch, so DeepSpeed is given one micro-batch per step and
     never scales a loss. With bf16, gradients are accumulated and reduced in float32; a single rank of ZeRO-2, which has
@@ -26,23 +26,22 @@ def train_config(
     otherwise allocate for 500 million elements. ``on_gpu`` pins offloaded memory, for faster copies, and
     overlaps the reduction by nccl with the backward pass.
     """
-    bucket = min(
-        max(2, n_trained + n_trained % 2), LARGEST_BUCKET
-    )  # DeepSpeed wants an even number
+    even = n_trained + n_trained % 2  # DeepSpeed wants an even number
+    bucket = min(max(2, even), LARGEST_BUCKET)
     zero: dict[str, Any] = {
         "stage": zero_stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "zero_hpz_partition_size": options.zpg,
-        "reduce_scatter": zero_stage
-        == 3,  # below, DeepSpeed would all-reduce all the same, but a copy of the bucket
+        # Below stage 3 DeepSpeed would all-reduce all the same, but a copy of the bucket.
+        "reduce_scatter": zero_stage == 3,
     }
-    if options.overlap_comm != "auto" or (
-        on_gpu and n_ranks > 1
-    ):  # else DeepSpeed's own choice: in stage 3 only
+    # Else DeepSpeed's own choice: in stage 3 only.
+    if options.overlap_comm != "auto" or (on_gpu and n_ranks > 1):
         zero["overlap_comm"] = options.overlap_comm != "off"
     if options.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+
     config: dict[str, Any] = {
         **_EVERY_ENGINE,
         "gradient_accumulation_steps": 1,
@@ -53,22 +52,23 @@ def train_config(
         "bf16": {"enabled": options.bf16},
     }
     if options.bf16:
+        skips_copy = zero_stage == 2 and n_ranks == 1
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-        config["communication_data_type"] = "bf16" if zero_stage == 2 and n_ranks == 1 else "fp32"
+        config["communication_data_type"] = "bf16" if skips_copy else "fp32"
     return config
 
 
 def eval_config(bf16: bool) -> dict[str, Any]:
-    """Configuration of a frozen model whose parameters are partitioned (ZeRO-3), or of one that is being loaded."""
+    """Configuration of a frozen model under ZeRO-3, or of a model that is being loaded."""
     return {**_EVERY_ENGINE, "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16}}
 
 
 def merge(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with ``overrides`` laid over it, nested dictionaries key by key; neither is changed."""
+    """Copy ``config`` with ``overrides`` laid over it, nested dictionaries key by key."""
     merged = dict(config)
     for key, value in overrides.items():
         old = merged.get(key)
-        merged[key] = (
-            merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merge(old, value)
+        merged[key] = value
     return merged

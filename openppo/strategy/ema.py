@@ -17,41 +17,42 @@ from openppo.types import Interrupted
 class ParameterAverage:
     """``average = beta * average + (1 - beta) * parameter``, float32, starting at the parameters.
 
-    It lies on the device if it needs no more than ``room`` bytes there, else on the host. It covers the trained
-    parameters of ``model``, with LoRA the adapters. Each rank holds its share: its partition of every parameter under
-    ZeRO-3, else every n-th parameter. All ranks call each method together.
+    The average lies on the device if it needs no more than ``room`` bytes there, else on the host. It covers the
+    trained parameters of ``model``, with LoRA the adapters. Each rank holds its share: its partition of every parameter
+    under ZeRO-3, else every n-th parameter. All ranks call each method together.
     """
 
     def __init__(self, model: TrainableModel, beta: float, room: int = 0) -> None:
         self.beta = beta
         self._optimizer: Any = model.deepspeed.optimizer
         self._partitioned = model.deepspeed.zero_optimization_stage() == 3
-        self._trained: dict[str, Any] = {
-            n: p for n, p in model.module.named_parameters() if p.requires_grad
-        }
-        self._owner = {name: i % dist.get_world_size() for i, name in enumerate(self._trained)}
+        self._trained: dict[str, Any] = {}
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad:
+                self._trained[name] = parameter
+        n_ranks = dist.get_world_size()
+        self._owner = {name: i % n_ranks for i, name in enumerate(self._trained)}
+
         shares = self._shares()
-        self._device = average_device(
-            4 * sum(share.numel() for share in shares.values()), room, model.deepspeed.device
-        )
-        self._averages = {
-            name: share.to(self._device, torch.float32, copy=True) for name, share in shares.items()
-        }
+        needed = 4 * sum(share.numel() for share in shares.values())
+        self._device = average_device(needed, room, model.deepspeed.device)
+        self._averages: dict[str, Tensor] = {}
+        for name, share in shares.items():
+            self._averages[name] = share.to(self._device, torch.float32, copy=True)
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the current parameters; call it after each optimizer step."""
         for name, share in self._shares().items():
-            self._averages[name].mul_(self.beta).add_(
-                share.to(self._device, torch.float32), alpha=1 - self.beta
-            )
+            current = share.to(self._device, torch.float32)
+            self._averages[name].mul_(self.beta).add_(current, alpha=1 - self.beta)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the parameters are the averages, in their own dtype; afterwards they are bit for bit as before.
+        """Replace the parameters by the averages inside; restore them bit for bit afterwards.
 
-        Weights are restored after ``Interrupted`` and ``OSError``, which every rank raises. Other errors may hit one
-        rank only; restoring is collective, so it is skipped and the run ends.
+        The parameters keep their dtype. Weights are restored after ``Interrupted`` and ``OSError``, which every rank
+        raises. Other errors may hit one rank only; restoring is collective, so it is skipped and the run ends.
         """
         before = {name: share.to("cpu", copy=True) for name, share in self._shares().items()}
         self._write(self._averages)
@@ -63,31 +64,33 @@ class ParameterAverage:
         self._write(before)
 
     def fragments(self) -> dict[str, Fragment]:
-        """This rank's share of the averages by parameter name, without padding; to read and write."""
+        """This rank's share of the averages by parameter name, without padding, to read and write."""
         if not self._partitioned:
             return {name: Fragment(0, average.view(-1)) for name, average in self._averages.items()}
         shares = {}
         for name, average in self._averages.items():
             start = dist.get_rank() * average.numel()
-            shares[name] = Fragment(start, average[: max(0, self._trained[name].ds_numel - start)])
+            n_left = max(0, self._trained[name].ds_numel - start)
+            shares[name] = Fragment(start, average[:n_left])
         return shares
 
     def _shares(self) -> dict[str, Tensor]:
         """This rank's share of the parameters, to read and write."""
-        if self._partitioned:
-            return {name: p.ds_tensor.data for name, p in self._trained.items()}
-        return {
-            name: p.data
-            for name, p in self._trained.items()
-            if self._owner[name] == dist.get_rank()
-        }
+        rank = dist.get_rank()
+        shares: dict[str, Tensor] = {}
+        for name, parameter in self._trained.items():
+            if self._partitioned:
+                shares[name] = parameter.ds_tensor.data
+            elif self._owner[name] == rank:
+                shares[name] = parameter.data
+        return shares
 
     def _write(self, values: dict[str, Tensor]) -> None:
+        """Write this rank's share of the parameters, and have all ranks see the whole."""
         for name, share in self._shares().items():
             share.copy_(values[name])
-        if (
-            self._partitioned
-        ):  # drop old values that DeepSpeed keeps gathered, as it does for checkpoints
+        if self._partitioned:
+            # Drop old values that DeepSpeed keeps gathered, as it does for checkpoints.
             self._optimizer.checkpoint_event_prologue()
             self._optimizer.checkpoint_event_epilogue()
         else:
@@ -96,15 +99,12 @@ class ParameterAverage:
 
 
 def average_device(needed: int, room: int, device: Any) -> torch.device:
-    """``device`` if it has ``room`` for the bytes ``needed``, else the host, which is slower; logged."""
-    fits, sizes = (
-        needed <= room,
-        f"{needed / 2**30:.1f} GiB are needed and {max(0, room) / 2**30:.1f} GiB are free",
-    )
+    """Return ``device`` if it has ``room`` for the ``needed`` bytes, else the host; log it."""
+    fits = needed <= room
     if torch.device(device).type != "cpu":
-        logger.info(
-            "--enable_ema: the average lies %s: %s",
-            "on the device" if fits else "on the host",
-            sizes,
-        )
+        place = "on the device" if fits else "on the host"
+        needed_gib = needed / 2**30
+        free_gib = max(0, room) / 2**30
+        sizes = f"{needed_gib:.1f} GiB are needed and {free_gib:.1f} GiB are free"
+        logger.info("--enable_ema: the average lies %s: %s", place, sizes)
     return torch.device(device if fits else "cpu")

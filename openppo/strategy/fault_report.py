@@ -24,7 +24,8 @@ from openppo.config.remedies import remedies, sizes
 _TITLE = " OpenPPO: the run has failed "
 _OUT_OF_MEMORY = re.compile(
     "DefaultCPUAllocator|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory|"
-    "Cuda failure (2 )?'out of memory'"  # of NCCL, which allocates its own buffers
+    # NCCL allocates its own buffers:
+    "Cuda failure (2 )?'out of memory'"
 )
 _WAITS = re.compile(
     r'torch/distributed/distributed_c10d\.py"|deepspeed/runtime/zero/.* in wait$|torch/cuda/.* in synchronize$'
@@ -43,8 +44,8 @@ _SILENT = (
 
 @cache
 def this_machine() -> str:
-    """Kernel and PID namespace, within which process ids are unique."""
-    with suppress(OSError):  # not Linux
+    """Return kernel and PID namespace, within which process ids are unique."""
+    with suppress(OSError):  # only Linux has these files
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
@@ -52,42 +53,45 @@ def this_machine() -> str:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Position and state of a rank: ``idle`` seconds without progress, the ``signal`` that asks the run to exit."""
+    """Position and state of a rank at one moment."""
 
     rank: int
     phase: str
     step: int
     idle: float
+    """Seconds without progress."""
     memory: str = ""
     signal: str | None = None
+    """Name of the signal that asks the run to exit."""
     done: bool = False
-    samples: bool = False  # one of --rollout_ranks
-    collectives: int = 0  # started so far in groups of all ranks of its side
+    samples: bool = False
+    """True on one of ``--rollout_ranks``."""
+    collectives: int = 0
+    """Collectives started so far in groups of all training ranks, or of all sampling ones."""
     host: str = field(default_factory=socket.gethostname)
     machine: str = field(default_factory=this_machine)
     pid: int = field(default_factory=os.getpid)
 
     @property
     def name(self) -> str:
-        """The rank of the launch, and on which side it is."""
-        return f"{'rollout ' * self.samples}rank {self.rank}"
+        """The rank in the launch, marked if it samples."""
+        return f"rollout rank {self.rank}" if self.samples else f"rank {self.rank}"
 
     def has_ended(self) -> bool:
-        """Whether the rank's process was on this machine and is gone."""
+        """True if the rank's process was on this machine and is gone."""
+        if self.machine != this_machine():
+            return False
         try:
-            return (
-                self.machine == this_machine()
-                and psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-            )
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
     def waits_for(self, other: "Heartbeat") -> bool:
-        """Whether ``other`` still loads or, on the same side, has started fewer collectives: the next waits for it.
+        """True if ``other`` still loads or, on the same side, is behind in collectives.
 
-        On a GPU a rank waits where it reads a result, in no frame of a collective.
+        The stack does not tell: on a GPU a rank waits where it reads a result, in no frame of a collective.
         """
-        still_loads = other.phase == "loading" != self.phase
+        still_loads = other.phase == "loading" and self.phase != "loading"
         is_behind = self.samples == other.samples and other.collectives < self.collectives
         return not other.done and (still_loads or is_behind)
 
@@ -99,56 +103,54 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Fault:
-    """What went wrong, and on which ranks."""
+    """The failure that ends a run, and the ranks that failed."""
 
-    what: str
+    message: str
     where: Sequence[Heartbeat]
     look_at: str = ""
-    details: str = ""  # traceback, or the stacks of all threads
-    memory: Sequence[tuple[str, str]] = ()  # further rows: label and line
+    details: str = ""
+    """Traceback, or the stacks of all threads."""
+    memory: Sequence[tuple[str, str]] = ()
+    """Further rows of the report: label and line."""
 
     def render(self, others: Sequence[Heartbeat], resume: str) -> str:
-        """The page. ``others`` are the healthy ranks; ``resume`` says how to continue after a failure."""
-        rows = [("fault", self.what), *(("where", str(beat)) for beat in self.where), *self.memory]
-        rows += [
-            *(("others", str(beat)) for beat in others),
-            ("look at", self.look_at),
-            ("resume", resume),
-        ]
+        """Return the page. ``others`` are the healthy ranks; ``resume`` tells how to continue after a failure."""
+        rows = [("fault", self.message)]
+        rows += [("where", str(beat)) for beat in self.where]
+        rows += self.memory
+        rows += [("others", str(beat)) for beat in others]
+        rows += [("look at", self.look_at), ("resume", resume)]
+
         text = "".join(f"{name + ':':<9}{line}\n" for name, line in rows if line)
         details = f"{self.details.rstrip()}\n\n" if self.details else ""
         return f"\n{_TITLE:=^100}\n{details}{text}{'':=^100}\n"
 
 
 class MemoryView(NamedTuple):
-    """What a run takes of memory, for the report of a lack of it."""
+    """Memory of a run, for the report of an out-of-memory error."""
 
     lines: Sequence[str] = ()
     is_foreign: bool = False
-    """Whether the memory is held by something that no option of the run makes smaller."""
+    """True if the memory is held by something that no option of the run makes smaller."""
 
 
 ExplainMemory = Callable[[str], MemoryView]
-"""What a run takes in a phase."""
+"""Returns the memory of a run in a phase."""
 
 
 def raised(
     error: BaseException, where: Heartbeat, options: Mapping[str, Any], explain: ExplainMemory
 ) -> Fault:
-    """An error of this rank. Out of memory, with the sizes in ``options`` and what ``explain`` says."""
+    """Return the fault for an error of this rank.
+
+    An out-of-memory error comes with the sizes in ``options`` and the memory from ``explain``.
+    """
     text = mask_credentials("".join(traceback.format_exception(error)))
     message = mask_credentials(traceback.format_exception_only(error)[-1]).splitlines()[0]
-    look_at, memory = "", []
+    look_at = ""
+    memory: list[tuple[str, str]] = []
     if is_out_of_memory(error):
-        view = explain(where.phase)
-        lines = (host_memory(), f"options: {' '.join(sizes(options))}", *view.lines)
-        memory = [("memory", line) for line in lines]
-        if view.is_foreign:
-            memory.append(
-                ("try", "end what else holds the GPU's memory: nvidia-smi lists processes")
-            )
-        elif flags := remedies(where.phase, options, on_cpu=not torch.cuda.is_available()):
-            memory.append(("try", f"reduce memory in {where.phase} with {', '.join(flags)}"))
+        memory = _memory_rows(where.phase, options, explain(where.phase))
     elif is_broken_connection(error):
         look_at = "the network between the ranks: a connection broke, and all ranks are alive"
     elif folder := options.get("save_path"):
@@ -156,23 +158,36 @@ def raised(
     return Fault(f"{where.name} raised {message}", [where], look_at, details=text, memory=memory)
 
 
-def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
-    """Other ranks that are gone, for these reasons."""
-    where = [beats[rank] for rank in ranks]
-    what = "; ".join(
-        f"{beat.name} is gone: {why}" for beat, why in zip(where, ranks.values(), strict=True)
-    )
+def _memory_rows(phase: str, options: Mapping[str, Any], view: MemoryView) -> list[tuple[str, str]]:
+    """Return the rows on memory of an out-of-memory report, with a remedy if there is one."""
+    lines = [host_memory(), f"options: {' '.join(sizes(options))}", *view.lines]
+    rows = [("memory", line) for line in lines]
+    if view.is_foreign:
+        rows.append(("try", "end what else holds the GPU's memory: nvidia-smi lists processes"))
+        return rows
+
+    flags = remedies(phase, options, on_cpu=not torch.cuda.is_available())
+    if flags:
+        rows.append(("try", f"reduce memory in {phase} with {', '.join(flags)}"))
+    return rows
+
+
+def lost(reasons: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
+    """Return the fault for other ranks that are gone, with a reason for each."""
+    where = [beats[rank] for rank in reasons]
+    message = "; ".join(f"{beats[rank].name} is gone: {why}" for rank, why in reasons.items())
+    look_at = _SILENT if "heartbeat" in message else _EXIT_CODES
     memory = [
         ("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where
     ]
-    return Fault(what, where, _SILENT if "heartbeat" in what else _EXIT_CODES, memory=memory)
+    return Fault(message, where, look_at, memory=memory)
 
 
 def stalled(where: Heartbeat) -> Fault:
-    """No progress of this rank."""
-    what = f"{where.name} made no progress for {where.idle:.0f} s (--stall_timeout)"
+    """Return the fault for this rank without progress."""
+    message = f"{where.name} made no progress for {where.idle:.0f} s (--stall_timeout)"
     return Fault(
-        what,
+        message,
         [where],
         "the stacks above. If the work is only slow, raise --stall_timeout",
         details=_stacks(),
@@ -180,7 +195,10 @@ def stalled(where: Heartbeat) -> Fault:
 
 
 def _stacks() -> str:
-    """Stacks of the other threads, read in C: CPython 3.11 may crash where Python walks frames of running threads."""
+    """Return the stacks of the other threads.
+
+    Read in C: CPython 3.11 may crash where Python walks frames of running threads.
+    """
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -189,59 +207,70 @@ def _stacks() -> str:
 
 
 def waits_for_other_ranks() -> bool:
-    """Whether a thread of this process is inside a collective, or waits for its GPU."""
+    """True if a thread of this process is inside a collective, or waits for its GPU."""
     return _WAITS.search(_stacks()) is not None
 
 
 def collectives_started() -> int:
-    """Collectives that this rank has started in groups of all ranks; those of other ranks are the same, in order."""
+    """Return the number of collectives that this rank has started in groups of all ranks.
+
+    Other ranks start the same ones, in the same order.
+    """
     groups: list[Any] = list(distributed_c10d._world.pg_map)
-    whole = [group for group in groups if group.size() == max(other.size() for other in groups)]
-    backends = [group._get_backend(device) for group in whole for device in group._device_types]
-    return sum(backend._get_sequence_number_for_group() for backend in backends)
+    largest = max((group.size() for group in groups), default=0)
+    n_started = 0
+    for group in groups:
+        if group.size() < largest:
+            continue
+        for device in group._device_types:
+            n_started += group._get_backend(device)._get_sequence_number_for_group()
+    return n_started
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` or a cause of it is a lack of GPU or CPU memory."""
-    return any(
-        isinstance(cause, MemoryError | torch.OutOfMemoryError)
-        or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
-        or (isinstance(cause, RuntimeError) and _OUT_OF_MEMORY.search(str(cause)))
-        for cause in _causes(error)
-    )
+    """True if ``error`` or a cause of it is a lack of GPU or CPU memory."""
+    return any(_lacks_memory(cause) for cause in _causes(error))
+
+
+def _lacks_memory(cause: BaseException) -> bool:
+    if isinstance(cause, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
+        return True
+    return isinstance(cause, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(cause)))
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Whether ``error`` may come from a connection that another rank closed."""
-    return not is_out_of_memory(error) and any(
-        isinstance(cause, DistError)
-        or ("gloo/transport" in str(cause) and "enforce fail" not in str(cause))
-        for cause in _causes(error)
-    )
+    """True if ``error`` may come from a connection that another rank closed."""
+    return not is_out_of_memory(error) and any(map(_is_connection_error, _causes(error)))
+
+
+def _is_connection_error(cause: BaseException) -> bool:
+    if isinstance(cause, DistError):
+        return True
+    text = str(cause)
+    return "gloo/transport" in text and "enforce fail" not in text
 
 
 def host_memory() -> str:
-    """Memory of this process, of its machine and of its container."""
+    """Return a line on the memory of this process, of its machine and of its container."""
     process = psutil.Process().memory_info().rss
     machine = psutil.virtual_memory()
     gib = 2**30
-    text = (
-        f"process {process / gib:.2f} GiB, machine {machine.available / gib:.2f} GiB available of "
-    )
-    text += f"{machine.total / gib:.2f} GiB"
+    text = f"process {process / gib:.2f} GiB"
+    text += f", machine {machine.available / gib:.2f} GiB available"
+    text += f" of {machine.total / gib:.2f} GiB"
     with suppress(OSError):
-        most, used = (
-            Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current")
-        )
-        text += (
-            ""
-            if most == "max"
-            else f", container {int(used) / gib:.2f} GiB used of {int(most) / gib:.2f} GiB"
-        )
+        most = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        if most != "max":
+            text += f", container {int(used) / gib:.2f} GiB used of {int(most) / gib:.2f} GiB"
     return text
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield ``error`` and the errors that led to it, latest first."""
     while error is not None:
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        context = None if error.__suppress_context__ else error.__context__
+        error = error.__cause__ or context

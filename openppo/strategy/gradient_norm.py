@@ -1,8 +1,8 @@
 """Gradient norms of DeepSpeed's optimizers in a few kernels, instead of some 16 for each gradient.
 
 DeepSpeed 0.19.8 has two optimizers for ZeRO-1 and 2. Both skip an update, on all ranks alike, where the norm over all
-ranks is not finite. ``DeepSpeedZeroOptimizer`` (ZeRO-2, and ZeRO-1 in float32) looks at bfloat16 gradients before
-that, with a collective and a wait of its own (``check_overflow``), for NaN and infinity, which the norm shows too.
+ranks is not finite. ``DeepSpeedZeroOptimizer`` (ZeRO-2, and ZeRO-1 in float32) first checks bfloat16 gradients for NaN
+and infinity, with a collective and a wait of its own (``check_overflow``), although the norm shows them too.
 ``BF16_Optimizer`` (ZeRO-1 in bfloat16) keeps all gradients in flat tensors already.
 """
 
@@ -23,7 +23,7 @@ REPLACED = {
     DeepSpeedZeroOptimizer: ("check_overflow", "get_grad_norm_direct"),
     BF16_Optimizer: ("get_grads_for_norm",),
 }
-"""Methods that are replaced, by class."""
+"""Replaced methods, by class."""
 READ = {
     DeepSpeedZeroOptimizer: (
         "compute_grad_norm",
@@ -35,22 +35,23 @@ READ = {
     ),
     BF16_Optimizer: ("fp32_groups_gradients_flat", "has_moe_layers", "mpu"),
 }
-"""Attributes that are read, by class."""
+"""Required attributes, by class."""
 
 
 def join_gradient_norms(optimizer: Any, on_gpu: bool) -> bool:
-    """Have a ZeRO-1 or 2 ``optimizer`` compute its gradient norm in one go; return whether it does.
+    """Make a ZeRO-1 or 2 ``optimizer`` compute its gradient norm in one go; return True if it does.
 
-    DeepSpeed's way stays, with a line of the log, for classes and versions that are not known here. It stays in silence
-    for gradients on the host (``--adam_offload``), and for ``BF16_Optimizer`` on CPUs, whose norm would differ by 2e-7;
-    all others are equal bit for bit.
+    DeepSpeed's way stays, with a line in the log, for unknown classes and versions. It stays without one for gradients
+    on the host (``--adam_offload``), and for ``BF16_Optimizer`` on CPUs, whose norm would differ by 2e-7; all other
+    norms are equal bit for bit.
     """
     kind = type(optimizer)
     version = f"DeepSpeed {deepspeed.__version__}"
     if kind not in REPLACED:
         _log_slow_norm(f"{version} made a {kind.__name__}, which is not known")
         return False
-    if missing := missing_names(optimizer):
+    missing = missing_names(optimizer)
+    if missing:
         _log_slow_norm(f"{kind.__name__} of {version} has no {', '.join(missing)}")
         return False
     if optimizer.has_moe_layers or optimizer.mpu is not None:
@@ -59,10 +60,10 @@ def join_gradient_norms(optimizer: Any, on_gpu: bool) -> bool:
 
     if kind is BF16_Optimizer:
         if on_gpu:
-            optimizer.get_grads_for_norm = partial(
-                _flat_gradients, optimizer.fp32_groups_gradients_flat
-            )
+            flat = optimizer.fp32_groups_gradients_flat
+            optimizer.get_grads_for_norm = partial(_flat_gradients, flat)
         return on_gpu
+
     if optimizer.cpu_offload or not optimizer.compute_grad_norm:
         return False
     optimizer.check_overflow = _leave_to_norm
@@ -71,13 +72,14 @@ def join_gradient_norms(optimizer: Any, on_gpu: bool) -> bool:
 
 
 def missing_names(optimizer: Any) -> list[str]:
-    """Names of ``REPLACED`` and ``READ`` that this DeepSpeed's ``optimizer`` lacks."""
+    """Return the names of ``REPLACED`` and ``READ`` that this DeepSpeed's ``optimizer`` lacks."""
     kind = type(optimizer)
-    return [name for name in (*REPLACED[kind], *READ[kind]) if not hasattr(optimizer, name)]
+    required = (*REPLACED[kind], *READ[kind])
+    return [name for name in required if not hasattr(optimizer, name)]
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """L2 norm of each of ``tensors``, float64 (n,), without a copy of them in float64."""
+    """Return the L2 norm of each of ``tensors``, float64 (n,), without a copy of them in float64."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
 
 
@@ -86,15 +88,15 @@ def _log_slow_norm(reason: str) -> None:
 
 
 def _leave_to_norm(partition_gradients: bool = True) -> None:
-    """Stand for ``check_overflow``: ``step`` sets ``overflow`` by the norm."""
+    """Replace ``check_overflow`` and do nothing: ``step`` sets ``overflow`` by the norm."""
 
 
 def _norm_over_ranks(
     optimizer: Any, gradients: Sequence[Tensor], params: object, norm_type: float = 2
 ) -> Tensor:
-    """Stand for ``get_grad_norm_direct``: L2 norm of all ranks' ``gradients``, float32 (); -1 unless it is finite.
+    """Replace ``get_grad_norm_direct``: return the L2 norm over all ranks, float32 (); -1 unless it is finite.
 
-    ``params``, which belong to the gradients, matter to DeepSpeed's own models in parts only.
+    ``params``, which belong to the ``gradients``, matter only to models that DeepSpeed itself splits.
     """
     parts = [part.detach() for part in gradients if not getattr(part, "_zero_padding", False)]
     square = torch.zeros((), device=optimizer.device)
@@ -106,8 +108,8 @@ def _norm_over_ranks(
 
 
 def _flat_gradients(flat: list[Tensor], for_clipping: bool = False) -> Any:
-    """Stand for ``get_grads_for_norm``: what is scaled to clip; else tensors of the same norm, and none of experts.
+    """Replace ``get_grads_for_norm``: return the gradients for clipping, else tensors of their norm and no experts.
 
-    Each rank has the whole gradients, with zeros for parameters that got none.
+    Each rank has the whole gradients, with zeros for parameters without one.
     """
     return flat if for_clipping else ([norms(flat)], {})

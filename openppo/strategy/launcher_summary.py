@@ -1,4 +1,4 @@
-"""The cause of a failure for the summary that torchrun prints last; needs the standard library only."""
+"""Cause of a failure, for the summary that torchrun prints last; needs the standard library only."""
 
 import json
 import os
@@ -13,26 +13,29 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def is_summarized() -> bool:
-    """Return whether a launcher asks for the cause of a failure."""
+    """True if a launcher asks for the cause of a failure."""
     return bool(os.environ.get(_FILE))
 
 
 def record_cause(message: str) -> None:
-    """Write ``message`` to the file that torchrun's summary quotes; does nothing under other launchers.
+    """Write ``message`` to the file that torchrun's summary quotes; do nothing under other launchers.
 
     The form is that of ``torch.distributed.elastic.multiprocessing.errors`` without its ``py_callstack``, which the
     summary would print in place of the message.
     """
-    if file := os.environ.get(_FILE):
-        cause = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with suppress(
-            OSError
-        ):  # torchrun's temporary folder is full or gone: its summary has no message
-            Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")
+    file = os.environ.get(_FILE)
+    if not file:
+        return
+
+    timestamp = str(int(time.time()))
+    cause = {"message": message, "extraInfo": {"timestamp": timestamp}}
+    # If torchrun's temporary folder is full or gone, its summary has no message.
+    with suppress(OSError):
+        Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")
 
 
 def record_uncaught() -> None:
-    """Record the exception that ends a program of the user's own, beside its traceback."""
+    """Record the exception that ends a user's own program, beside its traceback."""
     if not is_summarized():
         return
     previous = sys.excepthook

@@ -1,4 +1,4 @@
-"""Whether training waits for the host: the launches of one micro-batch beside the time that its kernels take."""
+"""Check for training that waits for the host: launch time of one micro-batch beside its kernel time."""
 
 import time
 from collections.abc import Callable
@@ -8,46 +8,49 @@ from openppo import logger
 _WARM_UP_STEPS = 1
 """Optimizer steps that are not timed: the first one allocates, and compiles kernels."""
 _TRIES = 3
+"""Attempts to time a micro-batch that is not the last of its step."""
 _IDLE = 0.1
-"""Part of a micro-batch's time: a GPU that is done so soon after the last launch has waited for launches."""
+"""Fraction of a micro-batch's time: a GPU that finishes so soon after the last launch has waited for launches."""
 
 
 class LaunchWatch:
-    """Times the launches of one micro-batch on a GPU, once in a run; on a CPU nothing.
+    """Timer for the launches of one micro-batch on a GPU, once in a run.
 
-    The models of a run share it. ``synchronize`` waits for the GPU (None: there is none). The last micro-batch of an
-    optimizer step is never timed: it also reduces gradients, and a step that has no other gains nothing by larger ones.
+    It does nothing on a CPU, where ``synchronize``, which waits for the GPU, is None. The models of a run share it. The
+    last micro-batch of an optimizer step is never timed: it also reduces gradients, and a step with no other
+    micro-batch would not gain by larger ones.
     """
 
     def __init__(
         self, synchronize: Callable[[], None] | None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._synchronize, self._clock = synchronize, clock
-        self._n_steps = self._n_tries = 0
-        self._began: float | None = None
+        self._synchronize = synchronize
+        self._clock = clock
+        self._n_steps = 0
+        self._n_tries = 0
+        self._start: float | None = None
 
     def before_forward(self) -> None:
-        """Begin to time a micro-batch, if it is time to."""
-        if (
-            self._synchronize is not None
-            and self._n_steps >= _WARM_UP_STEPS
-            and self._n_tries < _TRIES
-        ):
+        """Start timing a micro-batch, after the warm-up and until one is timed."""
+        is_due = self._n_steps >= _WARM_UP_STEPS and self._n_tries < _TRIES
+        if is_due and self._synchronize is not None:
             self._synchronize()
-            self._began = self._clock()
+            self._start = self._clock()
 
     def after_backward(self, last: bool) -> None:
-        """Log it if the micro-batch that was timed has waited for its launches."""
-        began, self._began = self._began, None
+        """Log a message if the timed micro-batch has waited for its launches."""
+        start = self._start
+        self._start = None
         self._n_steps += last
-        if self._synchronize is None or began is None:
+        if self._synchronize is None or start is None:
             return
         self._n_tries += 1
         if last:
             return
-        launching_s = self._clock() - began
+
+        launching_s = self._clock() - start
         self._synchronize()
-        total_s = self._clock() - began
+        total_s = self._clock() - start
         self._n_tries = _TRIES
         if total_s - launching_s < _IDLE * total_s:
             logger.info(

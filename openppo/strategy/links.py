@@ -10,19 +10,18 @@ from typing import Any
 
 
 class Link:
-    """One end of a connection. ``receive`` raises ``EOFError`` or ``OSError`` once the other end is gone."""
+    """One end of a connection; ``receive`` raises ``EOFError`` or ``OSError`` once the other end is gone."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = Connection(connection.detach())
 
     def send(self, message: Any) -> None:
         """Send any object; ``OSError`` if the other end is gone."""
-        self._connection.send_bytes(
-            pickle.dumps(message)
-        )  # its own ``send`` would share memory for tensors
+        # The connection's own ``send`` would share the memory of tensors.
+        self._connection.send_bytes(pickle.dumps(message))
 
     def receive(self) -> Any:
-        """The next message."""
+        """Return the next message."""
         return pickle.loads(self._connection.recv_bytes())  # noqa: S301 (only this user can connect)
 
     def close(self) -> None:
@@ -55,11 +54,11 @@ class Entrance:
         self._listener.listen()
 
     def accept(self) -> Link:
-        """The next connection, which need not be a worker's; ``OSError`` once it is closed."""
+        """Return the next connection, which may not be a worker's; ``OSError`` once the entrance is closed."""
         return Link(self._listener.accept()[0])
 
     def close(self) -> None:
-        """Take no more connections, and remove the folder."""
+        """Refuse further connections, and remove the folder."""
         with suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # ends an ``accept`` under way
         self._listener.close()
@@ -67,7 +66,7 @@ class Entrance:
 
 
 def connect(address: str) -> Link:
-    """A worker's link to the coordinator of this ``address``."""
+    """Return a worker's link to the coordinator at ``address``."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     return Link(connection)

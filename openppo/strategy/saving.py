@@ -14,49 +14,50 @@ from openppo.processor_files import copy_processor
 from openppo.weight_files import set_usual_mode
 
 _CONFIG_BESIDE_ADAPTERS = "model_config.json"
-"""Not config.json, next to which transformers would look for full weights."""
+"""Name other than config.json, next to which transformers would look for full weights."""
 
 
 def save_model(model: Any, folder: Path, is_main: bool) -> None:
-    """Write a Hugging Face model to ``folder``, or of a PEFT model the adapters; called on all ranks."""
+    """Write a Hugging Face model, or the adapters of a PEFT model, to ``folder``; called on all ranks."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     is_peft = hasattr(model, "peft_config")
     weights = _gather(_of_adapters(model, tensors) if is_peft else tensors, keep=is_main)
     if not is_main:
         return
+
     if is_peft:
         model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
-        config = copy.deepcopy(
-            model.config
-        )  # which may add to its base's: the PAD id, a reward model's mean and std
-        vars(config).pop(
-            "quantization_config", None
-        )  # how the frozen weights were kept while training
+        # The config may add to that of its base: the PAD id, a reward model's mean and std.
+        config = copy.deepcopy(model.config)
+        # Quantization of the frozen weights is for training only.
+        vars(config).pop("quantization_config", None)
         config.to_json_file(folder / _CONFIG_BESIDE_ADAPTERS)
     else:
         model.save_pretrained(folder, state_dict=weights)
+
     restore_overridden(folder / (_CONFIG_BESIDE_ADAPTERS if is_peft else "config.json"))
     set_usual_mode(folder.glob("adapter_model.safetensors" if is_peft else "model*.safetensors"))
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer to ``folder`` by a copy, since on a full disk its own writer raises no ``OSError``.
+    """Write a tokenizer, and the image processor of its model if there is one, to ``folder``.
 
-    Beside it what its model processes images with.
+    Its own writer, which raises no ``OSError`` on a full disk, writes to a temporary folder that is copied.
     """
     copy_processor(tokenizer.name_or_path, folder)
     with tempfile.TemporaryDirectory() as written:
         tokenizer.save_pretrained(written)
-        for file in (path for path in Path(written).rglob("*") if path.is_file()):
-            target = folder / file.relative_to(
-                written
-            )  # which keeps its own mode, and so does its folder
+        for file in Path(written).rglob("*"):
+            if not file.is_file():
+                continue
+            # Contents only: files and folders have their own modes, not those of the temporary ones.
+            target = folder / file.relative_to(written)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
 
 
 def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Copies on the CPU of the whole tensors; empty without ``keep``.
+    """Return copies on the CPU of the whole tensors; empty without ``keep``.
 
     Tied tensors share one copy, so that transformers writes them once.
     """
@@ -66,11 +67,14 @@ def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
             assert tensor.numel() > 0, f"{name} has no elements: it would be saved empty"
             if keep and id(tensor) not in copies:
                 copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
-    return {name: copies[id(tensor)] for name, tensor in tensors.items()} if keep else {}
+
+    if not keep:
+        return {}
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _of_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a PEFT folder: adapters, and heads that are trained whole."""
+    """Return the tensors of a PEFT folder: adapters, and heads that are trained whole."""
     from peft import get_peft_model_state_dict  # a PEFT model is there, so it is loaded already
 
     wanted = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)

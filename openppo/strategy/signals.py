@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as a flag: training polls it and saves, the watchdog ends other work at once."""
+"""SIGTERM, SIGINT and SIGHUP as a flag: training polls it and saves; the watchdog ends other work at once."""
 
 import os
 import select
@@ -17,39 +17,51 @@ _handlers: dict[signal.Signals, Any] = {}
 
 
 def requested() -> str | None:
-    """Name of the signal that asks the run to save and exit, while installed; other ranks learn it within a second."""
+    """Return the name of the signal that requests to save and exit, None without handlers.
+
+    Other ranks receive it within a second.
+    """
     return _requested if _pipe else None
 
 
 def request(name: str) -> None:
-    """Ask the run to save and exit, as signal ``name`` does; the first request counts."""
+    """Request that the run saves and exits, as signal ``name`` does; the first request counts."""
     global _requested
     _requested = _requested or name
 
 
 def install() -> None:
-    """Take the signals, on the main thread; an ignored SIGHUP (``nohup``) only if torchrun passes it on."""
+    """Install the handlers, on the main thread.
+
+    An ignored SIGHUP (``nohup``) stays ignored unless torchrun passes it on.
+    """
     global _pipe, _requested
-    _pipe, _requested = os.pipe(), None
-    by_torchrun = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    _pipe = os.pipe()
+    _requested = None
+
+    from_torchrun = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     for number in _SIGNALS:
-        if by_torchrun or number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            _handlers[number] = signal.signal(
-                number, lambda *_: None
-            )  # CPython writes the number into the pipe
-            signal.siginterrupt(number, False)  # system calls of C++ libraries restart
+        is_ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        if is_ignored and not from_torchrun:
+            continue
+        # The handler does nothing: CPython writes the number into the pipe.
+        _handlers[number] = signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)  # system calls of C++ libraries restart
+
     os.set_blocking(_pipe[1], False)
     signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
 
 
 def receive(seconds: float) -> list[str]:
-    """Wait at most so long for signals, on any thread, even while the main thread is inside C; ``wake`` ends it."""
-    readable = select.select([_pipe[0]], [], [], seconds)[0]
-    return (
-        [signal.Signals(n).name for n in os.read(_pipe[0], 512) if n in _SIGNALS]
-        if readable
-        else []
-    )
+    """Wait up to ``seconds`` for signals and return their names; ``wake`` ends the wait.
+
+    Works on any thread, even while the main thread is inside C.
+    """
+    readable, _, _ = select.select([_pipe[0]], [], [], seconds)
+    if not readable:
+        return []
+    received = os.read(_pipe[0], 512)
+    return [signal.Signals(number).name for number in received if number in _SIGNALS]
 
 
 def wake() -> None:
@@ -72,7 +84,10 @@ _forking = threading.local()
 
 
 def _hold_signals() -> None:
-    """Before a fork: until handlers and pipe are the parent's alone, a signal to the child would be one to the run."""
+    """Block signals before a fork, until handlers and pipe belong to the parent alone.
+
+    Otherwise a signal to the child would reach the run through the shared pipe.
+    """
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
@@ -92,7 +107,7 @@ os.register_at_fork(
 
 
 class SignalStop(StopCheck):
-    """``StopCheck`` of signals; where no command has installed handlers for them, it never stops."""
+    """``StopCheck`` for signals; never stops a program that has not installed their handlers."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -101,6 +116,9 @@ class SignalStop(StopCheck):
         return requested() is not None
 
     def __call__(self) -> None:
-        if _pipe and int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
+        if not _pipe:
+            return
+        is_requested = torch.tensor(int(self.requested()))
+        if int(self.comm.all_reduce(is_requested, "max")):
             names = self.comm.all_gather_object(requested())
             raise Interrupted(next(name for name in names if name is not None))

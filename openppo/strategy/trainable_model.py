@@ -1,9 +1,8 @@
-"""One trained model: forward, backward with explicit boundaries, clipped optimizer step, schedule; its weights."""
+"""Trained model: forward, backward with explicit boundaries, clipped optimizer step, schedule; its weights."""
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate, groupby
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import deepspeed
@@ -14,15 +13,15 @@ from torch import Tensor, nn
 from openppo.strategy.launches import LaunchWatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's, by their names in its state."""
+"""Names of the moments in Adam's state."""
 GATHERED_BYTES = 2**30
-"""Of weights gathered together, and one more: each time waits for the device."""
+"""Weights are gathered together until they exceed this size: each gathering waits for the device."""
 
 
 class TrainableModel:
     """A DeepSpeed engine with the few operations that training loops need.
 
-    Between two calls of ``step``, ``backward`` is called once for each micro-batch and the last call says
+    Between two calls of ``step``, call ``backward`` once for each micro-batch, the last time with
     ``last=True``. Losses are not scaled in any way; DeepSpeed averages gradients over ranks, so a loss that is a
     sum over this rank's share, divided by a total over all ranks, must be multiplied by the number of ranks.
 
@@ -30,7 +29,7 @@ class TrainableModel:
     """
 
     merges_adapters = False
-    """Whether ``gathered`` merges adapters, see ``DeepspeedStrategy.fits_merged``; not in lockstep."""
+    """True if ``gathered`` merges adapters, see ``DeepspeedStrategy.fits_merged``; not in lockstep."""
 
     def __init__(
         self,
@@ -43,13 +42,12 @@ class TrainableModel:
         self.scheduler = scheduler
         self._uncompiled = uncompiled
         self._launches = launches
-        self._host: dict[
-            tuple[int, str], Tensor
-        ] = {}  # offloaded moments: pinning each time anew would take long
+        self._pinned: dict[tuple[int, str], Tensor] = {}
+        """Host memory of offloaded moments, kept since pinning takes long."""
 
     @property
     def module(self) -> nn.Module:
-        """The module that was prepared."""
+        """The prepared module."""
         return self.deepspeed.module
 
     @property
@@ -69,10 +67,10 @@ class TrainableModel:
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate gradients of the scalar ``loss``; ``last`` marks the last micro-batch before ``step``.
 
-        A loss that is not finite makes the whole gradient NaN, which ``step`` sees on all ranks.
+        A loss that is not finite makes the whole gradient NaN, which ``step`` finds on all ranks.
         """
         loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
-        # Before the backward too: ZeRO-1 and 2 reduce gradients in hooks that ask for the boundary.
+        # Before the backward too: ZeRO-1 and 2 reduce gradients in hooks that read the boundary.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss)
         self._launches.after_backward(last)
@@ -84,44 +82,45 @@ class TrainableModel:
         """
         for key, state, name in self._adam_moments():
             moment = state[name]
-            if key not in self._host:
-                self._host[key] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda)
-            state[name] = self._host[key].copy_(moment)
+            if key not in self._pinned:
+                self._pinned[key] = torch.empty_like(
+                    moment, device="cpu", pin_memory=moment.is_cuda
+                )
+            state[name] = self._pinned[key].copy_(moment)
 
     def load_adam_moments(self) -> None:
-        """Move Adam's moments back to where the weights are."""
+        """Move Adam's moments back to the device of the weights."""
+        device = self.deepspeed.device
         for key, state, name in self._adam_moments():
-            if state[name] is self._host.get(key):
-                state[name] = state[name].to(self.deepspeed.device, non_blocking=True, copy=True)
+            moment = state[name]
+            if moment is self._pinned.get(key):
+                state[name] = moment.to(device, non_blocking=True, copy=True)
 
     def reset_adam(self) -> None:
-        """Zero Adam's moments and count of steps, as of a fresh one; weights and schedule stay. On all ranks alike.
+        """Zero Adam's moments and step count; weights and schedule stay.
 
-        It may be called wherever the moments are. GLM-5 (arXiv 2602.15763) does so when its engines get new weights.
+        Call it on all ranks alike; the moments may be on the host. GLM-5 (arXiv 2602.15763) resets Adam when its
+        engines get new weights.
         """
         for _, state, name in self._adam_moments():
             state[name].zero_()
             state["step"] = 0 * state["step"]  # a tensor, or a number of DeepSpeed's Adam
 
-    def _adam_moments(self) -> list[tuple[tuple[int, str], dict[str, Tensor], str]]:
-        """Key, owner and name of each moment that Adam has made."""
+    def _adam_moments(self) -> Iterator[tuple[tuple[int, str], dict[str, Tensor], str]]:
+        """Yield key, owner and name of each moment that Adam has created."""
         adam: Any = self.deepspeed.basic_optimizer
-        states = enumerate(adam.state.values())
-        return [
-            ((number, name), state, name)
-            for number, state in states
-            for name in MOMENTS
-            if name in state
-        ]
+        for number, state in enumerate(adam.state.values()):
+            for name in MOMENTS:
+                if name in state:
+                    yield (number, name), state, name
 
     def step(self) -> float:
         """Clip, update, advance the schedule. Returns the gradient's L2 norm before clipping.
 
         When that is not finite, on all ranks alike, neither weights nor optimizer nor schedule change.
         """
-        if (
-            self.deepspeed.zero_optimization_stage() == 0
-        ):  # DeepSpeed neither reports a norm there nor skips a step
+        if self.deepspeed.zero_optimization_stage() == 0:
+            # There DeepSpeed neither reports a norm nor skips a step.
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if math.isfinite(norm):
@@ -131,33 +130,33 @@ class TrainableModel:
         else:
             self.deepspeed.step()
             norm = float(self.deepspeed.get_global_grad_norm())
+
         if math.isfinite(norm):
             self.scheduler.step()
         return norm
 
     @contextmanager
     def gathered(self, in_lockstep: bool = False) -> Iterator[None]:
-        """Inside, the module may be called, its layers uncompiled: by each rank alone, or by all together in lockstep.
+        """Context to call the module, by each rank alone or by all in lockstep; its layers run uncompiled.
 
-        Under ZeRO-3 it has whole weights and no hooks, unless in lockstep. All ranks enter together.
+        Under ZeRO-3 the module has whole weights and no hooks, unless in lockstep. All ranks enter together.
         """
-        whole = self.deepspeed.zero_optimization_stage() == 3 and not in_lockstep
-        merging = self.merges_adapters and not in_lockstep
-        with (
-            unwrap_model_for_generation(self.deepspeed) if whole else nullcontext(),
-            adapters_merged(self.module) if merging else nullcontext(),
-            self._uncompiled(),
-        ):
+        with ExitStack() as stack:
+            if not in_lockstep and self.deepspeed.zero_optimization_stage() == 3:
+                stack.enter_context(unwrap_model_for_generation(self.deepspeed))
+            if not in_lockstep and self.merges_adapters:
+                stack.enter_context(adapters_merged(self.module))
+            stack.enter_context(self._uncompiled())
             yield
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """``merged_weights`` of the policy; all ranks together."""
+        """Yield ``merged_weights`` of the policy; all ranks together."""
         policy: Any = self.module
         return merged_weights(policy.model)
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """Layers of PEFT with adapters, by name."""
+    """Return the layers of PEFT with adapters, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # seconds of imports
 
     return {
@@ -167,66 +166,99 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapters_merged(module: nn.Module) -> Iterator[None]:
-    """Inside, adapters are merged into the weights, which are bit for bit as before afterwards.
+    """Merge adapters into the weights; on exit the weights are restored bit for bit.
 
     Weights keep their addresses, which recorded decode steps read.
     """
-    kept: dict[Any, Tensor] = {}
+    originals: dict[Any, Tensor] = {}
     try:
         for layer in adapted_layers(module).values():
             weight = layer.base_layer.weight.data
-            kept[layer] = weight.clone()
+            originals[layer] = weight.clone()
             weight.copy_(_merged(weight, layer))
-            layer.merged_adapters = list(
-                layer.active_adapters
-            )  # forwards of peft leave them out then
+            # Forwards of peft then leave these adapters out.
+            layer.merged_adapters = list(layer.active_adapters)
         yield
     finally:
-        for layer, before in kept.items():
-            layer.base_layer.weight.data.copy_(before)
+        for layer, original in originals.items():
+            layer.base_layer.weight.data.copy_(original)
             layer.merged_adapters = []
 
 
 def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole weight, one by one, of a Hugging Face or PEFT model with adapters added; nothing changes.
+    """Yield name and whole weight of a Hugging Face or PEFT model with adapters added; nothing changes.
 
     Under ZeRO-3 they are gathered about 1 GiB at a time, and copied.
     """
     model: nn.Module = policy.get_base_model() if hasattr(policy, "peft_config") else policy
     layers = adapted_layers(model)
-    adapters = {
-        f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()
-    }
-    weights: list[Any] = [
-        (n, p) for n, p in model.named_parameters() if n not in adapters or ".base_layer." in n
-    ]
+    weights = _without_adapters(model, layers)
     partitioned = any(hasattr(p, "ds_id") for _, p in weights)
-    sizes = (p.ds_numel * p.element_size() if partitioned else GATHERED_BYTES for _, p in weights)
-    numbered = zip(accumulate(sizes, initial=0), weights, strict=False)
-    for _, together in groupby(numbered, lambda each: each[0] // GATHERED_BYTES):
-        group = [
-            (name, p, layers.get(name.removesuffix(".base_layer.weight")))
-            for _, (name, p) in together
-        ]
-        involved = [
-            p
-            for _, weight, layer in group
-            for p in ([weight] if layer is None else layer.parameters())
-        ]
-        with GatheredParameters(involved, enabled=partitioned):
-            copy = Tensor.clone if partitioned else Tensor.detach
-            whole = [
-                copy(p.detach()) if layer is None else _merged(p, layer) for _, p, layer in group
-            ]
-        yield from zip(
-            (name.replace(".base_layer.", ".") for name, *_ in group), whole, strict=True
-        )
-        del whole  # before the next are gathered
+    for group in _gather_groups(weights, partitioned):
+        merged = _merge_group(group, layers, partitioned)
+        yield from merged
+        del merged  # before the next group is gathered
+
+
+def _without_adapters(model: nn.Module, layers: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return name and parameter of a model's own weights, also of those inside adapted layers."""
+    inside_layers = set()
+    for prefix, layer in layers.items():
+        inside_layers |= {f"{prefix}.{name}" for name, _ in layer.named_parameters()}
+    return [
+        (name, weight)
+        for name, weight in model.named_parameters()
+        if name not in inside_layers or ".base_layer." in name
+    ]
+
+
+def _gather_groups(
+    weights: list[tuple[str, Any]], partitioned: bool
+) -> Iterator[list[tuple[str, Any]]]:
+    """Yield weights in groups to gather together; without partitions, one by one."""
+    if not partitioned:
+        for named_weight in weights:
+            yield [named_weight]
+        return
+
+    group: list[tuple[str, Any]] = []
+    start = 0  # bytes of all earlier weights
+    group_number = 0
+    for name, weight in weights:
+        if start // GATHERED_BYTES != group_number:
+            yield group
+            group = []
+            group_number = start // GATHERED_BYTES
+        group.append((name, weight))
+        start += weight.ds_numel * weight.element_size()
+    if group:
+        yield group
+
+
+def _merge_group(
+    group: list[tuple[str, Any]], layers: dict[str, Any], partitioned: bool
+) -> list[tuple[str, Tensor]]:
+    """Gather the weights of a group and return them whole, by name, with adapters added."""
+    owners = [layers.get(name.removesuffix(".base_layer.weight")) for name, _ in group]
+    involved: list[Any] = []
+    for (_, weight), layer in zip(group, owners, strict=True):
+        if layer is None:
+            involved.append(weight)
+        else:
+            involved.extend(layer.parameters())
+
+    copy = Tensor.clone if partitioned else Tensor.detach
+    merged: list[tuple[str, Tensor]] = []
+    with GatheredParameters(involved, enabled=partitioned):
+        for (name, weight), layer in zip(group, owners, strict=True):
+            whole = copy(weight.detach()) if layer is None else _merged(weight, layer)
+            merged.append((name.replace(".base_layer.", "."), whole))
+    return merged
 
 
 @torch.no_grad()
 def _merged(weight: Tensor, layer: Any) -> Tensor:
-    """``weight`` with all active adapters of a peft ``layer``, summed in float32."""
+    """Return ``weight`` with all active adapters of a peft ``layer``, summed in float32."""
     total = weight.float()
     for adapter in layer.active_adapters:
         total = total + layer.get_delta_weight(adapter).float()

@@ -14,7 +14,8 @@ from openppo.config import PPODataConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.token_rewards import begin_scoring, check_rewarded, useful_groups
+from openppo.experience.group_filters import useful_groups
+from openppo.experience.scoring import begin_scoring, check_rewarded
 from openppo.rollout.engine_sampler import EngineSampler, rank_share
 from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.rollout.failures import N_SHOWN, FailureCount, NothingTrainedError

@@ -10,7 +10,8 @@ import transformers
 from openppo.config import TrainPPOConfig, mask_credentials
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.size import n_elements
-from openppo.rewards.model import ModelScorer, ProcessScorer
+from openppo.rewards.model import ModelScorer
+from openppo.rewards.process import ProcessScorer
 from openppo.strategy.compilation import has_compiled_layers
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.fused_kernels import fused_in

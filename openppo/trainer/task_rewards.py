@@ -86,7 +86,7 @@ class TaskRewards:
             return None
         setup = replace(
             self._setup(task),
-            source=task.config.eval_rewards,
+            rewards=task.config.eval_rewards,
             prompts=self.data.held_out,
             function_flag="--eval_reward_fn",
         )

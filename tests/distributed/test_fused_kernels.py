@@ -8,11 +8,11 @@ import pytest
 from tests.distributed.runs import logged
 
 PROGRAM = """
-from openppo.strategy import comm, fused_forwards, fused_kernels
+from openppo.strategy import comm, fused_bindings, fused_forwards
 from tests.unit.strategy.test_fused_kernels import GELU, Joined, Norm, Rotary, SiLU
 
 kernels = fused_forwards.Kernels(Norm, Rotary, SiLU, GELU, Joined)
-for module in (fused_forwards, fused_kernels):
+for module in (fused_forwards, fused_bindings):
     module.load_kernels = lambda: kernels
     module.kernel_errors = lambda: fused_forwards.ERRORS
 comm.has_kernels = lambda device, comm: True

@@ -17,7 +17,7 @@ from openppo.datasets.image_families import check_images
 from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
 from openppo.experience.reward_names import RewardNames
-from openppo.experience.token_rewards import begin_scoring, check_rewarded
+from openppo.experience.scoring import begin_scoring, check_rewarded
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup

@@ -10,8 +10,8 @@ import torch
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
+from openppo.experience.group_filters import useful_groups
 from openppo.experience.measure import measure_signal
-from openppo.experience.token_rewards import useful_groups
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.types import Ending, Episode, FinishReason, Prompt, SingleProcess, Trajectory

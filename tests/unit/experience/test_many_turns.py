@@ -211,31 +211,31 @@ def test_tokens_of_environments_anywhere_change_no_bit_of_an_advantage(name, n_m
     assert without.advantages is not None and without.advantages.any()
 
 
-def forked(t, n_parts):
-    """``t`` as an episode in parts: each has the tokens so far, and is trained on the turns that none before has."""
+def forked(t, n_segments):
+    """``t`` as an episode in segments: each has the tokens so far, and is trained on the turns that none before has."""
     played, total = Episode([], Ending.COMPLETED, n_turns=len(t.spans)), sum(t.action_mask)
-    cuts = [*[stop for _, stop in t.spans[: n_parts - 1]], len(t.token_ids)]
-    parts = []
+    cuts = [*[stop for _, stop in t.spans[: n_segments - 1]], len(t.token_ids)]
+    segments = []
     for start, stop in zip([0, *cuts], cuts, strict=False):
         fresh = [is_action and i >= start for i, is_action in enumerate(t.action_mask[:stop])]
         lists: Any = t.token_ids[:stop], fresh, t.log_probs[:stop], t.versions[:stop]
-        part = Trajectory(
+        segment = Trajectory(
             *lists, t.finish_reason, t.prompt, t.group, share=sum(fresh) / total, scores=t.scores
         )
-        part.token_rewards = [
+        segment.token_rewards = [
             reward * own for reward, own in zip(t.token_rewards, fresh, strict=False)
         ]
-        part.step_ends = [end and own for end, own in zip(t.step_ends, fresh, strict=False)]
-        part.greedy, part.episode = t.greedy, played
-        parts.append(part)
-    return parts
+        segment.step_ends = [end and own for end, own in zip(t.step_ends, fresh, strict=False)]
+        segment.greedy, segment.episode = t.greedy, played
+        segments.append(segment)
+    return segments
 
 
-@pytest.mark.parametrize("n_parts", [1, 2, 3])
-def test_each_part_has_the_reward_of_its_whole_episode(n_parts):
-    for whole in episodes_at_random(random.Random(n_parts)):
-        parts = forked(whole, n_parts)
-        assert whole_rewards(parts, {}) == pytest.approx([whole.total_reward({})] * n_parts)
+@pytest.mark.parametrize("n_segments", [1, 2, 3])
+def test_each_segment_has_the_reward_of_its_whole_episode(n_segments):
+    for whole in episodes_at_random(random.Random(n_segments)):
+        segments = forked(whole, n_segments)
+        assert whole_rewards(segments, {}) == pytest.approx([whole.total_reward({})] * n_segments)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def test_an_episode_in_parts_counts_once_in_its_group(name):
     )
     name = name.removesuffix(" by group")
     whole, expected = made(name, rows, coef=0, **options)
-    for n_parts in (2, 3, 5):
-        parts = [*rows[:1], *forked(rows[1], n_parts), *rows[2:]]
-        split, metrics = made(name, parts, coef=0, **options)
+    for n_segments in (2, 3, 5):
+        segments = [*rows[:1], *forked(rows[1], n_segments), *rows[2:]]
+        split, metrics = made(name, segments, coef=0, **options)
         expected_of, found = (x.advantages[x.action_mask] for x in (whole, split))
         assert found.tolist() == pytest.approx(expected_of.tolist(), abs=1e-6)
         assert {n: metrics[n] for n in metrics if "reward" in n} == pytest.approx(
@@ -261,9 +261,11 @@ def test_an_episode_in_parts_counts_once_in_its_group(name):
 
 
 @pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
-@pytest.mark.parametrize("n_parts", [1, 2, 3, 4, 5])
-def test_each_token_has_the_same_weight_in_the_loss_however_an_episode_is_forked(loss_agg, n_parts):
-    rows = episodes_at_random(random.Random(n_parts), n_turns=5)
+@pytest.mark.parametrize("n_segments", [1, 2, 3, 4, 5])
+def test_each_token_has_the_same_weight_in_the_loss_however_an_episode_is_forked(
+    loss_agg, n_segments
+):
+    rows = episodes_at_random(random.Random(n_segments), n_turns=5)
 
     def weights_of(trajectories):
         buffer = ReplayBuffer()
@@ -279,5 +281,5 @@ def test_each_token_has_the_same_weight_in_the_loss_however_an_episode_is_forked
     assert expected.sum().item() == pytest.approx(
         len(expected) / (6 * 9) if loss_agg == "constant" else 1, abs=1e-6
     )
-    parts = [part for t in rows for part in forked(t, n_parts)]
-    assert weights_of(parts).tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    segments = [segment for t in rows for segment in forked(t, n_segments)]
+    assert weights_of(segments).tolist() == pytest.approx(expected.tolist(), abs=1e-6)

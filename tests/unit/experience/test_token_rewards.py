@@ -8,13 +8,9 @@ import torch
 
 from openppo.config import RewardShapingConfig
 from openppo.experience import AdaptiveKLController, FixedKLController, compute_reward
-from openppo.experience.token_rewards import (
-    RunningMoments,
-    one_reward_groups,
-    overlong_mask,
-    shape_scores,
-    soft_overlong_penalty,
-)
+from openppo.experience.group_filters import one_reward_groups
+from openppo.experience.running_moments import RunningMoments
+from openppo.experience.token_rewards import overlong_mask, shape_scores, soft_overlong_penalty
 from openppo.models import compute_approx_kl
 from openppo.types import SingleProcess
 from tests.ranks import on_ranks

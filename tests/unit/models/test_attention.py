@@ -13,16 +13,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaForCausalLM
 
-from openppo.models import attention
+from openppo.models import attention, causal_blocks
 from openppo.models.actor import Actor
 from openppo.models.attention import (
     BY_LENGTHS,
     ON_CPU,
     ON_GPU,
     ON_OLDER_GPU,
-    causal_attention,
-    n_weights,
 )
+from openppo.models.causal_blocks import causal_attention, n_weights
 from openppo.models.loading import load_causal_lm, load_options
 from openppo.models.padding import pack_where_exact
 from openppo.rollout.hf_engine import HFEngine
@@ -50,11 +49,11 @@ def outputs_and_gradients(output, inputs):
     return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
 
 
-@pytest.mark.parametrize("scores", [attention._SCORES, 300], ids=["at once", "row by row"])
+@pytest.mark.parametrize("scores", [causal_blocks._SCORES, 300], ids=["at once", "row by row"])
 @pytest.mark.parametrize("length", [2, 31, 128, 129, 300])
 @GROUPED
 def test_outputs_and_gradients_are_those_of_torch(length, queries, keys, scores, monkeypatch):
-    monkeypatch.setattr(attention, "_SCORES", scores * length)
+    monkeypatch.setattr(causal_blocks, "_SCORES", scores * length)
     inputs = heads(3, queries, keys, length, 8, torch.float32)
     output, kept = causal_attention(*inputs, SCALE, n_weights(inputs[0]))
     plain = F.scaled_dot_product_attention(

@@ -12,7 +12,7 @@ from openppo.models.batching import MicroBatchSize
 from openppo.models.equal_batches import equal_batches
 from openppo.models.scalar_head import ProcessRewardModel
 from openppo.rewards.build import ScorerSetup
-from openppo.rewards.model import ProcessScorer
+from openppo.rewards.process import ProcessScorer
 from openppo.strategy.comm import InferenceStrategy
 from openppo.types import Prompt, SingleProcess
 from tests.conftest import save_tokenizer

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from openppo.models.scalar_head import get_llm_for_sequence_regression
-from openppo.strategy import fused_forwards, fused_kernels
+from openppo.strategy import fused_bindings, fused_forwards
 from openppo.strategy.fused_kernels import fuse_kernels, fused_in, has_kernels
 from openppo.types import SingleProcess
 from tests.architectures import NAMES, tiny_config
@@ -102,7 +102,7 @@ class Joined:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = fused_forwards.Kernels(Norm, Rotary, SiLU, GELU, Joined)
-    for module in (fused_forwards, fused_kernels):
+    for module in (fused_forwards, fused_bindings):
         monkeypatch.setattr(module, "load_kernels", lambda: stand_in)
         monkeypatch.setattr(module, "kernel_errors", lambda: fused_forwards.ERRORS)
 
@@ -211,7 +211,7 @@ def test_a_kernel_that_does_not_agree_is_left_out(
 ) -> None:
     caplog.set_level(logging.INFO, logger="openppo")
     parts = vars(fused_forwards.load_kernels()) | {part: wrong}
-    for module in (fused_forwards, fused_kernels):
+    for module in (fused_forwards, fused_bindings):
         monkeypatch.setattr(module, "load_kernels", lambda: fused_forwards.Kernels(**parts))
     model = model_of("llama")
     fuse_kernels(model, CPU, SingleProcess())
@@ -284,7 +284,7 @@ class SiLUFunction(torch.autograd.Function):
 def test_a_compiled_layer_is_one_graph_with_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     product = fused_forwards._backward_once(SiLUFunction)
     functions = fused_forwards.Kernels(NormFunction, Rotary, product, GELU, Joined)
-    for module in (fused_forwards, fused_kernels):
+    for module in (fused_forwards, fused_bindings):
         monkeypatch.setattr(module, "load_kernels", lambda: functions)
     model = model_of("qwen3").train()
     expected = outputs(model)
@@ -313,11 +313,11 @@ def test_on_a_cpu_nothing_is_looked_for() -> None:
 INTERPRETED = """
 import tests.triton_interpreter
 import json, torch
-from openppo.strategy import fused_kernels
+from openppo.strategy import fused_bindings, fused_kernels
 from tests.unit.strategy.test_fused_kernels import CPU, model_of, outputs
 from openppo.types import SingleProcess
 import copy
-fused_kernels._LARGEST_ERRORS = {torch.float32: 1e-4}  # bfloat16 of the interpreter itself is wrong
+fused_bindings._LARGEST_ERRORS = {torch.float32: 1e-4}  # bfloat16 of the interpreter itself is wrong
 found = {}
 for name in ("qwen3", "gemma3_text", "phi3"):
     model = model_of(name)

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from openppo.experience.token_rewards import begin_scoring
+from openppo.experience.scoring import begin_scoring
 from openppo.rollout.engine_sampler import sample_trajectories
 from openppo.rollout.episodes import by_episode, episode_reward
 from openppo.tracking.report.run_data import short_names

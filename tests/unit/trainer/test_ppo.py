@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from openppo.config import RunConfig
-from openppo.experience.token_rewards import useful_groups
+from openppo.experience.group_filters import useful_groups
 from openppo.rollout.failures import NothingTrainedError
 from openppo.tracking.phase import current
 from openppo.trainer.callbacks import Callback
