@@ -75,8 +75,8 @@ def build_ppo_trainer(
     """Build a trainer from options; ``ValueError`` names the flag or the object at fault.
 
     ``source`` yields trajectories, or (as ``Players``) makes the sampler of an agent's episodes; without it the policy
-    responds to prompts. ``trackers`` log on rank 0. ``objects`` are fields of ``OwnObjects``: models, a tokenizer,
-    prompts and a reward function in place of those that options name.
+    responds to prompts. ``trackers`` log on rank 0. ``objects`` are fields of ``OwnObjects`` and replace objects that
+    options name: models, a tokenizer, prompts and a reward function.
     """
     players: Players | None = None
     if isinstance(source, Players):
