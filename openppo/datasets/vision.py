@@ -118,7 +118,7 @@ class Vision:
         """Write a conversation, with the processor's token for each image and video of ``messages``.
 
         ``render`` writes the messages, after it has converted each content with the function that it receives: to parts
-        or to a text, as the chat template expects. If ``guarded``, texts are, too (see the method).
+        or to a text, as the chat template expects. With ``guarded``, tokens for media in texts are broken up.
         """
         n_places = len(list(media_parts(messages)))
         # A template that takes parts may write only texts for some roles.
@@ -198,8 +198,7 @@ class Vision:
     ) -> tuple[str, list[int]]:
         """Replace each place in ``text`` with the tokens of its item.
 
-        Returns the longer text, and the positions ``cuts`` in it. ``ValueError`` unless there are as many places as
-        ``items`` of each kind.
+        Returns the longer text, and the positions ``cuts`` in it. ``ValueError`` unless places and ``items`` match.
         """
         places = list(self._places.finditer(text))
         for kind, token in self.tokens.items():
@@ -224,15 +223,14 @@ class Vision:
         """Return ``ids``; ``ValueError`` unless as many of them stand for media as ``items`` have tokens."""
         n_tokens = sum(ids.count(token_id) for token_id in self.token_ids)
         if n_tokens != sum(item.n_tokens for item in items):
-            raise ValueError(
-                f"{n_tokens} tokens stand for {len(items)} images: the row's text contains the token."
-            )
+            problem = f"{n_tokens} tokens stand for {len(items)} images"
+            raise ValueError(f"{problem}: the row's text contains the token.")
         return ids
 
     def item(self, value: object, kind: str = "image", near: str = "") -> MediaItem:
-        """Process ``value``, an image or a video in any form.
+        """Process ``value``, an image or a video in any form; a path may be relative to the file ``near``.
 
-        A path may be relative to the folder of the file ``near``. Raises one of ``UNREADABLE`` for any other value.
+        Raises one of ``UNREADABLE`` for any other value.
         """
         options = self.options
         processor = self.processor

@@ -30,9 +30,7 @@ class HFEngine(Engine):
 
     Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU; on a GPU 256, or fewer if memory for them
     is short when decoding begins). Waiting requests take over the rows of ended ones; equal prompts are read once. A
-    response ends with a sampled id in ``eos_token_ids`` and includes it. ``pad_token_id`` only fills unused places, so
-    it may be EOS.
-
+    response ends with a sampled id in ``eos_token_ids`` and includes it. ``pad_token_id`` only fills unused places.
     Pass ``any_rank`` if partitioned weights cannot be gathered; without it, ``new_recorder`` can record decode steps.
     """
 

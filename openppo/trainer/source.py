@@ -43,10 +43,7 @@ class PromptBatch(list[Prompt]):
 
 
 class PromptSource:
-    """Source that samples responses to batches of prompts and scores them in the background.
-
-    Every method is collective.
-    """
+    """Collective source that samples responses to batches of prompts and scores them in the background."""
 
     def __init__(
         self, config: TrainPPOConfig, components: PPOComponents, sampler: Sampler | None = None
@@ -110,9 +107,8 @@ class PromptSource:
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sample responses to this rank's share of ``prompts``, and start to score them.
 
-        With ``--dynamic_sampling``, groups with equal rewards are dropped, and further prompts come from
-        ``--prompt_data``. Raises, on all ranks, ``Interrupted`` on a signal and ``NothingTrainedError`` after many
-        failures.
+        With ``--dynamic_sampling``, further prompts of ``--prompt_data`` replace groups with equal rewards. Raises, on
+        all ranks, ``Interrupted`` on a signal and ``NothingTrainedError`` after many failures.
         """
         batch = prompts if isinstance(prompts, PromptBatch) else self.current_batch
         if batch is not None:
