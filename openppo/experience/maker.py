@@ -57,10 +57,8 @@ class ExperienceMaker:
     ``actor`` and ``reference`` (None without a KL) are called like ``Actor.forward``, ``critic`` (None for estimators
     without one) like a ``ScalarHeadModel``. All ranks call every method together, groups being whole on a rank.
 
-    >>> from openppo.tracking.metrics import Metrics
-    >>> experiences = maker.make(trajectories, Metrics())  # of two sampled responses
-    >>> experiences[0].advantages.shape == experiences[0].sequences.shape
-    True
+    >>> [experience.advantages.shape for experience in maker.make(trajectories, Metrics())]
+    [torch.Size([1, 4]), torch.Size([1, 4])]
     """
 
     actor: Model
@@ -106,11 +104,10 @@ class ExperienceMaker:
     def make(
         self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0
     ) -> list[Experience]:
-        """Make one experience per trajectory, in their order.
+        """Make one experience per trajectory, in order, on this maker's device (``buffer_cpu_offload``: the host).
 
-        They are on this maker's device (``buffer_cpu_offload``: on the host). Runs the models, then waits for scores
-        still under way (or for a signal: ``Interrupted`` on all ranks). ``n_done`` global steps have been trained
-        before, which is the policy's version.
+        Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
+        ``n_done`` is the number of global steps trained before, which is the policy's version.
         """
         batch = self._rewarded(trajectories, metrics, n_done)
         measure_staleness(trajectories, n_done, metrics)
