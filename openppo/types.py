@@ -138,8 +138,8 @@ class Trajectory:
     group: int
     # Factor in the losses; nothing else uses it.
     weight: float = 1.0
-    # Fraction of the episode's actions that are in this part. Rewards and groups count an episode once, sequence-level
-    # losses weight its parts by this fraction, and everything else counts each part.
+    # Fraction of the episode's actions that are in this segment. Rewards and groups count an episode once,
+    # sequence-level losses weight its segments by this fraction, and everything else counts each segment.
     fraction: float = 1.0
     # Rewards of the whole trajectory, by name.
     scores: dict[str, float] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class Trajectory:
     token_rewards: list[float] | None = None
     # Tokens at which a step ends and gets its reward; None if each action is a step.
     step_ends: list[bool] | None = None
-    # The greedy response to the same prompt; several trajectories if its episode was cut into parts.
+    # The greedy response to the same prompt; several trajectories if its episode was cut into segments.
     greedy: tuple[Trajectory, ...] = ()
     # The agent's episode; None for a single response.
     episode: Episode | None = None

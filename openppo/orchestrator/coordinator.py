@@ -217,7 +217,7 @@ class Coordinator:
         start = self._starts[number] if outcome.trajectories else self._starts.pop(number)
         plan = self.plans[start.task]
         episodes = by_episode(outcome.trajectories)
-        rewards = [episode_reward(parts, plan.weights) for parts in episodes]
+        rewards = [episode_reward(segments, plan.weights) for segments in episodes]
         self.schedule.accept(start, rewards, outcome.seconds)
         if outcome.trajectories:
             self.buffer.complete(number, outcome.trajectories)

@@ -137,7 +137,7 @@ class GroupPlayer:
             for sample in range(plan.n_samples)
         ]
         members = await asyncio.gather(*work)
-        good = [parts for parts in members if parts is not None]
+        good = [segments for segments in members if segments is not None]
         if len(good) < min(2, plan.n_samples):
             return Outcome(number, None, metrics, error=str(failures[-1]))
         trajectories = list(chain.from_iterable(good))
@@ -169,7 +169,7 @@ class GroupPlayer:
         metrics: Metrics,
         failures: list[SampleFailed],
     ) -> list[Trajectory] | None:
-        """Return the parts of one sample; None if all attempts failed."""
+        """Return the segments of one sample; None if all attempts failed."""
         prompt = plan.prompt(start.index)
         env_seed = sample_seed(plan.seed, start.index) % 2**31
         for attempt in range(plan.attempts):

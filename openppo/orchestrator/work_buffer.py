@@ -120,7 +120,7 @@ class WorkBuffer:
         groups = [self.buffered.pop(number) for number in numbers]
         self.counts["trained"] += len(groups)
         for group in groups:
-            self._lengths += [(_n_tokens(parts), False) for parts in by_episode(group)]
+            self._lengths += [(_n_tokens(segments), False) for segments in by_episode(group)]
         self._check()
         return groups
 
@@ -165,17 +165,19 @@ class WorkBuffer:
         """Return the fresh episodes of a group; none if fewer than two of several are left."""
         episodes = by_episode(group)
         fresh: list[list[Trajectory]] = []
-        for parts in episodes:
-            if not _is_old(parts, oldest):
-                fresh.append(parts)
-            elif self.stale == "mask" and any(max(part.versions) >= oldest for part in parts):
-                fresh.append([without_old(part, oldest) for part in parts])
+        for segments in episodes:
+            if not _is_old(segments, oldest):
+                fresh.append(segments)
+            elif self.stale == "mask" and any(
+                max(segment.versions) >= oldest for segment in segments
+            ):
+                fresh.append([without_old(segment, oldest) for segment in segments])
             else:
-                self._lengths.append((_n_tokens(parts), True))
+                self._lengths.append((_n_tokens(segments), True))
 
         if len(fresh) < min(2, len(episodes)):
             return []
-        return [part for parts in fresh for part in parts]
+        return [segment for segments in fresh for segment in segments]
 
     def _check(self) -> None:
         placed = sum(self.counts.values()) + len(self.buffered) + len(self.running)
@@ -190,8 +192,8 @@ def _is_old(trajectories: Group, oldest: int) -> bool:
     return any(version is not None and version < oldest for version in versions)
 
 
-def _n_tokens(parts: Sequence[Trajectory]) -> int:
-    return sum(len(part.token_ids) for part in parts)
+def _n_tokens(segments: Sequence[Trajectory]) -> int:
+    return sum(len(segment.token_ids) for segment in segments)
 
 
 def _measure_by_length(lengths: Sequence[tuple[int, bool]], metrics: Metrics) -> None:

@@ -20,19 +20,21 @@ def episode_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
 
 
 def by_episode(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Return the parts of each episode, both in order."""
-    parts: dict[int, list[Trajectory]] = {}
+    """Return the segments of each episode, both in order."""
+    segments: dict[int, list[Trajectory]] = {}
     for number, trajectory in zip(episode_numbers(trajectories), trajectories, strict=True):
-        parts.setdefault(number, []).append(trajectory)
-    return list(parts.values())
+        segments.setdefault(number, []).append(trajectory)
+    return list(segments.values())
 
 
-def episode_reward(parts: Sequence[Trajectory], weights: Mapping[str, float]) -> float:
-    """Return the total reward of an episode: its score plus the token rewards of its parts."""
-    return parts[-1].total_score(weights) + sum(sum(part.token_rewards or []) for part in parts)
+def episode_reward(segments: Sequence[Trajectory], weights: Mapping[str, float]) -> float:
+    """Return the total reward of an episode: its score plus the token rewards of its segments."""
+    return segments[-1].total_score(weights) + sum(
+        sum(segment.token_rewards or []) for segment in segments
+    )
 
 
 def whole_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[float]:
     """Return for each trajectory the total reward of its episode."""
-    rewards = [episode_reward(parts, weights) for parts in by_episode(trajectories)]
+    rewards = [episode_reward(segments, weights) for segments in by_episode(trajectories)]
     return [rewards[number] for number in episode_numbers(trajectories)]

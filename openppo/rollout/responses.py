@@ -20,7 +20,7 @@ class ResponseSampler:
     def sample(self, request: SampleRequest) -> list[Trajectory]:
         """Sample this rank's share, with the numbers of ``sample_trajectories``."""
         samples = self.driver.drive(self._sample_all(request), leave=self.parts.leave)
-        return [trajectory for parts in samples for trajectory in parts]
+        return [trajectory for segments in samples for trajectory in segments]
 
     async def _sample_all(self, request: SampleRequest) -> list[list[Trajectory]]:
         prompts, first_group = rank_share(request.prompts, request.first_group, self.parts.comm)

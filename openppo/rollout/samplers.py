@@ -80,7 +80,7 @@ class SingleSampler(Sampler, Protocol):
         group: int,
         metrics: Metrics,
     ) -> list[Trajectory]:
-        """Return the parts of one unscored sample; ``SampleFailed`` if it cannot be trained on.
+        """Return the segments of one unscored sample; ``SampleFailed`` if it cannot be trained on.
 
         It is not collective. ``env_seed`` is the seed of an environment, the same for all samples of a ``group``.
         """

@@ -250,7 +250,7 @@ class TaskSampler:
         group: int,
         metrics: Metrics,
     ) -> list[Trajectory]:
-        """Return the parts of one sample."""
+        """Return the segments of one sample."""
         return await self.samplers[prompt.task].sample_one(
             prompt, params, seed, env_seed=env_seed, group=group, metrics=metrics
         )

@@ -78,7 +78,9 @@ class StepDiagnostics:
         self._dump(step, "train", self.trained_on, weights=self.weights)
 
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
-            episode_rewards = [episode_reward(parts, self.weights) for parts in by_episode(kept)]
+            episode_rewards = [
+                episode_reward(segments, self.weights) for segments in by_episode(kept)
+            ]
             histograms = experience_histograms(buffer.items, episode_rewards, self.comm)
             self.components.trackers.log_histograms(step, histograms)
         buffer.clear()

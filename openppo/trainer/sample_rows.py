@@ -30,7 +30,7 @@ def choose(trajectories: Sequence[Trajectory]) -> list[int]:
     """Return indices of at most ``N_SAMPLES``: one sample, or two of a group, for each prompt.
 
     Prompts are those with the smallest checksums, so the same return in each pass over the data. An episode in several
-    parts counts by its last.
+    segments counts by its last.
     """
     groups: dict[int, list[int]] = {}
     last_parts = {number: i for i, number in enumerate(episode_numbers(trajectories))}

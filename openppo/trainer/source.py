@@ -276,8 +276,8 @@ class PromptSource:
             all_sampled += sampled
             metrics.merge(sampled.metrics)
             failed += sampled.failed
-            for parts in by_episode(sampled):
-                metrics.add("sampled_reward", episode_reward(parts, self.reward_weights))
+            for segments in by_episode(sampled):
+                metrics.add("sampled_reward", episode_reward(segments, self.reward_weights))
 
             kept += useful_groups(sampled, self.estimator.compares_steps, self.reward_weights)
             groups = {trajectory.group for trajectory in kept}
@@ -299,7 +299,7 @@ def _with_greedy(
     """Add a greedy response to each group, as its baseline; drop groups without one."""
     params = dataclasses.replace(request.params, temperature=0.0)
     greedy = sampler.sample(request._replace(params=params, n_samples=1, metrics=Metrics()))
-    by_group = {parts[-1].group: tuple(parts) for parts in by_episode(greedy)}
+    by_group = {segments[-1].group: tuple(segments) for segments in by_episode(greedy)}
     kept = [trajectory for trajectory in sampled if trajectory.group in by_group]
     for trajectory in kept:
         trajectory.greedy = by_group[trajectory.group]

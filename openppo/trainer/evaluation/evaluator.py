@@ -79,18 +79,18 @@ class Grading:
             metrics.merge(trajectories.metrics)
         return metrics.reduced(self.comm)
 
-    def passes(self, parts: Sequence[Trajectory]) -> bool:
-        """True if the ``parts`` of a response or episode pass; False without a ``pass_reward``."""
-        return self.is_enough(self.deciding_reward(parts))
+    def passes(self, segments: Sequence[Trajectory]) -> bool:
+        """True if the ``segments`` of a response or episode pass; False without a ``pass_reward``."""
+        return self.is_enough(self.deciding_reward(segments))
 
-    def deciding_reward(self, parts: Sequence[Trajectory]) -> float:
+    def deciding_reward(self, segments: Sequence[Trajectory]) -> float:
         """Return the score named ``pass_on``, -inf where it is missing; without a name the whole reward.
 
         A task of ``--tasks`` without that score passes by its whole reward.
         """
-        last = parts[-1]
+        last = segments[-1]
         if self.pass_on is None or (last.prompt.task and self.pass_on not in last.scores):
-            return episode_reward(parts, self.reward_weights)
+            return episode_reward(segments, self.reward_weights)
         return last.scores.get(self.pass_on, -math.inf)
 
     def is_enough(self, reward: float) -> bool:
@@ -109,8 +109,8 @@ class Grading:
             for k in pass_ks(len(episodes)):
                 metrics.add(f"{prefix}pass@{k}", pass_at_k(len(episodes), n_passed, k))
 
-        for parts in episodes:
-            episode = parts[-1].episode
+        for segments in episodes:
+            episode = segments[-1].episode
             if episode is not None:
                 metrics.add(f"{prefix}agent/turns", episode.n_turns)
                 for ending in Ending:
@@ -147,17 +147,17 @@ def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> li
 
 def evaluate_alone(trainer: Any) -> None:
     """Evaluate the model of a ``PPOTrainer``, log metrics and print their table, without training."""
-    parts = trainer.components
-    with parts.trackers:
+    components = trainer.components
+    with components.trackers:
         try:
             metrics = trainer.evaluate()
         except Interrupted as signal:
             logger.info("stopped by %s: --val_only has evaluated nothing", signal)
             return
-        parts.trackers.log(trainer.global_step, metrics)
+        components.trackers.log(trainer.global_step, metrics)
 
-    if parts.strategy.is_main:
-        sources = [prompt.task or prompt.source for prompt in parts.data.held_out]
+    if components.strategy.is_main:
+        sources = [prompt.task or prompt.source for prompt in components.data.held_out]
         lines = evaluation_table(metrics, sources)
         write_line("\n".join(lines), sys.stdout)
 

@@ -235,7 +235,7 @@ class EvaluateJob(_Job):
 
         if self.output is not None:
             episodes = by_episode(list(responses))
-            rows = [self._episode_row(parts, i) for i, parts in enumerate(episodes)]
+            rows = [self._episode_row(segments, i) for i, segments in enumerate(episodes)]
             write_rows(self.output, rows, self.comm)
         check_rewarded(responses, self.comm)
         RewardNames(self.grading.reward_weights, self.comm, self.grading.pass_on).check(responses)
@@ -273,25 +273,25 @@ class EvaluateJob(_Job):
         """Make the reader of agents' images; None where the model reads none."""
         return self._vision().for_agents(self.policy.config, f"--pretrain {self.options.pretrain}")
 
-    def _episode_row(self, parts: Sequence[Trajectory], number: int) -> dict[str, Any]:
+    def _episode_row(self, segments: Sequence[Trajectory], number: int) -> dict[str, Any]:
         """Make the line of this rank's response or episode ``number``."""
-        response = parts[-1]
+        response = segments[-1]
         episode = response.episode
         row = self._row(response, number)
         row["rewards"] = response.scores
-        row["reward"] = episode_reward(parts, self.grading.reward_weights)
+        row["reward"] = episode_reward(segments, self.grading.reward_weights)
         if response.logged:
             row["extra"] = response.logged
         if episode is not None:
             row["response"] = answer_text(response, self.tokenizer)
-            row["n_tokens"] = sum(sum(part.action_mask) for part in parts)
+            row["n_tokens"] = sum(sum(segment.action_mask) for segment in segments)
             row["ending"] = episode.ending.value
             row["turns"] = episode.n_turns
             row["messages"] = episode.messages
             row["error"] = episode.error
             row["output"] = episode.output
         if self.grading.pass_reward is not None:
-            row["passed"] = self.grading.passes(parts)
+            row["passed"] = self.grading.passes(segments)
         return row
 
 

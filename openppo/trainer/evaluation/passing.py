@@ -32,13 +32,13 @@ class PassWatch:
         if grading.pass_reward is None or self.has_warned:
             return
 
-        episodes = [parts for parts in by_episode(trajectories) if _is_trained(parts[-1])]
-        deciding = [grading.deciding_reward(parts) for parts in episodes]
+        episodes = [segments for segments in by_episode(trajectories) if _is_trained(segments[-1])]
+        deciding = [grading.deciding_reward(segments) for segments in episodes]
         # others lack the reward of --pass_on
         rewards = [reward for reward in deciding if reward > -math.inf]
         lowest = min(rewards, default=math.inf)
         highest = max(rewards, default=-math.inf)
-        score_names = set().union(*(parts[-1].scores for parts in episodes))
+        score_names = set().union(*(segments[-1].scores for segments in episodes))
 
         gathered = self.comm.all_gather_object((lowest, highest, score_names))
         for smallest, largest, names in gathered:
