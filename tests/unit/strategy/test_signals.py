@@ -92,12 +92,15 @@ assert signals.receive(0.5) == [], "which has asked nothing of the run"
 
 
 def test_a_signal_at_the_moment_of_a_fork_is_the_childs():
-    subprocess.run([sys.executable, "-c", FORKS], check=True)
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=600)
 
 
 def test_a_child_ends_by_its_own_signals(installed):
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        pool.map(abs, [1, 2])
-        pool.terminate()  # with SIGTERM
-        pool.join()
+    fork = multiprocessing.get_context("fork")
+    children = [fork.Process(target=time.sleep, args=(600,)) for _ in range(2)]
+    for child in children:
+        child.start()
+        child.terminate()  # with SIGTERM
+        child.join(60)
+    assert [child.exitcode for child in children] == [-signal.SIGTERM] * 2
     assert signals.receive(0.5) == [], "the signal of a child is not ours"
