@@ -240,8 +240,8 @@ def from_options(command: type[Command], **options: Any) -> Command:
     fields: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(command).items():
         if is_group(hint):
-            of_group = declared_options(hint).keys() & options.keys()
-            fields[name] = from_options(hint, **{option: options[option] for option in of_group})
+            group_names = declared_options(hint).keys() & options.keys()
+            fields[name] = from_options(hint, **{option: options[option] for option in group_names})
         elif name in options:
             fields[name] = _as_parsed(hint, options[name])
     return command(**fields)

@@ -220,8 +220,8 @@ def has_media(fields: RowFields) -> bool:
 
 def _put_in_front(messages: Sequence[Message], columns: Columns) -> None:
     """Begin the user's first message, or else the first one, with places for all items."""
-    of_user = (message for message in messages if message["role"] == "user")
-    first = next(of_user, messages[0])
+    user_turns = (message for message in messages if message["role"] == "user")
+    first = next(user_turns, messages[0])
     places = [{"type": kind} for kind in KINDS for _ in columns[kind]]
     first["content"] = places + first["content"]
 

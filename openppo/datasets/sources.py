@@ -184,8 +184,8 @@ def naming_row(row: SourceRow) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        of_source = f" of {row.source}" if row.source else ""
-        raise ValueError(f"{row.flag}, row {row.number}{of_source}: {error}") from error
+        source = f" of {row.source}" if row.source else ""
+        raise ValueError(f"{row.flag}, row {row.number}{source}: {error}") from error
 
 
 def _interleave(
@@ -196,8 +196,8 @@ def _interleave(
     numbers = iter(range(len(all_rows)))
     places = []
     for rows in loaded:
-        of_source = list(islice(numbers, len(rows)))
-        places.append(Dataset.from_dict({"place": of_source}))
+        source_places = list(islice(numbers, len(rows)))
+        places.append(Dataset.from_dict({"place": source_places}))
 
     mixed = interleave_datasets(places, shares, seed=seed, stopping_strategy="first_exhausted")
     return [all_rows[place] for place in mixed["place"][:]]

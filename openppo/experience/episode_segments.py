@@ -38,8 +38,8 @@ class EpisodeSegments:
         groups = [segment.group for segment in last_segments]
         self.groups = torch.tensor(groups, device=device)
         """Prompt of each episode, int64 (E,)."""
-        of_agent = [segment.episode is not None for segment in last_segments]
-        self.of_agent = torch.tensor(of_agent, device=device)
+        are_of_agents = [segment.episode is not None for segment in last_segments]
+        self.of_agent = torch.tensor(are_of_agents, device=device)
         """True for an agent's episode, False for a single response, (E,)."""
         truncated = [segment.truncated for segment in last_segments]
         self.truncated = torch.tensor(truncated, device=device)

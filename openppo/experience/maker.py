@@ -201,8 +201,8 @@ class ExperienceMaker:
     ) -> tuple[OldLogProbsFrom, bool]:
         """Source of the old policy's log-probs; True if older policies sampled any token. Collective."""
         # Foreign log-probs: of another engine, or of an agent, whose batches vary, so that the last bits differ.
-        of_engine = isinstance(trajectories, Rollout)
-        is_foreign = not of_engine or any(t.episode is not None for t in unscored)
+        is_from_engine = isinstance(trajectories, Rollout)
+        is_foreign = not is_from_engine or any(t.episode is not None for t in unscored)
         is_stale = any(_versions(t) - {n_done} for t in unscored)
         counts = torch.tensor([len(unscored), int(is_foreign), int(is_stale)])
         n_samples, n_foreign, n_stale = self.comm.all_reduce(counts).tolist()

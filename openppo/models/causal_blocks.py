@@ -83,12 +83,12 @@ def _backward(
         score_grads = torch.bmm(output_grads, values.transpose(1, 2))
         score_grads.sub_(means).mul_(weights)
 
-        of_queries = torch.bmm(score_grads, keys)
-        of_keys = torch.bmm(score_grads.transpose(1, 2), queries)
-        of_values = torch.bmm(weights.transpose(1, 2), output_grads)
-        query_grad[rows, :, start:end] = of_queries.view(-1, heads, size, width)
-        key_grad[rows, :, :end] += of_keys.view(-1, groups, end, width)
-        value_grad[rows, :, :end] += of_values.view(-1, groups, end, width)
+        query_part = torch.bmm(score_grads, keys)
+        key_part = torch.bmm(score_grads.transpose(1, 2), queries)
+        value_part = torch.bmm(weights.transpose(1, 2), output_grads)
+        query_grad[rows, :, start:end] = query_part.view(-1, heads, size, width)
+        key_grad[rows, :, :end] += key_part.view(-1, groups, end, width)
+        value_grad[rows, :, :end] += value_part.view(-1, groups, end, width)
     return query_grad.mul_(scale), key_grad.mul_(scale), value_grad
 
 

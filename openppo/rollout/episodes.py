@@ -1,12 +1,13 @@
 """Trajectories grouped by episode, and the rewards of episodes."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from openppo.types import Trajectory
 
 
 def episode_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
-    """Number the episodes from 0, in their order; return the number of each trajectory's.
+    """Number the episodes from 0, in their order; return the number of each trajectory.
 
     A trajectory without an episode gets a number of its own.
     """
@@ -21,17 +22,16 @@ def episode_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
 
 def by_episode(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
     """Return the segments of each episode, both in order."""
-    segments: dict[int, list[Trajectory]] = {}
+    segments: dict[int, list[Trajectory]] = defaultdict(list)
     for number, trajectory in zip(episode_numbers(trajectories), trajectories, strict=True):
-        segments.setdefault(number, []).append(trajectory)
+        segments[number].append(trajectory)
     return list(segments.values())
 
 
 def episode_reward(segments: Sequence[Trajectory], weights: Mapping[str, float]) -> float:
     """Return the total reward of an episode: its score plus the token rewards of its segments."""
-    return segments[-1].total_score(weights) + sum(
-        sum(segment.token_rewards or []) for segment in segments
-    )
+    token_rewards = sum(sum(segment.token_rewards or []) for segment in segments)
+    return segments[-1].total_score(weights) + token_rewards
 
 
 def whole_rewards(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[float]:

@@ -54,8 +54,8 @@ class FailureCount:
         """Message about too many failed groups in a row, of a task or run; None for fewer."""
         if self.groups < GROUPS_IN_A_ROW:
             return None
-        of_task = f" of task {task}" if task else ""
-        return f"{GROUPS_IN_A_ROW} groups{of_task} in a row failed; the last: {self.error}"
+        in_task = f" of task {task}" if task else ""
+        return f"{GROUPS_IN_A_ROW} groups{in_task} in a row failed; the last: {self.error}"
 
     def steps_message(self, n_steps: int) -> str | None:
         """Message for a run with too many steps without a trained episode; None for fewer.

@@ -117,8 +117,8 @@ def _speeds(
     for name, counts in tokens.items():
         speeds[f"speed/{name}_tokens_per_s"] = sum(counts) / seconds[name]
     if "step" in tokens:
-        of_step = speeds["speed/step_tokens_per_s"]
-        speeds["speed/step_tokens_per_s_per_device"] = of_step / n_devices
+        step_speed = speeds["speed/step_tokens_per_s"]
+        speeds["speed/step_tokens_per_s_per_device"] = step_speed / n_devices
     return speeds
 
 

@@ -189,11 +189,11 @@ def sample_rows(
         if line.key in chosen:
             row = json.loads(line.text)
             row.pop("time", None)
-            of_tokens = tokens_of.get((line.key, row.get("sample")))
-            if of_tokens is not None:
+            token_row = tokens_of.get((line.key, row.get("sample")))
+            if token_row is not None:
                 row["tokens"] = {
                     name: values
-                    for name, values in of_tokens.items()
+                    for name, values in token_row.items()
                     if name not in ("step", "time", "evaluation")
                 }
             rows.append(row)
