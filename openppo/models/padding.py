@@ -74,7 +74,7 @@ class WithMedia(Protocol):
 def with_stand_in(
     stand_in: WithMedia | None, media: Sequence[Media], *tensors: Tensor
 ) -> tuple[Sequence[Media], list[Tensor]]:
-    """Add ``stand_in`` as last row to the ``media`` and ``tensors`` (B, L) of a batch that lacks a kind of its media.
+    """Add ``stand_in`` as last row to ``media`` and ``tensors`` (B, L) that lack a kind of its media.
 
     ``tensors`` are sequences, their attention mask and possibly an action mask; the new row has no actions. Every rank
     then runs the same modules, as ZeRO requires.

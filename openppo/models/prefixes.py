@@ -132,7 +132,7 @@ def _distinct_rows(
 def _inputs(
     tree: PrefixTree, sequences: Tensor, model: Any, media: Sequence[Media]
 ) -> dict[str, Any]:
-    """Inputs (1, T) of a tree; in bfloat16 on CPUs T is a little larger, for the reason given in ``pad_width``."""
+    """Inputs (1, T) of a tree; in bfloat16 on CPUs T is rounded up, as in ``pad_width``."""
     device = device_of(model)
     width = len(tree.depths)
     if device.type == "cpu" and model.dtype is torch.bfloat16:
