@@ -153,7 +153,7 @@ def collective(
 ) -> T:
     """Return ``work()`` on every rank; if one rank raises one of ``errors``, all ranks raise.
 
-    ``raised`` makes the exception from the first message; the failed ranks and their hosts precede it unless all failed.
+    ``raised`` makes the exception from the first message, which follows the failed ranks and hosts unless all failed.
     """
     result = None
     error = None
