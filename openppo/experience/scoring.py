@@ -22,7 +22,7 @@ def begin_scoring(
     """Start to score ``trajectories`` and their greedy responses; return a rollout of ``trajectories``.
 
     An episode is scored once, by its last trajectory, unless it failed or already has a reward of the whole. The metric
-    ``reward_errors`` counts samples on which the reward function raises; with ``prefix`` only a count above 0 is logged.
+    ``reward_errors`` counts samples on which the reward function raises; with ``prefix`` a count of 0 is left out.
     """
     greedy = {id(segment): segment for t in trajectories for segment in t.greedy}
     episodes = by_episode([*trajectories, *greedy.values()])

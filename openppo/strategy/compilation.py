@@ -76,9 +76,9 @@ def missing_tool(device: torch.device) -> str:
 
 
 def missing_compiler(variable: str, *names: str) -> str:
-    """Describe the missing compiler, one of ``names``; empty if it is there.
+    """Describe the missing compiler; empty if one of ``names`` is there.
 
-    The environment variable named ``variable`` may name another compiler.
+    If the environment sets ``variable``, that compiler counts instead of ``names``.
     """
     compilers = [os.environ[variable]] if variable in os.environ else names
     if any(map(shutil.which, compilers)):

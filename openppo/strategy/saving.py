@@ -14,7 +14,7 @@ from openppo.processor_files import copy_processor
 from openppo.weight_files import set_usual_mode
 
 _CONFIG_BESIDE_ADAPTERS = "model_config.json"
-"""File name of a PEFT folder's config; beside a config.json transformers would look for full weights."""
+"""File name of the model's config in a PEFT folder; beside a config.json transformers expects full weights."""
 
 
 def save_model(model: Any, folder: Path, is_main: bool) -> None:
