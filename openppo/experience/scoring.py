@@ -75,7 +75,7 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
 
 
 def needs_score(trajectory: Trajectory) -> bool:
-    """True if reward sources score it: it is no episode that failed or already has a reward of the whole."""
+    """True if reward sources score it, unlike an episode that failed or already has a reward of the whole."""
     if trajectory.episode is None:
         return True
     return trajectory.episode.ending.is_trained and not trajectory.scores

@@ -94,7 +94,7 @@ class Actor(nn.Module):
         self.packs_rows = False
         """True if the rows of a batch go through the model as one row, without padding (see ``pack_where_exact``)."""
         self.shares_prompts = False
-        """True if rows go through the model as one, in which shared prefixes occur once (see ``share_where_exact``)."""
+        """True if a batch becomes one row in which shared prefixes occur once (see ``share_where_exact``)."""
         self.stand_in: WithMedia | None = None
         """Prompt with an image, for batches without any (see ``with_stand_in``)."""
 

@@ -1,4 +1,4 @@
-"""Errors for arguments in another library's order; types and shapes tell, so no device has to be waited for."""
+"""Errors for arguments in another library's order, found from types and shapes without waiting for a device."""
 
 from __future__ import annotations
 

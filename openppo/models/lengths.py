@@ -109,7 +109,7 @@ def difference_from_sdpa(device: torch.device, dtype: torch.dtype = torch.bfloat
     """Name a difference of ``varlen_attn`` from SDPA in float32; None if there is none.
 
     The test rows are small and of unequal lengths, their heads share keys, and they run with and without a window.
-    Compared are outputs and gradients, and outputs of single queries over parts of a buffer.
+    The check compares outputs and gradients, and outputs of single queries over parts of a buffer.
     """
     try:
         for window in (None, 16):

@@ -14,7 +14,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 CHUNK_ELEMENTS = 1 << 24
 """Logits handled at a time, in elements: limits each float32 copy to 64 MiB."""
 CHUNK_ELEMENTS_ON_CPU = 1 << 20
-"""The same on CPUs, where so few stay in the cache: a forward takes a third of the time."""
+"""The same on CPUs, small enough to stay in the cache: a forward takes a third of the time."""
 LOGITS_AT_ONCE = 1 << 27
 """Logits that ``linear_log_probs`` keeps, in elements: 512 MiB in float32. If there are more, all are recomputed."""
 LOGITS_AT_ONCE_ON_CPU = 1 << 29

@@ -97,7 +97,7 @@ def with_stand_in(
 
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Move ``tensor`` to ``device``, through pinned memory to a GPU, since the host would wait for it otherwise."""
+    """Move ``tensor`` to ``device``; copies to a GPU use pinned memory, so that the host does not wait."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -124,7 +124,7 @@ class FunctionScorer:
             try:
                 return future.result()
             except SystemExit as error:
-                # Left alone, it would end the run with the status that it holds, perhaps 0.
+                # Uncaught, it would end the run with its own exit status, perhaps 0.
                 raise RuntimeError(
                     f"{self} raised {error!r}. Take the call of sys.exit() out."
                 ) from error
