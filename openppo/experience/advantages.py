@@ -1,4 +1,4 @@
-"""Advantages and returns over action tokens; tokens between two actions are crossed without discount."""
+"""Advantages and returns over action tokens; tokens between two actions are skipped without discount."""
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def get_cumulative_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -
 
 
 def pack_actions(per_token: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-    """Pack the entries under ``mask`` (B, L) to the left, zeros behind."""
+    """Pack the entries under ``mask`` (B, L) to the left, with zeros after them."""
     n_rows, length = mask.shape
     packed = per_token.new_zeros(n_rows, length + 1)  # the last column takes all other entries
     columns = torch.where(mask, places, length)
@@ -86,8 +86,8 @@ def _unpack_actions(packed: Tensor, mask: Tensor, places: Tensor) -> Tensor:
 def _discounted_sums(terms: Tensor, discount: float | Tensor) -> Tensor:
     """Sum ``terms`` (B, L) with a discount, without a loop over tokens.
 
-    S_t = x_t + c S_next, c one number or (B,). By doubling: the sum of 2n terms is that of n, and c^n times that of
-    the next n.
+    S_t = x_t + c S_next, c one number or (B,). Sums are doubled: a sum of 2n terms is that of the first n, plus c^n
+    times that of the next n.
     """
     factor = discount.reshape(-1, 1) if isinstance(discount, Tensor) else discount  # c^n
     n = 1

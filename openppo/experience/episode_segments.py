@@ -12,7 +12,7 @@ from openppo.types import Trajectory
 
 
 class EpisodeSegments:
-    """Rows (B,) of a batch as segments of episodes (E,), which baselines and groups count once."""
+    """Rows (B,) of a batch as segments of episodes (E,); baselines and groups count each episode once."""
 
     def __init__(self, trajectories: Sequence[Trajectory], device: torch.device) -> None:
         numbers = episode_numbers(trajectories)
@@ -49,13 +49,13 @@ class EpisodeSegments:
         """Action tokens of the longest turn, (E,)."""
 
     def join(self, scores: Tensor, steps: StepRewards) -> tuple[Tensor, StepRewards]:
-        """Scores (E,), and step rewards of all segments beside each other, (E, segments * L)."""
+        """Scores (E,), and step rewards of all segments side by side, (E, segments * L)."""
         rewards = self._join_rows(steps.rewards)
         ends = self._join_rows(steps.ends)
         return scores[self.last], StepRewards(rewards, ends)
 
     def outcomes(self, scores: Tensor, steps: StepRewards) -> tuple[Tensor, StepRewards]:
-        """Add the rewards of an agent's turns to its score; steps of single responses stay."""
+        """Add the rewards of an agent's turns to its score; steps of single responses stay as they are."""
         outcomes = torch.where(self.of_agent, steps.added_to(scores), scores)
         judged = steps.ends & ~self.of_agent[:, None]
         rewards = torch.where(judged, steps.rewards, 0.0)
@@ -78,7 +78,7 @@ class EpisodeSegments:
         return row_scores, rewards[self.episodes, self.positions]
 
     def _join_rows(self, rows: Tensor) -> Tensor:
-        """Put the rows (B, L) of an episode beside each other, (E, segments * L)."""
+        """Put the rows (B, L) of an episode side by side, (E, segments * L)."""
         n_tokens = rows.shape[-1]
         joined = rows.new_zeros(len(self.last), self.most, n_tokens)
         joined = joined.index_put((self.episodes, self.positions), rows)

@@ -20,8 +20,8 @@ Rewarded = tuple[Tensor, Tensor | None]
 Rewards = Callable[[Tensor, StepRewards, Tensor, Tensor | None], Rewarded]
 """``rewards(scores, steps, groups, greedy)``: new scores (B,) and step rewards (B, L).
 
-For each trajectory, in any order: its score, the rewards of its steps, its prompt's id int64, and the reward of the
-greedy response to that prompt (None unless ``needs_greedy``).
+The arguments have an entry for each trajectory, in any order: its score, the rewards of its steps, its prompt's id
+int64, and the reward of the greedy response to that prompt (None unless ``needs_greedy``).
 """
 Baseline = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``baseline(totals, groups, greedy)``: numbers (B,) to subtract from whole rewards (B,)."""
@@ -63,7 +63,7 @@ def rewards_to_go(
     config: AdvantageConfig,
     lambd_critic: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Discounted rewards to go as advantages and returns alike."""
+    """Discounted rewards to go, used both as advantages and as returns."""
     returns = get_cumulative_returns(rewards, action_mask, config.gamma)
     return returns, returns
 
@@ -75,7 +75,7 @@ def generalized_advantages(
     config: AdvantageConfig,
     lambd_critic: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation, with a lambda of its own for the critic if options set one."""
+    """Generalized advantage estimation, with a separate lambda for the critic if options set one."""
     assert values is not None
     lambd: float | Tensor = config.lambd
     if lambd_critic is None:
@@ -107,11 +107,11 @@ class Estimator:
     needs_greedy: bool = False
     """Needs the reward of the greedy response to each prompt."""
     compares_steps: bool = False
-    """Responses of equal whole reward differ if rewards of their steps do."""
+    """True if responses of equal whole reward count as different when the rewards of their steps differ."""
     normalize: bool = True
     """Default of ``--normalize_advantages``, over the action tokens of the whole buffer."""
     loss_agg: LossAggregation = "token_mean"
-    """Default of ``--loss_agg``: sum of the policy loss."""
+    """Default of ``--loss_agg``, by which the policy loss is summed."""
 
     def normalizes(self, choice: str) -> bool:
         """True if advantages are normalized; ``choice`` is ``default``, ``on`` or ``off``."""
@@ -145,10 +145,10 @@ def normalized_by_group(
 ) -> tuple[Tensor, Tensor]:
     """Normalize scores (B,) and step rewards (B, L) by their group.
 
-    As arXiv 2402.03300, section 4.1.3, with scores beside steps. The mean of its kind is subtracted from each, and both
-    are divided by the root of the sum of both unbiased variances + 1e-9: weights between the kinds keep their meaning.
-    Steps with the same rewards in all responses of a group are left out. This is process supervision of single
-    responses: an agent's turns belong to its score (``EpisodeSegments.outcomes``).
+    This follows arXiv 2402.03300, section 4.1.3, with scores in addition to steps. From each kind its own mean is
+    subtracted, and both are divided by the root of the sum of both unbiased variances + 1e-9, so that weights between
+    the kinds keep their meaning. Steps with the same rewards in all responses of a group are left out. This is process
+    supervision of single responses: an agent's turns belong to its score (``EpisodeSegments.outcomes``).
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
     count, mean, squares = _group_statistics(scores, groups)
@@ -170,7 +170,7 @@ def normalized_by_group(
 def group_moments(totals: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased std + 1e-9 of the whole rewards (B,) in each row's group; both (B,).
 
-    The std is infinite where rewards differ by rounding only: quotients by it are 0.
+    The std is infinite where rewards differ only by rounding, so that quotients by it are 0.
     """
     count, mean, squares = _group_statistics(totals, groups)
     _require_several(count, "--reward_normalizer group")

@@ -28,7 +28,7 @@ OldLogProbsFrom = Literal["recompute", "rollout", "training"]
 
 @dataclass(frozen=True)
 class Forwards:
-    """Runs the models of an ``ExperienceMaker`` over trajectories; its fields are the maker's. Collective."""
+    """Forwards of the models of an ``ExperienceMaker`` over trajectories; the fields are the maker's. Collective."""
 
     actor: Model
     critic: Model | None
@@ -61,9 +61,9 @@ class Forwards:
     def _outputs(
         self, trajectories: Sequence[Trajectory], recompute: bool, values: bool
     ) -> dict[str, Tensor]:
-        """Fields (B, L) of this rank's trajectories, by equally many forwards on all ranks.
+        """Fields (B, L) of this rank's trajectories, from equally many forwards on all ranks.
 
-        Rows are dealt over the ranks for their forwards, so some may come from other ranks.
+        Rows are dealt out to all ranks for the forwards, so a forward may have rows from other ranks.
         """
         shares_prompts = self.config.ppo.share_prompts == "auto"
         groups = [(t.group, _first_action(t)) for t in trajectories if shares_prompts]
@@ -80,7 +80,7 @@ class Forwards:
             for tokens, images in zip(rows, media, strict=True):
                 ids.append(distinct_ids(tokens[0].tolist(), images))
 
-        fields: dict[str, Tensor] = {}  # of the last batch
+        fields: dict[str, Tensor] = {}  # fields of the last batch
         row_outputs = list(rows)  # each becomes (N, L)
         with self.hooks.uncompiled():
             batches = equal_batches(lengths, forward_size(self.config), self.comm, rows=ids)
@@ -105,7 +105,7 @@ class Forwards:
     ) -> dict[str, Tensor]:
         """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions.
 
-        Without rows the forward is idle.
+        Without rows an idle forward runs.
         """
         rows = rows or [torch.zeros(2, 2)]
         ids, mask = pad_right([row[0] for row in rows], self.pad_token_id)
@@ -139,7 +139,7 @@ def _first_action(trajectory: Trajectory) -> int:
 def check_sampled(trajectories: Sequence[Trajectory], ids: SampledIds, comm: Comm) -> None:
     """Raise ``ValueError`` on all ranks for an action that can never be sampled. Collective.
 
-    Its probability is 0.
+    The probability of such an action is 0.
     """
     left_out = set(chain.from_iterable(ids.left_out))
     problem = None
@@ -170,8 +170,8 @@ def old_log_probs_from(
 ) -> OldLogProbsFrom:
     """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
 
-    ``single_update``: one optimizer step trains the actor on all samples, with the weights that sampled them.
-    ``by_engine``: this run's engine sampled them; log-probs from elsewhere may mean anything.
+    ``single_update``: one optimizer step trains the actor on all samples, starting from the weights that sampled them.
+    ``by_engine``: this run's engine sampled them; log-probs from another source may mean anything.
     """
     requested = config.loss.wanted_old_log_probs
     if requested != "auto":

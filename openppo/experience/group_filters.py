@@ -13,7 +13,7 @@ from openppo.types import Trajectory
 def useful_groups(
     trajectories: Sequence[Trajectory], compares_steps: bool, weights: Mapping[str, float]
 ) -> list[Trajectory]:
-    """Scored trajectories of groups with different rewards; the others teach nothing (arXiv 2503.14476)."""
+    """Scored trajectories of groups whose rewards differ; other groups teach nothing (arXiv 2503.14476)."""
     if not trajectories:
         return []
 

@@ -1,4 +1,4 @@
-"""Parts of a run for its experience maker, beside models and options."""
+"""Parts of a run that its experience maker needs in addition to models and options."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +16,6 @@ class Hooks:
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopCheck = field(default_factory=StopCheck)
     uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Opened around forwards that train nothing."""
+    """Context that is opened around forwards without training."""
     sources: Mapping[str, str] = field(default_factory=dict)
     sampled_ids: SampledIds = ALL_IDS

@@ -4,7 +4,7 @@ import math
 
 
 class FixedKLController:
-    """Keeps its coefficient, also when a checkpoint is loaded.
+    """Coefficient that never changes, even when a checkpoint is loaded.
 
     >>> controller = FixedKLController(0.1)
     >>> controller.update(current=6.0, n_steps=64)
@@ -27,7 +27,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Moves the coefficient towards a measured KL of ``target`` (arXiv 1909.08593, section 2.2).
+    """Coefficient that moves the measured KL towards ``target`` (arXiv 1909.08593, section 2.2).
 
     >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=100)
     >>> controller.update(current=12.0, n_steps=50)  # twice the target, which counts as 20 % too much

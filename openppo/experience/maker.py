@@ -52,10 +52,10 @@ _STATEFUL = ("kl_controller", "moments")
 
 @dataclass(eq=False)
 class ExperienceMaker:
-    """Runs the models over trajectories and computes what the losses need; ``make`` does all of it.
+    """Run the models over trajectories and compute the inputs of the losses; ``make`` does all of it.
 
     ``actor`` and ``reference`` (None without a KL) are called like ``Actor.forward``, ``critic`` (None for estimators
-    without one) like a ``ScalarHeadModel``. All ranks call every method together, groups being whole on a rank.
+    without one) like a ``ScalarHeadModel``. All ranks call every method together; no group is split between ranks.
 
     >>> [experience.advantages.shape for experience in maker.make(trajectories, Metrics())]
     [torch.Size([1, 4]), torch.Size([1, 4])]
@@ -89,7 +89,7 @@ class ExperienceMaker:
 
     @property
     def forwards(self) -> Forwards:
-        """Forwards of the models that the maker has now."""
+        """Forwards of the maker's current models."""
         return Forwards(
             actor=self.actor,
             critic=self.critic,
@@ -107,7 +107,7 @@ class ExperienceMaker:
         """Make one experience per trajectory, in order, on this maker's device (``buffer_cpu_offload``: the host).
 
         Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
-        ``n_done`` is the number of global steps trained before, which is the policy's version.
+        ``n_done`` is the number of global steps trained so far, which is also the policy's version.
         """
         batch = self._rewarded(trajectories, metrics, n_done)
         measure_staleness(trajectories, n_done, metrics)
@@ -173,7 +173,7 @@ class ExperienceMaker:
         metrics: Metrics,
         n_done: int,
     ) -> list[Experience]:
-        """Rows with advantages and returns of a batch that has rewards (and values)."""
+        """Add advantages and returns to a batch that has rewards (and values); return its rows."""
         if batch is None:
             return []
 
@@ -200,7 +200,7 @@ class ExperienceMaker:
         self, trajectories: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int
     ) -> tuple[OldLogProbsFrom, bool]:
         """Source of the old policy's log-probs; True if older policies sampled any token. Collective."""
-        # Foreign log-probs: of another engine, or of an agent, whose batches vary, so that the last bits differ.
+        # Foreign log-probs come from another engine, or from an agent, whose varying batches change the last bits.
         is_from_engine = isinstance(trajectories, Rollout)
         is_foreign = not is_from_engine or any(t.episode is not None for t in unscored)
         is_stale = any(_versions(t) - {n_done} for t in unscored)
@@ -235,7 +235,7 @@ class ExperienceMaker:
         mask = batch.action_mask
         kl = None
         if batch.ref_log_probs is not None and not self.config.kl.use_kl_loss:
-            # Only k1 has the gradient of the KL as a reward.
+            # Only k1, used as a reward, has the gradient of the KL.
             kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask)
 
         kl_coef = self.kl_controller.value
@@ -254,7 +254,7 @@ class ExperienceMaker:
     def _greedy_rewards(
         self, trajectories: Sequence[Trajectory], segments: EpisodeSegments
     ) -> Tensor:
-        """Shaped whole rewards (E,) of the greedy responses beside the episodes."""
+        """Shaped whole rewards (E,) of the greedy responses that belong to the episodes."""
         responses = [trajectories[row].greedy for row in segments.last.tolist()]
         assert all(responses), "each trajectory needs its greedy response"
         by_id = {id(segment): segment for response in responses for segment in response}
@@ -272,8 +272,8 @@ class ExperienceMaker:
     ) -> tuple[Tensor, StepRewards]:
         """Scores (E,) of episodes, normalized, penalized and clipped by options, and rewards of their steps.
 
-        Whole rewards are normalized: steps are divided by their std, and the score is the difference from the shaped
-        whole, so that the mean is subtracted once from an episode however many steps it has.
+        Whole rewards are normalized: steps are divided by the std of whole rewards, and the score is the shaped whole
+        reward less the steps, so that the mean is subtracted only once from an episode, however many steps it has.
         """
         total_scores = [t.total_score(self.weights) for t in trajectories]
         scores = torch.tensor(total_scores, dtype=torch.float32, device=self.device)

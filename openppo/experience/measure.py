@@ -70,7 +70,7 @@ def measure_tasks(
     n_done: int,
     metrics: Metrics,
 ) -> None:
-    """Measure reward, length, KL and staleness of each task of several.
+    """Measure reward, length, KL and staleness of each task, if there are several.
 
     Rows of ``batch`` are ``trajectories``.
     """
@@ -92,7 +92,7 @@ def measure_tasks(
 
 
 def staleness(trajectory: Trajectory, n_done: int) -> Tensor:
-    """Versions by which trained actions are behind the policy after ``n_done`` steps, (L,) float32.
+    """Number of versions by which trained actions lag behind the policy after ``n_done`` steps, (L,) float32.
 
     0 for all other tokens.
     """
@@ -102,7 +102,7 @@ def staleness(trajectory: Trajectory, n_done: int) -> Tensor:
 
 
 def measure_staleness(trajectories: Sequence[Trajectory], n_done: int, metrics: Metrics) -> None:
-    """Measure mean and maximum of the versions by which trained actions are behind the policy."""
+    """Measure mean and maximum number of versions by which trained actions lag behind the policy."""
     lags = _staleness_of_actions(trajectories, n_done)
     metrics.add_tensor("staleness", lags)
     metrics.add_tensor("staleness_max", lags, reduce="max")
@@ -123,8 +123,8 @@ def measure_signal(
 ) -> None:
     """Count groups whose rewards differ, but whose advantages (B, L) are all 0.
 
-    Nothing is learned from them. Rewards that differ by rounding only are equal. Nothing is counted where each prompt
-    has one response.
+    Nothing is learned from such groups. Rewards that differ only by rounding count as equal. No group is counted if
+    each prompt has one response.
     """
     groups: dict[int, list[int]] = {}
     for row, trajectory in enumerate(trajectories):
@@ -143,7 +143,7 @@ def measure_signal(
 
 
 def measure_masked(ratios: RatioRange, mask: Tensor, metrics: Metrics) -> None:
-    """Measure fractions of action tokens that are masked, as their ratio is too low or too high."""
+    """Measure fractions of action tokens that are masked because their ratio is too low or too high."""
     if ratios.low > 0:
         is_low = ratios.ratio < ratios.low
         metrics.add_tensor("masked_low_fraction", is_low.float(), mask)
@@ -160,8 +160,8 @@ def measure_mismatch(
 ) -> None:
     """Measure the distance of the engine's log-probs from the actor's, both (B, L), over ``mask``.
 
-    ``rollout_kl`` estimates KL(rollout || actor) by k3, ``rollout_kl_k1`` by k1; ``rollout_kl/lag_<n>`` counts tokens
-    that are n versions ``behind`` (B, L), if any token is.
+    ``rollout_kl`` estimates KL(rollout || actor) by k3, ``rollout_kl_k1`` by k1; ``rollout_kl/lag_<n>`` covers only the
+    tokens that are n versions ``behind`` (B, L), if there are any.
     """
     mask = mask.bool()
     log_probs = log_probs.detach()

@@ -103,8 +103,8 @@ class MiniBatch:
 
     All ranks have the same number of ``micro_batches``; an idle one has one row without actions. ``n_tokens`` counts
     the action tokens of the whole step over all ranks, ``n_sequences`` its samples with any action (a segment of a
-    sample by its fraction), each times its sample's weight. ``places`` of the samples in each micro-batch are those
-    among all ranks' samples.
+    sample by its fraction), each times its sample's weight. ``places`` locate the samples of each micro-batch among
+    all ranks' samples.
     """
 
     micro_batches: list[Experience]
@@ -153,7 +153,7 @@ class ReplayBuffer:
         if self.cpu_offload:
             experience = experience.to("cpu")  # one copy for each field
         self.items += split_rows(experience)
-        self.items = self.items[-self.limit :]  # all of them if it is 0
+        self.items = self.items[-self.limit :]  # all items if the limit is 0
 
     def fill(self, experiences: Iterable[Experience]) -> None:
         """Replace the samples by those of a new rollout. Collective."""
@@ -220,7 +220,7 @@ class ReplayBuffer:
         return items
 
     def _share(self, step: dict[int, Experience], size: int, tokens: int | None) -> MiniBatch:
-        """This rank's micro-batches of a step, whose samples come by their places among all ranks' samples."""
+        """This rank's micro-batches of a ``step``, which maps places among all ranks' samples to samples."""
         samples = list(step.values())
         limit = MicroBatchSize(size, tokens, split_overhead(self.zero_stage))
         plans = self._plan(samples, limit)

@@ -15,7 +15,7 @@ class RewardNames:
     """Names of the rewards of a run's samples; ``weights`` and ``pass_on`` may name no others.
 
     Names ``seen`` on any rank are compared once, on all ranks together: after the first batch, or after ten in a run
-    with tasks, some of which come later.
+    with tasks, since some tasks come later.
     """
 
     weights: Mapping[str, float]
@@ -28,8 +28,9 @@ class RewardNames:
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise ``ValueError`` on all ranks for the name of a reward that no sample has. Collective.
 
-        With tasks it is a warning. A failed episode has no names, and one that a limit ended may lack some: a batch of
-        such episodes is not compared. Token rewards have no names, so with them any weight may be meant.
+        With tasks a warning replaces the error. A failed episode has no names, and one that a limit ended may lack
+        some, so a batch of only such episodes is not compared. Token rewards have no names, so any weight may be meant
+        for them.
         """
         if self.is_settled or not (self.weights or self.pass_on):
             return

@@ -21,8 +21,8 @@ def begin_scoring(
 ) -> Rollout:
     """Start to score ``trajectories`` and their greedy responses; return a rollout of ``trajectories``.
 
-    An episode is scored once, by its last trajectory, unless it failed or has a reward of the whole already. The metric
-    ``reward_errors`` counts samples on which the reward function raises; with ``prefix`` only if there are any.
+    An episode is scored once, by its last trajectory, unless it failed or already has a reward of the whole. The metric
+    ``reward_errors`` counts samples on which the reward function raises; with ``prefix`` a count of 0 is left out.
     """
     greedy = {id(segment): segment for t in trajectories for segment in t.greedy}
     episodes = by_episode([*trajectories, *greedy.values()])
@@ -75,7 +75,7 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
 
 
 def needs_score(trajectory: Trajectory) -> bool:
-    """True if reward sources score it: not an episode that failed or has a reward of the whole already."""
+    """True if reward sources score it, unlike an episode that failed or already has a reward of the whole."""
     if trajectory.episode is None:
         return True
     return trajectory.episode.ending.is_trained and not trajectory.scores

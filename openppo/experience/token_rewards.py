@@ -106,7 +106,8 @@ def shape_scores(
 ) -> Tensor:
     """Subtract penalties for a missing end of sequence and for length from scores (B,), then clip.
 
-    ``truncated`` bool (B,): cut off by ``max_len``, the largest number of action tokens; ``lengths`` (B,) count them.
+    ``truncated`` bool (B,) marks rows cut off by ``max_len``, the largest number of action tokens; ``lengths`` (B,)
+    count these tokens.
     """
     if config.missing_eos_penalty is not None:
         scores = scores - config.missing_eos_penalty * truncated.to(scores.dtype)

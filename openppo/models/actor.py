@@ -82,9 +82,9 @@ class Actor(nn.Module):
 
         self.temperature = temperature
         self.sampled_ids = ALL_IDS
-        """Ids that the softmax is over; the sampler sets those that it can sample."""
+        """Ids that the softmax covers; the sampler restricts them to the ids that it can sample."""
         self.ends_in_head = ends_in_head(model)
-        """True if log-probs are fused into the head, so that full logits never exist where they are many."""
+        """True if log-probs are fused into the head, so that large logits never exist in full."""
         if not self.ends_in_head:
             logger.info(
                 "%s: logits are held whole, as they are not simply a linear head's",
@@ -94,7 +94,7 @@ class Actor(nn.Module):
         self.packs_rows = False
         """True if the rows of a batch go through the model as one row, without padding (see ``pack_where_exact``)."""
         self.shares_prompts = False
-        """True if prefixes that rows share are computed once, in such a row (see ``share_where_exact``)."""
+        """True if a batch becomes one row in which shared prefixes occur once (see ``share_where_exact``)."""
         self.stand_in: WithMedia | None = None
         """Prompt with an image, for batches without any (see ``with_stand_in``)."""
 
@@ -113,18 +113,19 @@ class Actor(nn.Module):
 
         ``sequences`` int64, ``attention_mask`` and ``action_mask`` bool, all (B, L), padded on the right.
         Returns float32 (B, L), 0 outside ``action_mask`` (default: ``attention_mask``) and for the first token; with
-        ``return_entropy`` also the entropy in nats of the distribution token t came from. ``position_ids`` int64 (B, L)
-        that start again at 0 mark several documents in one row, which do not see each other (see ``packing_is_exact``);
-        the first token of each must not be in ``action_mask``. ``media`` are the images of each row, if any has some.
-        The softmax is over ``sampled_ids``, or over the ``whole_vocabulary``, as losses on texts need it.
+        ``return_entropy`` also the entropy in nats of the distribution that token t was drawn from. ``position_ids``
+        int64 (B, L) restart at 0 where a row holds another document; documents do not see each other (see
+        ``packing_is_exact``), and the first token of each must not be in ``action_mask``. ``media`` are the images of
+        each row, if there are any. The softmax covers ``sampled_ids``, or the ``whole_vocabulary``, as losses on texts
+        require.
 
-        Tensors may be on the host: the number of places with log-probs is known there without waiting for a GPU.
+        Tensors may be on the host, where the tokens with log-probs can be counted without waiting for a GPU.
         """
         if action_mask is None:
             action_mask = attention_mask
         check_masks(sequences, _ORDER, attention_mask=attention_mask, action_mask=action_mask)
         n_rows, length = sequences.shape
-        if position_ids is None:  # documents have no images on any rank
+        if position_ids is None:  # packed documents have no images, on any rank
             media, tensors = with_stand_in(
                 self.stand_in, media, sequences, attention_mask, action_mask
             )
@@ -160,7 +161,7 @@ class Actor(nn.Module):
     def _inputs(
         self, sequences: Tensor, position_ids: Tensor | None, media: Sequence[Media]
     ) -> dict[str, Tensor]:
-        """Inputs of the model for a batch (B, L) whose rows stay apart."""
+        """Inputs of the model for a batch (B, L) that is not packed."""
         if position_ids is not None:
             device = device_of(self.model)
             return {
@@ -213,15 +214,15 @@ class _Selection:
     """Inputs of a model, and the tokens whose log-probs are taken from its outputs."""
 
     inputs: dict[str, Tensor]
-    """Among them ``logits_to_keep``, the places of the states before these tokens."""
+    """Inputs of the forward, with ``logits_to_keep``: the places of the states that predict these tokens."""
     labels: Tensor
     """Ids of the tokens: (K,) for one row, else (B, K)."""
     places: Tensor
-    """Places of the tokens, (K,): in the flat batch for one row, else columns."""
+    """Places of the tokens, (K,): indexes into the flat batch for one row, else columns."""
     selected: Tensor
     """Entries that get a value, bool (B, L)."""
     dim: int
-    """Dimension of ``places`` in the batch, which is flattened from there on."""
+    """Dimension that ``places`` indexes, once the batch is flattened from that dimension on."""
 
     @classmethod
     def of_one_row(
@@ -244,7 +245,7 @@ class _Selection:
         if len(kept) == 0:
             kept = kept.new_zeros(1)  # a row without any action still takes part
 
-        # A row of one token has none after its first.
+        # A row of one token has no second token to predict.
         places = (kept + 1).clamp(max=sequences.shape[1] - 1)
         inputs["logits_to_keep"] = kept
         labels = sequences[:, places]
@@ -262,7 +263,7 @@ class _Selection:
         )
 
     def placed(self, values: Tensor) -> Tensor:
-        """``values``, shaped as ``labels``, at their places of a (B, L) tensor, 0 elsewhere."""
+        """Scatter ``values``, shaped like ``labels``, to their places in a (B, L) tensor that is 0 elsewhere."""
         flat_shape = self.selected.flatten(self.dim).shape
         zeros = torch.zeros(flat_shape, dtype=values.dtype, device=values.device)
         batch = zeros.index_copy(self.dim, self.places, values)
@@ -273,7 +274,7 @@ class _Selection:
 def ends_in_head(model: Any) -> bool:
     """True if a model's logits are the output of its linear head, neither scaled nor capped nor cut afterwards.
 
-    The model's own code runs, between stand-ins for the transformer and the head: no weight is read.
+    The model's own forward runs with stand-ins for the transformer and the head, so no weight is read.
     """
     head = model.get_output_embeddings()
     transformers = (child for child in model.children() if isinstance(child, PreTrainedModel))
@@ -289,12 +290,12 @@ def ends_in_head(model: Any) -> bool:
             output = model(input_ids=ids, logits_to_keep=1, use_cache=False)
             return torch.equal(output.logits, head_logits)
     except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
-        # The model's code uses more than the stand-ins have.
+        # The model's forward needs something that the stand-ins lack.
         return False
 
 
 def float32_head(model: Any, device: torch.device) -> nn.Linear | None:
-    """The head whose logits are float32 in training though its weight is not; None where there is none."""
+    """Head whose weight is not float32 but whose logits are, in training; None if there is none."""
     if device.type != "cuda" or model.dtype.itemsize > 2:
         return None
 
@@ -305,7 +306,7 @@ def float32_head(model: Any, device: torch.device) -> nn.Linear | None:
 
 
 def next_logits(model: Any, head: nn.Linear | None, **inputs: Any) -> Tensor:
-    """Logits (B, V) after ``input_ids`` (B, L), of ``float32_head`` in float32."""
+    """Logits (B, V) for the token after ``input_ids`` (B, L); float32 if ``head`` is a ``float32_head``."""
     if head is None:
         return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
@@ -325,7 +326,7 @@ class _Output(BaseModelOutput):
 
 @contextmanager
 def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of ``module`` inside the context; hooks on it stay."""
+    """Replace the forward of ``module`` inside the context; its hooks stay."""
     attributes = vars(module)
     previous = attributes.get("forward")  # set by libraries that move weights
     attributes["forward"] = forward

@@ -23,8 +23,8 @@ HEAD_TASK = "SEQ_CLS"
 def lora_options(model: object, **fields: Any) -> LoRAConfig:
     """Check ``fields`` of ``LoRAConfig`` for a model or its name.
 
-    ``target_modules`` may be one name, or any sequence. ``ValueError`` for adapters on a PEFT folder: plain peft could
-    not load them.
+    ``target_modules`` may be one name or any sequence of names. ``ValueError`` for adapters on a PEFT folder, since
+    plain peft could not load them.
     """
     targets = fields.get("target_modules", LoRAConfig.target_modules)
     if isinstance(targets, str):
@@ -42,16 +42,16 @@ def lora_options(model: object, **fields: Any) -> LoRAConfig:
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Module:
     """Make ``model`` a PEFT model with trainable adapters on ``lora.target_modules``.
 
-    The head of SEQ_CLS is trained whole, all else is frozen; adapters have the dtype of the model. With
-    ``lora_dropout`` above 0, active in training mode, the policy ratio differs from 1 before any update. ``ValueError``
-    if no module has the name of a target.
+    The head of SEQ_CLS is trained in full, and everything else is frozen; adapters have the dtype of the model. A
+    ``lora_dropout`` above 0 is active in training mode, so the policy ratio differs from 1 before any update.
+    ``ValueError`` if no module has the name of a target.
     """
     from peft import LoraConfig, get_peft_model  # a heavy import, for LoRA only
 
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             # On some CPUs bitsandbytes repacks 4-bit weights at the first forward in evaluation mode, for a kernel that
-            # has no gradient: silently wrong gradients from then on.
+            # has no gradient: from then on gradients are silently wrong.
             vars(layer)["support_avx512bf16_for_cpu"] = False
 
     targets: str | list[str] = list(lora.target_modules)
@@ -62,7 +62,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
         names = "|".join(sorted(TOWERS | CONNECTORS))
         vision_modules = rf"(.*\.)?({names})(\..*)?"
     config = LoraConfig(
-        # With SEQ_CLS peft finds the head by itself: it gets no adapter, and is saved beside the adapters.
+        # With SEQ_CLS peft finds the head by itself: the head gets no adapter, and is saved with the adapters.
         task_type=task,
         r=lora.lora_rank,
         lora_alpha=lora.lora_alpha,
@@ -80,7 +80,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
 
     base = Path(model.name_or_path or "")
     if base.is_dir():
-        # An absolute path, so that the saved folder finds its base model from everywhere.
+        # An absolute path, so that the saved folder finds its base model from any working directory.
         config.base_model_name_or_path = str(base.resolve())
     return adapted
 
@@ -100,7 +100,7 @@ def refuse_tied(adapted: nn.Module) -> None:
 
 
 def whole_weights(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-    """Gather ``parameters`` inside while ZeRO-3 loads in partitions; rank 0's changes to them are kept."""
+    """Gather ``parameters`` for the context if ZeRO-3 loads in partitions; rank 0's changes to them are kept."""
     if not is_deepspeed_zero3_enabled():
         return nullcontext()
     from peft.utils.integrations import gather_params_ctx
@@ -111,9 +111,9 @@ def whole_weights(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[
 class AdapterOffReference:
     """The trained model with its adapters off, without gradients: a reference that takes no memory.
 
-    ``model`` has the PEFT model in its ``.module``; under ZeRO-3 all ranks call together. Adapters run with a scale of
-    0, which adds exactly 0. Switching them off would toggle ``requires_grad`` and change the order of modules that
-    ZeRO-3 has learned to prefetch, twice for every batch.
+    ``model.module`` is the PEFT model; under ZeRO-3 all ranks call together. Adapters run with a scale of 0, which adds
+    exactly 0. Switching them off would, twice for every batch, toggle ``requires_grad`` and change the order in which
+    ZeRO-3 has learned to prefetch modules.
     """
 
     def __init__(self, model: Any) -> None:
@@ -185,9 +185,9 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 
 def _without_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out the copies of fully trained modules.
+    """Drop the copies of fully trained modules.
 
-    peft writes them under inner names as well if embeddings were resized.
+    If embeddings were resized, peft writes these modules a second time, under inner names.
     """
     kept = {}
     for name, tensor in weights.items():

@@ -1,4 +1,4 @@
-"""Errors for arguments in another library's order, from types and shapes alone, so that no device waits."""
+"""Errors for arguments in another library's order, found from types and shapes without waiting for a device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def check_tensor(value: object, name: str, order: str, n_dims: int | None = None) -> None:
-    """Raise ``TypeError`` with our ``order`` of arguments unless ``value`` is a tensor, of ``n_dims`` if not None."""
+    """Raise ``TypeError`` with our ``order`` of arguments unless ``value`` is a tensor, with ``n_dims`` axes if set."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {value!r:.60}, no tensor: OpenPPO's order is {order}.")
 

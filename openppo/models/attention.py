@@ -1,6 +1,6 @@
 """Faster attention for transformers' models.
 
-On CPUs for shared keys and causal bfloat16; on GPUs for rows of unequal lengths and shared keys.
+On CPUs it covers shared keys and causal bfloat16; on GPUs, rows of unequal lengths and shared keys.
 """
 
 from collections.abc import Callable
@@ -26,26 +26,26 @@ ON_OLDER_GPU = "openppo_cuda_copies"
 It is for float32 and GPUs without FlashAttention, which have no fast kernel for shared keys.
 """
 BY_LENGTHS = "openppo_lengths"
-"""Name of attention without padding: of documents packed in one row, and of rows in decoding."""
+"""Name of attention without padding: for documents packed in one row, and for rows in decoding."""
 
 _WIDEST = 192
-"""Width of a head; FlashAttention has no backward pass for wider ones on some GPUs."""
+"""Largest width of a head: on some GPUs FlashAttention has no backward pass for wider ones."""
 _LONGEST = 1024
-"""Tokens of a row; of longer rows, the kept weights would be the largest activation of a layer."""
+"""Most tokens of a row: for longer rows, the kept weights would be the largest activation of a layer."""
 _LONGEST_WITH_AMX = 512
-"""Tokens of a row with AMX; SDPA in bfloat16 is as fast for longer rows."""
+"""Most tokens of a row with AMX: for longer rows, SDPA in bfloat16 is as fast."""
 HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16", False))
-"""True if the processor multiplies bfloat16; a constant, since the call breaks compiled graphs."""
+"""True if the processor multiplies bfloat16; a constant, since asking torch would break compiled graphs."""
 _FOLDED = 3
-"""Fewest heads with shared keys that are folded into one in bfloat16.
+"""Fewest heads with shared keys that are folded into one head in bfloat16.
 
-Two heads take up to 1.3 times as long folded.
+Folding only two heads makes them up to 1.3 times as slow.
 """
 
 PREFIX_TREE = "prefix_tree"
-"""Keyword for the tree of a row's tokens.
+"""Keyword argument for the tree of a row's tokens.
 
-On CPUs its value are the nodes, by lengths the places of the keys that each node sees.
+On CPUs its value is the nodes; for attention by lengths, the places of the keys that each node sees.
 """
 
 
@@ -56,7 +56,7 @@ class LengthsError(ValueError):
 def finished_mask(device: torch.device) -> Tensor:
     """Return a mask to pass beside lengths.
 
-    transformers takes a mask of four dimensions for a finished one, and makes none.
+    transformers takes a mask of four dimensions as finished, and builds none of its own.
     """
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
@@ -80,7 +80,7 @@ def _fastest_for(model: PreTrainedModel) -> str:
     is_half = model.dtype in (torch.bfloat16, torch.float16)
     if not is_half or torch.cuda.get_device_capability() < (8, 0):
         return ON_OLDER_GPU
-    # Models that support FlashAttention state their windows beside the mask.
+    # Models that support FlashAttention pass their sliding windows as arguments too, not only in the mask.
     if model._supports_flash_attn and lengths_are_exact():
         return BY_LENGTHS
     return ON_GPU
@@ -133,7 +133,7 @@ def _extras(options: dict[str, Any]) -> list[str]:
 
 
 def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
-    """True if tokens see only themselves and those before them."""
+    """True if each token sees only itself and the tokens before it."""
     is_causal = options.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -150,8 +150,8 @@ def _attend_once(
 ) -> Tensor:
     """Attend with one query a row; shared keys are not copied for each head.
 
-    ``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D). transformers copies the keys if there is
-    a mask. With ``folds``, heads that share keys become queries of one head.
+    ``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D). transformers would copy the keys if
+    there is a mask. With ``folds``, heads that share keys become queries of one head.
     """
     n_rows, heads, _, width = query.shape
     groups = key.shape[1]
@@ -181,7 +181,7 @@ def _attend_in_float32(
 ) -> Tensor:
     """Attend by SDPA in float32, which processors without AMX compute faster."""
     if mask is not None and mask.is_floating_point():
-        mask = mask.float()  # it is added to scores
+        mask = mask.float()  # the mask is added to scores
     output, _ = sdpa_attention_forward(
         module, query.float(), key.float(), value.float(), mask, **options
     )
@@ -209,7 +209,7 @@ def _attend_on_gpu(
 
     if groups > 1 and attention_mask is None and copies_keys:
         options["is_causal"] = _is_causal(module, options)
-        module = None  # its groups would reach SDPA
+        module = None  # hides its groups from SDPA: the keys are copied already
         key = repeat_kv(key, groups)
         value = repeat_kv(value, groups)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -225,8 +225,8 @@ def _attend_by_lengths(
 ) -> tuple[Tensor, None]:
     """Attend as on CPUs; with ``cu_seq_lens_q``, within the documents that begin there.
 
-    Documents are in one row or several, and the mask means nothing. With ``seqused_k`` (documents,) each document is
-    one query behind so many keys, from buffers with other keys between them.
+    Documents are in one row or several, and the mask is ignored. With ``seqused_k`` (documents,) each document is one
+    query after that many keys, which lie in buffers with other keys between them.
     """
     starts = options.get("cu_seq_lens_q")
     if starts is None:
@@ -249,7 +249,7 @@ def _attend_by_lengths(
     n_earlier = (options.get("sliding_window") or 0) - 1
     window = (n_earlier, 0)
     if n_keys is not None and n_earlier < 0:
-        # No key is later; told that one may be, FlashAttention reads keys for each head that shares them.
+        # No key comes after its query. With a causal window FlashAttention would read shared keys once per head.
         window = (-1, -1)
     output = varlen_attn(
         queries,

@@ -8,9 +8,9 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """Limit of one forward: ``rows``, or as many as fit into ``tokens``, padding included.
+    """Limit of one forward: ``rows``, or as many rows as fit into ``tokens``, padding included.
 
-    ``overhead`` of an extra micro-batch is a fraction of a full one: a batch is split if that saves more padding.
+    ``overhead`` is the cost of an extra micro-batch as a fraction of a full one: a split must save more padding.
     """
 
     rows: int
@@ -33,9 +33,9 @@ class MicroBatchSize:
     def cut(self, lengths: Sequence[int], cost: Callable[[int, int], int]) -> list[tuple[int, int]]:
         """Cut rows of these lengths, in their order, at the least sum of cost and overhead.
 
-        Returns the first row of each micro-batch and the end behind its last. ``cost`` is the number of tokens that a
-        forward from a first row to an end computes. Limits count the rows' own tokens where these are more: memory for
-        logits and keys follows them.
+        Returns the first row of each micro-batch and the end after its last. ``cost`` is the number of tokens that a
+        forward from a first row to an end computes. Limits count the rows' own tokens if these are more, since memory
+        for logits and keys grows with them.
         """
         n_rows = len(lengths)
         overhead = self.overhead_of(lengths)
@@ -70,7 +70,7 @@ class MicroBatchSize:
 def split_overhead(zero_stage: int) -> float:
     """Overhead of an extra micro-batch; under ZeRO-3 a full one, so none is split off.
 
-    There each pass gathers all weights.
+    Under ZeRO-3 each pass gathers all weights.
     """
     return 1.0 if zero_stage == 3 else MicroBatchSize.overhead
 
@@ -78,7 +78,7 @@ def split_overhead(zero_stage: int) -> float:
 def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int]]:
     """Indexes of sequences in batches of similar length, the longest first.
 
-    The sorted sequences are cut at the least padding and overhead; a sequence above the limit is alone.
+    The sorted sequences are cut so that padding and overhead are least; one above the limit has a batch of its own.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     falling = [lengths[i] for i in order]

@@ -9,18 +9,18 @@ from torch import Tensor
 _BLOCK = 64
 """Queries of a block; scores of the keys after its last query are not computed."""
 _SCORES = 1 << 20
-"""Scores at a time, about: 4 MiB in float32."""
+"""Approximate number of scores at a time: 4 MiB in float32."""
 
 
 @torch.library.custom_op("openppo::causal_attention", mutates_args=())
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v over the tokens up to each one, softmax in float32.
+    """softmax(scale q k^T) v of each token over itself and the tokens before it, with the softmax in float32.
 
     ``query`` (B, H, L, D); ``key`` and ``value`` (B, G, L, D) with H a multiple of G. Returns (B, L, H, D) in their
     dtype and, for the backward pass, ``n_kept`` weights block by block (see ``n_weights``). ``n_kept`` is an argument
-    since compiled graphs are cached on disk, for later releases too.
+    because compiled graphs are cached on disk, where later releases find them too.
     """
     n_rows, heads, length, width = query.shape
     groups = key.shape[1]

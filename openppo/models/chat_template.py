@@ -38,7 +38,7 @@ def read_template(
             f"--chat_template {file}, line {error.lineno}: {error.message}. Correct it."
         ) from error
     except TEMPLATE_ERRORS:
-        pass  # raised for these messages; those of rows may fit the template
+        pass  # the template refuses these messages, but may accept those of the data
     return text
 
 

@@ -1,4 +1,4 @@
-"""Weights for the difference between the policy that sampled and the one that is trained. Needs torch only."""
+"""Weights that correct for the difference between the sampling and the trained policy. Needs torch only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_RANGES: dict[str, tuple[float, float]] = {
 }
 """Lower and upper threshold of each method of ``--rollout_correction``, for single tokens and whole sequences."""
 GEOMETRIC_RANGE = (0.99, 1.01)
-"""Thresholds of every method for geometric means: they lie near 1."""
+"""Thresholds of every method for geometric means, which lie near 1."""
 
 
 class RatioRange(NamedTuple):
@@ -91,8 +91,8 @@ def rollout_correction(
 ) -> Tensor:
     """Weights of token losses, (B, L), from the k of ``correction_range``; 0 outside the mask, without gradient.
 
-    The engine samples from pi_rollout, ratios are against pi_old of the training actor; weights k = pi_old / pi_rollout
-    make the loss unbiased:
+    The engine samples from pi_rollout, but ratios compare with pi_old of the training actor; weights
+    k = pi_old / pi_rollout make the loss unbiased:
 
     - "tis": min(k, high), truncated importance sampling (https://fengyao.notion.site/off-policy-rl);
     - "mis": k inside [low, high] and 0 outside, masked importance sampling

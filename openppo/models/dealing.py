@@ -28,16 +28,16 @@ def deal(lengths: Sequence[int], n_shares: int) -> list[list[int]]:
         dealt = order[start : start + n_shares]
         for share, index in zip(receivers, dealt, strict=False):
             share.append(index)
-        receivers = receivers[::-1]  # to and fro
+        receivers = receivers[::-1]  # back and forth
     return shares
 
 
 class Deal:
-    """Rows of all ranks, dealt over the ranks by tokens where that relieves the fullest one.
+    """Rows of all ranks, dealt out by tokens if that relieves the rank with the most tokens.
 
-    ``lengths`` are those of this rank's rows, ``prompts`` the group of each and the number of tokens before its
-    actions: groups stay together unless the fullest rank computes more then. Rows are tensors (N, L), N the same for
-    all. Collective.
+    ``lengths`` are those of this rank's rows; ``prompts`` holds each row's group and its number of tokens before the
+    actions. Groups stay together unless that gives the fullest rank more to compute. Rows are tensors (N, L) with the
+    same N. Collective.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Deal:
         self.lengths: list[int] = []
         self.prompts: list[tuple[int, int]] = []
         self.own: list[list[int]] = []
-        """Places of each rank's own rows among those of all ranks; ``shares`` has those dealt to it."""
+        """Places of each rank's own rows among the rows of all ranks; ``shares`` has the places dealt to it."""
         for rank_rows in comm.all_gather_object([*zip_longest(lengths, prompts)]):
             start = len(self.lengths)
             self.own.append([*range(start, start + len(rank_rows))])
@@ -67,11 +67,11 @@ class Deal:
         return self._moved(rows, self.own, self.shares)
 
     def back(self, rows: list[Tensor]) -> list[Tensor]:
-        """Send the ``rows`` of this rank's share back; return its own ones."""
+        """Send the ``rows`` of this rank's share back; return its own rows."""
         return self._moved(rows, self.shares, self.own)
 
     def media(self, media: Sequence[Media]) -> list[Media]:
-        """Images of the rows of this rank's share, for those of its own rows."""
+        """Send the images of this rank's own rows; return those of its share."""
         if self.shares == self.own:
             return [*media]
 
@@ -113,9 +113,9 @@ class Deal:
     def _moved(
         self, rows: list[Tensor], senders: list[list[int]], receivers: list[list[int]]
     ) -> list[Tensor]:
-        """Send ``rows`` between ranks, from the places they have now to the places they shall have.
+        """Send ``rows`` between ranks, from their current places to their new ones.
 
-        Both list places by rank; the rows returned are those at this rank's places in ``receivers``.
+        ``senders`` and ``receivers`` list places by rank; returns the rows at this rank's places in ``receivers``.
         """
         if senders == receivers:
             return rows

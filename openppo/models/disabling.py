@@ -1,4 +1,4 @@
-"""Switch off what a pretrained model does beside computing logits: dropout, noise, further outputs."""
+"""Switch off everything in a pretrained model but its logits: dropout, noise, further outputs."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -27,9 +27,9 @@ _OUTPUTS = {
 
 
 def disable_extras(model: nn.Module) -> None:
-    """Switch off dropout, noise and outputs beside the logits, in place; log these outputs.
+    """Switch off dropout, noise and all outputs but the logits, in place; log these outputs.
 
-    The config of ``model`` changes with it, and is saved as it was (see ``openppo.overrides``).
+    The config of ``model`` changes too, but is saved as it was (see ``openppo.overrides``).
     """
     disable_dropout(model)
     changed = disable_outputs(model)
@@ -60,14 +60,14 @@ def disable_outputs(model: nn.Module) -> list[str]:
 def disable_dropout(model: nn.Module) -> None:
     """Switch off dropout, layerdrop and router noise.
 
-    Dropout would make policy ratios differ from 1 before the first update. Its rate may belong to a module of
-    dropout, be a plain attribute of another module, or be read from the config in each forward (Persimmon, Falcon).
+    Dropout would make policy ratios differ from 1 before the first update. Its rate may belong to a dropout module,
+    be a plain attribute of another module, or be read from the config in each forward (Persimmon, Falcon).
     """
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
         if getattr(module, "router_jitter_noise", 0) > 0:
-            # In training mode Phi-MoE draws among the experts within that margin: the module stays in evaluation mode.
+            # In training mode Phi-MoE draws among experts within that margin, so the module stays in evaluation mode.
             vars(module.eval())["train"] = partial(_stay, module)
         for name, value in vars(module).items():
             if _is_rate(name, value):

@@ -12,10 +12,11 @@ from openppo.types import Comm
 def equal_batches(
     lengths: Sequence[int], size: MicroBatchSize, comm: Comm, rows: Sequence[list[int]] = ()
 ) -> list[list[int]]:
-    """Indexes of rows in micro-batches, equally many on all ranks; rows of length 0 are in none. Collective.
+    """Indexes of rows in micro-batches, equally many on all ranks; rows of length 0 are left out. Collective.
 
-    With ``rows``, those that share prefixes are together where that pays; otherwise the longest come first. The rank
-    with the most batches sets their number, as partitioned weights demand: the last ones of other ranks are empty.
+    Given ``rows``, rows that share prefixes are batched together where that pays; in all other cases the longest come
+    first. Partitioned weights require equally many forwards, so the rank with the most batches sets their number, and
+    the last batches of other ranks are empty.
     """
     filled = [i for i, length in enumerate(lengths) if length > 0]
     filled_lengths = [lengths[i] for i in filled]

@@ -16,7 +16,7 @@ from openppo import logger
 
 _HAS_ARGUMENTS = "seqused_k" in inspect.signature(varlen.varlen_attn).parameters
 _LARGEST_ERROR = 0.02
-"""Largest error in bfloat16, relative to the largest value: some three times what rounding leaves."""
+"""Largest error in bfloat16, relative to the largest value: about three times the rounding error."""
 
 
 def varlen_attn(
@@ -31,9 +31,9 @@ def varlen_attn(
 ) -> Tensor:
     """Attend as ``torch.nn.attention.varlen.varlen_attn`` of torch 2.12, also with torch 2.11.
 
-    ``query`` (T, H, D), ``key`` and ``value`` (T', G, D) to (T, H, D). ``documents`` are the places where documents of
-    queries and those of keys begin, int32 (documents + 1,) each, and the tokens of the longest of either. With
-    ``seqused_k`` (documents,) only so many keys of each document are read.
+    ``query`` (T, H, D), ``key`` and ``value`` (T', G, D) to (T, H, D). ``documents`` are four values: the places where
+    documents begin, among queries and among keys, int32 (documents + 1,) each; and the number of tokens of the longest
+    document, again among both. With ``seqused_k`` (documents,) only the first that many keys of each document are read.
     """
     output: Any
     if _HAS_ARGUMENTS:
@@ -69,7 +69,7 @@ def varlen_attn(
 
 
 _fails_elsewhere = False
-"""True if the check failed on another rank: all of them decide alike."""
+"""True if the check failed on any rank, so that all ranks decide alike."""
 
 
 def lengths_are_exact() -> bool:
@@ -78,7 +78,7 @@ def lengths_are_exact() -> bool:
 
 
 def decide_alike(everyones: list[bool]) -> None:
-    """Use no lengths here if ``lengths_are_exact`` is false on one of the ranks."""
+    """Give up attention by lengths on this rank if ``lengths_are_exact`` is false on any rank."""
     global _fails_elsewhere
     fails_somewhere = not all(everyones)
     if fails_somewhere and any(everyones):
@@ -90,7 +90,7 @@ def decide_alike(everyones: list[bool]) -> None:
 
 @cache
 def _difference_here() -> str | None:
-    """Reason against ``varlen_attn`` on this machine, logged on GPUs; None if there is none."""
+    """Reason not to use ``varlen_attn`` on this machine, logged on GPUs; None if there is none."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         return "no GPU with FlashAttention"
 
@@ -108,8 +108,8 @@ def _difference_here() -> str | None:
 def difference_from_sdpa(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Name a difference of ``varlen_attn`` from SDPA in float32; None if there is none.
 
-    Rows are small and of unequal lengths, heads share keys, with and without a window. Outputs and gradients are
-    compared, and outputs of single queries over parts of a buffer.
+    The test rows are small and of unequal lengths, their heads share keys, and they run with and without a window.
+    The check compares outputs and gradients, and outputs of single queries over parts of a buffer.
     """
     try:
         for window in (None, 16):
@@ -119,7 +119,7 @@ def difference_from_sdpa(device: torch.device, dtype: torch.dtype = torch.bfloat
             error = _error_of_decoding(device, dtype, window)
             if error > _LARGEST_ERROR:
                 return f"decoding with window {window}: wrong by {error:.2g} of the largest value"
-    except RuntimeError as failure:  # of torch's operators
+    except RuntimeError as failure:  # raised by torch's operators
         return str(failure).splitlines()[0]
     return None
 
@@ -219,6 +219,6 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Ten
 
 
 def _relative_error(ours: Tensor, exact: Tensor) -> float:
-    """Largest error over the largest value; infinite if it is no number."""
+    """Largest error over the largest value; infinite if it is NaN."""
     error = (ours.float() - exact).abs().max() / exact.abs().max()
     return float(error.nan_to_num(torch.inf))

@@ -93,8 +93,8 @@ def load_weights(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return model and report of ``from_pretrained``, once ``check`` has accepted them; partitioned under ZeRO-3.
 
-    Under ZeRO-3 transformers compares shapes on rank 0 alone, so a model without weights is checked. There constructors
-    of CLIP's towers draw from the global generator, and only there, so its state is restored.
+    Under ZeRO-3 transformers compares shapes on rank 0 alone, so ``check`` gets a model without weights. Only under
+    ZeRO-3 do constructors of CLIP's towers draw from the global generator, so its state is restored.
     """
     reads_images = bool(placeholders(load["config"]))
     with torch.random.fork_rng(devices=[], enabled=reads_images):
@@ -123,7 +123,7 @@ def _load_weights(
 
 @contextmanager
 def model_error_context(flag: str, name: str, role: str = "") -> Iterator[None]:
-    """Log the loading of a model; make its errors a ``ValueError`` that starts with its flag."""
+    """Log the loading of a model; turn its errors into a ``ValueError`` that starts with the flag."""
     logger.info("loading %s %s%s", flag, name, f" for the {role}" if role else "")
     try:
         yield

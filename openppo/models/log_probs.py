@@ -12,11 +12,11 @@ from openppo.models.sampled_ids import ALL_IDS, SampledIds
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CHUNK_ELEMENTS = 1 << 24
-"""Logits handled at a time, in elements: bounds the float32 copies to 64 MiB each."""
+"""Logits handled at a time, in elements: limits each float32 copy to 64 MiB."""
 CHUNK_ELEMENTS_ON_CPU = 1 << 20
-"""The same on CPUs, where they stay in the cache: a forward takes a third of the time."""
+"""The same on CPUs, small enough to stay in the cache: a forward takes a third of the time."""
 LOGITS_AT_ONCE = 1 << 27
-"""Logits that ``linear_log_probs`` holds, in elements: 512 MiB in float32. Above, a backward pass recomputes them."""
+"""Logits that ``linear_log_probs`` keeps, in elements: 512 MiB in float32. If there are more, all are recomputed."""
 LOGITS_AT_ONCE_ON_CPU = 1 << 29
 """The same on CPUs, where recomputing takes longer and memory is plentiful."""
 _LEAST = -1e4
@@ -50,7 +50,7 @@ def _select(
     with_entropy: bool,
     ids: SampledIds = ALL_IDS,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of ``labels`` (N,) and entropy for ``logits`` (N, V), float32 (N,); no entropy: (0,)."""
+    """Log-probs of ``labels`` (N,) and entropy for ``logits`` (N, V), float32 (N,); unwanted entropy is (0,)."""
     n_rows = logits.shape[0]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     chosen = torch.empty(n_rows, dtype=dtype, device=logits.device)
@@ -75,7 +75,7 @@ def _gradient(
     dtype: torch.dtype,
     ids: SampledIds = ALL_IDS,
 ) -> Tensor:
-    """Gradient of the logits, (N, V) in ``dtype``, from ``grads``, those of log-probs and entropy.
+    """Gradient of the logits, (N, V) in ``dtype``, from the gradients ``grads`` of log-probs and entropy.
 
     d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature. Both are 0
     for ids that are left out, whose p is 0. ``entropy`` is (0,) where it has no gradient.
@@ -137,8 +137,8 @@ class _SelectedLogProbs(torch.autograd.Function):
 class _LinearLogProbs(torch.autograd.Function):
     """Log-probs and entropy from hidden states, a piece of the logits at a time.
 
-    Logits that are one piece are saved; the backward pass recomputes those of several. They are this function's own, so
-    minus infinity for ids that are left out is written into them, without a copy.
+    Logits in a single piece are saved; the backward pass recomputes logits in several pieces. No other code holds them,
+    so minus infinity is written into them at ids that are left out, without a copy.
     """
 
     @staticmethod
@@ -213,7 +213,7 @@ class _LinearLogProbs(torch.autograd.Function):
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits (N, V) of ``hidden`` (N, H) and ``weight`` (V, H), in float32 on GPUs.
 
-    bfloat16 near 30 has steps of an eighth.
+    Neighbouring bfloat16 numbers near 30 are an eighth apart.
     """
     if not hidden.is_cuda or weight.element_size() > 2:
         return F.linear(hidden, weight, bias)
@@ -222,7 +222,7 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Add ``left`` times ``right`` to ``total``, float32 at least, in place; None is 0."""
+    """Add ``left`` times ``right`` to ``total`` in place, in float32 at least; a ``total`` of None is 0."""
     if total is None:
         dtype = torch.promote_types(left.dtype, torch.float32)
         shape = (left.shape[0], right.shape[1])
@@ -236,9 +236,9 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype, ids: SampledIds) -> Tensor:
-    """Logits over temperature, and minus infinity for ids that are left out.
+    """Logits divided by temperature, with minus infinity at ids that are left out.
 
-    These may be ``logits`` themselves where no id is left out, so do not write into them.
+    The result may be ``logits`` itself if no id is left out, so do not write into it.
     """
     scaled = logits.to(dtype) if temperature == 1 else logits.to(dtype) / temperature
     if not ids.left_out:
@@ -251,7 +251,7 @@ def log_probs_from_logits(
 ) -> Tensor:
     """log softmax(logits / temperature) at ``labels``: (..., V) and int64 (...) to float32 (...).
 
-    The softmax is over ``sampled_ids``: minus infinity at others, whose logits get a gradient of 0.
+    The softmax covers ``sampled_ids``; the result is minus infinity at other ids, whose logits get a gradient of 0.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, torch.log(torch.tensor(3.0))]])
     >>> log_probs_from_logits(logits, torch.tensor([0, 1])).exp()
@@ -296,8 +296,8 @@ def linear_log_probs(
 ) -> Tensor:
     """Log-probs at ``labels`` of a linear ``head``'s logits, with entropy beside them: float32 (..., 2), or (..., 1).
 
-    ``hidden`` (..., H) are its inputs, and the softmax is over ``sampled_ids``. At most ``LOGITS_AT_ONCE`` logits
-    exist at a time.
+    ``hidden`` (..., H) are the inputs of the head, and the softmax covers ``sampled_ids``. At most ``LOGITS_AT_ONCE``
+    logits exist at a time.
     """
     chosen, entropy = _LinearLogProbs.apply(
         hidden.flatten(0, -2),

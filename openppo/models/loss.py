@@ -159,8 +159,8 @@ class MaskingLoss(PolicyLoss):
 class DoubleSidedLoss(MaskingLoss):
     """Double-sided masking: -f(r) A for r = p / p_rollout (GLM-5, arXiv 2602.15763).
 
-    f(r) = r in [1 - clip_eps, 1 + clip_eps_high], else 0. Outside, the gradient is 0 for
-    both signs of A. Only ``clipped`` uses old log-probs: pass the engine's to it.
+    f(r) = r in [1 - clip_eps, 1 + clip_eps_high], else 0. Outside this range the gradient is 0 for both signs of A.
+    Only ``clipped`` reads old log-probs: pass it the engine's log-probs.
 
     >>> log_probs = torch.tensor([[1.1, 1.5]]).log()  # beside the engine's: the second is out of range
     >>> loss = DoubleSidedLoss(reduction="none")
@@ -201,7 +201,7 @@ class DoubleSidedLoss(MaskingLoss):
 class DecoupledLoss(MaskingLoss):
     """PPO's clipped surrogate times k = p_old / p_rollout without gradient, 0 above ``cap`` (arXiv 2505.24298).
 
-    The old policy is the one before the update, recomputed; the engine may have sampled with older weights.
+    The old policy is that before the update, with recomputed log-probs; the engine may have sampled with older weights.
 
     >>> old_log_probs = torch.tensor([[2.0, 6.0]]).log()  # over the engine's: 6 exceeds the cap of 5
     >>> loss = DecoupledLoss(reduction="none")
@@ -293,7 +293,7 @@ class ValueLoss(nn.Module):
         self, values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor | None = None
     ) -> Tensor:
         """Mean loss, a scalar, or (B, L) with ``reduction="none"``. All (B, L) float."""
-        # Mask before the square: its gradient at NaN is NaN even where the loss does not count.
+        # Mask before the square: its gradient at NaN is NaN even where the loss is masked.
         if action_mask is not None:
             mask = action_mask.bool()
             values = torch.where(mask, values, 0.0)
@@ -319,9 +319,9 @@ class PolicyLossEntry(NamedTuple):
     """Builder of a policy loss, and the default aggregation of its token losses."""
 
     make: Callable[[LossConfig], Any]
-    """Returns a module that is called as ``PolicyLoss`` is and has its ``clipped``."""
+    """Builds a module with the ``forward`` and the ``clipped`` of ``PolicyLoss``."""
     loss_agg: LossAggregation | None = None
-    """Used unless an option sets one; None: the estimator's default."""
+    """Aggregation used unless an option sets one; None means the estimator's default."""
 
 
 def _ppo(config: LossConfig) -> PolicyLoss:
@@ -364,7 +364,7 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
 
 
 def policy_loss(config: LossConfig) -> Any:
-    """Build the loss that ``--policy_loss_type`` names; it is called as ``PolicyLoss`` is and has its ``clipped``.
+    """Build the loss that ``--policy_loss_type`` names, with the ``forward`` and the ``clipped`` of ``PolicyLoss``.
 
     >>> from openppo.config import LossConfig
     >>> policy_loss(LossConfig(policy_loss_type="cispo"))

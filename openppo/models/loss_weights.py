@@ -1,4 +1,4 @@
-"""Weights with which losses of tokens add up over an optimizer step. Needs torch only."""
+"""Weights for summing the losses of tokens over an optimizer step. Needs torch only."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def token_weights(
     weight: Tensor | None = None,
     fraction: Tensor | None = None,
 ) -> Tensor:
-    """Weights (B, L) with which losses of tokens add up over an optimizer step, 0 outside ``action_mask``.
+    """Weights (B, L) for summing the losses of tokens over an optimizer step, 0 outside ``action_mask``.
 
-    ``n_tokens`` and ``n_sequences`` count the action tokens, and the rows that have any, of the whole step, each times
+    Over the whole step, ``n_tokens`` counts the action tokens and ``n_sequences`` the rows that have any, each times
     its row's ``weight`` (B,) (None: 1). (loss * weights).sum() over the step is
 
     - for "token_mean" the mean over tokens;
     - for "sequence_mean" the mean over sequences of each one's mean;
     - for "constant" the sum divided by n_sequences * ``max_len`` (arXiv 2503.20783).
 
-    A row may be a part of a sequence, with a ``fraction`` (B,) of its tokens (None: 1); ``n_sequences`` counts the row
-    as that fraction of one. Float32, or the dtype of ``weight``.
+    A row may be part of a sequence, with a ``fraction`` (B,) of its tokens (None: 1); ``n_sequences`` counts the row as
+    that fraction of a sequence. Returns float32, or the dtype of ``weight``.
 
     >>> action_mask = torch.tensor([[True, True, True], [True, False, False]])
     >>> token_weights(action_mask, "token_mean", n_tokens=4, n_sequences=2, max_len=3)

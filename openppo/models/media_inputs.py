@@ -14,9 +14,9 @@ from openppo.models.vision_models import placeholders
 
 
 def model_inputs(model: Any, input_ids: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
-    """Arguments of ``model``'s forward for the ``media`` of its rows, beside ``input_ids`` (B, L), on their device.
+    """Further arguments of ``model``'s forward for the ``media`` of ``input_ids`` (B, L), on the same device.
 
-    Models that tell kinds of tokens get those, int64 (B, L): 0 text, 1 image, 2 video.
+    Models that distinguish kinds of tokens also get these kinds, int64 (B, L): 0 text, 1 image, 2 video.
     """
     inputs = {}
     for name, tensor in joined(list(chain.from_iterable(media))).items():
@@ -25,7 +25,7 @@ def model_inputs(model: Any, input_ids: Tensor, media: Sequence[Media]) -> dict[
             tensor = tensor.to(model.dtype)
         inputs[name] = tensor
 
-    # A classifier's own forward may not be the one that is called.
+    # The forward that takes these arguments may be that of a classifier's inner model.
     accepted: set[str] = set()
     for module in (model, *model.children()):
         accepted |= inspect.signature(type(module).forward).parameters.keys()
@@ -43,14 +43,14 @@ def token_kinds(input_ids: Tensor, config: Any) -> Tensor:
 
 
 def joined(items: Sequence[MediaItem]) -> dict[str, Tensor]:
-    """Concatenate the inputs of all items; other dimensions are padded with zeros to the largest."""
+    """Concatenate the inputs of all items; dimensions after the first are zero-padded to the largest."""
     tensors: dict[str, list[Tensor]] = {}
     for item in items:
         for name, tensor in item.inputs.items():
             tensors.setdefault(name, []).append(tensor)
 
     inputs = {name: _concatenate(parts) for name, parts in tensors.items()}
-    # Idefics 3 and SmolVLM read images by row; all of them may be in the first row.
+    # Idefics 3 and SmolVLM read images by row; all images may be in the first row.
     if "pixel_attention_mask" in inputs:
         inputs = {name: tensor[None] for name, tensor in inputs.items()}
     return inputs
@@ -72,9 +72,9 @@ def _padding(part: Tensor, largest: Sequence[int]) -> list[int]:
 
 
 def rope_positions(model: Any, input_ids: Tensor, media: Sequence[Media]) -> Tensor | None:
-    """Positions (3, B, L) of tokens in time, height and width, of rows padded on the right.
+    """Positions (3, B, L) in time, height and width of the tokens of right-padded rows.
 
-    None for models that count tokens, and without media: there all three are places.
+    None for models that simply number their tokens, and without media: then all three positions are that number.
     """
     modules = (module for module in model.modules() if hasattr(module, "get_rope_index"))
     indexing = next(modules, None)

@@ -25,7 +25,7 @@ from openppo.weight_files import holds_model, set_usual_mode
 
 
 class LoRAMerge:
-    """Merge of adapters and base model, in float32; ``fit()`` writes it. ``ValueError`` names the flag."""
+    """Merge adapters and base model in float32; ``fit()`` writes the result. ``ValueError`` names the flag."""
 
     def __init__(self, config: MergeLoRAConfig) -> None:
         self.folder = Path(config.save_path)
@@ -95,7 +95,7 @@ def make_folder(flag: str, folder: Path) -> None:
 
 def to_bf16(model: Any) -> None:
     """Round the weights of a Hugging Face or PEFT model, in place."""
-    # Buffers stay: rotary frequencies must keep float32.
+    # Buffers keep their dtype: rotary frequencies must stay float32.
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     model.config.dtype = torch.bfloat16

@@ -15,11 +15,11 @@ from openppo.models.pretrained import context_length
 from openppo.models.vision_models import placeholders
 
 _ROW = [2, 0, 1, 3, 3]
-"""Row whose outputs tiny forwards compare, beside others."""
+"""Row whose outputs are compared in tiny forwards, beside different other rows."""
 _LEAK = 1e-5
-"""Largest change of its outputs by other rows."""
+"""Largest change of its outputs that other rows may cause."""
 NOISE = 0.05
-"""Largest relative change of its outputs by its place, in bfloat16 too."""
+"""Largest relative change of its outputs that its place may cause, in bfloat16 too."""
 
 
 def pad_right(rows: Sequence[Sequence[int] | Tensor], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def rounded_width(length: int) -> int:
 def pad_width(sequences: Tensor, model: Any) -> Tensor:
     """Move ``sequences`` int64 (B, L) to the model's device; on CPUs in bfloat16 pad them to ``rounded_width(L)``.
 
-    oneDNN compiles matrix products for each new shape, keeps a thousand of them, and is faster with even ones. Rows
+    oneDNN compiles a matrix product for each new shape, caches a thousand of them, and is faster with even shapes. Rows
     that would exceed the model's context are not padded.
     """
     device = device_of(model)
@@ -74,10 +74,10 @@ class WithMedia(Protocol):
 def with_stand_in(
     stand_in: WithMedia | None, media: Sequence[Media], *tensors: Tensor
 ) -> tuple[Sequence[Media], list[Tensor]]:
-    """``media`` and ``tensors`` (B, L) of a batch, with ``stand_in`` as last row if a kind is missing.
+    """Add ``stand_in`` as last row to ``media`` and ``tensors`` (B, L) that lack a kind of its media.
 
-    ``tensors`` are sequences, their attention mask and maybe an action mask; no place of the new row is an action.
-    Every rank then runs the same modules, as ZeRO requires.
+    ``tensors`` are sequences, their attention mask and possibly an action mask; the new row has no actions. Every rank
+    then runs the same modules, as ZeRO requires.
     """
     kinds = {item.kind for row_media in media for item in row_media}
     if stand_in is None or kinds.issuperset(item.kind for item in stand_in.media):
@@ -97,14 +97,14 @@ def with_stand_in(
 
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Move ``tensor`` to ``device``; to a GPU from pinned memory, or the host would wait for the GPU's work."""
+    """Move ``tensor`` to ``device``; copies to a GPU use pinned memory, so that the host does not wait."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def inputs_on_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """``inputs`` of a model, with their tensors on ``device``."""
+    """Copy the ``inputs`` of a model with their tensors moved to ``device``."""
     moved = {}
     for name, value in inputs.items():
         moved[name] = on_device(value, device) if isinstance(value, Tensor) else value
@@ -112,7 +112,7 @@ def inputs_on_device(inputs: dict[str, Any], device: torch.device) -> dict[str, 
 
 
 def base_of(model: Any) -> Any:
-    """The model of transformers in a PEFT model, or ``model`` itself."""
+    """The transformers model inside a PEFT model, or ``model`` itself."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
@@ -127,9 +127,9 @@ def pack_rows(
     """Pack the real tokens of a batch into one row: its inputs, and the place of each token in it.
 
     ``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L); ``position_ids`` int64 (B, L), if
-    rows hold several documents. Inputs of T tokens on ``model``'s device: int64 (1, T), with positions from 0 in each
-    document, and the int32 starts of documents, once for all layers. Places int64 (B x L,); padding has the place of
-    the last real token before it.
+    rows hold several documents. The inputs are on ``model``'s device: T tokens int64 (1, T), positions from 0 in each
+    document, and the int32 starts of documents, computed once for all layers. The places are int64 (B x L,); padding
+    has the place of the last real token before it.
     """
     length = sequences.shape[1]
     if position_ids is None:
@@ -157,7 +157,7 @@ def pack_rows(
 
 @torch.no_grad()
 def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool:
-    """True if ``model`` keeps documents of one row apart, by tiny forwards; logs the reason if not.
+    """True if tiny forwards show that ``model`` keeps documents of one row apart; else logs the reason.
 
     ``model`` is called like ``Actor.forward``, by all ranks together. transformers separates documents where position
     ids restart, but not for every architecture and attention.
@@ -178,10 +178,10 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
 def pack_where_exact(
     module: Any, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str
 ) -> None:
-    """Have ``module`` pack a batch's samples into one row if they stay apart there, by tiny forwards.
+    """Have ``module`` pack a batch into one row if tiny forwards show that its samples stay apart.
 
     ``forward`` is the module or the engine around it, called by all ranks together. Packing needs attention by lengths,
-    which then computes no padding; a line is logged on a GPU without it.
+    so that no padding is computed; a GPU without such attention is logged.
     """
     attention = module.model.config._attn_implementation
     if placeholders(module.model.config):
@@ -209,7 +209,7 @@ def pack_where_exact(
 def is_exact(otherwise: str, beside: Callable[[list[int]], Tensor], noise: float = NOISE) -> bool:
     """True if a row's outputs do not depend on rows ``beside`` it, up to rounding; else log a warning.
 
-    ``beside`` returns the outputs of the row beside another one, or alone for an empty list.
+    ``beside`` returns the row's outputs beside the row that it is given, or alone for an empty list.
     """
     try:
         alone = beside([])

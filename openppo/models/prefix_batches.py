@@ -15,7 +15,7 @@ _WORTH_SHARING = 1.1
 
 
 def shared_order(rows: Sequence[list[int]]) -> tuple[list[int], list[int]]:
-    """Indexes of rows, sorted so that shared prefixes are neighbours, and the length shared with the row before."""
+    """Sort indexes of rows so that shared prefixes are neighbours; return lengths shared with the row before."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     shared = [0] * len(rows)
     for position in range(1, len(order)):
@@ -39,7 +39,7 @@ def _common_length(row: list[int], other: list[int]) -> int:
 
 
 def pays(n_shared: int, n_otherwise: int) -> bool:
-    """True if ``n_shared`` tokens, computed with shared prefixes, are enough fewer than ``n_otherwise``."""
+    """True if sharing prefixes, with ``n_shared`` tokens instead of ``n_otherwise``, saves enough of them."""
     return 0 < n_shared * _WORTH_SHARING <= n_otherwise
 
 
@@ -49,9 +49,9 @@ class _PrefixOrder:
 
     order: list[int]
     shared: list[int]
-    """Length of the prefix that each shares with the row before."""
+    """Length of the prefix that each row shares with the row before."""
     new_before: list[int]
-    """Tokens not shared that way, summed over the rows before each; the last entry covers all rows."""
+    """Running sum of the tokens not shared in this way: over the rows before each, and last over all rows."""
 
     @classmethod
     def of(cls, rows: Sequence[list[int]]) -> "_PrefixOrder":
@@ -62,7 +62,7 @@ class _PrefixOrder:
         return cls(order, shared, new_before=[*accumulate(n_new, initial=0)])
 
     def n_tokens(self, first: int, end: int) -> int:
-        """Tokens computed for the run from ``first`` to before ``end``, whose first row is whole."""
+        """Tokens computed for the run of rows from ``first`` to before ``end``, with the first row in full."""
         return self.new_before[end] - self.new_before[first] + self.shared[first]
 
 
@@ -75,7 +75,7 @@ class _Plan:
     n_tokens: int
     """Tokens computed for the fullest share."""
     cost: float
-    """The same with the overhead of as many micro-batches as the share with most of them has."""
+    """``n_tokens`` plus overhead for the number of micro-batches in the share that has the most."""
 
     @classmethod
     def of(
@@ -97,9 +97,9 @@ class _Plan:
 def shared_plan(
     rows: Sequence[list[int]], n_shares: int, size: MicroBatchSize
 ) -> list[list[list[int]]] | None:
-    """Micro-batches of ``n_shares`` ranks, whose rows share prefixes; None where that saves too little.
+    """Micro-batches of ``n_shares`` ranks, whose rows share prefixes; None if that saves too little.
 
-    Rows that share a prefix are on one rank, unless the fullest rank has less to do otherwise.
+    Rows that share a prefix are on one rank, unless splitting them leaves less work for the fullest rank.
     """
     lengths = [len(row) for row in rows]
     dealt = deal(lengths, n_shares)
@@ -114,9 +114,9 @@ def shared_plan(
 
 
 def _prefix_shares(rows: Sequence[list[int]], n_shares: int) -> list[list[int]]:
-    """Indexes of rows in shares that are runs of neighbours, the fullest with as few tokens as possible."""
+    """Cut indexes of rows into runs of neighbours, one per share, the fullest with as few tokens as possible."""
     prefix_order = _PrefixOrder.of(rows)
-    too_few = 0  # tokens of a share that make more runs than shares
+    too_few = 0  # a limit of tokens that makes more runs than shares
     enough = prefix_order.new_before[-1]
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
@@ -131,7 +131,7 @@ def _prefix_shares(rows: Sequence[list[int]], n_shares: int) -> list[list[int]]:
 
 
 def _runs(prefix_order: _PrefixOrder, max_tokens: int) -> list[tuple[int, int]]:
-    """First row and end of each run of at most ``max_tokens``; a longer row is alone."""
+    """First row and end of each run of at most ``max_tokens``; a longer row is a run of its own."""
     n_rows = len(prefix_order.order)
     runs = []
     first = 0

@@ -35,8 +35,8 @@ class PrefixTree(NamedTuple):
     """Tree of the prefixes of a batch (B, L): its T tokens, each prefix once, depth first.
 
     ``tokens`` int64 (T,): the place of each in the flat batch; ``depths`` int64 (T,): the number of tokens before it in
-    its row; ``in_row`` int64 (B x L,): the place among T of each token of the flat batch (of padding: any). ``nodes``
-    int64 (N, 3): first token, end, and end of the nodes below, which see the node's tokens whole.
+    its row; ``in_row`` int64 (B x L,): the place among the T of each token of the flat batch (arbitrary for padding).
+    ``nodes`` int64 (N, 3): first token, end, and end of the nodes below, whose tokens see all tokens of the node.
     """
 
     tokens: Tensor
@@ -58,7 +58,7 @@ def prefix_tree(rows: Sequence[list[int]], width: int) -> PrefixTree:
     is_new = is_real & ~is_prefix
     new_numbers = is_new.flatten().cumsum(0).view_as(is_new) - 1
     numbers = torch.where(is_new, new_numbers, -1)
-    # A token of a shared prefix is the last new one above it.
+    # A token of a shared prefix is the last new token in its column, in a row above.
     places = numbers.cummax(0).values.clamp(min=0)
 
     in_row = torch.empty_like(places)
@@ -102,8 +102,8 @@ def row_inputs(
 ) -> tuple[dict[str, Any], Tensor] | None:
     """Join a batch into one row of ``module.model``: its inputs, and the place of each token in it.
 
-    With ``shares_prompts`` shared prefixes are in it once, where that pays. Otherwise it is that of ``pack_rows`` with
-    ``packs_rows``, and None without.
+    With ``shares_prompts``, shared prefixes occur once in the row where that pays. In all other cases the result is
+    that of ``pack_rows`` if ``module.packs_rows`` is set, else None.
     """
     if module.shares_prompts and position_ids is None and len(sequences) > 1:
         lengths = attention_mask.bool().sum(1).tolist()
@@ -132,7 +132,7 @@ def _distinct_rows(
 def _inputs(
     tree: PrefixTree, sequences: Tensor, model: Any, media: Sequence[Media]
 ) -> dict[str, Any]:
-    """Inputs (1, T) of a tree; in bfloat16 on CPUs T is a little larger, for the reason of ``pad_width``."""
+    """Inputs (1, T) of a tree; in bfloat16 on CPUs T is rounded up, as in ``pad_width``."""
     device = device_of(model)
     width = len(tree.depths)
     if device.type == "cpu" and model.dtype is torch.bfloat16:
@@ -202,14 +202,14 @@ def _starts(lengths: Tensor) -> Tensor:
 def share_where_exact(
     module: Any, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str
 ) -> None:
-    """Have ``module`` compute shared prefixes of a batch once if that gives the same, by tiny forwards.
+    """Have ``module`` compute shared prefixes of a batch once if tiny forwards show equal outputs.
 
     ``forward`` is the module or the engine around it, called by all ranks together.
     """
     otherwise = f"prompts of the {name} are computed for each response"
     config = module.model.config
     attention = config._attn_implementation
-    # Windows may be longer than the tiny forwards, which would not show their errors.
+    # Windows may be longer than the tiny forwards, which would then not reveal their errors.
     other_kinds = layer_kinds(config) - {"full_attention", "global"}
     if other_kinds or attention not in (ON_CPU, BY_LENGTHS):
         kinds = ", ".join(sorted(other_kinds))

@@ -46,11 +46,11 @@ class UntrustedModelError(ValueError):
 
 @contextmanager
 def forbid_remote_code(name: str) -> Iterator[None]:
-    """Context of each ``from_pretrained``: ``UntrustedModelError`` for code, or pickles beyond tensors, in ``name``."""
+    """Context of ``from_pretrained``: ``UntrustedModelError`` if ``name`` holds code, or pickles beyond tensors."""
     try:
         yield
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        # Errors of weights_only, so nothing has run; but other runtime errors are not about a file.
+        # weights_only raised this, so nothing has run; other runtime errors are not about a file.
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
             raise
         raise UntrustedModelError(
@@ -133,7 +133,7 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
 def load_config(
     name: str, base: str | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """Load the config of a model; of a PEFT folder its model_config.json, else that of its ``base``.
+    """Load the config of a model; for a PEFT folder, its model_config.json or else the config of ``base``.
 
     ``ValueError`` for quantized weights, which are neither trained nor sampled from here.
     """
@@ -167,7 +167,7 @@ def _quantized_with(config: PreTrainedConfig) -> str | None:
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:
-    """Auto class of a model that writes text, with a vision tower only if it has no other."""
+    """Auto class of a model that writes text; the one with a vision tower only if there is no other."""
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if reads_images and not is_causal else AutoModelForCausalLM
@@ -176,7 +176,7 @@ def language_model_class(config: PreTrainedConfig) -> Any:
 def context_length(config: PreTrainedConfig) -> int | None:
     """Largest number of tokens that a model reads; None if its config does not say.
 
-    The context ends where positions begin to be rescaled by a batch's longest row: log-probs would depend on that row.
+    The context ends where positions would be rescaled by a batch's longest row: log-probs would depend on that row.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -207,7 +207,7 @@ def load_tokenizer(
     template_kwargs: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model; of a PEFT folder its own, else that of its ``base``.
+    """Load the tokenizer of a model; for a PEFT folder, its own or else that of ``base``.
 
     A missing PAD token is left missing: masks never depend on it. ``chat_template`` names a file with a template to
     replace the tokenizer's. The template always gets ``template_kwargs``; reserved and unused ones are an error, as is
@@ -271,7 +271,7 @@ def load_processor(name: str, flag: str, trust_remote_code: bool = False) -> Any
             source = base_model_of(name)
             processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (ImportError, RuntimeError) as error:
-        # Of torchvision, missing or built for another torch.
+        # Raised by torchvision, if it is missing or built for another torch.
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{flag} {name}: its processor of images needs more packages ({reason}). Install them: pip install "
@@ -304,7 +304,7 @@ def check_token_ids(
 ) -> None:
     """``ValueError`` for token ids of ``rows``, or PAD, without an embedding.
 
-    ``model`` is a flag and a name. A tokenizer may know more tokens than a model (Gemma 3) as long as no row has one.
+    ``model`` is a flag and a name. A tokenizer may know more tokens than a model (Gemma 3) if no row has one of these.
     """
     n_embeddings = config.get_text_config().vocab_size
     largest = max([pad_token_id(tokenizer), *(max(row, default=0) for row in rows)])
@@ -317,7 +317,7 @@ def check_token_ids(
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
-    """Ids of the model that end a response, by generation config, model config or tokenizer."""
+    """Ids that end a response, by the model's generation config, the model config or the tokenizer."""
     text = model.config.get_text_config()
     eos_ids = set[int]()
     # A model of images and text may have them in one of its two configs only.
@@ -330,16 +330,16 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) 
 def sampled_ids(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, n_logits: int | None = None
 ) -> SampledIds:
-    """Ids that a policy can sample: known to its tokenizer, and no placeholder of image or video.
+    """Ids that a policy can sample: known to its tokenizer, and not placeholders for images or videos.
 
-    Models with padded or resized embeddings have more ids; a reference may have even more: ``n_logits``.
+    Models with padded or resized embeddings have more ids, and a reference may have more still, namely ``n_logits``.
     """
     n_ids = config.get_text_config().vocab_size
     if n_logits is None:
         n_logits = n_ids
     known = set(tokenizer.get_vocab().values())
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        # Ids of equal texts are one entry of the vocabulary there.
+        # In the vocabulary of a slow tokenizer, ids of equal texts are a single entry.
         known.update(range(tokenizer.vocab_size))
 
     kinds = placeholders(config)

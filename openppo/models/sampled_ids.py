@@ -9,7 +9,7 @@ from torch import Tensor, inf
 
 @dataclass(frozen=True)
 class SampledIds:
-    """All ids that a model has logits of, except those ``left_out`` before the softmax: ranges in ascending order.
+    """All ids with logits except the ranges ``left_out`` before the softmax, in ascending order.
 
     ``media`` maps the id of each placeholder token to its kind. ``sampled_ids`` makes one for a model and its
     tokenizer, such as ``SampledIds((range(60, 61), range(62, 64)), {60: "image"})``.
@@ -27,7 +27,7 @@ class SampledIds:
         return list(islice(sampled, n))
 
     def mask(self, logits: Tensor) -> Tensor:
-        """Write minus infinity into ``logits`` (..., V) of ids that are left out, and return them."""
+        """Write minus infinity into ``logits`` (..., V) at ids that are left out, and return ``logits``."""
         for part in self.left_out:
             logits[..., part.start : part.stop].fill_(-inf)
         return logits

@@ -113,7 +113,7 @@ class ScalarHeadModel(nn.Module):
     def _token_outputs(
         self, sequences: Tensor, attention_mask: Tensor, media: Sequence[Media]
     ) -> Tensor:
-        """Outputs of the head (B, L), of rows in one or beside each other."""
+        """Outputs of the head (B, L); the rows go through the model as one row or padded."""
         if self.packs_rows or self.shares_prompts:
             one_row = row_inputs(self, sequences, attention_mask, media=media)
             if one_row is not None:
@@ -137,7 +137,7 @@ class ScalarHeadModel(nn.Module):
 class HeadOnTransformer(PreTrainedModel):
     """Transformer of a causal language model with a linear head ``score``, like transformers' classifiers.
 
-    Saved, it holds the transformer's weights under the names of the causal language model, and ``score.weight``.
+    When saved, it holds the transformer's weights under the names of the causal language model, and ``score.weight``.
     """
 
     causal: ClassVar[type[PreTrainedModel]]
@@ -156,15 +156,15 @@ class HeadOnTransformer(PreTrainedModel):
 
     @property
     def base_model(self) -> nn.Module:
-        """The transformer, also where ``base_model_prefix`` is not its name (Llama 4)."""
+        """The transformer, even if ``base_model_prefix`` is not its name (Llama 4)."""
         return self.get_submodule(self._transformer)
 
 
 def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
     """Return the classifier class for a config, and a copy of the config with one label.
 
-    The class is transformers' own where it has one. A model that also reads images may be classified by its language
-    model alone, with that part of the config.
+    The class is transformers' own if there is one. For a model that also reads images it may be the classifier of the
+    language model alone, with that part of the config.
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
@@ -206,8 +206,8 @@ class ProcessRewardModel(nn.Module):
     def forward(self, sequences: Tensor, places: Tensor) -> Tensor:
         """Return logits (N, V) at the N true ``places``, row by row.
 
-        ``sequences`` int64 and ``places`` bool, both (B, L). Without any place the model runs all the same, as
-        partitioned weights demand.
+        ``sequences`` int64 and ``places`` bool, both (B, L). The model runs even if no place is true, as partitioned
+        weights require.
         """
         columns = places.any(0).nonzero()[:, 0]  # (K,)
         # Without attention mask for the reason given in Actor.forward.
@@ -231,8 +231,8 @@ def get_llm_for_sequence_regression(
     """Load ``name`` (folder, PEFT folder or hub name) as critic or reward model.
 
     Reads causal language models and sequence-classification checkpoints with one label; ``value_head_prefix``
-    is the head's name in the checkpoint. ``init_value_head`` allows a fresh head, normal(0, 1/sqrt(hidden + 1)),
-    where the checkpoint has none: by default a critic may, a reward model may not. ``lora`` are fields of
+    is the head's name in the checkpoint. ``init_value_head`` allows a fresh head, normal(0, 1/sqrt(hidden + 1)), if
+    the checkpoint has none; by default it is allowed for a critic but not for a reward model. ``lora`` are fields of
     ``LoRAConfig``, as for ``Actor``. ``ValueError`` for a model without such a head, and as in ``merge_adapters``.
 
     >>> critic = get_llm_for_sequence_regression(tiny, "critic", lora_rank=4)  # a folder, or a name on the hub
@@ -266,8 +266,8 @@ def load_classifier(
 ) -> tuple[PreTrainedModel, bool]:
     """Load a classifier with one label; also return whether its head is random.
 
-    The adapters of a PEFT folder are merged. ``base`` replaces the base model that it names; ``load`` are keywords for
-    ``from_pretrained``.
+    The adapters of a PEFT folder are merged. ``base`` replaces the base model that the folder names; ``load`` are
+    keywords for ``from_pretrained``.
     """
     trust = load["trust_remote_code"]
     classifier, config = classifier_of(load_config(name, base, trust_remote_code=trust))

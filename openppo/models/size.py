@@ -25,7 +25,7 @@ class ModelSize(NamedTuple):
     n_quantized: int  # weights of linear layers except the head
     layers: int
     hidden: int
-    width: int  # inputs and outputs of one layer's linear layers, the widest once more
+    width: int  # inputs and outputs of one layer's linear layers, the widest counted twice
     adapter: int  # LoRA parameters of rank 1
     cache: int  # keys and values of one token
     vocabulary: int  # 0 with a scalar head
@@ -128,7 +128,7 @@ def _n_tower_layers(config: PreTrainedConfig) -> int:
 
 
 def n_elements(parameter: Any) -> int:
-    """Count the elements of a whole parameter, also if ZeRO-3 partitions or bitsandbytes packs it."""
+    """Count the elements of a whole parameter, even if ZeRO-3 partitions or bitsandbytes packs it."""
     n_partitioned = getattr(parameter, "ds_numel", 0)
     if n_partitioned:
         return int(n_partitioned)
@@ -139,7 +139,7 @@ def n_elements(parameter: Any) -> int:
 
 
 def cache_elements(config: PreTrainedConfig) -> int:
-    """Count the elements of the key-value cache for one token; the largest layer counts for all."""
+    """Count the elements of the key-value cache for one token, as if all layers were as large as the largest."""
     text: Any = config.get_text_config()
     query_heads = _largest(text, "num_attention_heads") or 0
     heads = _largest(text, "num_key_value_heads") or query_heads
@@ -148,10 +148,10 @@ def cache_elements(config: PreTrainedConfig) -> int:
 
 
 def _largest(text: Any, name: str) -> int | None:
-    """Size in a model's config, the largest where layers differ."""
+    """Size in a model's config; the largest if layers differ."""
     try:
         size: Any = getattr(text, name, None)
-    except RuntimeError:  # transformers refuses to read it from the config of all layers
+    except RuntimeError:  # layers differ, so transformers refuses to name one size
         size = [getattr(text.per_layer_config[i], name) for i in range(text.num_hidden_layers)]
     if isinstance(size, list | tuple):
         return max(size)

@@ -51,7 +51,7 @@ class PairWiseLoss(nn.Module):
 
 
 class LogExpLoss(nn.Module):
-    """log(1 + exp(r_rejected - r_chosen + margin)), averaged over pairs (arXiv 2204.05862): as PairWiseLoss.
+    """log(1 + exp(r_rejected - r_chosen + margin)), averaged over pairs (arXiv 2204.05862); equal to PairWiseLoss.
 
     >>> LogExpLoss()(torch.tensor([2.0]), torch.tensor([0.0]))  # log(1 + exp(-2))
     tensor(0.1269)

@@ -1,6 +1,6 @@
 """Limits of time and memory for the first rendering of a chat template.
 
-A template is a program, and may be a stranger's.
+A template is a program, and a stranger may have written it.
 """
 
 import os
@@ -18,7 +18,7 @@ from openppo.user_code import TEMPLATE_ERRORS
 _SECONDS = 10
 """CPU time of the renderings."""
 _SECONDS_OF_THE_CLOCK = 300
-"""Time by the clock; a lock that another thread held at the fork would never be released."""
+"""Wall-clock time: a lock that another thread held at the fork would never be released."""
 _MEMORY_GIB = 1
 _OUT_OF_MEMORY = 1
 """Exit status for lack of memory."""
@@ -50,7 +50,7 @@ def require_bounded(
 ) -> None:
     """``ValueError`` naming ``source`` if renderings take too much time or memory.
 
-    The rendered chats have one turn, forty turns, and a call of a tool.
+    The rendered chats have one turn, forty turns, and a tool call.
     ``template`` replaces the tokenizer's. Other errors of the template are left to callers with real messages.
     """
     pid = os.fork()
@@ -92,7 +92,7 @@ def _render_and_exit(
     except MemoryError:
         status = _OUT_OF_MEMORY
     finally:
-        os._exit(status)  # whatever was raised: nothing of the parent's may run here
+        os._exit(status)  # whatever was raised, none of the parent's code may run here
 
 
 def _limit_this_process() -> None:

@@ -1,8 +1,8 @@
 """Attention of a tree of tokens on CPUs.
 
-Each token sees its own node up to itself, and whole nodes above. No unused score is computed. Parts of a softmax are
-merged by their log-sums; the backward pass of each part needs only the sum over all (arXiv 2310.01889 does the same
-with blocks of keys on several devices).
+Each token sees its own node up to itself, and all tokens of the nodes above. No unused score is computed. Parts of a
+softmax are merged by their log-sums; the backward pass of each part needs only the sum over all (arXiv 2310.01889 does
+the same with blocks of keys on several devices).
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ _gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _parts(nodes: Tensor) -> Iterator[tuple[slice, slice, int]]:
-    """Queries and keys of each call, and the number of nodes that see themselves in it, causally.
+    """Yield queries and keys of each call, and the number of nodes that attend causally to themselves in it.
 
-    First nodes that see themselves, neighbours of one length together; then, with 0, the nodes below each, which see
-    all of it.
+    First come nodes that attend to themselves, neighbours of equal length in one call; then, with the number 0, the
+    nodes below each node, which attend to all of its tokens.
     """
     spans = nodes.tolist()
     for _, run in groupby(spans, lambda span: span[1] - span[0]):
@@ -85,7 +85,7 @@ def tree_attention(
 
 
 def _by_token(like: Tensor) -> Tensor:
-    """Empty tensor (1, H, T, ...), in memory token by token, as the parts are."""
+    """Empty tensor (1, H, T, ...), laid out in memory token by token, like the parts."""
     return like.new_empty(like.transpose(1, 2).shape).transpose(1, 2)
 
 

@@ -20,7 +20,7 @@ def vision_part(name: str) -> str | None:
 
 
 def placeholders(config: Any) -> dict[int, str]:
-    """Kinds by the id of the token that stands for them; empty for models of text."""
+    """Kind of media by placeholder token id; empty for models that only read text."""
     ids = {getattr(config, f"{kind}_token_id", None): kind for kind in KINDS}
     return {token_id: kind for token_id, kind in ids.items() if token_id is not None}
 

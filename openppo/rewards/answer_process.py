@@ -1,8 +1,8 @@
 """Work in a separate process with a time limit.
 
-math-verify bounds its time by signals, which reach main threads only; nothing but a kill ends a regular expression
-that backtracks for ever, during which no other thread runs. Questions and answers are pickled. A pool of
-``concurrent.futures`` would import the run's main module again, which may be a script that trains.
+math-verify limits its time by signals, which reach only main threads. A regular expression may backtrack for ever;
+then no other thread runs, and only a kill ends it. Questions and answers are pickled. A pool of
+``concurrent.futures`` would import the run's main module again, which may be a training script.
 """
 
 import os
@@ -42,7 +42,7 @@ class AnswerProcess:
         request = pickle.dumps(question)
         process = self.process
         if process is None or process.poll() is not None:
-            # The first question, or killed since the last, perhaps for memory.
+            # This is the first question, or the process was killed since the last one, perhaps for memory.
             process = self.process = self._start()
         assert process.stdin is not None and process.stdout is not None
 
@@ -66,7 +66,7 @@ class AnswerProcess:
         """Start the process and wait until it is ready."""
         # -P: http.py beside this file is not the library's; -u: output of a function appears at once.
         command = [sys.executable, "-Pu", str(_PROGRAM), *self.arguments]
-        # A session of its own: Ctrl-C is for the run; the process ends when its stdin does.
+        # In a session of its own, Ctrl-C does not reach the process; it ends when its stdin does.
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -87,7 +87,7 @@ class AnswerProcess:
         return process
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        """End a process that is late, and those that it has started."""
+        """End a process that is late, and all processes that it has started."""
         self.was_late = True
         process_groups.kill(process.pid)
 
@@ -100,7 +100,7 @@ class RaisedThere(Exception):  # noqa: N818 (whatever it was)
 
 
 class FunctionProcesses:
-    """A function of a file in ``n`` processes, which load it once each; a call waits for a free one.
+    """A function of a file, loaded once by each of ``n`` processes; a call waits for a free process.
 
     ``seconds`` limit the time of a sample. ``flag`` names the function in messages.
     """
@@ -116,7 +116,7 @@ class FunctionProcesses:
             self._free.put(process)
 
     def __call__(self, arguments: dict[str, Any], n_samples: int) -> Any:
-        """Result of the function; ``TimeoutError``, ``ChildProcessError`` or ``RaisedThere`` without one."""
+        """Result of the function; ``TimeoutError``, ``ChildProcessError`` or ``RaisedThere`` if there is none."""
         seconds = None if self.seconds is None else n_samples * self.seconds
         process = self._free.get()
         try:

@@ -23,7 +23,7 @@ _MEMORY_BYTES = 4 * 2**30
 
 
 def read(file: IO[bytes]) -> Any:
-    """Read the next object of the other process; ``EOFError`` if that has ended."""
+    """Read the next object from the other process; ``EOFError`` if that process has ended."""
     return pickle.load(file)  # noqa: S301 (both are this program)
 
 

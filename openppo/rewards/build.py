@@ -43,18 +43,18 @@ from openppo.types import Prompt, Trajectory
 from openppo.user_code import find_callable
 
 _FUNCTION_NAMES = "reward_fn", "compute_score"
-"""Names of a function that its location does not name; the latter is verl's."""
+"""Names to try if a function's location does not name it; the second is verl's."""
 
 
 @dataclass(frozen=True)
 class ScorerSetup:
     """Options of ``rewards``, and the parts of a run that its sources need.
 
-    ``tokenizer`` is that of ``actor``, ``--pretrain`` or its config, whose token ids the trajectories hold.
-    ``prompts`` are all that will be scored: their columns, labels and chats are checked. ``size`` is that of a forward.
-    ``loading`` holds ``bf16``, ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward
-    model's stored mean and std. ``episodes``: whole conversations are scored. ``function_flag`` is the flag of the
-    function in ``rewards``. ``function`` replaces the file of ``--reward_fn``. ``stand_in`` is as in ``Actor``.
+    ``actor`` is ``--pretrain`` or its config; trajectories hold token ids of its ``tokenizer``. ``prompts`` are all
+    prompts that will be scored: their columns, labels and chats are checked. ``size`` limits one forward. ``loading``
+    holds ``bf16``, ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward model's stored
+    mean and std. With ``episodes`` whole conversations are scored. ``function_flag`` is the flag of the function in
+    ``rewards``. ``function`` replaces the file of ``--reward_fn``. ``stand_in`` is as in ``Actor``.
     """
 
     rewards: RewardConfig
@@ -75,14 +75,14 @@ class ScorerSetup:
     def build(self) -> Scorer:
         """Build the scorer of all sources in ``rewards``; ``ValueError`` names the flag at fault.
 
-        A single source without names of its own gives rewards named "reward"; of several they are named "reward_fn",
-        "remote", like the verifier, "reward_model", "prm".
+        A single source without names of its own gives rewards named "reward". Several such sources give "reward_fn",
+        "remote", the name of the verifier, "reward_model" and "prm".
         """
         rewards = self.rewards
         names = iter(rewards.names())
         self._refuse_images()
         if rewards.prm_pretrain is not None:
-            # Before the weights of a reward model are loaded.
+            # Checked before the weights of a reward model are loaded.
             self._config(rewards.prm_pretrain, "--prm_pretrain")
 
         scorers: list[Scorer] = []
@@ -207,7 +207,7 @@ class ScorerSetup:
         pack_where_exact(reward, frozen, self.strategy.device, name="reward model")
 
         sees = text_tokenizer is None and bool(placeholders(config))
-        # Set after the checks, whose rows may hold tokens of images.
+        # Set after the checks, whose rows may hold image tokens.
         reward.stand_in = self.stand_in if sees else None
         return ModelScorer(
             frozen,
@@ -252,7 +252,7 @@ class ScorerSetup:
             text.check(self.prompts, self.episodes)
             encode = text
             rows = [[tokenizer.eos_token_id]]
-        check_token_ids(config, where, tokenizer, rows=rows)  # and PAD
+        check_token_ids(config, where, tokenizer, rows=rows)  # checks PAD too
 
         read = partial(read_tokens, encode=encode, config=config, where=where, tokenizer=tokenizer)
         return config, text_tokenizer, read

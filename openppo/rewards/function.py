@@ -28,7 +28,7 @@ _SCORE = "score"
 """Key of the reward in verl's dicts."""
 _LONGEST_NOTE = 500
 _OF_OTHER_THREADS = ("main thread", "same thread", "no current event loop in thread")
-"""Parts of errors of ``signal``, ``sqlite3`` and ``asyncio``."""
+"""Parts of the error messages of ``signal``, ``sqlite3`` and ``asyncio``."""
 _MAIN_THREAD = "It needs the main thread: use --reward_workers 1, which calls a plain function of a file on one."
 
 
@@ -38,14 +38,14 @@ class FunctionScorer:
 
     An async function runs in one event loop.
 
-    For each sample it returns a number, a dict of named numbers, or a list with one number per sampled token or per
-    step (see ``step_ends``); or a dict of "reward", any of these, and "extra", named numbers that are only logged; or a
-    dict with "score", which alone is the reward. A function of a batch returns a list of these, or a dict of lists, of
-    which "rewards" (and a dict "extra") alone counts if present. ``name`` is that of rewards without one. When the
-    function raises for a batch, it is called again with each sample alone; a sample for which it raises gets
-    ``error_value``, if set. Rewards of tokens and steps are multiplied by ``token_weight``. ``weighted`` are the
-    names in ``--reward_weights`` (None: it does not count here): if they name another key beside "score", all
-    numbers of the dict are rewards.
+    For each sample the function returns a number, a dict of named numbers, or a list with one number per sampled token
+    or per step (see ``step_ends``); or a dict of "reward", any of these, and "extra", named numbers that are only
+    logged; or a dict with "score", which alone is the reward. A function of a batch returns a list of these, or a dict
+    of lists; if the dict has "rewards", only these (and a dict "extra") count. ``name`` is given to rewards without
+    one. When the function raises for a batch, it is called again with each sample alone; a sample for which it raises
+    gets ``error_value``, if set. Rewards of tokens and steps are multiplied by ``token_weight``. ``weighted`` holds the
+    names in ``--reward_weights`` (None: the option does not apply here): if they include a key other than "score",
+    all numbers of the dict are rewards.
     """
 
     function: RewardFunction
@@ -63,9 +63,9 @@ class FunctionScorer:
             # On a new thread "cuda" is GPU 0, whatever the thread that loaded the function has chosen.
             set_gpu = partial(torch.cuda.set_device, torch.cuda.current_device())
         processes = self.function.processes
-        n_threads = 1 if processes is None else processes.n  # each waits for one process
+        n_threads = 1 if processes is None else processes.n  # each thread waits for one process
         self._thread = ThreadPoolExecutor(n_threads, "reward_fn", initializer=set_gpu)
-        # One loop for all calls: clients belong to their loop.
+        # One loop for all calls, since clients belong to the loop that they were made in.
         self._loop = asyncio.new_event_loop() if self.function.is_async else None
         self._has_logged_keys = False
 
@@ -124,7 +124,7 @@ class FunctionScorer:
             try:
                 return future.result()
             except SystemExit as error:
-                # It would end the run with the status that it holds, perhaps 0.
+                # Uncaught, it would end the run with its own exit status, perhaps 0.
                 raise RuntimeError(
                     f"{self} raised {error!r}. Take the call of sys.exit() out."
                 ) from error
@@ -188,7 +188,7 @@ class FunctionScorer:
         return replace(score, extras=score.extras | numbers)
 
     def _score_of_dict(self, values: Mapping[str, Any], trajectory: Trajectory) -> Score:
-        """Score of named rewards; "score" alone is one, unless ``weighted`` names other keys."""
+        """Score of named rewards; only "score" is a reward, unless ``weighted`` names other keys."""
         if _SCORE not in values:
             rewards = {name: self._number(value, trajectory) for name, value in values.items()}
             return Score(rewards)
@@ -221,7 +221,7 @@ class FunctionScorer:
         return replace(score, extras=score.extras | extras, notes=score.notes | notes)
 
     def _log_keys(self, others: Collection[str], numbers: Collection[str]) -> None:
-        """Log once that ``others`` beside "score" are no rewards, and how ``numbers`` become some."""
+        """Log once that ``others`` beside "score" are not rewards, and how ``numbers`` can become rewards."""
         if self._has_logged_keys or not others:
             return
         self._has_logged_keys = True
@@ -305,7 +305,7 @@ def _numbers_and_notes(values: Mapping[str, Any]) -> tuple[dict[str, float], dic
 
 
 def _needs_main_thread(error: BaseException) -> bool:
-    """True for an error, or a cause of it, that only threads other than the main one raise."""
+    """True if ``error``, or a cause of it, is raised only outside the main thread."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -315,7 +315,7 @@ def _needs_main_thread(error: BaseException) -> bool:
 
 
 def _note(value: Any) -> str:
-    """Text of a value that is only logged, without half characters and at most 500 characters long."""
+    """Text of a value that is only logged, without halves of characters and at most 500 characters long."""
     text = value if isinstance(value, str) else repr(value)
     if len(text) > _LONGEST_NOTE:
         text = f"{text[: _LONGEST_NOTE - 3]}..."

@@ -15,8 +15,8 @@ Sample = dict[str, Any]
 prompt, response and completion (the response again) are texts, the response without tokens that end or pad it; query is
 the text of all tokens, as in OpenRLHF; row holds the data columns and source is their data set; messages is None
 without a chat template; token_ids are those that the policy sampled. For an episode, response is the policy's last
-message, messages the whole conversation, turns the texts of the policy's messages, tool_results those of the tools',
-and tool_rewards their rewards (see ``Episode``), an empty dict without any.
+message, messages the whole conversation, turns the texts of the policy's messages, tool_results the texts of the
+tools' messages, and tool_rewards the tools' rewards (see ``Episode``), an empty dict if there are none.
 
 verl's names: data_source is the column, or source in a row without it; solution_str is the response, ground_truth the
 label, and extra_info the column, or an empty dict.
@@ -41,9 +41,9 @@ BATCH_NAMES = {
     **_IN_BOTH_FORMS,
     **_VERL,
 }
-"""Parameter of a function for a batch -> the value of which it gets a list."""
+"""Parameter of a function for a batch -> name of the value of which it gets a list."""
 SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
-"""Parameter of a function for a single sample -> its value."""
+"""Parameter of a function for a single sample -> name of its value."""
 VERL_NAMES = {*_VERL, *_VERL.values()}
 """Parameters of verl's functions."""
 IN_BOTH_FORMS = {*_IN_BOTH_FORMS, "data_source", "data_sources", "extra_info", "extra_infos"}
@@ -51,7 +51,7 @@ IN_BOTH_FORMS = {*_IN_BOTH_FORMS, "data_source", "data_sources", "extra_info", "
 BEHIND_COLUMNS = {"source", "sources", "tool_rewards", *VERL_NAMES} - {"data_source", "extra_info"}
 """Parameters that get the column of their name if the data has one.
 
-The two left out get it row by row.
+The two names left out get that column row by row.
 """
 
 

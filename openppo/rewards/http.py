@@ -45,9 +45,9 @@ class RemoteScorer:
     """Rewards named ``name`` from the servers of ``rewards.remote_rm_url``.
 
     A request of ``remote_rm_batch_size`` samples goes to the server with the fewest failures, then the fewest requests
-    under way. A request without a response is retried ``remote_rm_retries`` times, after pauses that double: seven of
-    them last 61 to 123 s, so that a server may be restarted. A wrong answer ends the run at once: it would be wrong
-    again.
+    under way. A request without a response is retried ``remote_rm_retries`` times, after pauses that double: seven
+    pauses last 61 to 123 s, long enough to restart a server. A wrong answer ends the run at once, since it would be
+    wrong again.
     """
 
     collective = False
@@ -96,13 +96,13 @@ class RemoteScorer:
     def _session(self) -> aiohttp.ClientSession:
         """Session with the token and the time limit."""
         timeout = aiohttp.ClientTimeout(total=self.timeout, sock_connect=_SECONDS_TO_CONNECT)
-        # Labels that JSON does not know, such as dates, become text.
+        # Labels of types that JSON lacks, such as dates, become text.
         as_json = partial(json.dumps, default=str)
         return aiohttp.ClientSession(headers=self.headers, timeout=timeout, json_serialize=as_json)
 
     async def _check_all(self) -> None:
         """Request the status of each server."""
-        # ValueError: an address with a user beside a token.
+        # ValueError comes from an address with a user when there is a token too.
         failures = (*_FAILURES, ValueError)
         async with self._session() as session:
             for url in self.urls:
@@ -118,7 +118,7 @@ class RemoteScorer:
                     raise ValueError(f"{_named(url)}: {_REFUSED.format(status)}")
 
     async def _score_all(self, batches: Sequence[Sequence[Trajectory]]) -> list[list[float]]:
-        """Rewards of all batches, of several at the same time."""
+        """Rewards of all batches, several of which are requested at the same time."""
         load = _Load(_REQUESTS_PER_SERVER * len(self.urls))
         async with self._session() as session:
             work = [self._score_batch(session, load, batch) for batch in batches]
@@ -127,7 +127,7 @@ class RemoteScorer:
     async def _score_batch(
         self, session: aiohttp.ClientSession, load: _Load, batch: Sequence[Trajectory]
     ) -> list[float]:
-        """Rewards of one batch; ``ConnectionError`` if no attempt has an answer."""
+        """Rewards of one batch; ``ConnectionError`` if no attempt gets an answer."""
         samples = make_samples(batch, self.tokenizer)
         data: dict[str, list[Any]] = {}
         for key, name in _SAMPLE_NAMES.items():
@@ -167,14 +167,14 @@ class _Load:
         self.under_way = Counter[str]()
 
     def priority(self, url: str) -> tuple[int, int]:
-        """Failures and requests under way of a server; the least gets the next request."""
+        """Failures and requests under way of a server; the server with the least gets the next request."""
         return self.failures[url], self.under_way[url]
 
 
 def _pause(attempt: int) -> float:
     """Seconds before the ``attempt``-th repetition: doubling, and different for each request."""
     longest = min(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS)
-    # Not the random numbers of the run.
+    # The random numbers of the run must not change.
     return longest * random.SystemRandom().uniform(0.5, 1.0)
 
 
@@ -214,7 +214,7 @@ def _named(url: str) -> str:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a thread of its own: this one may have an event loop, as in notebooks."""
+    """Run a coroutine on a thread of its own, since this thread may have an event loop, as in notebooks."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 

@@ -45,7 +45,7 @@ async def serve(
 async def body_of(request: web.Request, most: int | None = None) -> bytes:
     """Read the body of a request; ``HTTPException`` if it is malformed, late or too long.
 
-    It has at most ``most`` bytes; None: the limit of the application.
+    The body has at most ``most`` bytes; None means the limit of the application.
     """
     limited = request if most is None else request.clone(client_max_size=most)
     try:
@@ -62,7 +62,7 @@ async def body_of(request: web.Request, most: int | None = None) -> bytes:
 
 
 class _Door:
-    """Makes the protocol of each connection: beyond ``most`` open ones, one that answers 503."""
+    """Factory of each connection's protocol; beyond ``most`` open connections the protocol answers 503."""
 
     def __init__(self, server: web.Server, most: int) -> None:
         self.server = server
@@ -82,7 +82,7 @@ class _Door:
 
 
 class _Busy(asyncio.Protocol):
-    """Answers 503, which clients try again, and hangs up."""
+    """Protocol that answers 503, so that clients try again, and hangs up."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -93,7 +93,7 @@ class _Busy(asyncio.Protocol):
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
-    """Shorten aiohttp's record of a request that is no HTTP to one line."""
+    """Shorten aiohttp's log record of a request that is not HTTP to one line."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, _MALFORMED):
         sender = record.args[0] if isinstance(record.args, tuple) and record.args else "a client"

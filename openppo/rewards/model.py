@@ -36,8 +36,8 @@ _CUT = "\ue000" * 3
 def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> list[int]:
     """Token ids as the policy wrote them; a complete response ends as in ``train_rm``'s examples.
 
-    Where a chat template ends a turn with another token than EOS, sampling stops there (``<|end|>`` of Phi-3), but the
-    examples continue with the rest of the template and EOS, where the score is read. ``ValueError`` if the chat
+    If a chat template ends a turn with a token other than EOS (``<|end|>`` of Phi-3), sampling stops at that token, but
+    the examples continue with the rest of the template and EOS, where the score is read. ``ValueError`` if the chat
     template refuses the prompt.
     """
     ids = trajectory.token_ids
@@ -55,7 +55,7 @@ def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) ->
 def _template_after(
     token_id: int, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
-    """Token ids that the chat template writes after an answer, from behind ``token_id`` on."""
+    """Token ids that the chat template writes after an answer, starting after ``token_id``."""
     texts = [{**message, "content": text_of(message.get("content"))} for message in messages]
     _, _, text = render_chat(with_answer(texts, _CUT), tokenizer).partition(_CUT)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -66,9 +66,9 @@ class RewardModelText:
     """Trajectories as token ids of the reward model's ``tokenizer``; ``policy`` is the policy's.
 
     An episode's messages, or a chat with all that follows the prompt as the assistant's last turn, are rendered with
-    the reward model's own chat template; any other text is the prompt's followed by the response's. A response that the
-    policy ended itself ends with the reward model's EOS; nothing follows one that was cut off. ``where`` is the flag
-    and name of the reward model, for messages.
+    the reward model's own chat template; any other text is that of the prompt followed by that of the response. A
+    response that the policy ended itself ends with the reward model's EOS; nothing follows a response that was cut off.
+    ``where`` is the flag and name of the reward model, for messages.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RewardModelText:
         return self._encode(trajectory.prompt, response, trajectory.finish_reason.is_complete)
 
     def check(self, prompts: Iterable[Prompt], episodes: bool = False) -> None:
-        """Check chats with answers that end and that are cut off; ``episodes`` need a chat template."""
+        """Check chats with a finished and with a cut-off answer; ``episodes`` need a chat template."""
         if episodes:
             self._check_template()
         for has_ended in (True, False):
@@ -101,7 +101,7 @@ class RewardModelText:
         check_chats(prompts, self.where, "--apply_chat_template", encode=self._require_read)
 
     def _check_template(self) -> None:
-        """Raise ``ValueError`` without a chat template for episodes; warn of one that leaves tools out."""
+        """Raise ``ValueError`` without a chat template for episodes; warn if the template leaves tools out."""
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{self.where}: its tokenizer has no chat template, which episodes are rendered with. Use a reward "
@@ -130,7 +130,7 @@ class RewardModelText:
         return end_with_eos(self.tokenizer, ids) if has_ended else ids
 
     def _encode_chat(self, messages: Sequence[Message], has_ended: bool) -> list[int]:
-        """Token ids of a chat; one that was cut off ends there, without closing tag and EOS."""
+        """Token ids of a chat; a cut-off answer ends where it was cut, without closing tag and EOS."""
         *before, last = messages
         if not has_ended:
             last = {**last, "content": text_of(last.get("content")) + _CUT}
@@ -169,7 +169,7 @@ def read_tokens(
     where: str,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[int]:
-    """Input ids of a reward model: the last of ``encode`` that fit. ``ValueError`` names ``where`` and sample."""
+    """Input ids of a reward model: the last ids of ``encode`` that fit. ``ValueError`` names ``where`` and sample."""
     try:
         ids = encode(trajectory)
     except ValueError as error:
@@ -209,8 +209,8 @@ def last_tokens(
 class ModelScorer:
     """Scores from a reward model: (output - ``mean``) / ``std`` at the last token.
 
-    ``encode`` makes the token ids that the model reads, by default those of the policy. ``size`` is that of a forward.
-    A model that ``sees`` reads images beside them.
+    ``encode`` makes the token ids that the model reads, by default those of the policy. ``size`` limits one forward.
+    A model that ``sees`` reads images as well.
     """
 
     model: Model

@@ -101,11 +101,11 @@ class ProcessScorer:
     """Scores from ``model``, which maps sequences and places, both (B, L), to logits (N, V) at the N places.
 
     ``--step_separator`` divides the response into steps, blank ones left out; ``render`` writes them for the model,
-    with a placeholder after each. Of more than ``context`` tokens the last are kept, and steps before them are not
-    judged. A step is worth p(good), the softmax over ``reward_ids`` (good, bad) at its placeholder. With
-    ``--prm_aggregate steps`` that is the reward of its last token, times the weight of ``name``; else all steps of a
-    response make one reward ``name``, which is 0 for a response without steps. ``where`` is the model's flag and name,
-    for messages, ``policy`` the tokenizer of the trajectories.
+    with a placeholder after each. Only the last ``context`` tokens are kept, and steps before them are not judged. A
+    step is worth p(good), the softmax over ``reward_ids`` (good, bad) at its placeholder. With
+    ``--prm_aggregate steps`` that is the reward of the step's last token, times the weight of ``name``; else all steps
+    of a response make one reward ``name``, which is 0 for a response without steps. ``where`` is the model's flag and
+    name, for messages, and ``policy`` the tokenizer of the trajectories.
     """
 
     model: Model
@@ -163,7 +163,7 @@ class ProcessScorer:
 
     @torch.no_grad()
     def _forward(self, rows: Sequence[JudgedSteps]) -> list[list[float]]:
-        """p(good) of the steps of each row; without rows the model runs all the same."""
+        """p(good) of the steps of each row; the model runs even without rows."""
         pad = self.pad_token_id
         ids = [row.token_ids for row in rows] or [[pad, pad]]
         sequences, _ = pad_right(ids, pad)

@@ -13,7 +13,7 @@ _MENTIONED = set[str]()
 
 
 def response_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text from the first action on; of several turns with the environment's text between them.
+    """Text from the first action on; between several turns stands the environment's text.
 
     Token ids of "<reason>4</reason><eos>" give "<reason>4</reason>", though the tags are special tokens.
     """
@@ -61,7 +61,7 @@ def written_ids(
 
 
 def text_of_ids(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text with special tokens; the log names the first of a run."""
+    """Text of token ids, with special tokens; one of the first that a run meets is logged."""
     special = special_ids(tokenizer).intersection(ids)
     if special and not _MENTIONED:
         _MENTIONED.add(str(tokenizer.convert_ids_to_tokens(min(special))))
@@ -72,13 +72,13 @@ def text_of_ids(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text of token ids; special tokens stand in it without blanks around them."""
+    """Text of token ids, with special tokens but without blanks around them."""
     return str(tokenizer.decode(list(ids), spaces_between_special_tokens=False))
 
 
 @lru_cache(maxsize=8)
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of all tokens that the tokenizer declares as special, also those without a name."""
+    """Ids of all tokens that the tokenizer declares as special, including those without a name."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added.union(tokenizer.all_special_ids))
 

@@ -23,8 +23,8 @@ class RewardFunction:
 
     With names of ``BATCH_NAMES`` it is called once with lists (``is_batch``), with names of ``SINGLE_NAMES`` once for
     each sample; further parameters may name data ``columns``, and ``**kwargs`` gets everything, but not under verl's
-    names. A column named as a parameter of ``BEHIND_COLUMNS`` goes before it. ``where`` is the flag and file of the
-    function, for messages; ``ValueError`` names it and a parameter without a value.
+    names. A column takes precedence over a parameter of the same name in ``BEHIND_COLUMNS``. ``where`` is the flag and
+    file of the function, for messages; ``ValueError`` names it and a parameter without a value.
     """
 
     def __init__(self, function: Callable[..., Any], where: str, columns: Collection[str]) -> None:
@@ -91,7 +91,7 @@ class RewardFunction:
             return self.processes(arguments, len(samples))
 
         result = self.function(**arguments)
-        # Errors of generators are raised here.
+        # A generator raises its errors here.
         return list(result) if isinstance(result, Iterator) else result
 
     def _arguments(self, samples: Sequence[Sample]) -> list[str]:
@@ -110,7 +110,7 @@ class RewardFunction:
 
 
 def _log_columns(where: str, names: Collection[str]) -> None:
-    """Log that parameters get values of data columns, where they could mean others."""
+    """Log that parameters get values of data columns although their names could mean other values."""
     if not names:
         return
     are = "is a column" if len(names) == 1 else "are columns"

@@ -23,7 +23,7 @@ _MOST_BYTES = 4
 
 
 class Scorer(Protocol):
-    """A source of rewards. ``str(scorer)`` is its name in messages, best its flag.
+    """A source of rewards. ``str(scorer)`` is its name in messages, preferably its flag.
 
     ``collective`` scorers run forwards of partitioned weights: all ranks call ``score`` together, on the thread that
     trains. The others are independent on each rank, never touch the process group, and may run on any thread.
@@ -77,7 +77,7 @@ class CombinedScorer:
     """
 
     def __init__(self, scorers: Sequence[Scorer]) -> None:
-        # Scorers in the background start first.
+        # Background scorers start first.
         self.scorers = sorted(scorers, key=lambda scorer: scorer.collective)
         self.collective = any(scorer.collective for scorer in scorers)
 
@@ -131,7 +131,7 @@ def check_scores(
 ) -> list[float]:
     """Scores as floats; ``ValueError`` names ``where``, and the sample of a bad score.
 
-    As many scores as ``trajectories`` are required.
+    There must be one score per trajectory.
     """
     if len(scores) != len(trajectories):
         raise ValueError(
@@ -141,7 +141,7 @@ def check_scores(
 
 
 def refuse_images(where: str, trajectories: Sequence[Trajectory]) -> None:
-    """Raise ``ValueError`` for samples with images, which an agent may show, and ``where`` does not read."""
+    """Raise ``ValueError`` for samples with images, for example an agent's, since ``where`` does not read images."""
     with_images = [t for t in trajectories if t.prompt.media]
     if with_images:
         sample = name_sample(with_images[0])
@@ -169,7 +169,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def is_number(value: Any) -> bool:
-    """True for a number of Python, NumPy or torch, also for a truth value or NaN."""
+    """True for a number of Python, NumPy or torch, including truth values and NaN."""
     return isinstance(_plain(value), int | float)
 
 
@@ -204,7 +204,7 @@ def role_texts(trajectory: Trajectory, role: str) -> list[str]:
 
 
 def answer_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text that rewards of single responses read: all turns of the policy, of an episode its last message."""
+    """Text that rewards of single responses read: all turns of the policy, but only its last message in an episode."""
     texts = turn_texts(trajectory, tokenizer)
     return "\n".join(texts if trajectory.episode is None else texts[-1:])
 
@@ -259,7 +259,8 @@ def step_ends(
 
     ``separator`` divides the response's text (without EOS and PAD at its end) into steps; blank ones are left out. A
     step's last token is the one that completes its text, without separator and blanks at the end. Places are found by
-    decoding: a token may hold the end of a step and the separator, or two steps; a character may take several tokens.
+    decoding, since a token may hold the end of a step and the separator, or two steps, and a character may take several
+    tokens.
     """
     ids = written_ids(response_ids, tokenizer, is_complete=False)
 
@@ -267,7 +268,7 @@ def step_ends(
         return decoded(ids[start:stop], tokenizer)
 
     first = 0
-    text = decode(first, len(ids))  # of ids[first:]
+    text = decode(first, len(ids))  # text of ids[first:]
     place = 0  # of the next piece in the text
     ends = []
     for piece in text.split(separator):
@@ -289,8 +290,8 @@ def step_ends(
 def _end(text: str, decode: Callable[[int, int], str], first: int, last: int) -> int:
     """Smallest ``stop`` in ``first..last`` for which the text of tokens ``first..stop`` begins with ``text``.
 
-    So does that of larger ones, except where tokens of single bytes decode to replacement characters until a character
-    is whole: up to three in a row may not.
+    So does the text for each larger ``stop``, except while single-byte tokens decode to replacement characters until a
+    character is whole: up to three values of ``stop`` in a row may fail.
     """
 
     def is_complete(stop: int) -> bool:

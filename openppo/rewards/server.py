@@ -41,8 +41,8 @@ class RewardServer:
     """Answers POST / and /get_reward with rewards, and GET /health, which needs no token.
 
     Texts of all requests wait in one queue. ``score`` gets up to ``config.max_batch_size`` of them at a time, as token
-    ids from ``encode``; both have a thread of their own, so that the server answers meanwhile. ``listener`` is bound to
-    the address. With ``token``, requests must carry it.
+    ids from ``encode``; each of the two has its own thread, so that the server can answer meanwhile. ``listener`` is
+    bound to the address. With ``token``, requests must carry it.
     """
 
     score: Callable[[list[list[int]]], list[float]]
@@ -96,7 +96,7 @@ class RewardServer:
             batch = [await self._waiting.get()]
             while len(batch) < self.config.max_batch_size and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            # Without the texts of clients that have gone.
+            # Leave out the texts of clients that have gone.
             batch = [(row, reward) for row, reward in batch if not reward.cancelled()]
             if not batch:
                 continue
@@ -113,7 +113,7 @@ class RewardServer:
     async def _health(self, request: web.Request) -> web.Response:
         """Answer that the server is up, with its model."""
         answer = {"status": "ok"}
-        if self._may_ask(request):  # a path says much
+        if self._may_ask(request):  # a path reveals much
             answer["model"] = self.config.reward_pretrain
         return web.json_response(answer)
 
@@ -245,8 +245,8 @@ def listen(host: str, port: int, flags: str = "--host {} --port {}") -> socket.s
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: int) -> list[int]:
     """Token ids of a text that holds a whole conversation, as OpenRLHF's server reads it.
 
-    One EOS ends them. PAD around the text is dropped; a BOS stands before it if the tokenizer has one there. The last
-    ``max_len`` are kept.
+    They end with one EOS. PAD around the text is dropped; a BOS comes first if the tokenizer puts one there. Only the
+    last ``max_len`` ids are kept.
     """
     pad = tokenizer.pad_token
     eos = tokenizer.eos_token
@@ -259,7 +259,7 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: 
 
 
 def _end_without(text: str, tokens: Sequence[str], start: int) -> int:
-    """Place in ``text`` before the ``tokens`` at its end, and blanks among them; in linear time."""
+    """Place in ``text`` where the ``tokens`` at its end, and blanks among them, begin; takes linear time."""
     end = last = len(text)
     while True:
         while last > start and text[last - 1].isspace():
@@ -274,7 +274,7 @@ def _queries(body: bytes) -> list[str]:
     """Read the texts of a request; ``HTTPBadRequest`` for anything else."""
     try:
         queries = json.loads(body)["query"]
-        "".join(queries).encode()  # half of a surrogate pair is no character
+        "".join(queries).encode()  # fails for half of a surrogate pair
     except (ValueError, TypeError, KeyError, RecursionError):
         queries = None
     if not isinstance(queries, list):

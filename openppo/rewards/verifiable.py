@@ -15,7 +15,7 @@ from openppo.rewards.scoring import answer_length, answer_text, name_sample
 from openppo.types import Prompt, Score, Trajectory
 
 Verify = Callable[[str, Trajectory], float]
-"""Reward of a response's text; of an episode's last message by the policy."""
+"""Reward of a response's text, or of the policy's last message in an episode."""
 
 _ANSWER_MARK = "####"
 _LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)
@@ -113,7 +113,7 @@ def length_reward(target: int) -> Verify:
 
 
 class RegexReward:
-    """Reward 1 if the response contains ``pattern``, else 0; the last match of a group must be the label.
+    """Reward 1 if the response contains ``pattern``, else 0; the last match of its group must be the label.
 
     A search that takes longer than ``seconds`` counts as no match. ``ValueError`` for a pattern that cannot be used.
     """
@@ -174,7 +174,7 @@ class MathReward:
 
 
 def _warn_wrong(verifier: Verifier, reason: str, response: str, trajectory: Trajectory) -> None:
-    """Warn of a response that counts as wrong though no verifier said so."""
+    """Warn about a response that counts as wrong although no verifier has judged it."""
     logger.warning(
         "--verifiable_reward %s: %s, so %r counts as wrong for %s",
         verifier,

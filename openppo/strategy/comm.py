@@ -32,8 +32,8 @@ def init_process_group(timeout: timedelta, rollout_ranks: int = 0) -> tuple[torc
     """Join the group that torchrun describes in the environment, or make one of a single process.
 
     The last ``rollout_ranks`` have a group of their own. Returns this rank's device and its place in the launch, whose
-    ``store`` is that of rendezvous, or the one that survives restarts. ``ValueError`` if there are fewer GPUs than
-    ranks on this machine, if a rank does not arrive, or if the launcher's restarts cannot work.
+    ``store`` is the store of the rendezvous, or the one that survives restarts. ``ValueError`` if there are fewer GPUs
+    than ranks on this machine, if a rank does not arrive, or if the launcher's restarts cannot work.
     """
     alone = "RANK" not in os.environ
     if alone:
@@ -79,7 +79,7 @@ def _device_and_backend(local_rank: int) -> tuple[torch.device, str]:
 def _join_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Return the store of all ranks once they have arrived; ``ValueError`` naming those that have not.
 
-    Otherwise ranks wait in silence for a host that ended early, for example on a mistyped flag.
+    Without this, ranks would wait in silence for a host that ended early, for example on a mistyped flag.
     """
     try:
         store = _store_of_restarts(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0]
@@ -153,7 +153,7 @@ def collective(
 ) -> T:
     """Return ``work()`` on every rank; if one rank raises one of ``errors``, all ranks raise.
 
-    ``raised`` makes the exception from the first message, after the ranks and their hosts unless all ranks failed.
+    ``raised`` makes the exception from the first message, which follows the failed ranks and hosts unless all failed.
     """
     result = None
     error = None
@@ -213,7 +213,7 @@ class InferenceStrategy:
     """Process group of commands that do not train: whole models on every rank, without DeepSpeed.
 
     Under torchrun each rank has its own GPU, if there are any, and its share of the data. ``timeout`` is long by
-    default, since ranks wait for each other at the end only.
+    default, since ranks wait for each other only at the end.
     """
 
     def __init__(

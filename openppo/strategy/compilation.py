@@ -48,7 +48,7 @@ def compile_layers(module: nn.Module) -> bool:
         return False
 
     _keep_compiled_code()
-    # Beyond its limit of 8, torch mixes compiled and plain passes, and gradients of checkpointed layers were wrong.
+    # Beyond its default of 8, torch mixes compiled and plain passes; gradients of checkpointed layers were wrong then.
     torch._dynamo.config.recompile_limit = 64
     for layer in layers:
         layer.compile(dynamic=True)
@@ -76,9 +76,9 @@ def missing_tool(device: torch.device) -> str:
 
 
 def missing_compiler(variable: str, *names: str) -> str:
-    """Describe the missing compiler, by default one of ``names``; empty if it is there.
+    """Describe the missing compiler; empty if one of ``names`` is there.
 
-    The environment may name another in ``variable``.
+    If the environment sets ``variable``, that compiler counts instead of ``names``.
     """
     compilers = [os.environ[variable]] if variable in os.environ else names
     if any(map(shutil.which, compilers)):
@@ -90,8 +90,8 @@ def missing_compiler(variable: str, *names: str) -> str:
 def _keep_compiled_code() -> None:
     """Let torch keep compiled code between runs; its default is a folder for temporary files.
 
-    A folder in ``TORCHINDUCTOR_CACHE_DIR`` wins, unless it is that default, which imports of torch put there. Where no
-    folder can be written, torch keeps its default.
+    A folder in ``TORCHINDUCTOR_CACHE_DIR`` takes precedence, unless it is that default, which importing torch puts
+    there. If no folder can be written, torch keeps its default.
     """
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) != default_cache_dir():
         return

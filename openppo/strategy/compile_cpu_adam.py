@@ -1,6 +1,6 @@
 """The program ``compile_cpu_adam.py PID``: compiles DeepSpeed's CPU Adam, and ends with the process PID.
 
-It has its own session. ninja puts compilers into groups of their own, and passes SIGTERM on to them.
+It runs in a session of its own. ninja puts compilers into process groups of their own, and passes SIGTERM on to them.
 """
 
 import os

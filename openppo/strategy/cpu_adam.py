@@ -1,7 +1,8 @@
 """DeepSpeed's CPU Adam, compiled once on a machine for each version of DeepSpeed and torch.
 
-torch guards a build by a file: if a killed process leaves it behind, later ones wait forever. Here processes take turns
-by a lock of the system, which ends with its owner, so a file that the next owner finds is left over.
+torch guards a build with a file: if a killed process leaves it behind, later processes wait forever. Here processes
+take turns by a lock of the operating system, which ends with its owner. So a file that the next owner finds is left
+over, and can be removed.
 """
 
 import fcntl
@@ -23,7 +24,7 @@ from openppo import logger
 
 _PROGRAM = Path(__file__).with_name("compile_cpu_adam.py")
 _VERSIONS = f"deepspeed {deepspeed.__version__}, torch {torch.__version__}"
-"""Text of the lock file while the compiled library is complete and of these versions."""
+"""Text of the lock file while the compiled library is complete and was built for these versions."""
 
 
 def load_cpu_adam() -> None:
@@ -55,7 +56,7 @@ def _acquire(lock: IO[str]) -> None:
 
 
 def _compile(folder: Path, lock: IO[str]) -> None:
-    """Compile the library in ``folder``, whose ``lock`` is held, unless it is there."""
+    """Compile the library in ``folder``, whose ``lock`` is held, unless it is already there."""
     left_over = folder / "lock"
     if left_over.exists():
         logger.warning(

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 if not torch.cuda.is_available():
-    # Before the import: its search for devices is slow and loud.
+    # Set before the import, whose search for devices is slow and noisy.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
@@ -51,13 +51,13 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # An extra for inference that DeepSpeed would compile at start-up; on a GPU this lookup would probe all operators.
 if not torch.cuda.is_available():
     deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
-# DeepSpeed imports its Muon optimizer with any other; compiling that takes a second of CPU at the start of each rank.
+# DeepSpeed imports Muon with every other optimizer; compiling it takes a second of CPU at the start of each rank.
 ds_compiler.compile = lambda: ds_compiler.dummy_decorator
-# DeepSpeed calls collectives that torch 2.13 renames; nothing a user could act on.
+# DeepSpeed calls collectives that torch 2.13 renames; a user could do nothing about the warnings.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 _SHARE_FOR_WEIGHTS = 0.5
-"""Share of the free GPU memory; the rest is for the cache and activations of generation."""
+"""Share of the free GPU memory for weights; the rest is for the cache and activations of generation."""
 
 
 class DeepspeedStrategy(InferenceStrategy):
@@ -124,8 +124,8 @@ class DeepspeedStrategy(InferenceStrategy):
     def loading(self) -> Iterator[None]:
         """Load models in partitions under ZeRO-3, and straight to a GPU below it.
 
-        All ranks enter together. transformers finds the partitions by an object that must be alive. DeepSpeed can make
-        the groups of ``zpg`` once in a process only, so with these the models are loaded whole.
+        All ranks enter together. transformers learns of the partitions from an object that must stay alive. DeepSpeed
+        can make the groups of ``zpg`` only once in a process, so with ``zpg`` the models are loaded whole.
         """
         if self.zero_stage < 3:
             with super().loading():
@@ -163,8 +163,8 @@ class DeepspeedStrategy(InferenceStrategy):
         config = merge(options, self.overrides)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-            # Otherwise each parameter gets views of Adam's moments, which only DeepSpeed's own checkpoints need; they
-            # would keep the GPU memory of offloaded moments.
+            # Without this, each parameter would get views of Adam's moments, which only DeepSpeed's own checkpoints
+            # need. The views would keep the GPU memory of offloaded moments occupied.
             engine.optimizer._hp_optimizer_states_linked = True
         if self.zero_stage in (1, 2):
             join_gradient_norms(engine.optimizer, on_gpu=on_gpu)
@@ -204,7 +204,7 @@ class DeepspeedStrategy(InferenceStrategy):
     def fits_merged(self, engine: TrainableModel, moments_offloaded: bool = False) -> bool:
         """True if adapters can be merged for generation; collective.
 
-        The weights must not be in 4 bits, and a copy of them must fit, under ZeRO-3 beside the full weights.
+        The weights must not be in 4 bits, and a copy of them must fit, under ZeRO-3 in addition to the full weights.
         """
         weights = [layer.base_layer.weight for layer in adapted_layers(engine.module).values()]
         if not all(weight.is_floating_point() for weight in weights):
@@ -219,7 +219,7 @@ class DeepspeedStrategy(InferenceStrategy):
         return self._fits(weights, moments_offloaded, otherwise)
 
     def _fits(self, weights: Sequence[Any], moments_offloaded: bool, otherwise: str) -> bool:
-        """True if every rank has memory for ``weights``, whole; collective. Else warn with ``otherwise``."""
+        """True if every rank has memory for the whole ``weights``; else warn with ``otherwise``. Collective."""
         if self.device.type == "cpu":
             return True
 
@@ -242,7 +242,7 @@ class DeepspeedStrategy(InferenceStrategy):
         return 2 * 4 * n_trained // n_shares
 
     def any_rank(self, flag: bool) -> bool:
-        """True on all ranks if ``flag`` is on one of them."""
+        """True on all ranks if ``flag`` is true on any of them."""
         return bool(self.comm.all_reduce(torch.tensor(int(flag)), "max"))
 
     def uncompiled(self) -> AbstractContextManager[None]:
@@ -280,7 +280,7 @@ class DeepspeedStrategy(InferenceStrategy):
         """Write a model, or the adapters of a PEFT model, and tokenizer; all ranks raise ``OSError`` alike."""
 
         def write() -> None:
-            # Fails only after its collectives, so no rank waits.
+            # It fails only after its collectives, so no rank waits for another.
             save_model(model, Path(folder), self.is_main)
             if self.is_main and tokenizer is not None:
                 save_tokenizer(tokenizer, Path(folder))
@@ -316,7 +316,7 @@ def learning_rate_schedule(
 ) -> LambdaLR:
     """Return the schedule of ``total_steps``: linear warm-up, its steps rounded up, then as in transformers.
 
-    The first of n steps of warm-up has 1/n of the peak: with 0, as in transformers, its rollout would be wasted.
+    The first of n warm-up steps has 1/n of the peak rate; with 0, as in transformers, its rollout would be wasted.
     """
     n_warmup = 0
     if adam.lr_scheduler != "constant":
@@ -341,7 +341,7 @@ def learning_rate_schedule(
 
 
 def _numel(parameter: Any) -> int:
-    """Return the number of elements of a whole parameter, also of one that ZeRO-3 partitions."""
+    """Return the number of elements of a whole parameter, even of one that ZeRO-3 partitions."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -360,6 +360,6 @@ def _require(flag: str, missing: str) -> None:
 def _enable_gradient_checkpointing(module: nn.Module) -> None:
     model = next(child for child in module.modules() if isinstance(child, PreTrainedModel))
     with warnings.catch_warnings():
-        # transformers 5.23 has another name for this method, 5.0 only this one.
+        # transformers 5.23 has renamed this method; 5.0 knows only this name.
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

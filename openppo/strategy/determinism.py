@@ -1,7 +1,7 @@
 """Gradients summed in a fixed order, so that equal runs on a GPU are equal bit for bit.
 
 FlashAttention adds gradients of keys in any order unless torch's deterministic algorithms are an error, not a warning.
-During a whole run these would refuse the cumulative sums of sampling, which are exact without them.
+Enabled for a whole run, these would refuse the cumulative sums of sampling, which are exact without them.
 """
 
 import os

@@ -5,7 +5,7 @@ from typing import Any
 from openppo.config import DeepSpeedConfig
 
 LARGEST_BUCKET = 500_000_000
-"""Gradient elements that are reduced at a time, at most."""
+"""Most gradient elements that are reduced at a time."""
 _EVERY_ENGINE = {
     "train_micro_batch_size_per_gpu": 1,
     "steps_per_print": 10**9,
@@ -26,17 +26,17 @@ def train_config(
     otherwise allocate for 500 million elements. ``on_gpu`` pins offloaded memory, for faster copies, and
     overlaps the reduction by nccl with the backward pass.
     """
-    even = n_trained + n_trained % 2  # DeepSpeed wants an even number
+    even = n_trained + n_trained % 2  # DeepSpeed requires an even number
     bucket = min(max(2, even), LARGEST_BUCKET)
     zero: dict[str, Any] = {
         "stage": zero_stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "zero_hpz_partition_size": options.zpg,
-        # Below stage 3 DeepSpeed would all-reduce all the same, but a copy of the bucket.
+        # Below stage 3 DeepSpeed would still all-reduce, but would copy the bucket first.
         "reduce_scatter": zero_stage == 3,
     }
-    # Else DeepSpeed's own choice: in stage 3 only.
+    # If it is not set here, DeepSpeed overlaps in stage 3 only.
     if options.overlap_comm != "auto" or (on_gpu and n_ranks > 1):
         zero["overlap_comm"] = options.overlap_comm != "off"
     if options.adam_offload:

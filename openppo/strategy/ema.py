@@ -42,14 +42,14 @@ class ParameterAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the current parameters; call it after each optimizer step."""
+        """Add the current parameters to the average; call it after each optimizer step."""
         for name, share in self._shares().items():
             current = share.to(self._device, torch.float32)
             self._averages[name].mul_(self.beta).add_(current, alpha=1 - self.beta)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Replace the parameters by the averages inside; restore them bit for bit afterwards.
+        """Replace the parameters by the averages inside the context; restore them bit for bit afterwards.
 
         The parameters keep their dtype. Weights are restored after ``Interrupted`` and ``OSError``, which every rank
         raises. Other errors may hit one rank only; restoring is collective, so it is skipped and the run ends.
@@ -86,11 +86,11 @@ class ParameterAverage:
         return shares
 
     def _write(self, values: dict[str, Tensor]) -> None:
-        """Write this rank's share of the parameters, and have all ranks see the whole."""
+        """Write this rank's share of the parameters, and update the whole on all ranks."""
         for name, share in self._shares().items():
             share.copy_(values[name])
         if self._partitioned:
-            # Drop old values that DeepSpeed keeps gathered, as it does for checkpoints.
+            # Drop old values that DeepSpeed keeps gathered; it does the same for its checkpoints.
             self._optimizer.checkpoint_event_prologue()
             self._optimizer.checkpoint_event_epilogue()
         else:

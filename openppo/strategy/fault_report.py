@@ -78,7 +78,7 @@ class Heartbeat:
         return f"rollout rank {self.rank}" if self.samples else f"rank {self.rank}"
 
     def has_ended(self) -> bool:
-        """True if the rank's process was on this machine and is gone."""
+        """True if the rank's process ran on this machine and is gone."""
         if self.machine != this_machine():
             return False
         try:
@@ -87,9 +87,9 @@ class Heartbeat:
             return True
 
     def waits_for(self, other: "Heartbeat") -> bool:
-        """True if ``other`` still loads or, on the same side, is behind in collectives.
+        """True if ``other`` still loads or, on the same side, has started fewer collectives.
 
-        The stack does not tell: on a GPU a rank waits where it reads a result, in no frame of a collective.
+        The stack does not show this: on a GPU a rank waits where it reads a result, outside any frame of a collective.
         """
         still_loads = other.phase == "loading" and self.phase != "loading"
         is_behind = self.samples == other.samples and other.collectives < self.collectives
@@ -131,7 +131,7 @@ class MemoryView(NamedTuple):
 
     lines: Sequence[str] = ()
     is_foreign: bool = False
-    """True if the memory is held by something that no option of the run makes smaller."""
+    """True if no option of the run can make the holder of the memory smaller."""
 
 
 ExplainMemory = Callable[[str], MemoryView]
@@ -197,7 +197,7 @@ def stalled(where: Heartbeat) -> Fault:
 def _stacks() -> str:
     """Return the stacks of the other threads.
 
-    Read in C: CPython 3.11 may crash where Python walks frames of running threads.
+    They are read in C, since CPython 3.11 may crash when Python code walks the frames of running threads.
     """
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)

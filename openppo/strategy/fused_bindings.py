@@ -25,7 +25,7 @@ from openppo.strategy.fused_forwards import (
 )
 
 Settings = tuple[Any, ...]
-"""Arguments of a kernel beside tensors, or the name of its function."""
+"""Arguments of a kernel other than tensors, or the name of its function."""
 
 NORM = "RMSNorm"
 ROTARY = "rotary embedding"
@@ -34,16 +34,16 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _JOINED_MLP_PARTS = {"gate_up_proj", "down_proj", "activation_fn"}
 
 _LARGEST_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Norm of the difference over the norm of the plain output or gradient.
+"""Largest norm of the difference, divided by the norm of the plain output or gradient.
 
-Rounding leaves less than a third.
+Rounding errors stay below a third of this.
 """
 _SHAPES = ((2, 7), (3, 1))
 """Rows and tokens for the comparison of modules: prompts, and a decode step."""
 _NARROW = 256
 """Width of norms that are also compared on many rows."""
 _MANY_ROWS = 2**15
-"""liger-kernel has another kernel for so many rows of narrow norms, such as those of heads."""
+"""Number of rows for which liger-kernel has another kernel of narrow norms, such as those of heads."""
 
 
 class Binding(ABC):
@@ -59,7 +59,7 @@ class Binding(ABC):
 
     @abstractmethod
     def candidates(self) -> Sequence[Settings]:
-        """Settings of the kernel that may be the module's."""
+        """Settings with which the kernel may match the module."""
 
     @abstractmethod
     def compare(self, settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
@@ -70,7 +70,7 @@ class Binding(ABC):
         """Have ``module`` compute by the kernel on devices of that type."""
 
     def choose(self, device: torch.device) -> Settings | None:
-        """Return the settings with the least error, if that is small in both dtypes."""
+        """Return the settings with the least error, if it is small in both dtypes."""
         errors = {}
         for settings in self.candidates():
             worst = 0.0
@@ -86,7 +86,7 @@ class Binding(ABC):
         return None
 
     def _error(self, settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
-        """Compare with equal random numbers each time; infinite if the kernel fails."""
+        """Return the error for the same random numbers each time; infinite if the kernel fails."""
         generator_state = torch.random.get_rng_state()
         try:
             torch.manual_seed(0)  # random numbers are drawn on the host
@@ -100,7 +100,7 @@ class Binding(ABC):
 
 
 class _Norm(Binding):
-    """RMSNorm, with a weight or an offset of 1 from it."""
+    """RMSNorm that scales by its weight, or by its weight plus an offset of 1."""
 
     kind = NORM
 
@@ -118,7 +118,7 @@ class _Norm(Binding):
         probe = _copy_of(self.module)
         plain = type(self.module).forward.__get__(probe)
         shapes: list[tuple[int, ...]] = [(*shape, self.width) for shape in _SHAPES]
-        shapes.append((2, 5, 3, self.width))  # of the heads of each token
+        shapes.append((2, 5, 3, self.width))  # the heads of each token
         if device.type == "cuda" and self.width <= _NARROW:
             shapes.append((_MANY_ROWS, self.width))
 
@@ -144,7 +144,7 @@ def _fused_norm(x: Tensor, parameter: nn.Parameter, settings: Settings) -> Tenso
 
 
 class _MLP(Binding):
-    """MLP with a gate, its projections to gate and values apart or joined."""
+    """MLP with a gate; its projections to gate and values are separate or joined."""
 
     kind = MLP
 
@@ -217,7 +217,7 @@ class _Rotary(Binding):
             for n_heads in (4, 2):
                 by_tokens = _random((rows, length, n_heads, head_dim), device, dtype)
                 heads = by_tokens.transpose(1, 2)  # (B, H, L, D)
-                # A norm of each head leaves heads in memory one after the other.
+                # A norm over each head leaves the heads one after the other in memory.
                 states.append(heads.contiguous() if by_heads else heads)
 
             angles = torch.rand(rows, length, head_dim // 2).repeat(1, 1, 2) * 7
@@ -269,7 +269,7 @@ def _calls_rotary(module: nn.Module) -> bool:
     is_called = ROTARY_FUNCTION in forward.__code__.co_names
     if not is_called or ROTARY_FUNCTION not in forward.__globals__:
         return False
-    # Angles of sections differ between both halves of a head, of which the kernel reads one.
+    # With sections, the angles of the two halves of a head differ, but the kernel reads only one half.
     config = getattr(module, "config", None)
     return "mrope_section" not in str(getattr(config, "rope_parameters", ""))
 
@@ -294,7 +294,7 @@ def _copy_of(module: nn.Module) -> Any:
 
 
 def _size_of(parameter: Any) -> int:
-    """Count the elements of a vector, also of one that ZeRO-3 has partitioned."""
+    """Count the elements of a vector, even of one that ZeRO-3 has partitioned."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -328,6 +328,6 @@ def _difference(
 
 
 def _relative_error(ours: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of ``expected``; infinite if it is no number."""
+    """Norm of the difference, divided by that of ``expected``; infinite if it is NaN."""
     error = float((ours - expected).norm() / expected.norm().clamp_min(1e-12))
     return math.inf if math.isnan(error) else error

@@ -16,7 +16,7 @@ ROTARY_FUNCTION = "apply_rotary_pos_emb"
 """Global name by which the attention of transformers calls its rotary embedding."""
 
 ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, OSError, subprocess.SubprocessError)
-"""Errors of kernels, without triton's own."""
+"""Errors that kernels raise, besides triton's own."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def attach(module: nn.Module, forward: Callable[..., Any], kind: str, settings: 
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """Compute an RMSNorm, (..., H) to the same."""
+    """Compute an RMSNorm, from (..., H) to the same shape."""
     function, settings, device_type = self.fused_settings
     output: Tensor
     if hidden_states.device.type != device_type or hidden_states.dtype != self.weight.dtype:
@@ -91,7 +91,7 @@ def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def mlp_forward(self: Any, x: Tensor) -> Tensor:
-    """Compute an MLP with a gate, (..., H) to the same."""
+    """Compute an MLP with a gate, from (..., H) to the same shape."""
     function, _, device_type = self.fused_settings
     output: Tensor
     if x.device.type != device_type:
@@ -102,7 +102,7 @@ def mlp_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def joined_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """Compute an MLP with joined projections to gate and values (Phi-3), (..., H) to the same."""
+    """Compute an MLP with joined projections to gate and values (Phi-3), from (..., H) to the same shape."""
     function, _, device_type = self.fused_settings
     output: Tensor
     if hidden_states.device.type != device_type:
@@ -119,12 +119,12 @@ def joined_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
 def with_rotary(forward: types.FunctionType, kernel: Any, device_type: str) -> types.FunctionType:
     """Copy an attention's ``forward`` with the kernel in place of its rotary embedding.
 
-    The copy has the same code, and one other global name.
-    Other models of the family, which share the function of their module, do not change.
+    The copy has the same code, but one of its global names has another value. Other models of the family, which share
+    the original function, do not change.
     """
     plain = forward.__globals__[ROTARY_FUNCTION]
     names = {**forward.__globals__, ROTARY_FUNCTION: rotary_function(plain, kernel, device_type)}
-    # With the module's name torch.compile would look up the plain function there.
+    # Given the module's name, torch.compile would look up the plain function in that module.
     del names["__name__"]
     fused = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
@@ -135,7 +135,7 @@ def with_rotary(forward: types.FunctionType, kernel: Any, device_type: str) -> t
 
 @cache
 def rotary_function(plain: Callable[..., Any], kernel: Any, device_type: str) -> Callable[..., Any]:
-    """Wrap the kernel as ``plain``, which gets other devices, and shapes that the kernel lacks."""
+    """Wrap the kernel like ``plain``, which still handles other devices, and shapes that the kernel lacks."""
 
     def apply_rotary_pos_emb(
         queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
@@ -147,8 +147,8 @@ def rotary_function(plain: Callable[..., Any], kernel: Any, device_type: str) ->
             rotated: tuple[Tensor, Tensor] = plain(queries, keys, cos, sin, *others, **options)
             return rotated
 
-        # All tokens in one row. If rows have one token each, torch calls any layout contiguous, and the kernel would
-        # read wrong distances; and it compiles once for each number of rows.
+        # Put all tokens in one row. If rows have one token each, torch calls any layout contiguous, and the kernel
+        # would read wrong strides. The kernel also compiles once for each number of rows.
         rows, _, length, _ = queries.shape
         row_cos = cos.expand(rows, -1, -1).reshape(1, rows * length, -1)
         row_sin = sin.expand(rows, -1, -1).reshape(1, rows * length, -1)
@@ -161,7 +161,7 @@ def rotary_function(plain: Callable[..., Any], kernel: Any, device_type: str) ->
 
 
 def _as_one_row(x: Tensor) -> Tensor:
-    """Copy (B, H, L, D) to (1, H, B L, D), in which the kernel writes."""
+    """Copy (B, H, L, D) to (1, H, B L, D); the kernel overwrites the copy."""
     rows, heads, length, _ = x.shape
     tokens = x.transpose(1, 2).reshape(1, rows * length, heads, -1)
     return tokens.clone().transpose(1, 2)

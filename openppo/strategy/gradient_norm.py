@@ -1,4 +1,4 @@
-"""Gradient norms of DeepSpeed's optimizers in a few kernels, instead of some 16 for each gradient.
+"""Gradient norms of DeepSpeed's optimizers in a few kernels, instead of about 16 for each gradient.
 
 DeepSpeed 0.19.8 has two optimizers for ZeRO-1 and 2. Both skip an update, on all ranks alike, where the norm over all
 ranks is not finite. ``DeepSpeedZeroOptimizer`` (ZeRO-2, and ZeRO-1 in float32) first checks bfloat16 gradients for NaN
@@ -41,9 +41,9 @@ READ = {
 def join_gradient_norms(optimizer: Any, on_gpu: bool) -> bool:
     """Make a ZeRO-1 or 2 ``optimizer`` compute its gradient norm in one go; return True if it does.
 
-    DeepSpeed's way stays, with a line in the log, for unknown classes and versions. It stays without one for gradients
-    on the host (``--adam_offload``), and for ``BF16_Optimizer`` on CPUs, whose norm would differ by 2e-7; all other
-    norms are equal bit for bit.
+    Unknown classes and versions keep DeepSpeed's method, with a line in the log. Gradients on the host
+    (``--adam_offload``) keep it without one, and so does ``BF16_Optimizer`` on CPUs, whose norm would differ by 2e-7;
+    all other norms are equal bit for bit.
     """
     kind = type(optimizer)
     version = f"DeepSpeed {deepspeed.__version__}"
@@ -88,7 +88,7 @@ def _log_slow_norm(reason: str) -> None:
 
 
 def _leave_to_norm(partition_gradients: bool = True) -> None:
-    """Replace ``check_overflow`` and do nothing: ``step`` sets ``overflow`` by the norm."""
+    """Replace ``check_overflow`` and do nothing: ``step`` sets ``overflow`` from the norm."""
 
 
 def _norm_over_ranks(
@@ -108,8 +108,8 @@ def _norm_over_ranks(
 
 
 def _flat_gradients(flat: list[Tensor], for_clipping: bool = False) -> Any:
-    """Replace ``get_grads_for_norm``: return the gradients for clipping, else tensors of their norm and no experts.
+    """Replace ``get_grads_for_norm``: return the gradients if ``for_clipping``, else their norms, and no experts.
 
-    Each rank has the whole gradients, with zeros for parameters without one.
+    Each rank has the whole gradients, with zeros for parameters that have none.
     """
     return flat if for_clipping else ([norms(flat)], {})

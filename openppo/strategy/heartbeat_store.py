@@ -16,7 +16,7 @@ from openppo.strategy.fault_report import Heartbeat, this_machine
 class HeartbeatStore:
     """Heartbeats of all ranks, exchanged through a client of its own; idle with one rank.
 
-    A client of the launcher's store is locked during a blocking wait, so that of the training thread could not carry
+    A client of the launcher's store is locked during a blocking wait, so the training thread's client could not carry
     heartbeats.
     """
 
@@ -50,13 +50,13 @@ class HeartbeatStore:
         if not self._other_ranks:
             return
 
-        # Taken before reading: the heartbeats of these ranks in the store are final.
+        # Listed before reading, so that the stored heartbeats of these ranks are final.
         ended = self._ended_ranks()
         try:
             self._store = self._store or self._connect()
             if self._store is not None:
                 self._send_and_receive(self._store, heartbeat)
-        except RuntimeError as error:  # of torch's store, in several classes
+        except RuntimeError as error:  # torch's store raises several subclasses of it
             self.error = str(error).splitlines()[0]
             # A rank that hosts the store closes it some time before its process is gone.
             time.sleep(1)
@@ -69,7 +69,7 @@ class HeartbeatStore:
     def claim(self, key: str) -> bool:
         """Return True on the first rank that claims ``key``.
 
-        Without a store, on the first living rank of each machine.
+        If the store fails, return True on the first living rank of each machine.
         """
         with suppress(RuntimeError):
             return self._store is None or self._store.add(f"{self._prefix}/{key}", 1) == 1
@@ -110,7 +110,7 @@ class HeartbeatStore:
     def _connect(self) -> TCPStore | None:
         """Return a client of the store, None until it can be reached.
 
-        torch's client would wait for the store, and warn on stderr.
+        torch's client would wait for a store that it cannot reach, and warn on stderr.
         """
         host = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])

@@ -20,8 +20,8 @@ def is_summarized() -> bool:
 def record_cause(message: str) -> None:
     """Write ``message`` to the file that torchrun's summary quotes; do nothing under other launchers.
 
-    The form is that of ``torch.distributed.elastic.multiprocessing.errors`` without its ``py_callstack``, which the
-    summary would print in place of the message.
+    The file has the form of ``torch.distributed.elastic.multiprocessing.errors`` without its ``py_callstack``, which
+    the summary would print in place of the message.
     """
     file = os.environ.get(_FILE)
     if not file:

@@ -1,4 +1,4 @@
-"""Check for training that waits for the host: launch time of one micro-batch beside its kernel time."""
+"""Check for training that waits for the host, from the launch time and the kernel time of one micro-batch."""
 
 import time
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from openppo import logger
 
 _WARM_UP_STEPS = 1
-"""Optimizer steps that are not timed: the first one allocates, and compiles kernels."""
+"""Optimizer steps that are not timed: the first one allocates memory and compiles kernels."""
 _TRIES = 3
 """Attempts to time a micro-batch that is not the last of its step."""
 _IDLE = 0.1
-"""Fraction of a micro-batch's time: a GPU that finishes so soon after the last launch has waited for launches."""
+"""Fraction of a micro-batch's time: a GPU that finishes this soon after the last launch has waited for launches."""
 
 
 class LaunchWatch:

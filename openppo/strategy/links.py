@@ -41,7 +41,7 @@ class Entrance:
         self._listener = socket.socket(socket.AF_UNIX)
         try:
             self._listener.bind(self.address)
-        except OSError as error:  # with a number only if it comes from the system
+        except OSError as error:  # has a number only if it comes from the system
             self._listener.close()
             self._folder.cleanup()
             place = f"no socket can be made in the folder of temporary files: {self.address}"
@@ -59,7 +59,7 @@ class Entrance:
 
     def close(self) -> None:
         """Refuse further connections, and remove the folder."""
-        with suppress(OSError):  # closed before
+        with suppress(OSError):  # already closed
             self._listener.shutdown(socket.SHUT_RDWR)  # ends an ``accept`` under way
         self._listener.close()
         self._folder.cleanup()

@@ -14,7 +14,7 @@ from openppo.processor_files import copy_processor
 from openppo.weight_files import set_usual_mode
 
 _CONFIG_BESIDE_ADAPTERS = "model_config.json"
-"""Name other than config.json, next to which transformers would look for full weights."""
+"""File name of the model's config in a PEFT folder; beside a config.json transformers expects full weights."""
 
 
 def save_model(model: Any, folder: Path, is_main: bool) -> None:
@@ -27,7 +27,7 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
 
     if is_peft:
         model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
-        # The config may add to that of its base: the PAD id, a reward model's mean and std.
+        # The config may hold more than that of the base model: the PAD id, a reward model's mean and std.
         config = copy.deepcopy(model.config)
         # Quantization of the frozen weights is for training only.
         vars(config).pop("quantization_config", None)
@@ -42,7 +42,8 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer, and the image processor of its model if there is one, to ``folder``.
 
-    Its own writer, which raises no ``OSError`` on a full disk, writes to a temporary folder that is copied.
+    The tokenizer's own writer raises no ``OSError`` on a full disk, so it writes to a temporary folder, which is then
+    copied.
     """
     copy_processor(tokenizer.name_or_path, folder)
     with tempfile.TemporaryDirectory() as written:
@@ -50,7 +51,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         for file in Path(written).rglob("*"):
             if not file.is_file():
                 continue
-            # Contents only: files and folders have their own modes, not those of the temporary ones.
+            # Copy contents only, so that files and folders do not take the modes of the temporary ones.
             target = folder / file.relative_to(written)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
@@ -75,7 +76,7 @@ def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 def _of_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a PEFT folder: adapters, and heads that are trained whole."""
-    from peft import get_peft_model_state_dict  # a PEFT model is there, so it is loaded already
+    from peft import get_peft_model_state_dict  # a PEFT model exists, so peft is imported already
 
     wanted = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
     ids = {id(tensor) for tensor in wanted.values()}

@@ -25,7 +25,7 @@ def requested() -> str | None:
 
 
 def request(name: str) -> None:
-    """Request that the run saves and exits, as signal ``name`` does; the first request counts."""
+    """Request that the run save and exit, as signal ``name`` does; only the first request counts."""
     global _requested
     _requested = _requested or name
 
@@ -86,7 +86,7 @@ _forking = threading.local()
 def _hold_signals() -> None:
     """Block signals before a fork, until handlers and pipe belong to the parent alone.
 
-    Otherwise a signal to the child would reach the run through the shared pipe.
+    Without this, a signal to the child would reach the run through the shared pipe.
     """
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 

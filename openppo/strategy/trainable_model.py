@@ -15,7 +15,7 @@ from openppo.strategy.launches import LaunchWatch
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments in Adam's state."""
 GATHERED_BYTES = 2**30
-"""Weights are gathered together until they exceed this size: each gathering waits for the device."""
+"""Approximate size of a group of weights to gather together, since each gathering waits for the device."""
 
 
 class TrainableModel:
@@ -29,7 +29,7 @@ class TrainableModel:
     """
 
     merges_adapters = False
-    """True if ``gathered`` merges adapters, see ``DeepspeedStrategy.fits_merged``; not in lockstep."""
+    """True if ``gathered``, when not in lockstep, merges adapters; see ``DeepspeedStrategy.fits_merged``."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TrainableModel:
         A loss that is not finite makes the whole gradient NaN, which ``step`` finds on all ranks.
         """
         loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
-        # Before the backward too: ZeRO-1 and 2 reduce gradients in hooks that read the boundary.
+        # Set before the backward too: ZeRO-1 and 2 reduce gradients in hooks that read the boundary.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss)
         self._launches.after_backward(last)
@@ -104,7 +104,7 @@ class TrainableModel:
         """
         for _, state, name in self._adam_moments():
             state[name].zero_()
-            state["step"] = 0 * state["step"]  # a tensor, or a number of DeepSpeed's Adam
+            state["step"] = 0 * state["step"]  # a tensor, or a number in DeepSpeed's Adam
 
     def _adam_moments(self) -> Iterator[tuple[tuple[int, str], dict[str, Tensor], str]]:
         """Yield key, owner and name of each moment that Adam has created."""
@@ -120,7 +120,7 @@ class TrainableModel:
         When that is not finite, on all ranks alike, neither weights nor optimizer nor schedule change.
         """
         if self.deepspeed.zero_optimization_stage() == 0:
-            # There DeepSpeed neither reports a norm nor skips a step.
+            # In this case DeepSpeed neither reports a norm nor skips a step.
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if math.isfinite(norm):
@@ -137,7 +137,7 @@ class TrainableModel:
 
     @contextmanager
     def gathered(self, in_lockstep: bool = False) -> Iterator[None]:
-        """Context to call the module, by each rank alone or by all in lockstep; its layers run uncompiled.
+        """Context in which each rank alone, or all in lockstep, call the module; its layers run uncompiled.
 
         Under ZeRO-3 the module has whole weights and no hooks, unless in lockstep. All ranks enter together.
         """
@@ -168,7 +168,7 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
 def adapters_merged(module: nn.Module) -> Iterator[None]:
     """Merge adapters into the weights; on exit the weights are restored bit for bit.
 
-    Weights keep their addresses, which recorded decode steps read.
+    Weights keep their addresses, since recorded decode steps read from these.
     """
     originals: dict[Any, Tensor] = {}
     try:
@@ -176,7 +176,7 @@ def adapters_merged(module: nn.Module) -> Iterator[None]:
             weight = layer.base_layer.weight.data
             originals[layer] = weight.clone()
             weight.copy_(_merged(weight, layer))
-            # Forwards of peft then leave these adapters out.
+            # peft's forwards then leave these adapters out.
             layer.merged_adapters = list(layer.active_adapters)
         yield
     finally:
@@ -186,7 +186,7 @@ def adapters_merged(module: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole weight of a Hugging Face or PEFT model with adapters added; nothing changes.
+    """Yield name and whole weight of a Hugging Face or PEFT model with adapters added; the model does not change.
 
     Under ZeRO-3 they are gathered about 1 GiB at a time, and copied.
     """
@@ -201,7 +201,7 @@ def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _without_adapters(model: nn.Module, layers: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return name and parameter of a model's own weights, also of those inside adapted layers."""
+    """Return name and parameter of a model's own weights, including those inside adapted layers."""
     inside_layers = set()
     for prefix, layer in layers.items():
         inside_layers |= {f"{prefix}.{name}" for name, _ in layer.named_parameters()}

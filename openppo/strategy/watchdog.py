@@ -26,13 +26,13 @@ from openppo.strategy.launcher_summary import record_cause
 _INTERVAL = 0.5
 """Seconds between two heartbeats."""
 _LINGER = 3 * _INTERVAL
-"""Seconds until all ranks know the exit status; then the store may go."""
+"""Seconds until all ranks know the exit status; after that the store may close."""
 _SECONDS_FOR_RANK_0 = 10.0
-"""Seconds for rank 0 to find the same mistake of the user, which it then reports alone."""
+"""Seconds for rank 0 to find the same user mistake and report it for all ranks."""
 _SECONDS_TO_END = 10.0
 """Seconds for a rank to report and exit; afterwards the timer ends it."""
 _SIGNALLED = 128
-"""Exit status of a process ended by a signal, less the signal's number, as in shells."""
+"""Exit status of a process that a signal ended, minus the signal's number, as in shells."""
 _ECHO = 2.0
 """Seconds within which two signals count as one: launchers pass on what Slurm and Ctrl-C send to all processes."""
 
@@ -42,8 +42,8 @@ class Watchdog:
 
     If a rank raises, vanishes or stalls, all ranks end within ``heartbeat_timeout`` and a few seconds, with exit status
     1 and one report on stderr that names rank, phase and step. Signals are as in ``openppo.strategy.signals``.
-    ``where`` is ``openppo.tracking.phase.current``, ``options`` are those of the command by name. ``how_to_resume``
-    gives the line of a report that tells how to continue, empty while there is no checkpoint.
+    ``where`` is ``openppo.tracking.phase.current``, and ``options`` holds the command's options by name.
+    ``how_to_resume`` returns the report's line on how to continue; it is empty while there is no checkpoint.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Watchdog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._is_failure(error):
             if self._n_ranks > 1 and fault_report.is_broken_connection(error):
-                # Meanwhile the watchdogs find the rank that caused it, report that, and end this process.
+                # Meanwhile the watchdogs find the rank that broke the connection, report it, and end this process.
                 time.sleep(self._limits.heartbeat_timeout + _LINGER)
             heartbeat = self._heartbeat()
             self._report(
@@ -99,7 +99,7 @@ class Watchdog:
         signals.uninstall()
 
     def _is_failure(self, error: BaseException) -> bool:
-        """True unless ``error`` is a regular exit: of a lone process, or with status 0."""
+        """True unless ``error`` is a regular exit, by a lone process or with status 0."""
         if isinstance(error, SystemExit):
             return self._n_ranks > 1 and bool(error.code)
         return True
@@ -141,7 +141,7 @@ class Watchdog:
         """
         while not self._ending.is_set():
             try:
-                # The timer prints stacks only, so the check runs in a frame whose file name is the position.
+                # The timer can only print stacks, so the check runs in a frame whose file name is the position.
                 code = _call.__code__.replace(co_filename=f"OpenPPO {self._heartbeat()}")
                 FunctionType(code, {})(self._check)
             except (OSError, psutil.Error):  # out of file descriptors, for example
@@ -160,14 +160,14 @@ class Watchdog:
 
         if store.status is not None:
             if store.status < _SIGNALLED:
-                # Exit after the rank that reported: torchrun names the first that ends.
+                # Exit after the rank that reported: torchrun names the first rank that exits.
                 time.sleep(2 * _LINGER)
             self._exit(store.status)
 
         if store.lost:
             self._report(fault_report.lost(store.lost, store.beats))
 
-        # After lost ranks, for which the launcher signals the others.
+        # Lost ranks come first, since the launcher signals all others because of them.
         for name in received:
             self._handle(name)
         for beat in store.beats.values():
@@ -195,7 +195,7 @@ class Watchdog:
         )
 
     def _is_stalled(self, heartbeat: Heartbeat) -> bool:
-        """True if this rank makes no progress, and waits for no rank that may still make some."""
+        """True if this rank has stopped, and is not waiting for a rank that may still make progress."""
         if self._limits.stall_timeout <= 0 or heartbeat.idle <= self._stall_limit(heartbeat):
             return False
 
@@ -212,7 +212,7 @@ class Watchdog:
         return max(limit, RunConfig.stall_timeout) if beat.phase == "loading" else limit
 
     def _handle(self, name: str) -> None:
-        """Handle a signal to this process. The heartbeat tells the other ranks."""
+        """Handle a signal to this process; the heartbeat passes it on to the other ranks."""
         now = time.monotonic()
         first = self._signalled_at
         if first is None and self.saves_on_signal:
@@ -251,7 +251,7 @@ class Watchdog:
         self._exit(status)
 
     def _exit(self, status: int) -> NoReturn:
-        """End the process even if threads still run: a collective that waits, a reward function that sleeps."""
+        """End the process even if threads still run, such as a waiting collective or a sleeping reward function."""
         self._store.kill_lost()
         process_groups.kill_all()
         os._exit(status)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Launch:
-    """Place of a rank in the launch: ``rank`` of ``size``, of which the last ``rollout_ranks`` only sample.
+    """Place of a rank in the launch: ``rank`` of ``size`` ranks; the last ``rollout_ranks`` of them only sample.
 
     Watchdog, files and messages use this rank, which is unique; the rank in a world is for its collectives.
     """
@@ -37,7 +37,7 @@ class Launch:
         """Join this rank's world as torch's default process group, with which every ZeRO stage works."""
         rank, size = self.world
         if self.rollout_ranks > 0:
-            # Libraries read them; the values of the launch are no longer needed.
+            # Libraries read these variables; the launch's own values are no longer needed.
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         store = dist.PrefixStore("samplers" if self.samples else "trainers", self.store)
         dist.init_process_group(

@@ -1,6 +1,6 @@
 """Folder of checkpoints, each of them complete from the moment it appears.
 
-``step_00000012/`` is written as ``.step_00000012.partial``, checked against a full disk on all ranks, and renamed.
+``step_00000012/`` is written as ``.step_00000012.partial``, checked for a full disk on all ranks, and renamed.
 ``manifest.json`` in it has the step, and the size and SHA-256 of each file; ``latest`` links to the newest.
 """
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 MODEL = "model"
-"""Folder of ``--save_hf_ckpt`` in a checkpoint: never read by a resume, so no change to it is damage."""
+"""Folder of ``--save_hf_ckpt`` in a checkpoint: a resume never reads it, so no change to it is damage."""
 _FORMAT = 4
 
 
@@ -37,8 +37,8 @@ class CheckpointError(RuntimeError):
 class CheckpointFolder:
     """Checkpoints in ``folder``, which all ranks see; they call every method together.
 
-    Rank 0 creates, renames and removes, and locks the folder for this run. ``ValueError`` naming ``flag`` if the folder
-    cannot be written, another run writes there, or a host does not share it.
+    Rank 0 creates, renames and removes checkpoints, and locks the folder for this run. ``ValueError`` naming ``flag``
+    if the folder cannot be written, another run writes there, or a host does not share it.
     """
 
     def __init__(self, folder: Path, comm: Comm, keep: int, flag: str = "--ckpt_path") -> None:
@@ -76,8 +76,8 @@ class CheckpointFolder:
     def newest(self) -> Path | None:
         """Return the newest undamaged checkpoint, None if there is none; set damaged newer ones aside.
 
-        ``ValueError`` if all are damaged, or one cannot be read now (another format, no permission). Then all stay as
-        they are, since a disk may only be missing.
+        ``ValueError`` if all are damaged, or one cannot be read now (another format, no permission). In these cases all
+        stay as they are, since perhaps only a disk is missing.
         """
         damaged: dict[Path, str] = {}
         checkpoints = self.comm.all_gather_object(of_steps(self.folder))[0]
@@ -226,7 +226,7 @@ class CheckpointFolder:
 
         final = self.folder / partial.name[1 : -len(".partial")]
         old = final.with_name(f".{final.name}.old.partial")
-        if final.exists():  # of the same step, as ``trainer.save()`` twice
+        if final.exists():  # the same step, as after ``trainer.save()`` twice
             final.rename(old)
         partial.rename(final)
         self._link(link, final)
@@ -236,7 +236,7 @@ class CheckpointFolder:
         kind = final.name.rpartition("_")[0]
         earlier = [path for path in of_steps(self.folder, kind) if path != final]
         for path in earlier[: len(earlier) - keep + 1]:
-            # Renamed first: half a checkpoint never has the name of a complete one.
+            # Renamed first, so that half a checkpoint never has the name of a complete one.
             removed = path.rename(self.folder / f".{path.name}.partial")
             shutil.rmtree(removed, ignore_errors=True)
 
@@ -248,7 +248,7 @@ class CheckpointFolder:
             new.symlink_to(target.name)
             new.replace(self.folder / name)
         except OSError as error:
-            # No links on this file system, or a copy that followed them has left a folder.
+            # The file system has no links, or a copy that followed the link has left a folder in its place.
             logger.warning("%s cannot link to %s (%s)", self.folder / name, target.name, error)
 
     def _damage(self, path: Path) -> str | None:

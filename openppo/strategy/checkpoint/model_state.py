@@ -1,8 +1,8 @@
 """State of a trained model, as fragments: float32 weights, Adam's moments, position in the schedule.
 
-A file holds fragments by name and place, so any number of ranks can read files of any other number. DeepSpeed's own
-checkpoints are pickles, tied to the number of ranks, and its ``safe_get_full_...`` functions gather every tensor on
-every rank; these fragments are views of a rank's memory.
+A file holds fragments by name and place, so any number of ranks can read the files that any other number has written.
+DeepSpeed's own checkpoints are pickles, tied to the number of ranks, and its ``safe_get_full_...`` functions gather
+every tensor on every rank; these fragments are views of a rank's memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -64,7 +64,7 @@ class _Stored(NamedTuple):
 
 
 class FragmentReader(ExitStack):
-    """Context manager that reads any part of a tensor from the files with fragments of it."""
+    """Context manager that reads any part of a tensor from the files that hold its fragments."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class FragmentReader(ExitStack):
                 self._stored.setdefault(name, []).append(stored)
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of elements of each tensor, up to the last in the files."""
+        """Return the number of elements of each tensor, counted up to the last one in the files."""
         sizes: dict[str, int] = {}
         for name, fragments in self._stored.items():
             sizes[name] = max(stored.end for stored in fragments)
@@ -108,7 +108,7 @@ class FragmentReader(ExitStack):
 class _Part(NamedTuple):
     """This rank's part of a trained parameter: ``numel`` elements from ``start``.
 
-    They are in the optimizer's tensor ``flat`` from ``offset``.
+    They lie in the optimizer's tensor ``flat``, starting at ``offset``.
     """
 
     name: str
@@ -160,7 +160,7 @@ def load_model_state(
         reader.read_into(name, fragment)
     _write_parameters(model)
 
-    # The rate follows the current options, so a changed one takes effect.
+    # The learning rate follows the current options, so that a changed option takes effect.
     schedule: Any = model.scheduler
     steps = numbers["schedule_steps"]
     rates = []
