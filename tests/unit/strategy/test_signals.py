@@ -19,15 +19,14 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    hangup = signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # nohup ignores it, and then it is not taken
-    before = [signal.getsignal(number) for number in HANDLED]
+    # Not those of nohup, or of an earlier test in this process: children end by the default.
+    around = {number: signal.signal(number, signal.SIG_DFL) for number in HANDLED}
     signals.install()
     yield
     signals.uninstall()
-    assert [signal.getsignal(number) for number in HANDLED] == before
-    signal.signal(signal.SIGHUP, hangup)
+    assert [signal.getsignal(number) for number in HANDLED] == [signal.SIG_DFL] * len(HANDLED)
+    for number, handler in around.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def test_a_signal_arrives_while_the_main_thread_is_inside_c(installed):
