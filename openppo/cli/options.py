@@ -25,8 +25,8 @@ from openppo import __version__
 from openppo.cli.openrlhf import without_foreign_flags
 from openppo.cli.versions import print_versions
 from openppo.config import Options, RunConfig, TrainPPOConfig, flat_dict
-from openppo.config.commands import TrainingConfig
 from openppo.config.fields import KEY_FROM_ELSEWHERE, SPELLINGS, declared_options
+from openppo.config.training import TrainingConfig
 from openppo.strategy.launcher_summary import is_summarized, record_cause
 
 _SECONDS_FOR_FIRST_RANK = 20

@@ -7,9 +7,6 @@ A field is a flag of the same name: ``LossConfig.eps_clip`` is ``--eps_clip`` an
 Only the standard library is imported here, so ``--help`` is quick.
 """
 
-from openppo.config.commands import SupervisedCommand, TrainPPOConfig as TrainPPOConfig
-from openppo.config.commands import TrainPRMConfig as TrainPRMConfig, TrainRMConfig as TrainRMConfig
-from openppo.config.commands import TrainSFTConfig as TrainSFTConfig
 from openppo.config.data import (
     DataFormat,
     PPODataConfig,
@@ -53,3 +50,10 @@ from openppo.config.tools import (
     PromptsConfig,
 )
 from openppo.config.tools import ReportConfig, ServeAgentConfig, ServeRMConfig
+from openppo.config.train_ppo import TrainPPOConfig as TrainPPOConfig
+from openppo.config.train_supervised import SupervisedCommand
+from openppo.config.train_supervised import (
+    TrainPRMConfig as TrainPRMConfig,
+    TrainRMConfig as TrainRMConfig,
+)
+from openppo.config.train_supervised import TrainSFTConfig as TrainSFTConfig

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from openppo import logger
 from openppo.config import TrainPPOConfig, flat_dict
-from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
+from openppo.config.train_supervised import SupervisedCommand
 from openppo.models.size import n_elements
 from openppo.rollout.failures import NothingTrainedError
 from openppo.strategy.checkpoint.folder import MODEL, CheckpointFolder

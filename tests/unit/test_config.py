@@ -16,7 +16,10 @@ import openppo.config
 from openppo.config import (
     RewardConfig,
     TrackingConfig,
-    commands,
+    TrainPPOConfig,
+    TrainPRMConfig,
+    TrainRMConfig,
+    TrainSFTConfig,
     flat_dict,
     from_options,
     mask_credentials,
@@ -27,10 +30,10 @@ from openppo.config.fields import Options, declared_options, rules_of
 from openppo.experience.forwards import old_log_probs_from
 
 COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "ppo": (commands.TrainPPOConfig, {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}),
-    "sft": (commands.TrainSFTConfig, {"pretrain": "m", "dataset": "d"}),
-    "rm": (commands.TrainRMConfig, {"pretrain": "m", "dataset": "d"}),
-    "prm": (commands.TrainPRMConfig, {"pretrain": "m", "dataset": "d"}),
+    "ppo": (TrainPPOConfig, {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}),
+    "sft": (TrainSFTConfig, {"pretrain": "m", "dataset": "d"}),
+    "rm": (TrainRMConfig, {"pretrain": "m", "dataset": "d"}),
+    "prm": (TrainPRMConfig, {"pretrain": "m", "dataset": "d"}),
     "generate": (tools.GenerateConfig, {"pretrain": "m", "prompt_data": "d", "output_path": "o"}),
     "evaluate": (tools.EvaluateConfig, {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}),
     "serve": (tools.ServeRMConfig, {"reward_pretrain": "r"}),
@@ -399,10 +402,7 @@ def test_weights_have_names_shares_sum_to_one_and_steps_have_ranges():
 
 
 def test_a_bool_stands_for_on_or_off_as_in_configs_of_earlier_runs():
-    configs = (
-        from_options(commands.TrainPPOConfig, pretrain="m", compile=value)
-        for value in (True, False)
-    )
+    configs = (from_options(TrainPPOConfig, pretrain="m", compile=value) for value in (True, False))
     assert [config.deepspeed.compile for config in configs] == ["on", "off"]
 
 
@@ -506,6 +506,6 @@ def test_a_source_of_ones_own_evaluates_without_held_out_data():
         "stop_when": ("eval_reward>=0.9",),
         "eval_before_training": True,
     }
-    from_options(commands.TrainPPOConfig, pretrain="m", **options).validate(1, own_source=True)
+    from_options(TrainPPOConfig, pretrain="m", **options).validate(1, own_source=True)
     with pytest.raises(ValueError, match="--eval_data"):
         config_of("ppo", **options).validate(1)

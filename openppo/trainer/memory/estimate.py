@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from openppo.config import DeepSpeedConfig, LoRAConfig
-from openppo.config.commands import SupervisedCommand
+from openppo.config.train_supervised import SupervisedCommand
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU, logits_at_once
 from openppo.models.size import ModelSize
 from openppo.strategy.ds_config import LARGEST_BUCKET

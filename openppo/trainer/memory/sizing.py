@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 
 from openppo import logger
 from openppo.config import TrainPPOConfig, flat_dict
-from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
+from openppo.config.train_supervised import SupervisedCommand
 from openppo.models.pretrained import check_model
 from openppo.models.size import ModelSize, model_size
 from openppo.models.vision_models import n_patches

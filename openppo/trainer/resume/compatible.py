@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from openppo import logger
-from openppo.config.commands import training_rules
+from openppo.config.train_supervised import training_rules
 from openppo.trainer.resume.edited_files import edits
 
 _N_PARTS = 256

@@ -21,8 +21,8 @@ from openppo.config import (
     TrainSFTConfig,
     from_options,
 )
-from openppo.config.commands import SupervisedCommand
 from openppo.config.models import refuse_overwriting
+from openppo.config.train_supervised import SupervisedCommand
 from openppo.models.merge_lora import LoRAMerge, make_folder, to_bf16
 from openppo.models.pretrained import check_model
 from openppo.strategy.checkpoint.folder import MANIFEST, damage_of, of_steps

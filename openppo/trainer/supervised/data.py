@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
-from openppo.config.commands import SupervisedCommand
 from openppo.config.data import SupervisedConfig
+from openppo.config.train_supervised import SupervisedCommand
 from openppo.datasets import (
     load_mixed_rows,
     load_preferences,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openppo import logger
-from openppo.config.commands import SupervisedCommand
+from openppo.config.train_supervised import SupervisedCommand
 from openppo.datasets import BatchSampler
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.fault_report import MemoryView

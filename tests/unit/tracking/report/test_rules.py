@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from openppo.config import TrainPPOConfig, TrainSFTConfig
-from openppo.config.commands import TrainPRMConfig, TrainRMConfig
+from openppo.config.train_supervised import TrainPRMConfig, TrainRMConfig
 from openppo.tracking.report.health import QUIET, Health
 from openppo.tracking.report.rules import RULES
 

@@ -1,28 +1,14 @@
-"""The config of each command: a tuple of groups, flat on the command line."""
+"""The config of train_ppo, and which of its options cannot work together."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from openppo.config.agents import FORMS, AgentConfig
-from openppo.config.data import (
-    PPODataConfig,
-    PreferenceConfig,
-    ProcessConfig,
-    SFTDataConfig,
-    SupervisedConfig,
-)
-from openppo.config.fields import (
-    Options,
-    Rules,
-    declared_options,
-    given_options,
-    raise_first,
-    rules_of,
-)
-from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
+from openppo.config.data import PPODataConfig
+from openppo.config.models import PPOModelConfig
 from openppo.config.orchestrator import OrchestratorConfig
 from openppo.config.ppo import (
     GROUP_ESTIMATORS,
@@ -34,80 +20,8 @@ from openppo.config.ppo import (
 )
 from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
-from openppo.config.run import (
-    AdamConfig,
-    BatchConfig,
-    CheckpointConfig,
-    DeepSpeedConfig,
-    DumpConfig,
-    RunConfig,
-    TrackingConfig,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig(Options):
-    """Options of a command that trains: a tuple of groups, with these in common."""
-
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    adam: AdamConfig = field(default_factory=AdamConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-
-    @property
-    def input_models(self) -> dict[str, str | None]:
-        """Input models by flag; None where an option is not given."""
-        models = {}
-        for name, value in given_options(self).items():
-            if name.endswith("pretrain"):
-                models[f"--{name}"] = value
-        return models
-
-    @property
-    def output_models(self) -> dict[str, str]:
-        """Folders that receive models, by flag."""
-        return {"--save_path": self.run.save_path}
-
-    def validate(
-        self, world_size: int = 1, own_source: bool = False, own_rewards: bool | None = None
-    ) -> None:
-        """Raise ``ValueError`` for options that cannot work on ``world_size`` ranks that train.
-
-        With ``own_source`` the caller's source gives prompts and rewards and evaluates. ``own_rewards`` is true if the
-        agent gives rewards; None while nothing but the options is known.
-        """
-        super().validate()
-        raise_first(self.problems_on(self.run.dry_run_ranks or world_size))
-        refuse_overwriting(self.input_models, self.output_models)
-        if not own_source:
-            raise_first(self.missing_inputs(own_rewards))
-
-    def training_ranks(self, world_size: int) -> int:
-        """Return the number of ranks that train, among all that were launched."""
-        return world_size
-
-    def missing_inputs(self, own_rewards: bool | None = None) -> Iterator[str]:
-        """Yield messages about data that other options need."""
-        options = given_options(self)
-        flag = "eval_data" if "eval_data" in options else "eval_dataset"
-        missing = options[flag] is None and not options.get("eval_n_envs")
-        best = self.checkpoint.keep_best
-        if missing and best is not None:
-            yield f"--keep_best {best} compares evaluations: give held-out data with --{flag}."
-        for condition in self.run.stop_conditions:
-            if missing and condition.metric.startswith("eval"):
-                yield f"--stop_when {condition.text!r} looks at evaluations: give held-out data with --{flag}."
-
-    def problems_on(self, ranks: int) -> Iterator[str]:
-        """Yield messages about groups of options that cannot work together on ``ranks``, each with a remedy."""
-        samples = self.batch.train_batch_size
-        if samples % ranks != 0:
-            yield f"--train_batch_size {samples} does not divide among {ranks} ranks: use a multiple of {ranks}."
-        if self.lora.load_in_4bit and self.deepspeed.zero_stage == 3:
-            yield "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2."
+from openppo.config.run import DumpConfig
+from openppo.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -353,48 +267,3 @@ class TrainPPOConfig(TrainingConfig):
             yield f"--tasks says what each task is, its {names[0]} too: leave it out of the command line."
         if self.ppo.max_steps is None:
             yield "--tasks plays tasks in given ratios, however many rows they have: say --max_steps."
-
-
-@dataclass(frozen=True)
-class SupervisedCommand(TrainingConfig):
-    """Options of openppo.cli.train_sft, train_rm and train_prm; each adds the group ``data``."""
-
-    supervised: SupervisedConfig
-
-    @property
-    def pack_to(self) -> int | None:
-        """Tokens of a row that several samples may share; None if each sample has a row."""
-        return None
-
-
-@dataclass(frozen=True)
-class TrainSFTConfig(SupervisedCommand):
-    """Options of openppo.cli.train_sft."""
-
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
-
-    @property
-    def pack_to(self) -> int | None:
-        return self.supervised.max_len if self.data.packing else None
-
-
-@dataclass(frozen=True)
-class TrainRMConfig(SupervisedCommand):
-    """Options of openppo.cli.train_rm."""
-
-    data: PreferenceConfig = field(default_factory=PreferenceConfig)
-
-
-@dataclass(frozen=True)
-class TrainPRMConfig(SupervisedCommand):
-    """Options of openppo.cli.train_prm."""
-
-    data: ProcessConfig = field(default_factory=ProcessConfig)
-
-
-def training_rules() -> dict[str, Rules]:
-    """Return the rules of the options of all commands that train, by name."""
-    options: dict[str, Field] = {}
-    for command in (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig):
-        options |= declared_options(command)
-    return {name: rules_of(option) for name, option in options.items()}
