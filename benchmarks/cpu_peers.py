@@ -1,15 +1,19 @@
-"""One PPO iteration of OpenPPO, TRL 1.12.0 and OpenRLHF 0.6.1 on two CPU cores, on the same models and prompts.
+"""One PPO iteration of OpenPPO, TRL and OpenRLHF 0.6.1 on two CPU cores, on the same models and prompts.
 
     bash benchmarks/peers/setup.sh                 # the peers' environments, once
     python benchmarks/cpu_peers.py --quick         # at most half an hour
     python benchmarks/cpu_peers.py --write         # the full run, kept in benchmarks/results
     python benchmarks/cpu_peers.py --workloads w3 w4        # groups
+    python benchmarks/cpu_peers.py --workloads w5 --chat_model FOLDER   # groups of a real chat model
     python benchmarks/cpu_peers.py --only openppo --workloads w1-float32 --before ../old  # this checkout and another
 
 64 prompts a batch, one response each, one optimizer step in micro-batches of 8, one process with two threads; the
-workloads are described in benchmarks/peers/workload.py. W3 and W4 are groups without a critic beside TRL's GRPOTrainer:
-8 prompts of 256 tokens (W4: 64) with 8 responses of 64 (128) each; "kl" with a KL loss. There both sides run in several
-micro-batches, and "separate rows" is OpenPPO with --share_prompts off.
+workloads are described in benchmarks/peers/workload.py. The peers are OpenRLHF and TRL 1.12.0, the last with PPO.
+
+W3 and W4 are groups without a critic beside the GRPOTrainer of TRL 1.16.0: 8 prompts of 256 tokens (W4: 64) with 8
+responses of 64 (128) each; "kl" with a KL loss. W5 asks a real chat model (SmolLM2-135M-Instruct) for 8 sums, with 8
+responses of at most 24 tokens. TRL runs in several micro-batches. "micro-batches of 4" and "separate rows" are OpenPPO
+with --micro_train_batch_size 4 and with --share_prompts off.
 
 Every participant is a process of its own that has loaded everything; in turns each runs one iteration, so that all see
 the same machine. An iteration during which other processes were at work (the bounds are in benchmarks/peers/measure.py)
@@ -42,7 +46,9 @@ CELLS = {
         for w in ("w3", "w4")
         for kind in ("float32", "bf16", "float32-kl")
     },
+    **{f"w5-{kind}": f"W5 {kind}" for kind in ("float32", "bf16")},
 }
+CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PARTICIPANTS = ("openppo", "openppo-compile", "trl", "openrlhf")
 FULL, QUICK = Rounds(2, 7, 7), Rounds(1, 3, 1)
 QUICK_CELL_S = 230  # from loading on
@@ -50,18 +56,8 @@ QUICK_CELL_S = 230  # from loading on
 
 def entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
     """The participants of a cell."""
-    if cell[:2] in ("w3", "w4"):
-        trl = [
-            Entry(f"TRL 1.12.0 (micro {n})", "trl_grpo_step.py", ("--micro", str(n)), "trl")
-            for n in ((8, 64) if quick else (8, 16, 32, 64))
-        ]
-        ours = [
-            Entry(f"{name} (micro {n})", "openppo_step.py", ("--micro", str(n), *more))
-            for n in ((32,) if quick else (8, 32))
-            for name, *more in (("OpenPPO",), ("separate rows", "--share_prompts", "off"))
-        ]
-        groups = {"openppo": ours, "trl": trl}
-        return [entry for name in only for entry in groups.get(name, [])]
+    if cell[:2] in ("w3", "w4", "w5"):
+        return group_entries(cell, only, quick)
     openrlhf = Entry("OpenRLHF 0.6.1", "openrlhf_step.py", environment="openrlhf")
     found = {
         "openppo": [Entry("OpenPPO", "openppo_step.py")],
@@ -75,6 +71,24 @@ def entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
         by_eight = Entry("TRL 1.12.0 (rollout 8)", "trl_step.py", ("--rollout_micro", "8"), "trl")
         found["trl"] = [by_eight] if quick else [by_eight, *found["trl"]]
     return [entry for name in only for entry in found[name]]
+
+
+def group_entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
+    """The participants of a cell with groups."""
+    sizes = (8, 64) if quick else (8, 16, 32, 64)
+    trl = [
+        Entry(f"TRL 1.16.0 (micro {n})", "trl_grpo_step.py", ("--micro", str(n)), "trl-grpo")
+        for n in sizes
+    ]
+    ours = [
+        Entry("OpenPPO", "openppo_step.py", ("--micro", "0")),
+        Entry("micro-batches of 4", "openppo_step.py", ("--micro", "4")),
+    ]
+    if cell[:2] != "w5":
+        flags = ("--micro", "0", "--share_prompts", "off")
+        ours.append(Entry("separate rows", "openppo_step.py", flags))
+    groups = {"openppo": ours, "trl": trl}
+    return [entry for name in only for entry in groups.get(name, [])]
 
 
 def main() -> None:
@@ -102,6 +116,9 @@ def main() -> None:
         help="models and prompts, built on first use",
     )
     parser.add_argument(
+        "--chat_model", default=CHAT_MODEL, help="name or folder of the model of W5"
+    )
+    parser.add_argument(
         "--write", action="store_true", help="keep the tables in benchmarks/results"
     )
     arguments = parser.parse_args()
@@ -121,6 +138,8 @@ def main() -> None:
             workload,
             "--dtype",
             dtype,
+            "--chat_model",
+            arguments.chat_model,
         ]
         given += ["--kl", "0.04"] if kl else []
         taking_part = entries(cell, arguments.only, arguments.quick)
@@ -156,7 +175,7 @@ def main() -> None:
         *describe_machine(versions),
     ]
     say("\n" + "\n".join(lines))
-    if arguments.write and all(name[:2] in ("w3", "w4") for name in arguments.workloads):
+    if arguments.write and all(name[:2] in ("w3", "w4", "w5") for name in arguments.workloads):
         write_results("cpu-groups", "Groups on two CPU cores, beside TRL's GRPO", lines)
     elif arguments.write:
         write_results("cpu-peers", "PPO on two CPU cores, beside TRL and OpenRLHF", lines)

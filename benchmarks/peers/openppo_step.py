@@ -75,10 +75,11 @@ def group_options(arguments: Any, folder: Path) -> dict[str, Any]:
         "def reward_fn(response):\n    return float(len(response) % 7)\n"
     )
     return {
-        "pretrain": str(arguments.assets / "w1" / "policy"),
+        "pretrain": turns.policy(arguments),
+        "apply_chat_template": arguments.workload == "w5",
         "reward_fn": str(folder / "reward.py"),
         "prompt_data": str(folder / "prompts.jsonl"),
-        "prompt_max_len": turns.PROMPT_TOKENS[arguments.workload],
+        "prompt_max_len": turns.PROMPT_TOKENS.get(arguments.workload, 64),
         "rollout_batch_size": turns.BATCH // turns.GROUP,
         "n_samples_per_prompt": turns.GROUP,
         "advantage_estimator": "group_norm",
@@ -87,7 +88,7 @@ def group_options(arguments: Any, folder: Path) -> dict[str, Any]:
         "kl_estimator": "k3" if arguments.kl > 0 else "k1",
         "generate_max_len": turns.NEW_TOKENS[arguments.workload],
         "train_batch_size": turns.BATCH,
-        "micro_train_batch_size": arguments.micro,
+        "micro_train_batch_size": arguments.micro or None,
         "bf16": arguments.dtype == "bf16",
         "save_path": str(folder),
         **({"share_prompts": arguments.share_prompts} if arguments.share_prompts else {}),
@@ -96,7 +97,7 @@ def group_options(arguments: Any, folder: Path) -> dict[str, Any]:
 
 def options(arguments: Any, folder: str) -> dict[str, Any]:
     """Options of train_ppo by name."""
-    if arguments.workload in turns.PROMPT_TOKENS:
+    if arguments.workload not in ("w1", "w2"):
         return group_options(arguments, Path(folder))
     models = arguments.assets / arguments.workload
     return {
@@ -108,10 +109,10 @@ def options(arguments: Any, folder: str) -> dict[str, Any]:
         "generate_max_len": turns.NEW_TOKENS[arguments.workload],
         "rollout_batch_size": turns.BATCH,
         "train_batch_size": turns.BATCH,
-        "micro_train_batch_size": arguments.micro,
+        "micro_train_batch_size": arguments.micro or None,
         "bf16": arguments.dtype == "bf16",
         "old_log_probs": arguments.old_log_probs,
-        "micro_rollout_batch_size": arguments.micro_rollout_batch_size,
+        "micro_rollout_batch_size": arguments.micro_rollout_batch_size or None,
         "save_path": folder,
     }
 
@@ -123,10 +124,15 @@ def main() -> None:
         "--compile", action="store_true", help="with the option --compile of train_ppo"
     )
     parser.add_argument("--old_log_probs", default="auto", help="as of train_ppo")
-    parser.add_argument("--micro_rollout_batch_size", type=int, default=8, help="as of train_ppo")
+    parser.add_argument(
+        "--micro_rollout_batch_size", type=int, default=8, help="of W1 and W2; 0: the default"
+    )
     parser.add_argument("--share_prompts", help="as of train_ppo")
     parser.add_argument(
-        "--micro", type=int, default=turns.MICRO_TRAIN_BATCH, help="samples of a micro-batch"
+        "--micro",
+        type=int,
+        default=turns.MICRO_TRAIN_BATCH,
+        help="samples of a micro-batch; 0: the default",
     )
     parser.add_argument("--parts", action="store_true", help="time the engines' calls too")
     parser.add_argument(

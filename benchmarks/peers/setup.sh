@@ -22,6 +22,11 @@ if missing trl; then # the last release with PPO
     touch "$folder/trl/complete"
 fi
 
+if missing trl-grpo; then # for GRPO, which goes on
+    install trl-grpo torch==2.13.0 transformers==5.23.0 trl==1.16.0
+    touch "$folder/trl-grpo/complete"
+fi
+
 if missing openrlhf; then # the last with PPO on one node; by themselves its dependencies want ray and flash-attn
     echo "pip will name packages that openrlhf lists and that are not needed on a CPU"
     install openrlhf torch==2.13.0

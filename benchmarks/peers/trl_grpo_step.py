@@ -1,4 +1,4 @@
-"""TRL 1.12.0's GRPOTrainer as a participant: groups of responses to long prompts.
+"""TRL's GRPOTrainer as a participant: groups of responses to one prompt.
 
 Generation is its _generate(), experience the rest of _generate_and_score_completions(), training what is left of a
 step. With ``--dtype bf16`` its parameters are bf16, without float32 master weights, which is its fastest.
@@ -52,7 +52,11 @@ def load(arguments: Any, clock: turns.Turns) -> Any:
             }
             clock.report(**phases, tokens=seen["tokens"])
 
-    folder = arguments.assets / "w1" / "policy"
+    model = turns.policy(arguments)
+    prompts: list[Any] = turns.group_prompts(arguments.workload)
+    prompts: list[Any] = turns.group_prompts(arguments.workload)
+    if arguments.workload == "w5":
+        prompts = [[{"role": "user", "content": text}] for text in prompts]
     config = GRPOConfig(
         output_dir="unused",
         per_device_train_batch_size=arguments.micro,
@@ -75,12 +79,12 @@ def load(arguments: Any, clock: turns.Turns) -> Any:
     )
     return Timed(
         model=AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16
+            model, dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16
         ),
         args=config,
-        reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
-        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-        train_dataset=Dataset.from_dict({"prompt": turns.group_prompts(arguments.workload)}),
+        reward_funcs=lambda completions, **_: [float(len(str(text)) % 7) for text in completions],
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
         callbacks=[InTurns()],
     )
 

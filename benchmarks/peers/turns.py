@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-NEW_TOKENS = {"w1": 128, "w2": 256, "w3": 64, "w4": 128}
-PROMPT_TOKENS, GROUP = (
-    {"w3": 256, "w4": 64},
-    8,
-)  # of the workloads with several responses to a prompt
+NEW_TOKENS = {"w1": 128, "w2": 256, "w3": 64, "w4": 128, "w5": 24}
+PROMPT_TOKENS = {"w3": 256, "w4": 64}
+"""Of the workloads with groups of random tokens; W5 asks a chat model for sums."""
+GROUP = 8
 BATCH = 64
 MICRO_TRAIN_BATCH = 8
 
@@ -32,6 +31,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--assets", type=Path, required=True, help="the folder that workload.py wrote"
     )
+    parser.add_argument("--chat_model", default="", help="name or folder of the chat model of W5")
     parser.add_argument("--workload", choices=sorted(NEW_TOKENS), default="w1")
     parser.add_argument("--dtype", choices=["float32", "bf16"], default="float32")
     parser.add_argument(
@@ -41,12 +41,22 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def group_prompts(workload: str) -> list[str]:
-    """Random prompts of a workload with groups, as text."""
+    """Prompts of a workload with groups, as text: random words, or for W5 questions that a chat begins with."""
     choose = random.Random(3)
+    if workload == "w5":
+        pairs = [(choose.randint(10, 99), choose.randint(10, 99)) for _ in range(512)]
+        return [f"What is {a} + {b}? Answer with the number only." for a, b in pairs]
     return [
         " ".join(f"w{choose.randrange(4, 4096)}" for _ in range(PROMPT_TOKENS[workload]))
         for _ in range(512)
     ]
+
+
+def policy(arguments: argparse.Namespace) -> str:
+    """Name or folder of the model that a workload with groups trains."""
+    if arguments.workload == "w5":
+        return arguments.chat_model
+    return str(arguments.assets / "w1" / "policy")
 
 
 def use_threads() -> None:
