@@ -1,10 +1,9 @@
 """Memory estimates before models are loaded, and batch sizes that fit a GPU."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,21 +17,13 @@ from openppo.models.size import ModelSize, model_size
 from openppo.models.vision_models import n_patches
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.data import PPOData
+from openppo.trainer.memory.budgets import host_memory, token_budgets, with_token_budgets
 from openppo.trainer.memory.estimate import Estimate, Machine
 from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
 from openppo.trainer.roles import critic_start
 from openppo.trainer.supervised.batches import PACKED_ROW
 
 Sizes = dict[str, ModelSize]
-TOKEN_BUDGETS = (131072, 65536, 32768, 16384, 8192, 4096, 2048)
-"""Tokens of a micro-batch on a GPU; with fewer, kernels take less time than their launches."""
-_USUAL_BUDGET = 32768
-_LAUNCHING_A_LAYER = 6e-3
-"""Seconds in which the host launches a layer's forward and backward pass, benchmarks/results/2026-11-27-h200.md."""
-_FLOPS = 2.5e14
-"""Operations in a second of training, of a model of 0.5B on the same H200."""
-_USABLE = 0.9
-"""Fraction of a GPU's memory that phases may fill; allocators keep some of the rest."""
 _SCALAR = ("reward model", "critic")
 """Roles with a scalar head."""
 _PROCESS = "process reward model"
@@ -42,51 +33,13 @@ ModelNames = Mapping[str, tuple[str, str | None]]
 """Flag and name of models by role; None as a name: there is no such model."""
 
 
-def token_budgets(actor: ModelSize) -> Sequence[int]:
-    """Return the budgets worth trying, the largest first: with more tokens, training never waits for launches.
-
-    A token takes six operations for each parameter, forward and backward.
-    """
-    launching_s = _LAUNCHING_A_LAYER * actor.layers
-    enough = max(_USUAL_BUDGET, launching_s * _FLOPS / (6 * actor.n_parameters))
-    return [tokens for tokens in TOKEN_BUDGETS if tokens < 2 * enough]
-
-
-def sizes_for_gpu(
-    config: TrainPPOConfig,
-    estimate_of: Callable[[TrainPPOConfig], Estimate],
-    budgets: Sequence[int],
-) -> TrainPPOConfig:
-    """Return ``config`` with the first token budgets that fit, where it gives no size of micro-batches.
-
-    On CPUs it stays as it is, and also where no budget fits: a few samples still may.
-    """
-    budget_rules = (
-        ("micro_train_tokens", config.batch.micro_train_batch_size, "training"),
-        ("micro_rollout_tokens", config.ppo.micro_rollout_batch_size, "experience"),
-    )
-    for name, rows, phase in budget_rules:
-        if rows is not None or vars(config.ppo)[name] is not None:
-            continue
-        for tokens in budgets:
-            budget: dict[str, Any] = {name: tokens}
-            sized = replace(config, ppo=replace(config.ppo, **budget))
-            estimate = estimate_of(sized)
-            if estimate.machine.on_cpu:
-                break
-            if estimate.phases[phase] <= _USABLE * estimate.machine.room:
-                config = sized
-                break
-    return config
-
-
 def estimated_ppo(
     config: TrainPPOConfig,
     data: PPOData,
     strategy: DeepspeedStrategy,
     configs: Mapping[str, PreTrainedConfig],
 ) -> tuple[TrainPPOConfig, Estimate | None]:
-    """Return the result of ``sizes_for_gpu`` and the estimate of a train_ppo run.
+    """Return the config with sizes of micro-batches, and the estimate of a train_ppo run.
 
     Without prompts a prompt has ``--prompt_max_len`` tokens. ``configs`` are those of models that are known, by flag.
     """
@@ -96,15 +49,17 @@ def estimated_ppo(
 
     lengths = _lengths(config, data, configs.get("--pretrain"))
     machine = _machine(config, strategy)
-    sized = sizes_for_gpu(
+    sized = with_token_budgets(
         config,
         lambda candidate: estimate_ppo(candidate, lengths, sizes, machine=machine),
-        token_budgets(sizes["actor"]),
+        token_budgets(sizes["actor"], machine.on_cpu),
     )
     chosen = {name: n for name, n in vars(sized.ppo).items() if n != vars(config.ppo)[name]}
     if chosen:
         flags = " ".join(f"--{name} {tokens}" for name, tokens in chosen.items())
-        logger.info("micro-batches by the GPU's memory: %s", flags)
+        logger.info(
+            "micro-batches by the %s's memory: %s", "CPU" if machine.on_cpu else "GPU", flags
+        )
     return sized, _estimate(partial(estimate_ppo, sized, lengths, sizes), machine)
 
 
@@ -235,7 +190,7 @@ def _machine(config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStra
         memory = round(run.dry_run_memory * 2**30)
     elif on_cpu:
         n_processes = run.dry_run_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // n_processes
+        memory = host_memory() // n_processes
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
         memory = min(strategy.comm.all_gather_object(memory))

@@ -31,7 +31,7 @@ from openppo.models.batching import MicroBatchSize, split_overhead
 from openppo.models.equal_batches import equal_batches
 from openppo.models.padding import pad_right
 from openppo.models.prefix_batches import shared_order, shared_plan
-from openppo.models.prefixes import prefix_tree, share_where_exact
+from openppo.models.prefixes import prefix_tree, share_where_exact, text_ids
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.models.tree_attention import tree_attention
 from openppo.types import Experience, SingleProcess
@@ -246,6 +246,15 @@ def test_bfloat16_differs_by_its_rounding_only():
     bound = 2 * float((theirs[0] - exact[0]).abs().max())
     assert float((ours[0] - exact[0]).abs().max()) < bound
     assert (gradient - expected).norm() < 0.05 * expected.norm()
+
+
+def test_trial_rows_hold_text_from_the_whole_vocabulary():
+    config = model_of(SHARING["llama"]).config
+    config.vocab_size = 50_000
+    config.image_token_id = text_ids(config, 48)[0]
+    ids = text_ids(config, 48)
+    assert len(ids) == 48 and config.image_token_id not in ids
+    assert max(ids) > 40_000, "first ids are special tokens, at which real models amplify rounding"
 
 
 def test_by_lengths_each_node_sees_the_keys_of_its_path(monkeypatch):
