@@ -37,13 +37,13 @@ class PPOConfig(Options):
     """Prompts of one rollout batch, over all ranks."""
     micro_rollout_batch_size: int | None = option(None, at_least(1))
     """Largest number of samples in a forward pass that makes experience on one rank; fewer where that saves padding
-    (default: 8; on GPUs set by --micro_rollout_tokens)."""
+    (default: --micro_rollout_tokens decides; 8 where no budget fits the memory)."""
     micro_rollout_tokens: int | None = option(None, at_least(1))
     """Tokens in a forward pass that makes experience, padding included, instead of a number of samples (default on
-    GPUs: 32768 or, for small layers, up to 131072; less by the estimate of memory)."""
+    CPUs: 8192, on GPUs: 32768 or, for small layers, up to 131072; less by the estimate of memory)."""
     micro_train_tokens: int | None = option(None, at_least(1))
     """Tokens of a training micro-batch on one rank, padding included, instead of --micro_train_batch_size samples
-    (default on GPUs: 32768 or, for small layers, up to 131072; less by the estimate of memory)."""
+    (default on CPUs: 8192, on GPUs: 32768 or, for small layers, up to 131072; less by the estimate of memory)."""
     share_prompts: Literal["auto", "off"] = "auto"
     """Compute the common beginning of several samples, such as their prompt, once per pass, where exact and faster."""
     n_samples_per_prompt: int = option(1, at_least(1), resume="must match")

@@ -176,7 +176,7 @@ class BatchConfig(Options):
     train_batch_size: int = option(128, at_least(1), resume="must match")
     """Samples of one optimizer step, over all ranks and micro-batches."""
     micro_train_batch_size: int | None = option(None, at_least(1))
-    """Samples of one forward and backward pass on one rank (default: 4; for train_ppo on GPUs --micro_train_tokens).
+    """Samples of one forward and backward pass on one rank (default: 4; for train_ppo --micro_train_tokens).
     They change memory and speed, never the gradient."""
     max_epochs: int = option(1, at_least(1))
     """Passes over the data (for train_ppo: over each rollout batch)."""

@@ -1,5 +1,6 @@
 """The memory estimate, against hand-computed numbers, DeepSpeed's own formulas and tensors that real models save."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,14 @@ from openppo.models import Actor
 from openppo.models.loading import freeze_vision
 from openppo.models.size import ModelSize, model_size
 from openppo.models.vision_models import n_patches
+from openppo.trainer.memory import budgets as budgets_module
+from openppo.trainer.memory.budgets import (
+    TOKEN_BUDGETS,
+    TOKEN_BUDGETS_ON_CPU,
+    host_memory,
+    token_budgets,
+    with_token_budgets,
+)
 from openppo.trainer.memory.estimate import (
     Estimate,
     Machine,
@@ -29,7 +38,7 @@ from openppo.trainer.memory.estimate import (
 )
 from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
 from openppo.trainer.memory.shortage import compare
-from openppo.trainer.memory.sizing import TOKEN_BUDGETS, log_memory, sizes_for_gpu, token_budgets
+from openppo.trainer.memory.sizing import log_memory
 from tests.images import IMAGE, llava, random_image
 
 M, GIB = 1_000_000, 2**30
@@ -419,7 +428,8 @@ def sized(
     given = {"pretrain": "p", "prompt_data": "d", "reward_fn": "r", "train_batch_size": 512}
     config = from_options(TrainPPOConfig, **given, **options)
     fake = Machine(config.deepspeed, on_cpu=on_cpu, memory=round(memory * GIB))
-    made = sizes_for_gpu(config, lambda one: estimate_ppo(one, LENGTHS, WIDE, fake), USUAL)
+    tried = TOKEN_BUDGETS_ON_CPU if on_cpu else USUAL
+    made = with_token_budgets(config, lambda one: estimate_ppo(one, LENGTHS, WIDE, fake), tried)
     budgets = {"train": made.ppo.micro_train_tokens, "rollout": made.ppo.micro_rollout_tokens}
     return budgets, estimate_ppo(made, LENGTHS, WIDE, fake)
 
@@ -451,8 +461,27 @@ def test_a_model_of_small_layers_gets_budgets_that_hide_its_launches(
     assert budgets == [tokens for tokens in TOKEN_BUDGETS if tokens <= largest]
 
 
-def test_given_sizes_and_cpus_keep_theirs() -> None:
-    assert sized(80, on_cpu=True)[0] == {"train": None, "rollout": None}
+def test_a_cpu_fills_at_most_half_of_its_memory():
+    chosen = {gib: sized(gib, on_cpu=True) for gib in (0.5, 4, 8, 16, 80)}
+    assert chosen[80][0] == {"train": 8192, "rollout": 8192}
+    assert chosen[0.5][0] == {"train": None, "rollout": None}
+    for gib, (budgets, estimate) in chosen.items():
+        for name, phase in (("train", "training"), ("rollout", "experience")):
+            assert budgets[name] is None or estimate.phases[phase] <= gib * GIB / 2
+    assert 0 < (chosen[8][0]["train"] or 0) < 8192
+
+
+def test_a_container_has_the_memory_that_it_is_allowed(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(budgets_module, "_CONTAINER_LIMIT", limit)
+    machine = host_memory()
+    assert machine == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for text, expected in (("max", machine), (str(2**30), 2**30), (str(2**62), machine)):
+        limit.write_text(f"{text}\n")
+        assert host_memory() == expected
+
+
+def test_given_sizes_keep_theirs() -> None:
     assert sized(80, micro_train_batch_size=4)[0] == {"train": None, "rollout": 32768}
     assert sized(80, micro_rollout_batch_size=8)[0] == {"train": 32768, "rollout": None}
     assert sized(80, micro_train_tokens=1000, micro_rollout_tokens=77)[0] == {
