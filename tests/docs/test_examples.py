@@ -1,5 +1,6 @@
 """The scripts to copy run as they are, with a tiny model, and write what they promise; test_commands.py parses all."""
 
+import importlib
 import json
 import os
 import re
@@ -193,6 +194,55 @@ def test_tldr_trains_what_is_not_given_and_hh_uses_what_is(run: Run, workshop: P
     assert saved(script(run, "hh.sh", workshop, DATA="dialogues.jsonl", BATCH="4", **given)) == [
         "ppo"
     ]
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        "ppo-lora",
+        pytest.param("grpo", marks=pytest.mark.slow),
+        pytest.param("grpo-lora", marks=pytest.mark.slow),
+        pytest.param("ppo", marks=pytest.mark.slow),
+    ],
+)
+def test_chat_model_is_trained_and_compared(run: Run, workshop: Path, trained: str) -> None:
+    out = f"out/{trained}"
+    command = ["bash", str(SCRIPTS / "chat_model.sh"), "policy", *SMALL.split(), "--max_steps", "2"]
+    printed = run([*command, "--n_samples_per_prompt", "2"], workshop, RUNS=trained, SAVE_PATH=out)
+    assert re.search(rf"^{trained} +0.0 \+- 0.0 +\+0.0 \+- 0.0$", printed, re.MULTILINE)
+    rows = logged(workshop / out / trained)
+    assert len(rows) == 2
+    assert ("value_loss" in rows[0]) == ("ppo" in trained)
+    questions = [
+        {json.loads(line)["input"] for line in (workshop / out / f"{name}.jsonl").open()}
+        for name in ("train", "heldout")
+    ]
+    assert len(questions[1]) == 200 and len(questions[0] | questions[1]) == 90 * 90
+
+
+def test_gains_of_the_chat_model_are_compared_question_by_question(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS.parent))
+    addition = importlib.import_module("addition")
+    answers = {"heldout": "", "before": "", "after": ""}
+    for before, after in (("5", "5"), ("6", "5"), ("6", "It is 5"), ("5", "2 + 3 = 5")):
+        answers["heldout"] += json.dumps({"input": "2 + 3", "label": "5"}) + "\n"
+        answers["before"] += json.dumps({"response": before}) + "\n"
+        answers["after"] += json.dumps({"response": after}) + "\n"
+    files = {}
+    for name, text in answers.items():
+        files[name] = tmp_path / f"{name}.jsonl"
+        files[name].write_text(text)
+
+    printed = addition.table(files["heldout"], files["before"], {"ppo": files["after"]})
+
+    # right: 1 0 0 1, then 1 1 1 0; gains: 0 1 1 -1
+    deviation = {"before": (1 / 3) ** 0.5, "after": 0.25**0.5, "gain": (11 / 12) ** 0.5}
+    half = {name: 100 * 1.96 * value / 2 for name, value in deviation.items()}
+    assert f"before training 50.0 +- {half['before']:.1f}" in " ".join(printed.split())
+    gain = f"ppo 75.0 +- {half['after']:.1f} +25.0 +- {half['gain']:.1f}"
+    assert gain in " ".join(printed.split())
 
 
 @pytest.mark.slow
