@@ -1,4 +1,4 @@
-"""Names of OpenRLHF's later versions, 0.7 to 0.11, in the form that ``foreign.read_table`` reads."""
+"""Names of OpenRLHF 0.9 to 0.11, in the form that ``foreign.read_table`` reads."""
 
 PPO = """
     actor.model_name_or_path = --pretrain
