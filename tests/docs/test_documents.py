@@ -29,7 +29,7 @@ SMALL = (
     "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 4 --micro_train_batch_size 2 "
     "--generate_max_len 4 --prompt_max_len 64 --max_samples 8"
 ).split()
-NAMES_OF_OTHERS = {"dppo_kl", "dppo_tv", "geo_mean", "grpo_passk"}
+NAMES_OF_OTHERS = {"clip_cov", "dppo_kl", "dppo_tv", "geo_mean", "grpo_passk", "kl_cov"}
 """Algorithms of verl that are named only because there is none of them here."""
 MODELS = {
     "heldout.jsonl": "prompts.jsonl",
@@ -96,7 +96,7 @@ def run_blocks(
 
 @pytest.mark.parametrize("name", DOCS)
 def test_names_and_paths_in_backticks_lead_somewhere(name: str) -> None:
-    """Links are checked by the build of the pages, see test_site.py; names of other libraries stand in config/foreign."""
+    """Links are checked by the build of the pages, see test_site.py; names of others stand in openppo/config/foreign."""
     paths = re.findall(r"`((?:openppo|examples|tests)/[\w/.]+)`", DOCS[name])
     assert [path for path in paths if not (REPO / path).exists()] == []
     code = "\n".join(file.read_text() for file in (REPO / "openppo").rglob("*.py"))
