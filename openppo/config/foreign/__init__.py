@@ -110,7 +110,7 @@ VERL_SECTIONS = frozenset(
 
 
 def answer_by_meaning(name: str, known: Container[str]) -> str | None:
-    """Say what a name of another library is here; None for a name of none, or if ``known`` lacks the flags."""
+    """Say what a name of another library is here; None for others, or if ``known`` lacks the flags."""
     for row in _rows_of(name, known):
         return row.answer(name)
     section, _, key = name.partition(".")
