@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import io
 import itertools
 import json
@@ -22,10 +21,12 @@ import tyro
 import yaml
 
 from openppo import __version__
+from openppo.cli.foreign import first_key, refuse_overrides, remedy_for, with_our_values
 from openppo.cli.openrlhf import without_foreign_flags
 from openppo.cli.versions import print_versions
 from openppo.config import Options, RunConfig, TrainPPOConfig, flat_dict
 from openppo.config.fields import KEY_FROM_ELSEWHERE, SPELLINGS, declared_options
+from openppo.config.foreign import shown_in_help
 from openppo.config.training import TrainingConfig
 from openppo.strategy.launcher_summary import is_summarized, record_cause
 
@@ -187,15 +188,18 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
         raise ValueError("--config needs a file: --config FILE.yaml.") from error
 
     words, notices = without_foreign_flags(words, all_of_them=config_type is TrainPPOConfig)
-    is_first_rank = _local_rank() == 0
-    if is_first_rank:
-        for notice in notices:
-            print(notice, file=sys.stderr, flush=True)
-
     known = declared_options(config_type)
     words = _completed(words, known)
+    if issubclass(config_type, TrainingConfig):
+        refuse_overrides(words, known)
     if parsed.config:
         words = [*_arguments_of_file(parsed.config, known), *words]
+    words, readings = with_our_values(words)
+
+    is_first_rank = _local_rank() == 0
+    if is_first_rank:
+        for notice in (*notices, *readings):
+            print(notice, file=sys.stderr, flush=True)
 
     program = sys.argv[0]  # "openppo COMMAND", or the file of a module
     if program.endswith(".py"):
@@ -205,7 +209,7 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
             config_type,
             args=words,
             prog=program,
-            description=f"{config_type.__doc__}\n{_ABOUT_FILES}",
+            description=f"{config_type.__doc__}\n{_ABOUT_FILES}\n\n{shown_in_help(known)}".rstrip(),
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, *markers),
             console_outputs=is_first_rank,
@@ -227,7 +231,7 @@ def _completed(words: Iterable[str], known: Iterable[str]) -> list[str]:
                 name = our_name
                 word = f"--{name}{equals}{value}"
             if name.removeprefix("no_") not in ("", "help", *known):
-                raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
+                raise ValueError(f"unknown flag --{name}; {remedy_for(name, known, '--')}")
             has_value = equals or not following.startswith("--")
             if name in _ALONE and not has_value:
                 word = f"--{_ALONE[name]}"
@@ -265,11 +269,6 @@ def _message_in_box(text: str) -> str:
     return " ".join(message)
 
 
-def _nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {dashes}{near[0]}?" if near else "see --help for all options."
-
-
 def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[str]:
     """Turn the options of a YAML file into command-line arguments."""
     try:
@@ -280,11 +279,10 @@ def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[
         raise ValueError(f"--config {file}: it must hold 'option: value' lines.")
 
     options = {SPELLINGS.get(name, name): value for name, value in options.items()}
-    for name in options:
+    for name, value in options.items():
         if name not in known:
-            raise ValueError(
-                f"unknown option in --config {file}: {name}; {_nearest(str(name), known)}"
-            )
+            key = first_key(name, value)
+            raise ValueError(f"unknown option in --config {file}: {key}; {remedy_for(key, known)}")
 
     arguments = []
     for name, value in options.items():

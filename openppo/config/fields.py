@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import operator
 import os
@@ -12,6 +13,10 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard, TypeVar
+
+from openppo.config.foreign import answer_by_meaning, our_value, reading_of
+
+logger = logging.getLogger(__name__)
 
 KEY_FROM_ELSEWHERE = "True"
 """Value of --use_wandb whose key is in WANDB_API_KEY or stored by 'wandb login', or is not needed."""
@@ -220,9 +225,10 @@ def mask_credentials(text: str) -> str:
 def from_options(command: type[Command], **options: Any) -> Command:
     """Make the config of a command from its options by name; the inverse of ``flat_dict``.
 
-    A list, or one text, may stand for a tuple, a path for a text, a bool for on or off, and one of ``SPELLINGS`` for
-    its option. Raises ``ValueError`` for an option that the command does not have, or that is given under two names,
-    and ``TypeError`` if a required option is missing; ``validate`` checks values.
+    A list, or one text, may stand for a tuple, a path for a text, a bool for on or off, one of ``SPELLINGS`` for its
+    option, and another library's name for a value, which is logged. Raises ``ValueError`` for an option that the
+    command does not have, or that is given under two names, and ``TypeError`` if a required option is missing;
+    ``validate`` checks values.
     """
     for other in SPELLINGS.keys() & options.keys():
         require(
@@ -231,11 +237,17 @@ def from_options(command: type[Command], **options: Any) -> Command:
         )
         options[SPELLINGS[other]] = options.pop(other)
 
-    unknown = sorted(options.keys() - declared_options(command))
+    known = declared_options(command)
+    unknown = sorted(options.keys() - known)
     if unknown:
-        raise ValueError(
-            f"{command.__name__} has no option {', '.join(unknown)}; see --help for all options."
-        )
+        answers = [answer_by_meaning(name, known) for name in unknown]
+        remedy = next(filter(None, answers), "see --help for all options.")
+        raise ValueError(f"{command.__name__} has no option {', '.join(unknown)}; {remedy}")
+
+    for name, value in options.items():
+        if our_value(name, value) != value:
+            logger.info(reading_of(name, value))
+            options[name] = our_value(name, value)
 
     fields: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(command).items():

@@ -116,16 +116,17 @@ def templates() -> Iterator[str]:
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
-    """Each stands in one text of the code, or is what a mistyped flag really gives, which is put together of two."""
+    """Each stands in one text of the code, or is what an unknown flag really gives, which is put together of two."""
     messages = re.findall(
         r"^```text\n(.*?)\n```", TROUBLE.split("## Messages")[1], flags=re.DOTALL | re.MULTILINE
     )
     assert len(messages) > 25
     pattern = {message: ".*".join(map(re.escape, message.split(VARIABLE))) for message in messages}
     known = list(templates())
-    with pytest.raises(ValueError) as mistyped:
-        parse_options(TrainPPOConfig, ["--eps_clipp", "0.1"])
-    known.append(str(mistyped.value))
+    for flag in ("--eps_clipp", "--epsilon"):
+        with pytest.raises(ValueError) as unknown:
+            parse_options(TrainPPOConfig, [flag, "0.1"])
+        known.append(str(unknown.value))
     assert [
         message for message, text in pattern.items() if not any(re.search(text, t) for t in known)
     ] == []
