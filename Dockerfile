@@ -1,4 +1,4 @@
-# OpenPPO on NVIDIA GPUs, with the versions that were tested (requirements.txt):
+# OpenPPO on NVIDIA GPUs, with the versions that were tested (requirements*.txt):
 #
 #     docker build --tag openppo .
 #     docker run --rm --gpus all --shm-size 16g --volume "$PWD:/workspace" openppo openppo train_ppo ...
@@ -12,13 +12,14 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/openppo
-COPY requirements.txt ./
+COPY requirements.txt requirements-dev.txt ./
 RUN python -m pip install --no-cache-dir "$(grep '^torch==' requirements.txt)" \
     && python -m pip install --no-cache-dir --requirement requirements.txt
 
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY openppo ./openppo
-RUN python -m pip install --no-cache-dir --constraint requirements.txt '.[gpu,math,wandb]'
+RUN python -m pip install --no-cache-dir --constraint requirements.txt --constraint requirements-dev.txt \
+        '.[gpu,math,wandb]'
 
 # Files that runs write belong to this user: --build-arg UID="$(id -u)" makes it yours.
 ARG UID=1000

@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,20 @@ def output(*command: str | Path, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
+def build(source: Path, kind: str, out: Path) -> Path:
+    """The package that setuptools makes of ``source``: ``kind`` is wheel or sdist."""
+    program = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+    output(sys.executable, "-c", program, f"build_{kind}", out, cwd=source)
+    (package,) = out.iterdir()
+    return package
+
+
+def names_in(wheel: Path) -> list[str]:
+    """Files of the package in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(name for name in archive.namelist() if ".dist-info/" not in name)
+
+
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what packages are made of, so that no build leaves traces in the repository or finds old ones."""
@@ -40,3 +56,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in (*SHIPPED[1:], "requirements.txt", "requirements-dev.txt"):
         shutil.copy(REPO / name, folder / name)
     return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(source, "wheel", tmp_path_factory.mktemp("wheel"))

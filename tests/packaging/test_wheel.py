@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from openppo import __version__
-from tests.packaging.conftest import REPO, output
+from tests.packaging.conftest import REPO, build, names_in, output
 
 OPTIONAL = {
     "liger_kernel": "gpu",
@@ -35,19 +35,6 @@ TESTED_EXTRAS = ("dev", "docs", "gpu", "math", "wandb")
 OTHER_EXTRAS = ("vision", "vllm")
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 """Names of packages that differ from what they are imported as."""
-
-
-def build(source: Path, kind: str, out: Path) -> Path:
-    """The package that setuptools makes of ``source``: ``kind`` is wheel or sdist."""
-    program = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
-    output(sys.executable, "-c", program, f"build_{kind}", out, cwd=source)
-    (package,) = out.iterdir()
-    return package
-
-
-@pytest.fixture(scope="session")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(source, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")
@@ -78,12 +65,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     output(*pip, wheel, cwd=folder, PIP_NO_INDEX="1", PIP_FIND_LINKS="")
     return programs
-
-
-def names_in(wheel: Path) -> list[str]:
-    """Files of the package in a wheel."""
-    with zipfile.ZipFile(wheel) as archive:
-        return sorted(name for name in archive.namelist() if ".dist-info/" not in name)
 
 
 def metadata(wheel: Path) -> Message:
