@@ -53,9 +53,7 @@ a_path = Bound(
 
 def above(limit: float) -> Bound:
     """Allow values above ``limit``."""
-    return Bound(
-        f"must be above {limit}", lambda value: value > limit, {"exclusiveMinimum": limit}
-    )
+    return Bound(f"must be above {limit}", lambda value: value > limit, {"exclusiveMinimum": limit})
 
 
 def at_least(least: float, other: float | None = None) -> Bound:
