@@ -1,9 +1,9 @@
 # OpenPPO on NVIDIA GPUs, with the versions that were tested (requirements*.txt):
 #
-#     docker build --tag openppo .
-#     docker run --rm --gpus all --shm-size 16g --volume "$PWD:/workspace" openppo openppo train_ppo ...
+#     docker build --tag openppo:gpu .
+#     docker run --rm --gpus all --shm-size 16g --volume "$PWD:/workspace" openppo:gpu openppo train_ppo ...
 #
-# tests/packaging/test_dockerfile.py runs its pip steps in a clean environment. docs/gpus.md says more.
+# docs/gpus.md says more. tests/packaging/test_dockerfile.py runs the pip steps in a clean environment.
 FROM python:3.12-slim-trixie
 
 # Compilers: DeepSpeed's Adam for CPUs and torch.compile need g++, Triton gcc, both on first use. PyTorch's wheel brings CUDA.

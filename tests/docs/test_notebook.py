@@ -8,28 +8,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.docs.conftest import REPO
-
-FILE = REPO / "examples" / "quickstart.ipynb"
-
-
-def tagged(notebook: nbformat.NotebookNode, tag: str) -> nbformat.NotebookNode:
-    """The cell with a tag."""
-    (cell,) = (cell for cell in notebook.cells if tag in cell.metadata.get("tags", ()))
-    return cell
-
-
-def execute(folder: Path, **parameters: int) -> nbformat.NotebookNode:
-    """Run every cell beside the notebook, with what it writes in ``folder``; an error in a cell is one of the test."""
-    notebook = nbformat.read(FILE, as_version=4)
-    cell = tagged(notebook, "parameters")
-    for name, value in {"FOLDER": str(folder), **parameters}.items():
-        cell.source, n = re.subn(rf"^{name} = \S+", f"{name} = {value!r}", cell.source, flags=re.M)
-        assert n == 1, name
-    NotebookClient(notebook, resources={"metadata": {"path": FILE.parent}}).execute()
-    return notebook
+from tests.docs.notebook import FILE, execute, tagged
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +34,7 @@ def shares(notebook: nbformat.NotebookNode) -> list[int]:
 
 
 def test_every_cell_runs_and_the_report_stands_in_the_last(tmp_path: Path) -> None:
-    notebook = execute(tmp_path, SFT_STEPS=2, GRPO_STEPS=2)
+    notebook = execute(FOLDER=str(tmp_path), SFT_STEPS=2, GRPO_STEPS=2)
     assert len(shares(notebook)) == 2
     (output,) = tagged(notebook, "report").outputs
     (page,) = re.findall(r'<iframe srcdoc="([^"]*)"', output.data["text/html"])
@@ -63,7 +44,7 @@ def test_every_cell_runs_and_the_report_stands_in_the_last(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_notebook_learns_as_it_says(tmp_path: Path) -> None:
-    before, after = shares(execute(tmp_path))
+    before, after = shares(execute(FOLDER=str(tmp_path)))
     kept = shares(nbformat.read(FILE, as_version=4))
     assert after > before + 15
     assert [before, after] == pytest.approx(kept, abs=8), "another processor rounds differently"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,16 @@ def test_the_options_that_a_run_writes_follow_the_schema(tmp_path: Path) -> None
     config = parse_options(TrainPPOConfig, ["--pretrain", "m", "--use_wandb", "key"])
     save_run(tmp_path, flat_dict(config), {})
     assert is_valid(schema_of("train_ppo"), yaml.safe_load((tmp_path / "config.yaml").read_text()))
+
+
+def test_the_documented_file_starts_a_run_and_names_its_schema(tmp_path: Path) -> None:
+    page = (REPO / "docs/first-hour.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (line,) = re.findall(r"^openppo train_ppo (--config mine\.yaml .*)$", page, flags=re.MULTILINE)
+    (tmp_path / "mine.yaml").write_text(text)
+    flags = line.replace("mine.yaml", str(tmp_path / "mine.yaml")).split()
+    parse_options(TrainPPOConfig, flags).validate()
+    assert is_valid(schema_of("train_ppo"), yaml.safe_load(text))
+    address = text.splitlines()[0].removeprefix("# yaml-language-server: $schema=")
+    (file,) = re.findall(r"githubusercontent\.com/openppo/openppo/main/(\S+)", address)
+    assert (REPO / file).is_file()
