@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import sys
 import types
@@ -134,9 +135,10 @@ def docstrings(group: type) -> dict[str, str]:
             texts |= docstrings(base)
 
     node = _classes(group.__module__)[group.__name__]
-    for field, text in zip(node.body, node.body[1:], strict=False):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if is_field and isinstance(text, ast.Expr):
+    for field, text in itertools.pairwise(node.body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(text, ast.Expr):
             texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
     return texts
 
