@@ -85,13 +85,18 @@ setup(
     ],
     extras_require={
         "dev": [
+            "build",
+            "check-jsonschema",
             "gymnasium",
+            "ipykernel",
             "math-verify",
             "mypy",
+            "nbclient",
             "pytest",
             "pytest-xdist",
             "ruff",
             "selenium",
+            "twine",
             "types-PyYAML",
             "types-tqdm",
             "vaderSentiment",

@@ -19,6 +19,7 @@ from mkdocs.utils import get_relative_url
 
 from openppo.__main__ import commands
 from openppo.config.fields import declared_options, is_group
+from openppo.config.schema import docstrings
 
 _LONGEST_CHOICE = 40
 _OPTION = re.compile(r'(?<!">)(<code>--([a-z0-9_]+)(?: [^<]*)?</code>)')  # but not inside a link
@@ -117,22 +118,6 @@ def config_type(command: str) -> type | None:
         for name in node.names
     ]
     return next((kind for kind in found if dataclasses.is_dataclass(kind)), None)
-
-
-def docstrings(group: type) -> dict[str, str]:
-    """The text below each field of a dataclass, on one line."""
-    bases = [base for base in reversed(group.__bases__) if dataclasses.is_dataclass(base)]
-    found = {name: text for base in bases for name, text in docstrings(base).items()}
-    (node,) = ast.parse(inspect.getsource(group)).body
-    assert isinstance(node, ast.ClassDef)
-    for field, text in zip(node.body, node.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-        ):
-            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
 
 
 def _names(command: str) -> list[str]:

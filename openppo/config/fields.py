@@ -10,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard, TypeVar
 
@@ -42,31 +42,52 @@ class Bound:
 
     says: str
     holds: Callable[[Any], bool]
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """The same limit in keywords of JSON Schema, for editors."""
 
 
-positive = Bound("must be positive", lambda value: value > 0)
-not_negative = Bound("must not be negative", lambda value: value >= 0)
-not_empty = Bound("must not be empty", lambda value: value != "")
+positive = Bound("must be positive", lambda value: value > 0, {"exclusiveMinimum": 0})
+not_negative = Bound("must not be negative", lambda value: value >= 0, {"minimum": 0})
+not_empty = Bound("must not be empty", lambda value: value != "", {"minLength": 1})
 a_path = Bound(
     'must be the path of a folder; "~" is not expanded here',
     lambda value: value[:1] not in ("", "~"),
+    {"pattern": "^[^~]"},
 )
+
+
+def above(limit: float) -> Bound:
+    """Allow values above ``limit``."""
+    return Bound(f"must be above {limit}", lambda value: value > limit, {"exclusiveMinimum": limit})
 
 
 def at_least(least: float, other: float | None = None) -> Bound:
     """Allow values from ``least`` on, and the single value ``other``."""
     exception = "" if other is None else f"{other} or "
+    schema: dict[str, Any] = {"minimum": least}
+    if other is not None:
+        schema = {"anyOf": [schema, {"const": other}]}
     return Bound(
-        f"must be {exception}at least {least}", lambda value: value >= least or value == other
+        f"must be {exception}at least {least}",
+        lambda value: value >= least or value == other,
+        schema,
     )
 
 
 def inside(interval: str) -> Bound:
     """Allow values in an interval such as ``[0, 1)``."""
     low, high = map(float, interval[1:-1].split(","))
-    above = operator.ge if interval[0] == "[" else operator.gt
+    reaches = operator.ge if interval[0] == "[" else operator.gt
     below = operator.le if interval[-1] == "]" else operator.lt
-    return Bound(f"must lie in {interval}", lambda value: above(value, low) and below(value, high))
+    schema = {
+        "minimum" if interval[0] == "[" else "exclusiveMinimum": low,
+        "maximum" if interval[-1] == "]" else "exclusiveMaximum": high,
+    }
+    return Bound(
+        f"must lie in {interval}",
+        lambda value: reaches(value, low) and below(value, high),
+        schema,
+    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.fields import Bound, Options, at_least, inside, not_negative, option, positive
+from openppo.config.fields import Options, above, at_least, inside, not_negative, option, positive
 
 AdvantageEstimator = Literal[
     "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "remax"
@@ -146,7 +146,7 @@ class LossConfig(Options):
     """Clip range of the policy ratio (gspo: 3e-4, and 4e-4 for --eps_clip_high)."""
     eps_clip_high: float | None = option(None, positive)
     """Upper clip range of the policy ratio (default: --eps_clip; double_sided 0.28)."""
-    dual_clip: float | None = option(None, Bound("must be above 1", lambda value: value > 1))
+    dual_clip: float | None = option(None, above(1))
     """Bound the loss of tokens with negative advantage by this times the advantage (above 1; usual: 3)."""
     cispo_eps_max: float = option(5.0, positive)
     """With --policy_loss_type cispo: largest weight of a token."""

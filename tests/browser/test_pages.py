@@ -3,6 +3,9 @@
 import itertools
 import json
 import shutil
+from html import escape
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from PIL import Image
@@ -429,6 +432,23 @@ def test_runs_are_laid_over_each_other_and_their_options_and_samples_compared(pa
     )
     choose_run(driver, "quick")
     assert len(all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')) == 1
+
+
+def test_a_report_works_inside_the_frame_of_a_notebook(browser, pages, tmp_path):
+    """The frame as examples/quickstart.ipynb makes it: the page is an attribute, without an address of its own."""
+    report = Path(urlsplit(pages["one"]).path).read_text(encoding="utf-8")
+    holder = tmp_path / "notebook.html"
+    holder.write_text(f'<iframe srcdoc="{escape(report)}" width="1200" height="800"></iframe>')
+    browser.get(holder.as_uri())
+    browser.switch_to.frame(0)
+    ui.WebDriverWait(browser, 30).until(lambda driver: driver.execute_script(DRAWN))
+    all_of(browser, "#sample-list button")[1].click()
+    chosen = [row.get_attribute("aria-selected") for row in all_of(browser, "#sample-list button")]
+    assert chosen.index("true") == 1
+    hover(browser, all_of(browser, "#sample-detail .token")[0])
+    assert "token 1 of" in tooltip(browser)[0]
+    browser.switch_to.default_content()
+    assert browser.get_log("browser") == []
 
 
 def test_each_target_has_its_line(page):

@@ -26,6 +26,7 @@ NO_COMMAND = {
     "deepspeed --module openppo.cli.train_ppo FLAGS": "FLAGS stands for those of OpenRLHF",
     "torchrun --standalone --nproc_per_node 8 -m openppo.cli.train_ppo FLAGS": "the same",
     "-m openppo.cli.train_ppo --config run.yaml": "run.yaml is the reader's",
+    "openppo train_ppo --config mine.yaml": "test_config_schema.py reads the block that is mine.yaml",
 }
 """What names no whole command: the reason."""
 

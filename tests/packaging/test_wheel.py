@@ -5,14 +5,12 @@ beyond (``--no-index``): a requirement that our pins do not meet is an error. Op
 """
 
 import ast
-import os
 import re
-import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
@@ -21,17 +19,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from openppo import __version__
+from tests.packaging.conftest import REPO, build, names_in, output
 
-REPO = Path(__file__).parents[2]
-SHIPPED = (
-    "openppo",
-    "setup.py",
-    "pyproject.toml",
-    "MANIFEST.in",
-    "README.md",
-    "LICENSE",
-    "CHANGELOG.md",
-)
 OPTIONAL = {
     "liger_kernel": "gpu",
     "triton": "gpu",
@@ -42,44 +31,10 @@ OPTIONAL = {
     "av": "vision",
 }
 """Packages that are imported where an option asks for them, and the extra that installs each."""
+TESTED_EXTRAS = ("dev", "docs", "gpu", "math", "wandb")
+OTHER_EXTRAS = ("flash", "vision", "vllm")
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow"}
 """Names of packages that differ from what they are imported as."""
-
-
-def output(*command: str | Path, cwd: Path, **env: str) -> str:
-    """Stdout of a command that must succeed, without our repository on Python's path."""
-    left_out = ("PYTHONPATH", "VIRTUAL_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out} | env
-    done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    return done.stdout
-
-
-def build(source: Path, kind: str, out: Path) -> Path:
-    """The package that setuptools makes of ``source``: ``kind`` is wheel or sdist."""
-    program = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
-    output(sys.executable, "-c", program, f"build_{kind}", out, cwd=source)
-    (package,) = out.iterdir()
-    return package
-
-
-@pytest.fixture(scope="session")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what packages are made of, so that no build leaves traces in the repository or finds old ones."""
-    folder = tmp_path_factory.mktemp("source")
-    shutil.copytree(
-        REPO / "openppo", folder / "openppo", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    for name in (*SHIPPED[1:], "requirements.txt", "requirements-dev.txt"):
-        shutil.copy(REPO / name, folder / name)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(source, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")
@@ -110,12 +65,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     output(*pip, wheel, cwd=folder, PIP_NO_INDEX="1", PIP_FIND_LINKS="")
     return programs
-
-
-def names_in(wheel: Path) -> list[str]:
-    """Files of the package in a wheel."""
-    with zipfile.ZipFile(wheel) as archive:
-        return sorted(name for name in archive.namelist() if ".dist-info/" not in name)
 
 
 def metadata(wheel: Path) -> Message:
@@ -218,3 +167,24 @@ def test_the_installed_program_is_that_of_the_wheel_and_trains(
     output(installed / "openppo", "train_sft", *flags.split(), cwd=tmp_path, **cpu)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert len((tmp_path / "out" / "logs" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def install(wheel: Path, extras: Iterable[str], programs: Path, *options: str) -> None:
+    """Let pip resolve a wheel with extras for the environment of ``programs``, and install nothing."""
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python", "install", "--dry-run"]
+    output(*pip, *options, f"{wheel}[{','.join(extras)}]", cwd=wheel.parent)
+
+
+def test_extras_of_the_test_environment_agree_with_the_pins(installed: Path, wheel: Path) -> None:
+    extras = metadata(wheel).get_all("Provides-Extra", [])
+    assert sorted(extras) == sorted([*TESTED_EXTRAS, *OTHER_EXTRAS])
+    install(wheel, TESTED_EXTRAS, installed, "--no-index")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", OTHER_EXTRAS)
+def test_other_extras_resolve_from_the_index(extra: str, wheel: Path, tmp_path: Path) -> None:
+    if extra == "flash":
+        pytest.skip("flash-attn says what it needs only where it is built: with torch and nvcc")
+    output(sys.executable, "-m", "venv", "--without-pip", tmp_path, cwd=tmp_path)
+    install(wheel, [extra], tmp_path / "bin")
