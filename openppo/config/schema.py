@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.config.fields import SPELLINGS, Options, is_group, rules_of
+from openppo.config.foreign import VALUES
 
 COMMANDS: dict[str, type[Options]] = {
     "train_ppo": TrainPPOConfig,
@@ -96,6 +97,10 @@ def _values(declared: dataclasses.Field, hint: Any) -> Schema:
     forms = _forms(hint, limit)
     if declared.name in _ALSO:
         forms.append(_ALSO[declared.name])
+    if declared.name in VALUES:
+        forms.append(
+            {"enum": list(VALUES[declared.name]), "description": "Other libraries' names."}
+        )
     return forms[0] if len(forms) == 1 else {"anyOf": forms}
 
 
@@ -151,7 +156,7 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m openppo.config.schema FOLDER")
     for written in write_schemas(Path(sys.argv[1])):
         sys.stdout.write(f"{written}\n")

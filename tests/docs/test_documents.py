@@ -96,7 +96,7 @@ def run_blocks(
 
 @pytest.mark.parametrize("name", DOCS)
 def test_names_and_paths_in_backticks_lead_somewhere(name: str) -> None:
-    """Links are checked by the build of the pages, see test_site.py; names of others stand in openppo/config/foreign."""
+    """The build of the pages checks links, see test_site.py; names of others stand in openppo/config/foreign."""
     paths = re.findall(r"`((?:openppo|examples|tests)/[\w/.]+)`", DOCS[name])
     assert [path for path in paths if not (REPO / path).exists()] == []
     code = "\n".join(file.read_text() for file in (REPO / "openppo").rglob("*.py"))
@@ -360,7 +360,9 @@ def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
     bash = blocks("first-hour", "bash")
     assert [block.split()[0] for block in bash[:4]] == ["git", "pip", "bash", "."]
     lines = [line for block in bash[4:] for line in block.replace("\\\n", " ").splitlines()]
-    assert len(lines) == 5
+    assert len(lines) == 6
+    (options,) = blocks("first-hour", "yaml")
+    (hour / "mine.yaml").write_text(options)
     programs = {"openppo": OPENPPO, "python": [sys.executable]}
     small = [word for word in SMALL if word not in ("--prompt_max_len", "64")]
     for line in lines:
