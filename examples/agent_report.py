@@ -11,11 +11,10 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 Row = dict[str, Any]
-AGENTS = {
-    "program": ("sums, by a program with a tool", "heldout.jsonl"),
-    "game": ("games, by a tool", "playoffs.jsonl"),
-}
+AGENTS = {"program": "sums, by a program with a tool", "game": "games, by a tool"}
 SHOWN = {"user": "user", "assistant": "model", "tool": "tool"}
 
 
@@ -44,6 +43,13 @@ def said(message: Row) -> str:
     return message["content"] or " ".join(f"{call['name']}({call['arguments']})" for call in calls)
 
 
+def count_episodes(logs: Path) -> int:
+    """Return the number of episodes in an evaluation."""
+    config = yaml.safe_load((logs / "config.yaml").read_text())
+    n = len(rows(Path(config["eval_data"])))
+    return min(n, config["max_samples"] or n) * int(config["eval_n_samples_per_prompt"])
+
+
 def last_episode(logs: Path) -> list[Row]:
     """Return the messages of an episode of the last evaluation."""
     evaluated = [row for row in rows(logs / "samples.jsonl") if row.get("evaluation")]
@@ -61,9 +67,10 @@ def main() -> None:
 
     report = {}
     print(f"\n{'right, % (95 % interval)':<34}{'episodes':>8}{'before':>20}{'after':>20}")
-    for name, (title, file) in AGENTS.items():
-        evaluations = [r for r in rows(run / name / "logs/metrics.jsonl") if "eval_pass@1" in r]
-        n = len(rows(run / file))
+    for name, title in AGENTS.items():
+        logs = run / name / "logs"
+        evaluations = [row for row in rows(logs / "metrics.jsonl") if "eval_pass@1" in row]
+        n = count_episodes(logs)
         before = evaluations[0]["eval_pass@1"]
         after = evaluations[-1]["eval_pass@1"]
         report[name] = {
@@ -73,14 +80,14 @@ def main() -> None:
         }
         print(f"{title:<34}{n:>8}{in_percent(before, n):>20}{in_percent(after, n):>20}")
 
-    for name, (title, _) in AGENTS.items():
+    for name, title in AGENTS.items():
         print(f"\n{title}, after training:")
         for message in last_episode(run / name / "logs"):
             if message["role"] in SHOWN:
                 print(f"  {SHOWN[message['role']]:<7}{said(message)}")
 
     print(f"\nmodel   {run}/model   (what both agents began with)")
-    for name, (title, _) in AGENTS.items():
+    for name, title in AGENTS.items():
         print(f"report  {run / name}/logs/report.html   ({title}; open it in a browser)")
     (run / "report.json").write_text(json.dumps(report, indent=2) + "\n")
 
