@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.docs.test_agent_example import REPO, laptop_command, rows
+from tests.docs.conftest import REPO
+from tests.docs.test_agent_example import demo as demo
+from tests.docs.test_agent_example import laptop_command, rows
+from tests.unit.agents.test_serve_agent import serving
 
 PROGRAM = REPO / "examples/agents/openai_sum.py"
 
@@ -52,6 +56,19 @@ def test_the_script_trains_both_agents_and_prints_a_table(
         (line,) = [row for row in rows(demo / name / "logs/metrics.jsonl") if "reward" in row]
         assert line["agent/agent_error"] == 0
         assert report_of(demo)[name]["episodes"] == 4
+
+
+def test_the_program_of_the_gateways_page_talks_to_the_tiny_model(
+    demo: Path, client_python: str, tmp_path: Path
+) -> None:
+    page = (REPO / "docs/agents/gateway.md").read_text()
+    (flags,) = re.findall(r"serve_agent --pretrain agent_demo/model (.*) --port 8000\n", page)
+    (line,) = re.findall(r"^(echo .*) \| python examples/agents/openai_sum.py$", page, flags=re.M)
+    with serving(demo / "agent_demo/model", tmp_path, *flags.split()) as (url, _):
+        address = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "1"}
+        command = f"{line} | {command_of(client_python)}"
+        subprocess.run(command, shell=True, env=os.environ | address, check=True)
+    assert "1, turn 1: rendered whole" in (tmp_path / "stderr").read_text()
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ PAGES = {
 """Part of the command for the tiny model on each page that trains."""
 CLIENT = f"{shlex.quote(sys.executable)} examples/agents/second_chance.py --answer {{label}}"
 """A program for a Python without OpenAI's SDK."""
-SMALL = """--max_samples 2 --n_samples_per_prompt 2 --rollout_batch_size 2 --train_batch_size 4 --generate_max_len 4
+SMALL = """--max_samples 4 --n_samples_per_prompt 2 --rollout_batch_size 2 --train_batch_size 4 --generate_max_len 4
     --max_steps 2 --eval_steps 2""".split()
 OF_SEEDS = [
     *SMALL[:4],
