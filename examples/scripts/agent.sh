@@ -16,7 +16,9 @@ fi
 started=$SECONDS
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" # two processes on two cores: models this small gain nothing on a GPU
 launch="torchrun --standalone --nproc_per_node 2"
-train="$launch -m openppo.cli.train_ppo --config examples/agents/laptop.yaml --pretrain $run/model --seed $seed"
+train() { # an agent of the model, with these flags
+    $launch -m openppo.cli.train_ppo --config examples/agents/laptop.yaml --pretrain "$run/model" --seed "$seed" "$@"
+}
 
 echo "1/4 data: chats with tools, and a small Llama with random weights"
 rm -rf "$run"/{random,model,program,game} # of an earlier run; nothing else in that folder
@@ -29,14 +31,14 @@ $launch -m openppo.cli.train_sft --seed "$seed" \
     --learning_rate 3e-3 --train_batch_size 32 --micro_train_batch_size 16
 
 echo "3/4 GRPO behind a program of OpenAI's SDK, which is started for each sum"
-$train --save_path "$run/program" \
+train --save_path "$run/program" \
     --agent_command "${PROGRAM:-python examples/agents/openai_sum.py}" --max_turns 3 \
     --prompt_data "$run/sums.jsonl" --label_key label --verifiable_reward exact_match \
     --eval_data "$run/heldout.jsonl" --eval_before_training --eval_steps 4 \
-    --rollout_batch_size 4 --max_steps 4 "$@"
+    --rollout_batch_size 4 --train_batch_size 16 --max_steps 4 "$@"
 
 echo "4/4 GRPO of a game with a tool"
-$train --save_path "$run/game" \
+train --save_path "$run/game" \
     --tools examples/tools/guess.py --apply_chat_template --max_turns 4 --prompt_data "$run/games.jsonl" \
     --eval_data "$run/playoffs.jsonl" --eval_before_training --eval_steps 16 \
     --rollout_batch_size 16 --train_batch_size 64 --max_steps 16 "$@"
