@@ -71,12 +71,20 @@ def check(words: list[str]) -> None:
     parse_options(getattr(openppo.config, config), options, *markers).validate(ranks)
 
 
+@pytest.fixture
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work where the files lie that commands name with --config."""
+    monkeypatch.chdir(REPO)
+
+
 @pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.usefixtures("in_the_repository")
 def test_a_documented_command_is_valid_as_written(line: str) -> None:
     check(shlex.split(line, comments=True))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.usefixtures("in_the_repository")
 def test_a_script_to_copy_is_valid_as_written(script: Path, tmp_path: Path) -> None:
     calls = words_of_script(script, tmp_path)
     trained = [call for call in calls if any(word.startswith("openppo.cli.") for word in call)]

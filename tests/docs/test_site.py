@@ -135,6 +135,7 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
 def test_examples_lists_every_script() -> None:
     page = (REPO / "docs" / "examples.md").read_text()
     helpers = {"setup.sh", "quickstart_report.py", "sort_letters.py", "stories.py"}
+    helpers |= {"agent_model.py", "agent_report.py"}
     files = {
         file.name for file in (REPO / "examples").rglob("*") if file.suffix in (".sh", ".py")
     } - helpers

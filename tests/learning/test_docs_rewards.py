@@ -233,7 +233,7 @@ class Small(NumberGame):
 NUMBER_GAME = Case(
     page="docs/agents/environments.md",
     file="number_game.py",
-    mention="number_game.py:NumberGame",
+    mention="number_game.py:NumberGame --n_envs 64",
     words=["higher", "lower", "right", *map(str, range(10))],
     more=SMALL,
     options={"environment": "number_game.py:Small", "n_envs": "32", "generate_max_len": "1"},
@@ -257,7 +257,7 @@ class FirstTurn:
 FIRST_TURN_PAYS = Case(
     page="docs/agents/environments.md",
     file="number_game.py",
-    mention="number_game.py:NumberGame",
+    mention="number_game.py:NumberGame --n_envs 64",
     words=["first", "second", *map(str, range(10))],
     more=FIRST_TURN,
     options={
@@ -302,7 +302,7 @@ def checked_sum(rng: random.Random) -> list[dict[str, Any]]:
 SOLVE = Case(
     page="README.md",
     file="agent.py",
-    mention="--agent agent.py:solve",
+    mention="Instruct --agent agent.py:solve",
     words=[str(number) for number in range(7)],
     rows=[{"input": sum_of(a, b), "label": str(a + b)} for a in TERMS for b in TERMS] * 2,
     script=checked_sum,

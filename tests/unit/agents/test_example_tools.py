@@ -62,6 +62,26 @@ def test_the_search_finds_the_passage_with_most_of_the_words():
     assert asyncio.run(search.execute("", {"query": "zebra"})) == "Nothing was found."
 
 
+def play(*numbers: int) -> tuple[list[str], float]:
+    """What the game with the secret 7 says to guesses, and its reward."""
+
+    async def episode() -> tuple[list[str], float]:
+        game = example("guess.py")
+        key = await game.create("key", secret=7)
+        hints = [await game.execute(key, {"number": number}) for number in numbers]
+        reward = await game.calc_reward(key)
+        await game.release(key)
+        return hints, reward
+
+    return asyncio.run(episode())
+
+
+def test_the_guessing_game_rewards_a_right_guess_among_the_first_four():
+    assert play(4, 8, 7) == (["higher", "lower", "right"], 1.0)
+    assert play(7, 1) == (["right", "higher"], 1.0)
+    assert play(1, 2, 3, 4, 7) == (["higher"] * 4 + ["no guess is left"], 0.0)
+
+
 @pytest.fixture
 def sandbox() -> BaseTool:
     made = example("sandbox.py")
