@@ -26,9 +26,7 @@ with suppress(ImportError):  # Python may be built without it
     import readline  # noqa: F401 (input() then has a history and keys for editing)
 
 _COMMANDS = "/reset begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
-_NO_TEMPLATE = (
-    "the tokenizer has no chat template: each line is continued as plain text, without the lines before."
-)
+_NO_TEMPLATE = "the tokenizer has no chat template: each line is continued as plain text, without the lines before."
 
 
 class Conversation:
@@ -116,9 +114,7 @@ class Conversation:
         least = min(self.params.min_new_tokens, most)
         return replace(self.params, max_new_tokens=most, min_new_tokens=least)
 
-    def _sample(
-        self, prompt_ids: list[int], params: SamplingParams
-    ) -> Generator[Completion]:
+    def _sample(self, prompt_ids: list[int], params: SamplingParams) -> Generator[Completion]:
         """Yield the answer so far after each token, and at last the whole; closing the iterator cancels it."""
         engine = self.policy.engine
         number = engine.submit(

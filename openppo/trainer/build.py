@@ -23,6 +23,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.callbacks import Callback, StopWhen
+from openppo.trainer.cards.run_card import RunCard, make_run_card
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
@@ -112,6 +113,7 @@ class _Run:
     estimate: Estimate | None
     plan: BatchPlan
     checkpointer: Checkpointer
+    card: RunCard
     samples: bool
     """True if the run samples from its policy, False if the caller passed a source of trajectories."""
     scorer: Any
@@ -151,6 +153,9 @@ def _prepare(
         estimate=estimate,
         plan=plan,
         checkpointer=checkpointer,
+        card=make_run_card(
+            config, strategy.comm, config.model.pretrain, data.counts, rewards.tasks.tasks
+        ),
         samples=samples,
         scorer=rewards.build() if samples else None,
         eval_scorer=rewards.build_held_out() if samples else None,
@@ -293,6 +298,7 @@ def _load_and_assemble(
         ema=ema,
         pack_documents_to=pack_documents_to,
         checkpointer=run.checkpointer,
+        card=run.card,
         stop=hooks.stop,
         estimate=run.estimate,
     )

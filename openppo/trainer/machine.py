@@ -152,7 +152,7 @@ def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         if torch.version.cuda and Path("/dev/nvidiactl").exists():
             remedy = (
-                f"torch cannot use the GPU: its driver is too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES "
+                f"its driver may be too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES "
                 "hides it"
             )
             yield Finding("devices", "GPU", "present, not usable", remedy)

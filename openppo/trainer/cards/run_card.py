@@ -1,0 +1,100 @@
+"""Facts of a run for the cards of its models, gathered while it runs and kept in checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openppo.config import Options, TrainPPOConfig
+from openppo.config.command_line import command_line
+from openppo.rollout.tasks import RunTask
+from openppo.strategy.comm import collective
+from openppo.tracking import environment
+from openppo.tracking.card_file import write_card
+from openppo.trainer.cards.data import describe_data
+from openppo.trainer.cards.text import CardText, model_facts
+from openppo.types import Comm
+
+
+class RunCard:
+    """Facts about a run, and its first and last evaluation; without facts no card is written.
+
+    ``facts`` are JSON, on rank 0 alone.
+    """
+
+    def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
+        self.facts = facts
+        self.evaluations: list[dict[str, Any]] = []
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of an evaluation after ``step``."""
+        held_out = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        if held_out:
+            self.evaluations = [*self.evaluations[:1], {"step": step, "metrics": held_out}]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything for a checkpoint."""
+        return {"facts": self.facts, "evaluations": self.evaluations}
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
+        """Resume the evaluations of ``saved``; a checkpoint of an earlier version has none."""
+        self.evaluations = list(saved["evaluations"]) if saved else []
+
+    def write(self, folder: Path, step: int, samples: int, comm: Comm) -> None:
+        """Write the card of a model in ``folder`` that was saved after ``step``; all ranks raise ``OSError`` alike."""
+
+        def write() -> None:
+            if self.facts is not None:
+                text = CardText(self.facts, folder, step, samples, self.evaluations)
+                write_card(folder, text.header(), text.body())
+
+        def failure(message: str) -> OSError:
+            return OSError(f"the model card cannot be written to {folder}: {message}")
+
+        collective(comm, write, OSError, raised=failure)
+
+
+def make_run_card(
+    config: Options,
+    comm: Comm,
+    start: str,
+    rows: Mapping[str, int],
+    tasks: Sequence[RunTask] = (),
+) -> RunCard:
+    """Gather the facts of a run that starts from the model ``start``; collective.
+
+    ``rows`` are the numbers of rows by flag.
+    """
+    versions = environment(comm)
+    if comm.rank != 0:
+        return RunCard()
+    facts = facts_of(config, start, comm.world_size)
+    devices = [rank["device"] for rank in versions["ranks"]]
+    return RunCard(
+        {
+            **facts,
+            "data": describe_data(config, tasks),
+            "rows": dict(rows),
+            "devices": sorted(set(devices)),
+            "versions": {
+                "openppo": versions["openppo"],
+                "python": versions["python"],
+                **versions["packages"],
+            },
+        }
+    )
+
+
+def facts_of(config: Options, start: str, n_ranks: int = 1) -> dict[str, Any]:
+    """Return the facts that the options of a run tell: kind, command, and the model it starts from."""
+    kind = type(config).__name__.removeprefix("Train").removesuffix("Config").lower()
+    estimator = ""
+    if isinstance(config, TrainPPOConfig):
+        estimator = config.advantage.advantage_estimator
+        n_ranks += config.orchestrator.rollout_ranks
+    return {
+        "kind": kind,
+        "estimator": estimator,
+        "command": command_line(f"train_{kind}", config, n_ranks),
+        "n_ranks": n_ranks,
+        "start": model_facts(start),
+    }
