@@ -203,8 +203,8 @@ class CardText:
         n_rows = self.facts.get("rows", {}).get("held out")
         of_rows = f" of {n_rows:,} rows" if n_rows else ""
         return (
-            f"Held-out data{of_rows}. ± is half of the 95 % interval: 1.96 standard errors over prompts or pairs. It tells "
-            "how a figure would vary with others of the same kind, not with another run."
+            f"Held-out data{of_rows}. ± is half of the 95 % interval: 1.96 standard errors over prompts or pairs. "
+            "It tells how a figure would vary with others of the same kind, not with another run."
         )
 
 
