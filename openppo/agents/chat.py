@@ -81,7 +81,7 @@ class Conversation:
             params,
             decode=self.renderer.decode,
         )
-        yield stream.rest(answer)
+        yield stream.end(answer)
         self.last = completion
         if self.is_chat and completion.token_ids:
             self.recorded = completion

@@ -22,7 +22,7 @@ class TextStream:
         text = self.decode(token_ids).rstrip(_INCOMPLETE)
         return self._after(text[: len(text) - self._n_held(text)])
 
-    def rest(self, text: str) -> str:
+    def end(self, text: str) -> str:
         """Return the end of the whole ``text``, after the pieces so far."""
         return self._after(text)
 

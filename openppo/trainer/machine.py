@@ -89,7 +89,7 @@ def tiny_step(device: torch.device, dtype: torch.dtype) -> Finding:
         problem = " ".join(str(error).split())[:300]
         value = "fails"
     remedy = problem and f"{problem}; install a torch that fits this device and its driver"
-    return Finding("forward and backward", name, value, remedy, needed=True)
+    return Finding("forward and backward", name, value, remedy=remedy, needed=True)
 
 
 def _step(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -155,7 +155,7 @@ def _devices() -> Iterator[Finding]:
                 f"its driver may be too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES "
                 "hides it"
             )
-            yield Finding("devices", "GPU", "present, not usable", remedy)
+            yield Finding("devices", "GPU", "present, not usable", remedy=remedy)
         else:
             yield Finding("devices", "GPU", "none that torch can use; runs take the CPU")
         return
@@ -179,14 +179,14 @@ def _places() -> Iterator[Finding]:
     free = shutil.disk_usage(".").free
     writable = os.access(".", os.W_OK)
     remedy = "" if writable else "it cannot be written: go to another, or name one with --save_path"
-    yield Finding("places", "working folder", f"{free / _GIB:.1f} GiB free", remedy)
+    yield Finding("places", "working folder", f"{free / _GIB:.1f} GiB free", remedy=remedy)
 
     has_torchrun = shutil.which("torchrun") is not None
     yield Finding(
         "places",
         "torchrun",
         "on the PATH" if has_torchrun else "not on the PATH",
-        "" if has_torchrun else "start with python -m torch.distributed.run instead",
+        remedy="" if has_torchrun else "start with python -m torch.distributed.run instead",
     )
     values = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     yield Finding("places", "environment", " ".join(values) or "nothing that changes a run")
@@ -204,7 +204,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
         "kernels",
         "fused",
         f"{' and '.join(absent)} not installed" if absent else "RMSNorm, rotary embedding, MLP",
-        "pip install 'openppo[gpu]'" if absent else "",
+        remedy="pip install 'openppo[gpu]'" if absent else "",
     )
     flash_attn = "installed" if importlib.util.find_spec("flash_attn") else "not installed"
     yield Finding("kernels", "flash-attn", f"{flash_attn}, for --flash_attn alone")
@@ -212,7 +212,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
     if not compiles_by_default(device):
         yield Finding("kernels", "compiled layers", "not by default")
     elif missing:
-        yield Finding("kernels", "compiled layers", "none", f"install {missing}")
+        yield Finding("kernels", "compiled layers", "none", remedy=f"install {missing}")
     else:
         yield Finding("kernels", "compiled layers", "by default")
 
@@ -227,4 +227,4 @@ def _compilers() -> Iterator[Finding]:
     elif not ninja:
         remedy = "--adam_offload needs ninja: pip install ninja"
     value = "compiled before" if is_compiled() else "compiled by the first run with --adam_offload"
-    yield Finding("compilers", "DeepSpeed's CPU Adam", value, remedy)
+    yield Finding("compilers", "DeepSpeed's CPU Adam", value, remedy=remedy)

@@ -1,6 +1,7 @@
-"""Data of a run as its card names them: files by name and hash, data sets of the hub by name and commit."""
+"""Data of a run as its card names them: files with hashes, data sets of the hub with commits."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -67,4 +68,5 @@ def is_of_hub(entry: dict[str, Any]) -> bool:
     """True for a source that is a data set of the hub, by the form of its name."""
     if "commit" in entry:
         return True
-    return "sha256" not in entry and "://" not in entry["name"] and entry["name"].count("/") == 1
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?", entry["name"]) is not None
+    return is_name and "sha256" not in entry and Path(entry["name"]).suffix not in _SUFFIXES

@@ -29,7 +29,9 @@ class RunCard:
         """Keep the metrics of an evaluation after ``step``."""
         held_out = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         if held_out:
-            self.evaluations = [*self.evaluations[:1], {"step": step, "metrics": held_out}]
+            # A resumed run may repeat the evaluation of a step.
+            first = [each for each in self.evaluations[:1] if each["step"] != step]
+            self.evaluations = [*first, {"step": step, "metrics": held_out}]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything for a checkpoint."""
@@ -44,7 +46,9 @@ class RunCard:
 
         def write() -> None:
             if self.facts is not None:
-                text = CardText(self.facts, folder, step, samples, self.evaluations)
+                text = CardText(
+                    self.facts, folder, step, samples=samples, evaluations=self.evaluations
+                )
                 write_card(folder, text.header(), text.body())
 
         def failure(message: str) -> OSError:

@@ -12,6 +12,7 @@ from openppo.models.pretrained import is_peft_folder
 from openppo.tracking.card_file import card_header
 from openppo.trainer.cards.data import is_of_hub
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _METHODS = {"gae": "PPO", "group_norm": "GRPO", "rloo": "RLOO", "remax": "ReMax"}
 """Names of methods of train_ppo by their estimator; others are called by the estimator."""
 _KINDS = {"sft": "supervised fine-tuning", "rm": "preferences", "prm": "judgements of steps"}
@@ -30,9 +31,13 @@ OWN = """The license and what the model is for are for you to add. OpenPPO leave
 
 
 def model_facts(name: str) -> dict[str, str]:
-    """Return what a card tells of the model that a run starts from: hub name or folder, and license if known."""
-    if not Path(name).exists():
-        return {"hub": name, "name": name.rpartition("/")[2]}
+    """Return facts of the model that a run starts from: its name, hub name and license, if known."""
+    if not Path(name).is_dir():
+        facts = {"name": name.rpartition("/")[2]}
+        if _HUB_NAME.fullmatch(name):
+            facts["hub"] = name
+        return facts
+
     header = card_header(Path(name))
     facts = {"name": Path(name).resolve().name}
     base = header.get("base_model")

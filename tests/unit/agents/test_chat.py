@@ -171,7 +171,7 @@ def test_characters_of_several_bytes_come_whole():
     assert len(ids) == len(text.encode())
     stream = TextStream(decoder(tokenizer))
     pieces = [stream.piece(ids[:n]) for n in range(1, len(ids) + 1)]
-    assert "".join([*pieces, stream.rest(text)]) == text
+    assert "".join([*pieces, stream.end(text)]) == text
     assert {*filter(None, pieces)} >= {"ï", "日", "本", "語", "👩", "🚀", "é"}
 
 
@@ -181,7 +181,7 @@ def test_bytes_that_are_no_text_appear_once_at_the_end():
     stream = TextStream(decoder(tokenizer))
     pieces = [stream.piece(ids[:n]) for n in range(1, len(ids) + 1)]
     assert pieces == ["a", ""]
-    assert stream.rest(decoder(tokenizer)(ids)) == "\ufffd"
+    assert stream.end(decoder(tokenizer)(ids)) == "\ufffd"
 
 
 def test_a_reward_model_is_refused_though_its_weights_would_load(tmp_path):
