@@ -155,7 +155,7 @@ class ChatJob:
         self.conversation = Conversation(
             policy, sampling_params(options), seed=options.seed, system=options.system
         )
-        self._is_answering = False
+        self._is_reading = False
         self._is_stopped = False
 
     def fit(self) -> None:
@@ -173,7 +173,7 @@ class ChatJob:
         if sys.stdin.isatty():
             logger.info(_COMMANDS)
         with self.policy.engine.with_weights(WholeWeights(self.policy.actor.model)):
-            for line in _lines():
+            for line in self._lines():
                 if line == "/exit":
                     break
                 if line == "/reset":
@@ -189,7 +189,6 @@ class ChatJob:
     def _answer(self, line: str) -> None:
         """Write the answer to ``line`` while it is sampled."""
         self._is_stopped = False
-        self._is_answering = True
         try:
             for piece in self.conversation.ask(line, lambda: self._is_stopped):
                 sys.stdout.write(_shown(piece) if sys.stdout.isatty() else piece)
@@ -200,8 +199,6 @@ class ChatJob:
             sys.stdout.write("\n")
             sys.stdout.flush()
             self._note_cut()
-        finally:
-            self._is_answering = False
 
     def _note_cut(self) -> None:
         """Tell why an answer is not complete."""
@@ -215,21 +212,25 @@ class ChatJob:
 
     def _interrupt(self, *_: Any) -> None:
         """Stop the answer that is under way, between two tokens; at the prompt, drop the line."""
-        if not self._is_answering:
+        if self._is_reading:
             raise KeyboardInterrupt
         self._is_stopped = True
 
-
-def _lines() -> Iterator[str]:
-    """Yield lines of stdin without blanks around them; Ctrl-C drops the line that is being typed."""
-    prompt = "> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            yield input(prompt).strip()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            sys.stdout.write("\n")
+    def _lines(self) -> Iterator[str]:
+        """Yield lines of stdin without blanks around them; Ctrl-C drops the line that is being typed."""
+        prompt = "> " if sys.stdin.isatty() else ""
+        while True:
+            line = ""
+            try:
+                self._is_reading = True
+                line = input(prompt)
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                sys.stdout.write("\n")
+            finally:
+                self._is_reading = False
+            yield line.strip()
 
 
 def _shown(piece: str) -> str:
