@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Collection
 from typing import Any
 
 from openppo.config.fields import Options, declared_options, flat_dict
@@ -11,8 +12,10 @@ from openppo.config.fields import Options, declared_options, flat_dict
 _ABSOLUTE = re.compile(r"(?<![\w.:/~])(?:/|~/)(?:[^\s/,:'\"]+/)*([^\s/,:'\"]+)")
 
 
-def command_line(command: str, config: Options, n_ranks: int = 1) -> str:
-    """Return the shell command that has ``config``: options that are not at their defaults.
+def command_line(
+    command: str, config: Options, n_ranks: int = 1, left_out: Collection[str] = ()
+) -> str:
+    """Return the shell command that has ``config``: options that are not at their defaults, nor ``left_out``.
 
     Secrets in addresses are masked, and absolute paths are cut to their last name, since they name a machine and its
     user.
@@ -24,7 +27,7 @@ def command_line(command: str, config: Options, n_ranks: int = 1) -> str:
 
     values = flat_dict(config)
     for name, declared in declared_options(type(config)).items():
-        if values[name] != declared.default:
+        if name not in left_out and values[name] != declared.default:
             words += _flag(name, values[name])
     return shlex.join(words)
 

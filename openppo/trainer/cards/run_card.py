@@ -16,10 +16,7 @@ from openppo.types import Comm
 
 
 class RunCard:
-    """Facts about a run, and its first and last evaluation; without facts no card is written.
-
-    ``facts`` are JSON, on rank 0 alone.
-    """
+    """Facts about a run, as JSON, and its first and last evaluation; without facts no card is written."""
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
         self.facts = facts
@@ -45,7 +42,7 @@ class RunCard:
         """Write the card of a model in ``folder`` that was saved after ``step``; all ranks raise ``OSError`` alike."""
 
         def write() -> None:
-            if self.facts is not None:
+            if self.facts is not None and comm.rank == 0:
                 text = CardText(
                     self.facts, folder, step, samples=samples, evaluations=self.evaluations
                 )
@@ -66,19 +63,16 @@ def make_run_card(
 ) -> RunCard:
     """Gather the facts of a run that starts from the model ``start``; collective.
 
-    ``rows`` are the numbers of rows by flag.
+    ``rows`` are the numbers of rows by flag. Rank 0 alone reads the files again, for their hashes.
     """
     versions = environment(comm)
-    if comm.rank != 0:
-        return RunCard()
-    facts = facts_of(config, start, comm.world_size)
-    devices = [rank["device"] for rank in versions["ranks"]]
+    data = describe_data(config, tasks) if comm.rank == 0 else []
     return RunCard(
         {
-            **facts,
-            "data": describe_data(config, tasks),
+            **facts_of(config, start, comm.world_size),
+            "data": comm.all_gather_object(data)[0],
             "rows": dict(rows),
-            "devices": sorted(set(devices)),
+            "devices": sorted({rank["device"] for rank in versions["ranks"]}),
             "versions": {
                 "openppo": versions["openppo"],
                 "python": versions["python"],
@@ -98,7 +92,7 @@ def facts_of(config: Options, start: str, n_ranks: int = 1) -> dict[str, Any]:
     return {
         "kind": kind,
         "estimator": estimator,
-        "command": command_line(f"train_{kind}", config, n_ranks),
+        "command": command_line(f"train_{kind}", config, n_ranks, left_out=["load_checkpoint"]),
         "n_ranks": n_ranks,
         "start": model_facts(start),
     }

@@ -46,6 +46,8 @@ def test_the_command_names_no_folder_of_this_machine_and_no_secret():
     )
     text = command_line("train_ppo", config, n_ranks=2)
     assert text.startswith("torchrun --standalone --nproc_per_node 2 -m openppo train_ppo ")
+    without = command_line("train_ppo", config, left_out=["save_path"])
+    assert "--save_path" in text and "--save_path" not in without
     for word in ("secret", "/home", "/scratch", "~"):
         assert word not in text
     for word in (
