@@ -141,9 +141,14 @@ def _prepare(
     n_ranks = strategy.comm.world_size
     plan = _plan(config, n_ranks, len(data.prompts), source=source, players=players)
 
-    files = user_files(config, rewards.tasks.tasks)
+    tasks = rewards.tasks.tasks
+    files = user_files(config, tasks)
     fingerprints = data.fingerprints | objects.fingerprints()
-    checkpointer = Checkpointer(config, strategy, "ppo", data=fingerprints, user_files=files)
+    start = config.model.pretrain
+    card = make_run_card(config, strategy.comm, start, rows=data.counts, tasks=tasks)
+    checkpointer = Checkpointer(
+        config, strategy, "ppo", data=fingerprints, user_files=files, facts=card.facts
+    )
     return _Run(
         config=config,
         objects=objects,
@@ -153,9 +158,7 @@ def _prepare(
         estimate=estimate,
         plan=plan,
         checkpointer=checkpointer,
-        card=make_run_card(
-            config, strategy.comm, config.model.pretrain, data.counts, rewards.tasks.tasks
-        ),
+        card=card,
         samples=samples,
         scorer=rewards.build() if samples else None,
         eval_scorer=rewards.build_held_out() if samples else None,

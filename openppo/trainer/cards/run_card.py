@@ -30,13 +30,9 @@ class RunCard:
             first = [each for each in self.evaluations[:1] if each["step"] != step]
             self.evaluations = [*first, {"step": step, "metrics": held_out}]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything for a checkpoint."""
-        return {"facts": self.facts, "evaluations": self.evaluations}
-
-    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
-        """Resume the evaluations of ``saved``; a checkpoint of an earlier version has none."""
-        self.evaluations = list(saved["evaluations"]) if saved else []
+    def resume(self, trainer_state: Mapping[str, Any]) -> None:
+        """Take over the evaluations of a checkpoint; one of an earlier version has none."""
+        self.evaluations = list(trainer_state.get("evaluations", []))
 
     def write(self, folder: Path, step: int, samples: int, comm: Comm) -> None:
         """Write the card of a model in ``folder`` that was saved after ``step``; all ranks raise ``OSError`` alike."""

@@ -117,12 +117,12 @@ class Export:
         """Write the card of the run at this step; an earlier version's checkpoint has its options alone."""
         trainer = self.state["trainer"]
         step = int(self.state["step"])
-        saved = trainer.get("card") or {"facts": None, "evaluations": []}
-        facts = saved["facts"] or facts_of(self.run, self.start)
+        facts = self.state.get("facts") or facts_of(self.run, self.start)
         samples = step * self.run.batch.train_batch_size
         if not self.is_supervised:
             samples = trainer["state"]["consumed_samples"]
-        text = CardText(facts, self.folder, step, samples=samples, evaluations=saved["evaluations"])
+        evaluations = trainer.get("evaluations", [])
+        text = CardText(facts, self.folder, step, samples=samples, evaluations=evaluations)
         write_card(self.folder, text.header(), text.body())
 
     def _run(self) -> tuple[Any, str]:

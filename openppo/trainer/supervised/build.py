@@ -57,12 +57,14 @@ def build_supervised_trainer(
         config,
         strategy=strategy,
     )
+    card = make_run_card(config, comm, config.supervised.pretrain, rows=data.counts)
     checkpointer = Checkpointer(
         config,
         strategy,
         trainer_class.kind,
         data={"--dataset": examples_fingerprint(data.train)},
         user_files=user_files(config),
+        facts=card.facts,
     )
 
     n_steps = total_optimizer_steps(config, len(data.train))
@@ -88,7 +90,7 @@ def build_supervised_trainer(
         checkpointer=checkpointer,
         stop=SignalStop(comm),
         estimate=estimate,
-        card=make_run_card(config, comm, config.supervised.pretrain, data.counts),
+        card=card,
     )
     trainer = trainer_class(config, components)
 

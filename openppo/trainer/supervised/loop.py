@@ -259,7 +259,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
             "global_step": self.global_step,
             "skipped": self.skipped.state_dict(),
             "unreported": self.unreported,
-            "card": self.components.card.state_dict(),
+            "evaluations": self.components.card.evaluations,
             **self.stopping.state_dict(),
         }
         return self.components.checkpointer.save(self.global_step, state, self.write_model)
@@ -269,7 +269,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         state = self.components.checkpointer.load()
         self.global_step = state["global_step"]
         self.unreported = state["unreported"]
-        self.components.card.load_state_dict(state.get("card"))
+        self.components.card.resume(state)
         self.stopping.load_state_dict(state)
         self.skipped.load_state_dict(state["skipped"])
 

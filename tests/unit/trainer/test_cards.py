@@ -175,12 +175,12 @@ def test_evaluations_survive_a_checkpoint():
     card.note(0, {"eval_reward": 0.0})
     card.note(1, {"eval_reward": 1.0})
     resumed = RunCard({})
-    resumed.load_state_dict(json.loads(json.dumps(card.state_dict())))
+    resumed.resume({"evaluations": json.loads(json.dumps(card.evaluations))})
     resumed.note(1, {"eval_reward": 1.0})
     assert [evaluation["step"] for evaluation in resumed.evaluations] == [0, 1]
     resumed.note(2, {"eval_reward": 2.0})
     assert [evaluation["step"] for evaluation in resumed.evaluations] == [0, 2]
-    resumed.load_state_dict(None)
+    resumed.resume({"of": "an earlier version"})
     assert resumed.evaluations == []
 
 
