@@ -26,7 +26,9 @@ def command_line(
         words = [*launch.split(), *words]
 
     values = flat_dict(config)
-    for name, declared in declared_options(type(config)).items():
+    declared_by_name = declared_options(type(config))
+    for name in sorted(declared_by_name, key=lambda name: name != "pretrain"):
+        declared = declared_by_name[name]
         if name not in left_out and values[name] != declared.default:
             words += _flag(name, values[name])
     return shlex.join(words)
