@@ -1,5 +1,6 @@
 """The chat command: a conversation with a model, line by line, over recorded token ids."""
 
+import io
 import re
 import signal
 import sys
@@ -166,7 +167,8 @@ class ChatJob:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         for stream in (sys.stdin, sys.stdout):
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
 
         if not self.conversation.is_chat:
             logger.info(_NO_TEMPLATE)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from openppo.cli.options import read_command
 from openppo.cli.versions import missing_packages, print_versions
@@ -12,7 +12,7 @@ _CAN = "A training can start here."
 _CANNOT = "No training can start here until what is missing is mended."
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point of ``openppo check``: exit status 0 if a training can start here, else 1."""
     read_command(CheckConfig)
     print_versions()
@@ -46,7 +46,7 @@ def _report(findings: Iterable[Any]) -> tuple[str, int]:
     return "\n".join(lines), status
 
 
-def _end(report: str, status: int) -> None:
+def _end(report: str, status: int) -> NoReturn:
     """Print the report and its conclusion, and end."""
     print(f"\n{report}\n\n{_CANNOT if status else _CAN}")
     sys.exit(status)

@@ -6,8 +6,10 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils import cpp_extension
@@ -113,7 +115,8 @@ def _step(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     model.to(device, dtype)
     ids = ids.to(device)
     on_gpu = device.type == "cuda"
-    with torch.cuda.device(device) if on_gpu else torch.device(device):
+    current: AbstractContextManager[Any] = torch.cuda.device(device) if on_gpu else nullcontext()
+    with current:
         use_fast_attention(model)
         start = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss

@@ -51,7 +51,9 @@ def _body(adapters: Path, folder: Path, base: dict[str, str]) -> str:
     name = adapters.resolve().name
     title = f"# {base['name']} with adapters {name}"
     about = f"The adapters (LoRA) `{name}`, merged into the weights of `{base['name']}` by OpenPPO."
-    parts = [title, about, use_of(auto_class_of(folder), has_adapters=False, writes=False)]
+    auto_class = auto_class_of(folder)
+    writes = auto_class == "AutoModelForCausalLM"
+    parts = [title, about, use_of(auto_class, has_adapters=False, writes=writes)]
 
     file = adapters / CARD
     text = file.read_text(encoding="utf-8") if file.is_file() and is_replaceable(file) else ""
