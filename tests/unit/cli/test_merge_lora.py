@@ -107,6 +107,7 @@ def test_merged_files_are_as_open_as_the_umask_says(merge, folders):
         os.umask(before)
     assert {file.name: oct(file.stat().st_mode & 0o777) for file in out.iterdir()} == dict.fromkeys(
         (
+            "README.md",
             "config.json",
             "generation_config.json",
             "model.safetensors",
