@@ -18,7 +18,7 @@ from openppo.types import Comm
 
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "std", "ci95"]
 """``ci95`` is half the width of the 95 % interval of the mean of independent values, by the normal distribution."""
-_95_PERCENT = 1.959964
+_95_PERCENT = 1.959963984540054
 """Quantile 0.975 of the normal distribution."""
 
 
