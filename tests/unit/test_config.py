@@ -42,7 +42,6 @@ COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "merge": (tools.MergeLoRAConfig, {"lora_path": "l", "save_path": "s"}),
     "export": (tools.ExportConfig, {"checkpoint": "c", "folder": "f"}),
     "chat": (chat.ChatConfig, {"folder": "m"}),
-    "check": (chat.CheckConfig, {}),
     "report": (tools.ReportConfig, {"run_dirs": ("r",)}),
 }
 """A config of each command, and options with which it works."""
@@ -289,7 +288,6 @@ export ranks=2 | ...export runs in one process
 chat ranks=2 | ...chat runs in one process
 chat folder="" | ...FOLDER is empty
 chat chat_template_kwargs=[] | ...not a JSON object
-check ranks=2 | ...check runs in one process
 report run_dirs=[] | ...name the folder of a run
 ppo cuda_graphs="'on'" rollout_engine=vllm | works with --rollout_engine hf only
 ppo rollout_engine=vllm load_in_4bit=true lora_rank=4 | vllm takes whole weights

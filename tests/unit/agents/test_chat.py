@@ -72,6 +72,7 @@ def test_the_first_answer_is_the_response_of_generate(folder, temperature, has_t
         output_path="x",
         temperature=temperature,
         generate_max_len=30,
+        min_new_tokens=12,
     )
     params = sampling_params(options)
     prompt = render_prompt(

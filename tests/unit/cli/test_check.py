@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from openppo.cli import check
+from openppo.config import CheckConfig
 from openppo.trainer import machine
 from openppo.trainer.machine import Finding, tiny_step
 from tests.fork_server import PYTHON_PATH
@@ -27,7 +28,7 @@ def test_a_machine_that_can_train_is_reported_with_status_0(tmp_path):
     assert done.stdout.endswith("A training can start here.\n")
     for line in (
         rf"torch +{re.escape(torch.__version__)}",
-        r"  ok +CPU +.+ cores usable",
+        r"  ok +CPU +.+ cores usable; [\w ]*",
         r"  ok +memory +process .* GiB available of .* GiB",
         r"  ok +working folder +[\d.]+ GiB free",
         r"  optional +torchrun +not on the PATH: start with python -m torch.distributed.run instead",
@@ -39,6 +40,12 @@ def test_a_machine_that_can_train_is_reported_with_status_0(tmp_path):
     assert str(tmp_path) not in done.stdout and str(Path.home()) not in done.stdout
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_a_check_under_torchrun_is_refused():
+    CheckConfig().validate(1)
+    with pytest.raises(ValueError, match="^check runs in one process: start it without torchrun"):
+        CheckConfig().validate(2)
 
 
 def test_wrong_results_of_attention_are_found(monkeypatch):
