@@ -34,7 +34,12 @@ python -m openppo.cli.{command} {options}      the same
 {ranks}```
 """
 _RANKS = "torchrun --standalone --nproc_per_node 8 -m openppo.cli.{command} {options}      on eight devices\n"
-_ARGUMENTS = {"report": "RUN_DIR [RUN_DIR ...]", "export": "CHECKPOINT FOLDER [OPTIONS]"}
+_ARGUMENTS = {
+    "report": "RUN_DIR [RUN_DIR ...]",
+    "export": "CHECKPOINT FOLDER [OPTIONS]",
+    "chat": "FOLDER [OPTIONS]",
+    "check": "",
+}
 _HOW = """
 An option with a value is given as `--name VALUE`, a list as `--name VALUE VALUE`. One without is a switch, which
 `--no_name` turns off. `--config FILE.yaml` reads options from a file, under the same names; the command line wins. In
@@ -84,7 +89,7 @@ def page(command: str) -> str:
     ranks = _RANKS if command.startswith("train_") or command in ("generate", "evaluate") else ""
     ranks = ranks.format(command=command, options=options)
     head = _HEAD.format(command=command, purpose=commands()[command], options=options, ranks=ranks)
-    if config is None:
+    if config is None or not declared_options(config):
         words = [sys.executable, "-m", f"openppo.cli.{command}", "--help"]
         help_text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         return f"{head}\n```text\n{help_text}```\n"

@@ -5,7 +5,7 @@ from functools import partial
 from openppo.cli.options import run_command
 from openppo.config import MergeLoRAConfig
 
-main = partial(run_command, MergeLoRAConfig, "openppo.models.merge_lora:LoRAMerge")
+main = partial(run_command, MergeLoRAConfig, "openppo.trainer.cards.merged:MergeJob")
 
 if __name__ == "__main__":
     main()

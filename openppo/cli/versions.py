@@ -59,6 +59,11 @@ def print_versions() -> None:
     print("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
 
 
+def missing_packages() -> list[str]:
+    """Return required packages that are not installed."""
+    return [name for name in ("torch", *_PACKAGES) if _version(name) == "missing"]
+
+
 def _commit() -> str:
     """The commit of a checkout of OpenPPO; nothing for an installed OpenPPO."""
     if not ((_ROOT / ".git").exists() and (_ROOT / "setup.py").exists()):

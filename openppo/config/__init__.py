@@ -7,6 +7,7 @@ A field is a flag of the same name: ``LossConfig.eps_clip`` is ``--eps_clip`` an
 Only the standard library is imported here, so ``--help`` is quick.
 """
 
+from openppo.config.chat import ChatConfig as ChatConfig, CheckConfig as CheckConfig
 from openppo.config.data import (
     DataFormat,
     PPODataConfig,

@@ -130,6 +130,19 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
         ) from error
 
 
+def require_text_model(name: str, flag: str, config: PreTrainedConfig) -> None:
+    """``ValueError`` naming ``flag`` for a reward model or critic, whose weights may load as a causal model."""
+    kinds = list(config.architectures or ())
+    if is_peft_folder(name):
+        kinds.append(str(adapter_config(name).get("task_type")))
+    heads = [kind for kind in kinds if kind.endswith(("Classification", "SEQ_CLS"))]
+    if heads:
+        raise ValueError(
+            f"{flag} {name}: a reward model or critic ({heads[0]}), which gives scores and no text. Name a language "
+            "model."
+        )
+
+
 def load_config(
     name: str, base: str | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedConfig:

@@ -19,7 +19,7 @@ from openppo.rollout.request_queue import Queue
 from openppo.rollout.requests import Request, longest
 from openppo.rollout.row_cache import RowCache
 from openppo.rollout.sampling import request_uniforms
-from openppo.types import SamplingParams, StopCheck
+from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
 
 ROWS_ON_CPU = 64
 ROWS_ON_GPU = 256
@@ -97,6 +97,13 @@ class HFEngine(Engine):
         self._waiting[:] = [request for request in self._waiting if request.number != number]
         rows = [row for row, request in enumerate(self._running) if request.number == number]
         self._free_rows(rows)
+
+    def partial(self, number: int) -> Completion:
+        """Return what a request that has not ended has sampled so far, as an aborted completion."""
+        for request in self._running:
+            if request.number == number:
+                return request.completion(FinishReason.ABORT, None)
+        return Completion([], [], [], finish_reason=FinishReason.ABORT)
 
     @torch.no_grad()  # inference_mode would mark the weights that ZeRO-3 gathers inside
     def step(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from openppo.config import PromptsConfig, ServeAgentConfig, parse_template_kwargs
+from openppo.config import ChatConfig, PromptsConfig, ServeAgentConfig, parse_template_kwargs
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.pretrained import (
@@ -20,11 +20,14 @@ from openppo.rollout.sampling import decoder
 
 
 class FrozenPolicy:
-    """The model of ``--pretrain`` with its tokenizer; ``load`` makes its engine."""
+    """The model that ``flag`` names, with its tokenizer; ``load`` makes its engine."""
 
-    def __init__(self, options: PromptsConfig | ServeAgentConfig) -> None:
+    def __init__(
+        self, options: PromptsConfig | ServeAgentConfig | ChatConfig, flag: str = "--pretrain"
+    ) -> None:
         """Check options and tokenizer, before weights are loaded; ``ValueError`` names the flag to change."""
         trust = options.trust_remote_code
+        self.flag = flag
         self.pretrain = options.pretrain
         self.loading = {
             "bf16": options.bf16,
@@ -32,13 +35,13 @@ class FrozenPolicy:
             "trust_remote_code": trust,
         }
 
-        self.config = check_model(self.pretrain, "--pretrain", trust)
+        self.config = check_model(self.pretrain, flag, trust)
         self.context = context_length(self.config)
         check_cache(self.config)
         attention_implementation(options.flash_attn, options.bf16)
         self.tokenizer = load_tokenizer(
             self.pretrain,
-            "--pretrain",
+            flag,
             trust_remote_code=trust,
             template_kwargs=parse_template_kwargs(options.chat_template_kwargs),
             chat_template=options.chat_template,
@@ -51,7 +54,7 @@ class FrozenPolicy:
 
         ``prepare`` moves the weights to this rank's device.
         """
-        with model_error_context("--pretrain", self.pretrain):
+        with model_error_context(self.flag, self.pretrain):
             self.actor = Actor(self.pretrain, **self.loading)
         prepare(self.actor)
 

@@ -44,6 +44,20 @@ def load_cpu_adam() -> None:
         ) from error
 
 
+def is_compiled() -> bool:
+    """True if the operators of ``DeepSpeedCPUAdam`` need not be compiled any more; nothing is written."""
+    if installed_ops.get(CPUAdamBuilder.NAME):
+        return True
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    locks = Path(root).glob(f"**/{CPUAdamBuilder.NAME}/openppo.lock")
+    return any(_is_complete(lock.parent, lock.read_text(encoding="utf-8")) for lock in locks)
+
+
+def _is_complete(folder: Path, versions: str) -> bool:
+    """True if ``folder`` holds the whole library, for the ``versions`` of its lock."""
+    return versions == _VERSIONS and (folder / f"{CPUAdamBuilder.NAME}.so").is_file()
+
+
 def _acquire(lock: IO[str]) -> None:
     """Wait until no other process has the lock."""
     try:
@@ -65,7 +79,7 @@ def _compile(folder: Path, lock: IO[str]) -> None:
         left_over.unlink()
 
     lock.seek(0)
-    if lock.read() == _VERSIONS and (folder / f"{CPUAdamBuilder.NAME}.so").is_file():
+    if _is_complete(folder, lock.read()):
         return
 
     lock.truncate(0)

@@ -26,6 +26,8 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
         return
 
     if is_peft:
+        # peft would rewrite a README.md that a person wrote.
+        vars(model)["create_or_update_model_card"] = lambda _: None
         model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
         # The config may hold more than that of the base model: the PAD id, a reward model's mean and std.
         config = copy.deepcopy(model.config)

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from openppo.types import Comm
 
-Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "std"]
+Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "std", "ci95"]
+"""``ci95`` is half the width of the 95 % interval of the mean of independent values, by the normal distribution."""
+_95_PERCENT = 1.959963984540054
+"""Quantile 0.975 of the normal distribution."""
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Metrics:
             value = getattr(values.masked_fill(~inside, worst), reduce)()
         else:
             value = values.masked_fill(~inside, 0.0).sum()
-        if reduce in ("mean", "std"):
+        if reduce in ("mean", "std", "ci95"):
             value = value / count.clamp(min=1)
             m2 = (values - value).masked_fill(~inside, 0.0).square().sum()
         self._pieces[name].append(torch.stack((count, value, m2)))
@@ -122,7 +125,10 @@ class Metrics:
         result = {}
         for name, pieces in triples.items():
             weight, value, m2 = _merge(reductions[name], pieces)
-            if weight > 0:
+            if reductions[name] == "ci95":
+                if weight > 1:
+                    result[name] = _95_PERCENT * math.sqrt(m2 / (weight - 1) / weight)
+            elif weight > 0:
                 result[name] = math.sqrt(m2 / weight) if reductions[name] == "std" else value
         return result
 

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from openppo import __version__, logger
+from openppo.tracking.card_file import CARD, is_replaceable
 from openppo.tracking.output_files import replacing
 from openppo.types import Comm
 from openppo.weight_files import WEIGHTS, holds_model
@@ -130,6 +131,9 @@ def set_aside_model(folder: Path) -> None:
     files: set[Path] = set()
     for pattern in (*WEIGHTS, *_BESIDE):
         files.update(filter(Path.is_file, folder.glob(pattern)))
+    card = folder / CARD
+    if card.is_file() and is_replaceable(card):  # one of a person describes the folder
+        files.add(card)
     for file in sorted(files):
         file.rename(aside / file.name)
     logger.warning("the model of an earlier run is kept in %s", aside)

@@ -23,6 +23,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
 from openppo.trainer.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.callbacks import Callback, StopWhen
+from openppo.trainer.cards.run_card import RunCard, make_run_card
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
@@ -112,6 +113,7 @@ class _Run:
     estimate: Estimate | None
     plan: BatchPlan
     checkpointer: Checkpointer
+    card: RunCard
     samples: bool
     """True if the run samples from its policy, False if the caller passed a source of trajectories."""
     scorer: Any
@@ -139,9 +141,14 @@ def _prepare(
     n_ranks = strategy.comm.world_size
     plan = _plan(config, n_ranks, len(data.prompts), source=source, players=players)
 
-    files = user_files(config, rewards.tasks.tasks)
+    tasks = rewards.tasks.tasks
+    files = user_files(config, tasks)
     fingerprints = data.fingerprints | objects.fingerprints()
-    checkpointer = Checkpointer(config, strategy, "ppo", data=fingerprints, user_files=files)
+    start = config.model.pretrain
+    card = make_run_card(config, strategy.comm, start, rows=data.counts, tasks=tasks)
+    checkpointer = Checkpointer(
+        config, strategy, "ppo", data=fingerprints, user_files=files, facts=card.facts
+    )
     return _Run(
         config=config,
         objects=objects,
@@ -151,6 +158,7 @@ def _prepare(
         estimate=estimate,
         plan=plan,
         checkpointer=checkpointer,
+        card=card,
         samples=samples,
         scorer=rewards.build() if samples else None,
         eval_scorer=rewards.build_held_out() if samples else None,
@@ -293,6 +301,7 @@ def _load_and_assemble(
         ema=ema,
         pack_documents_to=pack_documents_to,
         checkpointer=run.checkpointer,
+        card=run.card,
         stop=hooks.stop,
         estimate=run.estimate,
     )

@@ -86,7 +86,7 @@ class Checkpointer:
     """Saves and loads a run of the command ``kind``. All ranks call every method together.
 
     ``found`` is the newest checkpoint with ``--load_checkpoint``; ``ValueError`` if options, models or ``data``,
-    fingerprints by flag, contradict it. Edits of ``user_files`` are logged.
+    fingerprints by flag, contradict it. Edits of ``user_files`` are logged; ``facts`` are for the card of an export.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Checkpointer:
         kind: str,
         data: dict[str, str],
         user_files: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.options = config.checkpoint
         self.strategy = strategy
@@ -108,6 +109,7 @@ class Checkpointer:
             "options": _options(config, strategy),
             "contents": _model_fingerprints(config) | data,
             "user_files": user_files or {},
+            "facts": facts,
         }
         self.models: dict[str, TrainableModel] = {}
         self.ema: ParameterAverage | None = None

@@ -13,6 +13,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Trackers
+from openppo.trainer.cards.run_card import RunCard
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.data import PPOData
@@ -47,6 +48,7 @@ class PPOComponents:
     stop: StopCheck = field(default_factory=StopCheck)
     estimate: Estimate | None = None
     state: TrainState = field(default_factory=TrainState)
+    card: RunCard = field(default_factory=RunCard)
 
     @property
     def critic(self) -> TrainableModel | None:
@@ -58,6 +60,17 @@ class PPOComponents:
         return nullcontext() if self.ema is None else self.ema.swapped_in()
 
     def write_policy(self, folder: Path) -> None:
-        """Write the actor as a Hugging Face folder, on all ranks together."""
+        """Write the actor as a Hugging Face folder with its card, on all ranks together."""
         with self.weights_to_save():
-            self.strategy.save_pretrained(self.actor.module.model, folder, self.tokenizer)
+            self._write(self.actor, folder)
+
+    def write_critic(self, folder: Path) -> None:
+        """Write the critic, if there is one, as ``write_policy`` writes the actor."""
+        if self.critic is not None:
+            self._write(self.critic, folder)
+
+    def _write(self, model: TrainableModel, folder: Path) -> None:
+        strategy = self.strategy
+        state = self.state
+        strategy.save_pretrained(model.module.model, folder, self.tokenizer)
+        self.card.write(folder, state.global_step, state.consumed_samples, comm=strategy.comm)

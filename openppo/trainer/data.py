@@ -52,6 +52,17 @@ class PPOData:
         return {item.kind for prompt in [*self.prompts, *self.held_out] for item in prompt.media}
 
     @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of rows by flag, where there are any; "held out" for all that is evaluated."""
+        counts = {
+            "--prompt_data": len(self.prompts),
+            "--eval_data": len(self.held_out),
+            "--pretrain_data": len(self.documents),
+            "held out": len(self.held_out),
+        }
+        return {name: n for name, n in counts.items() if n > 0}
+
+    @property
     def source_names(self) -> dict[str, str]:
         """Names in metrics of the sources of prompts that belong to no task."""
         return short_names(sorted({prompt.source for prompt in self.prompts if not prompt.task}))

@@ -105,6 +105,7 @@ class PPOTrainer:
         self.pass_watch.look(grading, trajectories, is_last)
 
         metrics = grading.measure(trajectories)
+        self.components.card.note(self.global_step, metrics)
         if metrics:
             self.view.show_evaluation(self.global_step, trajectories)
             notify(self.callbacks, "on_evaluate", self, metrics)
@@ -150,12 +151,8 @@ class PPOTrainer:
             self.components.checkpointer, self.global_step, self.save_checkpoint
         ):
             self.components.write_policy(folder)
-            critic = self.components.critic
-            if self.config.model.save_value_network and critic is not None:
-                critic_folder = folder.with_name(folder.name + "_critic")
-                self.components.strategy.save_pretrained(
-                    critic.module.model, critic_folder, self.components.tokenizer
-                )
+            if self.config.model.save_value_network:
+                self.components.write_critic(folder.with_name(folder.name + "_critic"))
         logger.info("saved the trained model to %s", folder)
         notify(self.callbacks, "on_save", self, folder)
 

@@ -1,5 +1,6 @@
 """The commands as users run them: on two ranks, or without torchrun; and what their small options promise."""
 
+import hashlib
 import json
 import math
 import re
@@ -113,6 +114,22 @@ def test_every_trajectory_is_dumped_once(ppo_run):
     ]
     of_dump = [(row["prompt"], row["response"], row["reward"]) for row in first]
     assert {(row["prompt"], row["response"], row["reward"]) for row in shown} <= {*of_dump}
+
+
+def test_actor_and_critic_have_a_card_of_the_run(ppo_run, tiny):
+    last = rows(ppo_run / "model/logs/metrics.jsonl")[-1]
+    sha256 = hashlib.sha256((tiny / "prompts.jsonl").read_bytes()).hexdigest()
+    common = [
+        "library_name: transformers",
+        "torchrun --standalone --nproc_per_node 2 -m openppo train_ppo --pretrain actor",
+        f"Saved after 3 global steps on {last['consumed_samples']:.0f} samples, on 2 x CPU",
+        f"| `--prompt_data` | `prompts.jsonl` | 24 | `{sha256}` |",
+        f"| `eval_reward` | {last['eval_reward']:.4g} ± {last['eval_reward_ci95']:.2g} |",
+    ]
+    for folder, title in (("model", "# actor, trained by PPO"), ("model_critic", "# Critic of")):
+        card = (ppo_run / folder / "README.md").read_text()
+        assert [part for part in [*common, title] if part not in card] == []
+        assert str(tiny) not in card and str(ppo_run) not in card
 
 
 def contents(*folders: Path) -> dict[Path, bytes]:

@@ -21,10 +21,10 @@ OTHER_PROGRAMS = set(
     job-name nodes ntasks-per-node gpus-per-node cpus-per-task time signal output kill-on-bad-exit requeue open-mode
     quiet version clear disable-pip-version-check no-deps upgrade editable index-url extra-index-url no-build-isolation
     update-aliases push slow import-mode durations check strict logdir shrink
-    user map-current-user net pid fork kill-child rm network
+    user map-current-user net pid fork kill-child rm network exclude
     """.split()
 )
-"""Flags of torchrun and deepspeed; of Slurm; of pip; of mike, pytest, ruff, mypy, tensorboard and our rules."""
+"""Flags of torchrun and deepspeed; of Slurm; of pip; of mike, pytest, ruff, mypy, tensorboard, our rules and hf."""
 FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
 OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 

@@ -20,6 +20,7 @@ from openppo.config import (
     TrainPRMConfig,
     TrainRMConfig,
     TrainSFTConfig,
+    chat,
     flat_dict,
     from_options,
     mask_credentials,
@@ -40,6 +41,7 @@ COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "serve_agent": (tools.ServeAgentConfig, {"pretrain": "m"}),
     "merge": (tools.MergeLoRAConfig, {"lora_path": "l", "save_path": "s"}),
     "export": (tools.ExportConfig, {"checkpoint": "c", "folder": "f"}),
+    "chat": (chat.ChatConfig, {"folder": "m"}),
     "report": (tools.ReportConfig, {"run_dirs": ("r",)}),
 }
 """A config of each command, and options with which it works."""
@@ -283,6 +285,9 @@ export critic_pretrain=c | has an effect with --role critic only: add --role cri
 export folder=c | ...FOLDER c is CHECKPOINT c
 export folder="" | ...FOLDER is empty
 export ranks=2 | ...export runs in one process
+chat ranks=2 | ...chat runs in one process
+chat folder="" | ...FOLDER is empty
+chat chat_template_kwargs=[] | ...not a JSON object
 report run_dirs=[] | ...name the folder of a run
 ppo cuda_graphs="'on'" rollout_engine=vllm | works with --rollout_engine hf only
 ppo rollout_engine=vllm load_in_4bit=true lora_rank=4 | vllm takes whole weights

@@ -17,6 +17,7 @@ from openppo.config import (
 )
 from openppo.config.run import refuse_own_checkpoints
 from openppo.tracking import check_run_folder, set_aside_logs, set_aside_model
+from openppo.tracking.card_file import write_card
 
 SUPERVISED = {"pretrain": "other", "dataset": "d.jsonl"}
 PPO = {
@@ -145,6 +146,18 @@ def test_the_model_of_an_earlier_run_is_set_aside_and_nothing_else(tmp_path):
         assert all((tmp_path / name).read_text() == f"save_path: {name}\n" for name in OTHERS)
     set_aside_model(tmp_path)
     assert not (tmp_path / "model.3").exists()
+
+
+def test_a_model_is_set_aside_with_our_card_and_not_with_one_of_a_person(tmp_path):
+    fill(tmp_path, *MODEL)
+    write_card(tmp_path, {"library_name": "transformers"}, "# A model\n")
+    card = (tmp_path / "README.md").read_text()
+    set_aside_model(tmp_path)
+    assert (tmp_path / "model.1" / "README.md").read_text() == card
+    fill(tmp_path, *MODEL, "README.md")
+    set_aside_model(tmp_path)
+    assert (tmp_path / "README.md").exists()
+    assert not (tmp_path / "model.2" / "README.md").exists()
 
 
 def test_a_model_that_no_run_has_written_is_refused_as_the_critics_too(tmp_path):

@@ -63,6 +63,11 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             "Samples on which the reward function raised.",
         ),
         Chart(
+            "95 % intervals",
+            ("eval_*_ci95",),
+            "Half their width, of means over held-out prompts.",
+        ),
+        Chart(
             "Held-out pass rate",
             ("eval_pass@*",),
             "Share of held-out prompts with a passing response among k.",

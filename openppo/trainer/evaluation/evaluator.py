@@ -107,7 +107,9 @@ class Grading:
         if self.pass_reward is not None:
             n_passed = sum(map(self.passes, episodes))
             for k in pass_ks(len(episodes)):
-                metrics.add(f"{prefix}pass@{k}", pass_at_k(len(episodes), n_passed, k))
+                passing = pass_at_k(len(episodes), n_passed, k)
+                metrics.add(f"{prefix}pass@{k}", passing)
+                metrics.add(f"{prefix}pass@{k}_ci95", passing, reduce="ci95")
 
         for segments in episodes:
             episode = segments[-1].episode
@@ -117,6 +119,9 @@ class Grading:
                     metrics.add(f"{prefix}agent/{ending.value}", episode.ending is ending)
 
         measure_scores(responses, self.reward_weights, metrics, prefix=prefix)
+        # Responses to one prompt are alike, so prompts are the independent values.
+        earned = [episode_reward(segments, self.reward_weights) for segments in episodes]
+        metrics.add(f"{prefix}reward_ci95", sum(earned) / len(earned), reduce="ci95")
         for response in responses:
             metrics.add(f"{prefix}response_length", sum(response.action_mask))
             metrics.add(f"{prefix}truncated_fraction", response.truncated)

@@ -28,6 +28,9 @@ from openppo.models.pretrained import check_model
 from openppo.strategy.checkpoint.folder import MANIFEST, damage_of, of_steps
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader
 from openppo.strategy.saving import save_model, save_tokenizer
+from openppo.tracking.card_file import write_card
+from openppo.trainer.cards.run_card import facts_of
+from openppo.trainer.cards.text import CardText
 from openppo.trainer.policy_inputs import load_policy_tokenizer
 from openppo.trainer.resume.compatible import model_fingerprint
 from openppo.trainer.roles import critic_lora, critic_start, load_actor, load_critic
@@ -99,6 +102,7 @@ class Export:
                     trust_remote_code=options.trust_remote_code,
                 )
                 LoRAMerge(config).fit()
+        self._write_card()
         logger.info(
             "wrote the model of step %d of %s to %s",
             self.state["step"],
@@ -108,6 +112,18 @@ class Export:
 
     def close(self) -> None:
         """Do nothing: there is no process group to leave."""
+
+    def _write_card(self) -> None:
+        """Write the card of the run at this step; an earlier version's checkpoint has its options alone."""
+        trainer = self.state["trainer"]
+        step = int(self.state["step"])
+        facts = self.state.get("facts") or facts_of(self.run, self.start)
+        samples = step * self.run.batch.train_batch_size
+        if not self.is_supervised:
+            samples = trainer["state"]["consumed_samples"]
+        evaluations = trainer.get("evaluations", [])
+        text = CardText(facts, self.folder, step, samples=samples, evaluations=evaluations)
+        write_card(self.folder, text.header(), text.body())
 
     def _run(self) -> tuple[Any, str]:
         """Return the run's options with present paths of models, and the flag of its critic's start."""

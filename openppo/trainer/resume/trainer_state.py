@@ -22,6 +22,7 @@ def trainer_state(trainer: "PPOTrainer") -> dict[str, Any]:
         "skipped": trainer.update.skipped.state_dict(),
         "should_stop": trainer.should_stop,
         "callbacks": callbacks,
+        "evaluations": trainer.components.card.evaluations,
     }
 
 
@@ -31,5 +32,6 @@ def restore_trainer(trainer: "PPOTrainer", saved: dict[str, Any]) -> bool:
     trainer.source.load_state_dict(saved["source"])
     trainer.maker.load_state_dict(saved["maker"])
     trainer.update.load_state_dict(saved["skipped"])
+    trainer.components.card.resume(saved)
     has_same_callbacks = restore_callbacks(trainer.callbacks, saved["callbacks"])
     return has_same_callbacks and saved["should_stop"]

@@ -15,6 +15,7 @@ from openppo.models.vision_models import n_patches
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
+from openppo.trainer.cards.run_card import make_run_card
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory.estimate import Estimate, Machine, estimate_supervised
 from openppo.trainer.memory.sizing import log_memory
@@ -56,12 +57,14 @@ def build_supervised_trainer(
         config,
         strategy=strategy,
     )
+    card = make_run_card(config, comm, config.supervised.pretrain, rows=data.counts)
     checkpointer = Checkpointer(
         config,
         strategy,
         trainer_class.kind,
         data={"--dataset": examples_fingerprint(data.train)},
         user_files=user_files(config),
+        facts=card.facts,
     )
 
     n_steps = total_optimizer_steps(config, len(data.train))
@@ -87,6 +90,7 @@ def build_supervised_trainer(
         checkpointer=checkpointer,
         stop=SignalStop(comm),
         estimate=estimate,
+        card=card,
     )
     trainer = trainer_class(config, components)
 

@@ -50,6 +50,13 @@ class SupervisedData:
     longest: int
     """Tokens of the longest row."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of examples by flag; "held out" for all that is evaluated."""
+        n_held_out = len(self.held_out)
+        counts = {"--dataset": len(self.train), "--eval_dataset": n_held_out}
+        return counts | {"held out": n_held_out}
+
 
 def load_supervised_data(
     config: Any, strategy: DeepspeedStrategy, trainer_class: type[SupervisedTrainer[Any]]

@@ -18,6 +18,7 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
 from openppo.tracking.phase import current, evaluation, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, StopWhen
+from openppo.trainer.cards.run_card import RunCard
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory.estimate import Estimate
 from openppo.trainer.memory.shortage import explain_shortage
@@ -42,6 +43,7 @@ class SupervisedComponents(Generic[Example]):
     checkpointer: Checkpointer
     stop: StopCheck = field(default_factory=StopCheck)
     estimate: Estimate | None = None
+    card: RunCard = field(default_factory=RunCard)
 
 
 def total_optimizer_steps(config: SupervisedCommand, n_examples: int) -> int:
@@ -229,6 +231,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
         if evaluation_due and len(components.eval_examples) > 0:
             metrics |= self.evaluate()
+            components.card.note(step, metrics)
             checkpointer.save_if_best(step, metrics, self.write_model)
         self.stopping.on_step_end(self, metrics)
 
@@ -256,6 +259,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
             "global_step": self.global_step,
             "skipped": self.skipped.state_dict(),
             "unreported": self.unreported,
+            "evaluations": self.components.card.evaluations,
             **self.stopping.state_dict(),
         }
         return self.components.checkpointer.save(self.global_step, state, self.write_model)
@@ -265,11 +269,13 @@ class SupervisedTrainer(ABC, Generic[Example]):
         state = self.components.checkpointer.load()
         self.global_step = state["global_step"]
         self.unreported = state["unreported"]
+        self.components.card.resume(state)
         self.stopping.load_state_dict(state)
         self.skipped.load_state_dict(state["skipped"])
 
     def write_model(self, folder: Path) -> None:
-        """Write the model in Hugging Face format to ``folder``, on all ranks together."""
-        self.components.strategy.save_pretrained(
-            self.model.module.model, folder, self.components.tokenizer
-        )
+        """Write the model in Hugging Face format with its card to ``folder``, on all ranks together."""
+        components = self.components
+        components.strategy.save_pretrained(self.model.module.model, folder, components.tokenizer)
+        samples = self.global_step * self.config.batch.train_batch_size
+        components.card.write(folder, self.global_step, samples, comm=self.comm)

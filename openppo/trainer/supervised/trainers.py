@@ -123,7 +123,12 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
             margins = torch.tensor([examples[e].margin for e in alike], device=self.device)
             pair_loss = self.pair_loss(chosen, rejected, margins if self.uses_margin else None)
             loss = loss + pair_loss * (len(alike) / len(examples))
-            metrics.add_tensor("accuracy", (chosen > rejected)[: n * n_pairs])
+            is_right = (chosen > rejected)[: n * n_pairs]
+            metrics.add_tensor("accuracy", is_right)
+            if not torch.is_grad_enabled():
+                # Pairs of one ranking are alike, so rankings are the independent values.
+                by_example = is_right.float().reshape(len(is_right) // n_pairs, n_pairs)
+                metrics.add_tensor("accuracy_ci95", by_example.mean(1), reduce="ci95")
             metrics.add_tensor("chosen_reward", chosen[: n * n_pairs])
             metrics.add_tensor("rejected_reward", rejected[: n * n_pairs])
 

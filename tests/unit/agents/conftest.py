@@ -15,7 +15,7 @@ from openppo.config.agents import AgentConfig
 from openppo.rollout.engine import Engine
 from openppo.rollout.samplers import SamplerParts
 from openppo.rollout.sampling import decoder, finish_reason
-from openppo.types import Completion, SamplingParams, SingleProcess, StopCheck
+from openppo.types import Completion, FinishReason, SamplingParams, SingleProcess, StopCheck
 
 CHATML = """
 {%- if tools %}<|im_start|>system
@@ -97,6 +97,11 @@ class ScriptedEngine(Engine):
 
     def cancel(self, number: int) -> None:
         self.running.pop(number, None)
+
+    def partial(self, number: int) -> Completion:
+        sampled = self.running[number][2]
+        n = len(sampled)
+        return Completion([*sampled], [-0.5] * n, [self.version] * n, FinishReason.ABORT)
 
     def step(self) -> None:
         for number, (prompt, answer, sampled, params) in list(self.running.items()):

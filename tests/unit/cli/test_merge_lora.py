@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from openppo.cli import merge_lora
 from openppo.models import Actor, get_llm_for_sequence_regression
+from openppo.tracking.card_file import write_card
 
 RunCommand = Callable[..., Any]
 KINDS: Any = (AutoModelForCausalLM, AutoPeftModelForCausalLM)
@@ -106,6 +107,7 @@ def test_merged_files_are_as_open_as_the_umask_says(merge, folders):
         os.umask(before)
     assert {file.name: oct(file.stat().st_mode & 0o777) for file in out.iterdir()} == dict.fromkeys(
         (
+            "README.md",
             "config.json",
             "generation_config.json",
             "model.safetensors",
@@ -171,3 +173,18 @@ def test_what_cannot_be_merged_is_said_in_one_line(run_in_process, folders, mode
         ended = run_in_process("merge_lora", *map(str, given))
         (line,) = re.findall("^error.*$", ended.stderr, re.MULTILINE)
         assert (ended.code, re.search(says, line) is not None) == (2, True), line
+
+
+def test_the_card_repeats_how_the_adapters_were_trained(folders, merge, models, tmp_path):
+    adapters = tmp_path / "mine"
+    shutil.copytree(folders / "actor", adapters)
+    header = {"library_name": "peft", "license": "mit", "tags": ["openppo", "sft"]}
+    write_card(adapters, header, "# A\n\n## Training\n\nWith care.\n")
+    card = (merge("--lora_path", str(adapters)) / "README.md").read_text()
+    for part in (
+        "---\nlibrary_name: transformers\nlicense: mit\npipeline_tag: text-generation\ntags:\n- openppo\n- sft\n---",
+        "# actor with adapters mine",
+        "## Training\n\nWith care.\n",
+    ):
+        assert part in card
+    assert str(models) not in card

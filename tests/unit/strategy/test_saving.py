@@ -97,6 +97,16 @@ def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(tmp_path, lora):
         save_tokenizer(tokenizer, tmp_path / "file")
 
 
+def test_saving_adapters_leaves_a_readme_of_a_person_as_it_is(tmp_path):
+    model = Actor(make_llama(), lora_rank=2).model
+    save_model(model, tmp_path / "none", is_main=True)
+    assert not (tmp_path / "none/README.md").exists(), "peft's empty card says nothing"
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nBy hand.\n")
+    save_model(model, tmp_path, is_main=True)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert (tmp_path / "README.md").read_text() == "---\nlicense: mit\n---\nBy hand.\n"
+
+
 def test_adapters_are_saved_with_the_processor_of_their_base(tmp_path):
     for name, file, text in (
         ("base", "processor_config.json", "{}"),

@@ -30,6 +30,8 @@ EXPECTED = {
     "min": -2.0,
 }
 EXPECTED["sum"] = math.fsum(NUMBERS)
+NORMAL = statistics.NormalDist().inv_cdf(0.975)
+EXPECTED["ci95"] = NORMAL * statistics.stdev(NUMBERS) / len(NUMBERS) ** 0.5
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -57,6 +59,7 @@ def test_nan_shows_inside_the_mask_only(reduction):
     metrics.add_tensor("bad", torch.tensor([2.0, 3.0]), reduce=reduction)
     inside = [1.0, 4.0, 7.0]
     expected = {"mean": 4.0, "std": statistics.pstdev(inside), "max": 7.0, "min": 1.0, "sum": 12.0}
+    expected["ci95"] = NORMAL * 3.0 / 3**0.5  # 1, 4, 7 lie 3 apart
     found = metrics.reduced(SingleProcess())
     assert found["x"] == pytest.approx(expected[reduction])
     assert math.isnan(found["bad"])
@@ -149,3 +152,12 @@ def test_moments_of_parts_merge_into_those_of_all(split):
         whole.merge(Moments.of(torch.tensor(numbers), SingleProcess()))
     expected = len(NUMBERS), EXPECTED["mean"], EXPECTED["std"] ** 2
     assert (whole.count, whole.mean, whole.variance) == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_value_has_no_interval():
+    metrics = Metrics()
+    metrics.add("x", 1.0, reduce="ci95")
+    assert metrics.reduced(SingleProcess()) == {}
+    metrics.add("x", 3.0, reduce="ci95")
+    # two values, 1 and 3: variance 2, standard error 1
+    assert metrics.reduced(SingleProcess()) == {"x": pytest.approx(1.959964, abs=1e-6)}

@@ -106,12 +106,17 @@ def naive_metrics(trajectories, pass_reward):
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         passed[trajectory.prompt.text].append(reward >= pass_reward)
 
-    def pass_at(k):
-        shares = [
+    def shares_at(k):
+        return [
             statistics.mean(any(subset) for subset in combinations(four, k))
             for four in passed.values()
         ]
-        return statistics.mean(shares)
+
+    def half_width(by_prompt):
+        error = statistics.stdev(by_prompt) / len(by_prompt) ** 0.5
+        return statistics.NormalDist().inv_cdf(0.975) * error
+
+    means = [statistics.mean(rewards[i : i + 4]) for i in range(0, len(rewards), 4)]
 
     return {
         "reward": statistics.mean(rewards),
@@ -126,7 +131,9 @@ def naive_metrics(trajectories, pass_reward):
         "truncated_fraction": statistics.mean(
             t.finish_reason is FinishReason.LENGTH for t in trajectories
         ),
-        **{f"pass@{k}": pass_at(k) for k in (1, 2, 4)},
+        "reward_ci95": half_width(means),
+        **{f"pass@{k}": statistics.mean(shares_at(k)) for k in (1, 2, 4)},
+        **{f"pass@{k}_ci95": half_width(shares_at(k)) for k in (1, 2, 4)},
     }
 
 
@@ -162,7 +169,7 @@ def test_a_single_reward_is_reported_once_and_errors_count():
         SingleProcess(), [Prompt("a", [1]), Prompt("b", [2])], weights={}, score_of=nameless
     )
     assert [name.removeprefix("eval_reward") for name in metrics if "reward" in name] == [
-        *("", "_std", "_max", "_min", "_errors")
+        *("", "_std", "_max", "_min", "_ci95", "_errors")
     ]
     assert all(name.startswith("eval_") for name in metrics), "nor is a single source"
     assert metrics["eval_reward_errors"] == 4

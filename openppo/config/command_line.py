@@ -1,0 +1,57 @@
+"""The command line of a config, to show to people."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection
+from typing import Any
+
+from openppo.config.fields import Options, declared_options, flat_dict
+
+_ABSOLUTE = re.compile(r"(?<![\w.:/~])(?:/|~/)(?:[^\s/,:'\"]+/)*([^\s/,:'\"]+)")
+
+
+def command_line(
+    command: str, config: Options, n_ranks: int = 1, left_out: Collection[str] = ()
+) -> str:
+    """Return the shell command that has ``config``: options that are not at their defaults, nor ``left_out``.
+
+    Secrets in addresses are masked, and absolute paths are cut to their last name, since they name a machine and its
+    user.
+    """
+    words = ["openppo", command]
+    if n_ranks > 1:
+        launch = f"torchrun --standalone --nproc_per_node {n_ranks} -m"
+        words = [*launch.split(), *words]
+
+    values = flat_dict(config)
+    declared_by_name = declared_options(type(config))
+    for name in sorted(declared_by_name, key=lambda name: name != "pretrain"):
+        declared = declared_by_name[name]
+        if name not in left_out and values[name] != declared.default:
+            words += _flag(name, values[name])
+    return shlex.join(words)
+
+
+def without_folders(text: str) -> str:
+    """Cut absolute paths in ``text`` to their last names.
+
+    >>> without_folders("python /home/me/agent.py --data sums.jsonl")
+    'python agent.py --data sums.jsonl'
+    """
+    return _ABSOLUTE.sub(r"\1", text)
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """Words of one option."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no_{name}"]
+    if isinstance(value, tuple):
+        return [f"--{name}", *map(_word, value)]
+    return [f"--{name}", _word(value)]
+
+
+def _word(value: Any) -> str:
+    plain = getattr(value, "value", value)  # of an enum
+    return without_folders(str(plain))

@@ -1,0 +1,1 @@
+"""Model cards of trained, exported and merged models."""
