@@ -358,8 +358,9 @@ def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
     )  # as large as the quickstart's, and as short of context
     assert write_files("first-hour", hour) == ["make_prompts.py", "reward.py"]
     bash = blocks("first-hour", "bash")
-    assert [block.split()[0] for block in bash[:4]] == ["git", "pip", "bash", "."]
-    lines = [line for block in bash[4:] for line in block.replace("\\\n", " ").splitlines()]
+    # tests/distributed/test_commands.py talks with a model
+    assert [block.split()[0] for block in bash[:5]] == ["git", "pip", "bash", ".", "openppo"]
+    lines = [line for block in bash[5:] for line in block.replace("\\\n", " ").splitlines()]
     assert len(lines) == 6
     (options,) = blocks("first-hour", "yaml")
     (hour / "mine.yaml").write_text(options)
