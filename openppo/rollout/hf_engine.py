@@ -169,25 +169,12 @@ class HFEngine(Engine):
         if self._cache is None:
             if not self._waiting:
                 return []
-            self._cache = self._new_cache()
+            self._cache = _new_cache(self)
             self._cache.fit(longest(self._waiting))
 
         max_tokens = prefill_tokens(self._device.type == "cpu")
         return self._waiting.take(
             len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept, most=max_tokens
-        )
-
-    def _new_cache(self) -> RowCache:
-        free = None
-        if self._sizes_itself:
-            free = free_memory(self._device) if self.free is None else self.free
-        return RowCache(
-            self.model,
-            self.eos_token_ids,
-            max_rows=self.max_batch_size,
-            free=free,
-            version=self.version,
-            sampled_ids=self.sampled_ids,
         )
 
     def _prefill(self, requests: list[Request]) -> None:
@@ -282,6 +269,21 @@ class HFEngine(Engine):
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def _new_cache(engine: HFEngine) -> RowCache:
+    """Make the cache for the rows that ``engine`` may decode, or that fit into memory if it sizes itself."""
+    free = None
+    if engine._sizes_itself:
+        free = free_memory(engine._device) if engine.free is None else engine.free
+    return RowCache(
+        engine.model,
+        engine.eos_token_ids,
+        max_rows=engine.max_batch_size,
+        free=free,
+        version=engine.version,
+        sampled_ids=engine.sampled_ids,
+    )
 
 
 def _default_rows(device: torch.device) -> int:

@@ -96,7 +96,7 @@ def tiny_step(device: torch.device, dtype: torch.dtype) -> Finding:
 
 def _step(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     """Return time, memory and attention of one training step, and the problem with its result."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -105,7 +105,7 @@ def _step(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
         ids = torch.randint(128, (4, 32))
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -141,7 +141,7 @@ def _step(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
 def _devices() -> Iterator[Finding]:
     """Processor and memory, and each GPU."""
     features = [name for name, has in torch.cpu.get_capabilities().items() if has is True]
-    shown = [name for name in ("avx2", "avx512_bf16", "avx512_f") if name in features]
+    shown: list[str] = [name for name in ("avx2", "avx512_bf16", "avx512_f") if name in features]
     if HAS_AMX:
         shown.append("amx_bf16")
     cores = len(os.sched_getaffinity(0))

@@ -2,10 +2,9 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -64,7 +63,7 @@ def _sha256_of_folder(folder: Path) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def is_of_hub(entry: dict[str, Any]) -> bool:
+def is_of_hub(entry: Mapping[str, str]) -> bool:
     """True for a source that is a data set of the hub, by the form of its name."""
     if "commit" in entry:
         return True
