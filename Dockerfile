@@ -25,7 +25,7 @@ RUN python -m pip install --no-cache-dir --constraint requirements.txt --constra
 ARG UID=1000
 RUN useradd --uid "$UID" --create-home openppo \
     && install --directory --owner openppo /workspace /cache
-# Of models, data sets and compiled kernels.
+# Models, data sets and compiled kernels are cached here.
 ENV XDG_CACHE_HOME=/cache
 USER openppo
 WORKDIR /workspace
