@@ -24,7 +24,9 @@ RUN python -m pip install --no-cache-dir --constraint requirements.txt --constra
 # Files that runs write belong to this user: --build-arg UID="$(id -u)" makes it yours.
 ARG UID=1000
 RUN useradd --uid "$UID" --create-home openppo \
-    && install --directory --owner openppo /workspace
+    && install --directory --owner openppo /workspace /cache
+# Models, data sets and compiled kernels are cached here.
+ENV XDG_CACHE_HOME=/cache
 USER openppo
 WORKDIR /workspace
 

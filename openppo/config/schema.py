@@ -105,7 +105,10 @@ def _values(declared: dataclasses.Field, hint: Any) -> Schema:
 
 
 def _forms(hint: Any, limit: Schema) -> list[Schema]:
-    """Return schemas of which a value of type ``hint`` fits one; ``limit`` is of a value, or of each in a tuple."""
+    """Return schemas of which a value of type ``hint`` fits one.
+
+    ``limit`` holds for a value, or for each value of a tuple.
+    """
     kind = typing.get_origin(hint)
     inner = typing.get_args(hint)
 

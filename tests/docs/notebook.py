@@ -1,4 +1,4 @@
-"""The notebook of the quickstart: ``python -m tests.docs.notebook`` runs it and keeps its outputs, to commit.
+"""The notebook of the quickstart: ``python -m tests.docs.notebook`` runs it and keeps what it prints, to commit.
 
 The report in the last cell is not kept: it has up to 5 MB, and sites that show notebooks leave frames out.
 """
@@ -29,13 +29,19 @@ def execute(**parameters: str | int) -> nbformat.NotebookNode:
     return notebook
 
 
+def printed(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """What a cell printed, as one output; the log on stderr, which names folders of a machine, is left out."""
+    texts = [output.text for output in cell.outputs if output.get("name") == "stdout"]
+    return [nbformat.v4.new_output("stream", text="".join(texts))] if texts else []
+
+
 def record() -> None:
-    """Run the notebook as it is, and write its outputs into the file."""
+    """Run the notebook as it is, and write what it prints into the file."""
     executed = execute()
     kept = nbformat.read(FILE, as_version=4)
     for cell, run in zip(kept.cells, executed.cells, strict=True):
         if cell.cell_type == "code" and "report" not in cell.metadata.get("tags", ()):
-            cell.outputs = run.outputs
+            cell.outputs = printed(run)
             cell.execution_count = run.execution_count
     nbformat.write(kept, FILE)
 

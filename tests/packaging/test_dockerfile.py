@@ -70,6 +70,7 @@ def test_docker_is_sent_nothing_but_what_is_copied() -> None:
 def test_versions_stand_in_the_requirements_alone_and_the_user_is_not_root() -> None:
     steps = instructions()
     assert re.findall(r"[\w-]+==\d", str(steps)) == []
+    assert ("ENV", "XDG_CACHE_HOME=/cache") in steps
     (image,) = [words for word, words in steps if word == "FROM"]
     python = re.fullmatch(r"python:(\d+\.\d+)-slim-\w+", image)
     assert python and f"Python :: {python[1]}" in (REPO / "setup.py").read_text()
