@@ -14,7 +14,7 @@
     DIR/games.jsonl     {"input", "extra_info"}     to train agents that play the game of examples/tools/guess.py
     DIR/playoffs.jsonl  the same, to evaluate them; each number from 0 to 9 equally often
 
-The chats show how to speak, and not what pays: four sums in ten are left to the tool, the others are answered with a
+The chats show how to speak, and not what pays: half of the sums are left to the tool, the others are answered with a
 number at random; without a tool half of the answers are right; games are played without regard to the hints.
 """
 
@@ -34,7 +34,7 @@ N_CHATS = 4000
 N_HELDOUT = 40  # sums; each is a run of a program, which takes most of a second
 N_GAMES = 1000
 N_PLAYOFFS = 200
-CALLS = 0.4  # share of the sums with a tool for which the tool is called
+CALLS = 0.5  # share of the sums with a tool for which the tool is called
 SUM = "What is {} + {}?"
 BRIEF = " Answer with the number."
 DOUBTS = (
@@ -181,7 +181,7 @@ def chat(rng: random.Random, pairs: list[Pair]) -> Chat:
         "game in words": lambda: game_in_words(rng),
         "numbers above": lambda: numbers_above(rng),
     }
-    (kind,) = rng.choices(list(kinds), weights=[4, 4, 2, 1, 1])
+    (kind,) = rng.choices(list(kinds), weights=[5, 3, 2, 1, 1])
     return kinds[kind]()
 
 
@@ -267,6 +267,7 @@ def write_model(out: Path, chats: list[Chat], seed: int) -> None:
         num_attention_heads=4,
         max_position_embeddings=1024,
         # It learns to copy numbers within 300 steps; with the usual 0.02 and 10000 it does not within 500.
+        tie_word_embeddings=True,
         initializer_range=0.08,
         rope_parameters={"rope_theta": 100.0, "rope_type": "default"},
         pad_token_id=tokenizer.pad_token_id,

@@ -27,7 +27,7 @@ python examples/agent_model.py make --out "$run" --seed "$seed"
 echo "2/4 supervised fine-tuning: the model learns to speak"
 $launch -m openppo.cli.train_sft --seed "$seed" \
     --pretrain "$run/random" --dataset "$run/chats.jsonl" --apply_chat_template --tools_key tools \
-    --save_path "$run/model" --logging_steps 50 --max_len 160 --max_epochs 100 --max_steps "${SFT_STEPS:-320}" \
+    --save_path "$run/model" --logging_steps 50 --max_len 192 --max_epochs 100 --max_steps "${SFT_STEPS:-450}" --packing \
     --learning_rate 3e-3 --train_batch_size 32 --micro_train_batch_size 16
 
 echo "3/4 GRPO behind a program of OpenAI's SDK, which is started for each sum"
