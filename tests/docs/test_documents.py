@@ -288,6 +288,10 @@ def test_commands_of_index_data_trl_and_rewards_run_with_each_reward(
     train_tiny(run, workshop, [*commands("index"), *commands("data"), *trl, *functions, *lines])
 
 
+def test_the_command_of_distillation_runs(run: Run, workshop: Path) -> None:
+    train_tiny(run, workshop, commands("algorithms/distillation"))
+
+
 def test_each_form_of_an_agent_runs(run: Run, workshop: Path) -> None:
     """The program with a client that is not installed here is run by tests/agents_clients."""
     assert write_files("agents/index", workshop) == [

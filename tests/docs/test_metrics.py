@@ -51,6 +51,9 @@ RUNS = {
         --dump_rollouts metrics/agent/rollouts""",
     "tasks": f"""train_ppo {SMALL} --pretrain policy --tasks tasks.yaml --max_steps 3 --rollout_batch_size 4
         --generate_max_len 4 --episode_max_len 300""",
+    "distilled": f"""{TRAIN_PPO} --reward_fn none --ref_pretrain policy --eval_data prompts.jsonl --eval_temperature 1
+        --advantage_estimator reinforce --gamma 0 --normalize_advantages off --init_kl_coef 1
+        --dump_rollouts metrics/distilled/rollouts""",
     "sft": f"train_sft {SMALL} --pretrain policy --dataset sft.jsonl --eval_dataset sft.jsonl",
     "rm": f"train_rm {SMALL} --pretrain reward --dataset preference.jsonl --eval_dataset preference.jsonl",
 }
@@ -94,7 +97,7 @@ def logs(run: Run, workshop: Path) -> Logs:
     return found
 
 
-PPO = ("critic", "named", "dynamic", "process", "agent", "async", "tasks")
+PPO = ("critic", "named", "dynamic", "process", "agent", "async", "tasks", "distilled")
 OF_FORMS = ("agent/unreadable_actions", "agent/sampling_overridden", "agent/retries")
 SOMETIMES = (
     "eval_reward_errors",
