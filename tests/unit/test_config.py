@@ -218,7 +218,7 @@ ppo keep_best=eval_reward eval_data=e eval_temperature=1.0 reward_fn=none ref_pr
 ppo keep_best=eval_kl eval_data=e eval_reward_fn=f.py reward_fn=none ref_pretrain=r | eval_kl ... add --eval_temperature
 ppo "stop_when=['reward > 1']" reward_fn=none ref_pretrain=r | ...'reward > 1' looks at a reward
 ppo eval_reward_fn=none eval_data=e | none: only --reward_fn can be none
-ppo reward_fn=none ref_pretrain=r environment=e.py:E n_envs=4 | none: --environment gives rewards of its own
+ppo reward_fn=none ref_pretrain=r environment=e.py:E n_envs=128 | none: --environment gives rewards of its own
 ppo reward_fn=none ref_pretrain=r agent=a.py:solve | none: --agent gives rewards of its own
 ppo reward_fn=none ref_pretrain=r tasks=t.yaml max_steps=1 prompt_data="" | none is for a run of one task
 evaluate reward_fn=none | none leaves nothing to evaluate: use openppo.cli.generate
