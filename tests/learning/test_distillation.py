@@ -17,13 +17,15 @@ from tests.conftest import save_tokenizer
 
 REPO = Path(__file__).parents[2]
 LETTERS = "abcdefg"
-SFT = """train_sft --pretrain untaught --dataset answers.jsonl --save_path teacher --max_epochs 10
-    --train_batch_size 32 --micro_train_batch_size 32 --learning_rate 1e-2"""
+SFT = """train_sft --dataset answers.jsonl --train_batch_size 32 --micro_train_batch_size 32 --learning_rate 1e-2"""
+TEACHER = f"{SFT} --pretrain untaught --save_path teacher --max_epochs 10"
+STUDENT = f"{SFT} --pretrain small --save_path student --max_steps 16"
 DISTIL = """train_ppo --pretrain student --ref_pretrain teacher --reward_fn none --prompt_data prompts.jsonl
     --eval_data heldout.jsonl --eval_temperature 1 --eval_before_training --save_path out
     --advantage_estimator reinforce --gamma 0 --normalize_advantages off --init_kl_coef 1
-    --rollout_batch_size 64 --train_batch_size 32 --micro_train_batch_size 32 --micro_rollout_batch_size 64
-    --generate_max_len 6 --actor_learning_rate 1e-2 --lr_warmup_ratio 0 --num_episodes 10"""
+    --rollout_batch_size 64 --n_samples_per_prompt 4 --train_batch_size 128 --micro_train_batch_size 128
+    --micro_rollout_batch_size 256 --generate_max_len 6 --actor_learning_rate 3e-3 --lr_scheduler constant
+    --num_episodes 7"""
 
 
 def save_model(folder: Path, hidden_size: int, padding: int = 0) -> None:
@@ -67,7 +69,7 @@ def held_out_loss(folder: Path, rows: list[dict[str, str]]) -> float:
 
 
 def test_kl_to_the_teacher_and_held_out_loss_fall(run: Callable[..., str], tmp_path: Path) -> None:
-    """The teacher answers with three times the last letter before h; the student is smaller and random."""
+    """The teacher answers with three times the last letter before h; the student is smaller, and half taught."""
     rng = random.Random(0)
     words = ["".join(rng.choices(LETTERS, k=rng.randint(1, 6))) for _ in range(384)]
     rows = [{"input": word + "h", "output": word[-1] * 3} for word in words]
@@ -75,15 +77,15 @@ def test_kl_to_the_teacher_and_held_out_loss_fall(run: Callable[..., str], tmp_p
     write(tmp_path / "prompts.jsonl", [{"input": row["input"]} for row in rows[:320]])
     write(tmp_path / "heldout.jsonl", [{"input": row["input"]} for row in rows[320:]])
     save_model(tmp_path / "untaught", hidden_size=32, padding=3)
-    save_model(tmp_path / "student", hidden_size=24)
+    save_model(tmp_path / "small", hidden_size=24)
 
-    for line in (SFT, DISTIL):
+    for line in (TEACHER, STUDENT, DISTIL):
         name, *flags = line.split()
         run([sys.executable, "-m", f"openppo.cli.{name}", *flags], tmp_path)
 
     before, after = (held_out_loss(tmp_path / name, rows[320:]) for name in ("student", "out"))
-    assert before > 1.5  # a random model: log(11) = 2.4
-    assert after < 0.5 * before
+    assert before > 1.0  # a random model: log(11) = 2.4
+    assert after < 0.3 * before
     lines = rows_of(tmp_path / "out/logs/metrics.jsonl")
     held_out = [line["eval_kl"] for line in lines if "eval_kl" in line]
     trained = [line["kl"] for line in lines if "kl" in line]

@@ -170,7 +170,7 @@ def test_the_held_out_kl_is_the_mean_log_ratio_of_action_tokens(trajectory):
     metrics = Metrics()
     measure_held_out_kl(maker, rows, metrics)
 
-    log_ratio = STUDENT.logits.log_softmax(-1) - TEACHER.logits.log_softmax(-1)
+    log_ratio = (STUDENT.logits.log_softmax(-1) - TEACHER.logits.log_softmax(-1)).detach()
     places = [(START, 0), (0, 2), (START, 1)]
     mean = sum(float(log_ratio[place]) for place in places) / 3
     assert metrics.reduced(SingleProcess()) == {"eval_kl": pytest.approx(mean, abs=1e-6)}
