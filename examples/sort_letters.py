@@ -11,6 +11,8 @@
     DIR/prompts.jsonl              {"input", "label"}                for PPO
     DIR/heldout.jsonl              {"input", "label"}                to measure the policy
 
+`python examples/sort_letters.py student --out DIR --seed S` writes DIR/model alone, a fifth as large.
+
 No prompt of a held-out file appears in another file. Whether an answer is right is decided by Python's sorted()
 (`is_correct`), never by a model, so the measured accuracy is independent of the learned reward.
 """
@@ -115,7 +117,7 @@ def write_data(out: Path, rng: random.Random) -> None:
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model(out: Path, seed: int) -> None:
+def write_model(out: Path, seed: int, hidden_size: int = 96, layers: int = 3) -> None:
     """Write a small Llama with random weights and a tokenizer whose tokens are single characters."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -145,9 +147,9 @@ def write_model(out: Path, seed: int) -> None:
     )
     config = LlamaConfig(
         vocab_size=len(vocab),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         max_position_embeddings=64,
         pad_token_id=tokenizer.pad_token_id,
@@ -164,15 +166,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    make = parser.add_subparsers(dest="command", required=True).add_parser(
-        "make", help="write the data and the model"
-    )
-    make.add_argument("--out", type=Path, required=True, help="the folder to write to")
-    make.add_argument(
-        "--seed", type=int, default=0, help="seed of the data and of the model's weights"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("make", help="write the data and the model")
+    commands.add_parser("student", help="write a smaller model, and no data")
+    for command in commands.choices.values():
+        command.add_argument("--out", type=Path, required=True, help="the folder to write to")
+        command.add_argument(
+            "--seed", type=int, default=0, help="seed of the data and of the model's weights"
+        )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.command == "student":
+        write_model(args.out, args.seed, hidden_size=48, layers=2)
+        return
     write_data(args.out, random.Random(args.seed))
     write_model(args.out, args.seed)
 

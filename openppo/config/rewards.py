@@ -19,10 +19,12 @@ from openppo.config.fields import (
 )
 
 Verifier = Literal["exact_match", "regex", "math", "length"]
+NONE = "none"
+"""Value of ``--reward_fn`` for a run without any reward; a file of that name needs ./none."""
 ENVIRONMENT_REWARDS = "--environment gives the rewards: leave out all other sources of rewards."
 NO_REWARD = (
     "No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name], --remote_rm_url URL, "
-    "--verifiable_reward NAME or --prm_pretrain MODEL."
+    "--verifiable_reward NAME or --prm_pretrain MODEL; --reward_fn none learns from the KL to --ref_pretrain alone."
 )
 
 
@@ -33,7 +35,8 @@ class RewardConfig(Options):
     reward_pretrain: str | None = option(None, place=True, resume="must match")
     """Reward model: a sequence-classification checkpoint with one label, or a PEFT folder of one."""
     reward_fn: str | None = option(None, place=True, measures=True)
-    """Python reward function, path.py or path.py:name; called with the values that its parameters name."""
+    """Python reward function, path.py or path.py:name; called with the values that its parameters name.
+    'none': no reward at all, so that the policy learns from the KL to --ref_pretrain alone (distillation)."""
     remote_rm_url: str | None = option(None, place=True, measures=True)
     """Reward servers, URL[,URL...], or a .py file with reward_func(queries, prompts, labels)."""
     verifiable_reward: tuple[Verifier, ...] = option((), measures=True)
@@ -97,6 +100,11 @@ class RewardConfig(Options):
             known = ", ".join(self.names()) or "none"
             yield f"{flag} names {', '.join(unknown)}, but the rewards are {known}. Use their names."
 
+    @property
+    def are_none(self) -> bool:
+        """True for ``--reward_fn none``: the run has no reward, and the KL to the reference is all it learns from."""
+        return self.reward_fn == NONE
+
     def remote_is_file(self) -> bool:
         """True if ``--remote_rm_url`` names a Python file instead of a server."""
         return bool(re.search(r"\.py(:\w*)?$", self.remote_rm_url or ""))
@@ -104,7 +112,7 @@ class RewardConfig(Options):
     def names(self) -> list[str]:
         """Return the names of the rewards, one for each source; functions may add others."""
         sources: dict[str, str | None] = {
-            "reward_fn": self.reward_fn,
+            "reward_fn": None if self.are_none else self.reward_fn,
             "remote": self.remote_rm_url,
             **{verifier: verifier for verifier in self.verifiable_reward},
             "reward_model": self.reward_pretrain,
@@ -114,7 +122,9 @@ class RewardConfig(Options):
         return ["reward"] if len(names) == 1 else names
 
     def pass_threshold(self, pass_reward: float | None, pass_on: str | None) -> float | None:
-        """Return ``--pass_reward``, else 1; None where a model or server decides, whose scale is its own."""
+        """Return ``--pass_reward``, else 1; None without rewards, or if a model or server of its own scale decides."""
+        if self.are_none:
+            return None
         if pass_reward is not None:
             return pass_reward
 

@@ -15,6 +15,7 @@ from openppo.config.fields import (
     option,
     positive,
 )
+from openppo.config.rewards import NONE
 
 ALL_TOKENS = (0, -1)
 """Values of top_k that switch it off in transformers and in vLLM; here that is None."""
@@ -112,3 +113,5 @@ class EvaluationConfig(Options):
         n = self.eval_n_samples_per_prompt
         if n > 1 and self.eval_temperature == 0:
             yield f"--eval_n_samples_per_prompt {n} would give one response {n} times: raise --eval_temperature."
+        if self.eval_reward_fn == NONE:
+            yield f"--eval_reward_fn {NONE}: only --reward_fn can be {NONE}; leave it out, or name a file."

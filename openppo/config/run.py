@@ -104,7 +104,8 @@ class CheckpointConfig(Options):
     save_hf_ckpt: bool = False
     """Put the model in Hugging Face format into each checkpoint (its subfolder 'model')."""
     keep_best: str | None = option(None, measures=True)
-    """Metric of evaluation, such as eval_reward or eval_loss, whose best model is kept as 'best' in --ckpt_path."""
+    """Metric of evaluation, such as eval_reward or eval_loss, whose best model is kept as 'best' in --ckpt_path.
+    Of metrics that end in 'loss' or 'kl' the lowest is best."""
 
     def problems(self) -> Iterator[str]:
         if self.keep_best is not None and not self.keep_best.startswith("eval"):

@@ -19,7 +19,7 @@ from openppo.config.fields import (
     require,
 )
 from openppo.config.models import ModelConfig, refuse_overwriting
-from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig
+from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, NONE, RewardConfig
 from openppo.config.rollout import ResponseConfig, SamplingConfig
 
 
@@ -88,6 +88,8 @@ class EvaluateConfig(PromptsConfig):
         if self.agents.n_envs is not None:
             yield "--n_envs counts the seeds of a training step: give --eval_n_envs instead."
 
+        if self.rewards.are_none:
+            yield f"--reward_fn {NONE} leaves nothing to evaluate: use openppo.cli.generate, which only samples."
         if self.agents.environment is not None and self.rewards.names():
             yield ENVIRONMENT_REWARDS
         if not (self.rewards.names() or self.agents.may_give_rewards):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from openppo.config.agents import FORMS, AgentConfig
 from openppo.config.data import PPODataConfig
+from openppo.config.distillation import problems_of_own_rewards, problems_without_reward
 from openppo.config.models import PPOModelConfig
 from openppo.config.orchestrator import OrchestratorConfig
 from openppo.config.ppo import (
@@ -73,6 +74,12 @@ class TrainPPOConfig(TrainingConfig):
         )
 
     @property
+    def measures_held_out_kl(self) -> bool:
+        """True if evaluations estimate the KL to the reference, in place of a reward."""
+        same_temperature = self.evaluation.eval_temperature == self.generation.temperature
+        return self.rewards.are_none and same_temperature
+
+    @property
     def prompts_per_step(self) -> int:
         """Prompts, or seeds of an environment, of one global step over all ranks."""
         return self.agents.n_envs or self.ppo.rollout_batch_size
@@ -123,17 +130,21 @@ class TrainPPOConfig(TrainingConfig):
 
         if has_environment and self.rewards.names():
             yield ENVIRONMENT_REWARDS
+        if self.rewards.are_none:
+            yield from problems_of_own_rewards(self, own_rewards)
         if own_rewards is None:
             own_rewards = self.agents.may_give_rewards
         if not own_rewards:  # an agent names its rewards as it likes
             yield from self.rewards.unknown_weights()
             yield from self.eval_rewards.unknown_names("--pass_on", self.evaluation.pass_on)
-        if not (self.rewards.names() or own_rewards):
+        if not (self.rewards.are_none or self.rewards.names() or own_rewards):
             yield self.agents.why_no_reward + NO_REWARD
         yield from super().missing_inputs()
 
     def problems_on(self, ranks: int) -> Iterator[str]:
         yield from super().problems_on(ranks)
+        if self.rewards.are_none:
+            yield from problems_without_reward(self)
         yield from self._sampling_problems(ranks)
 
         if self.ppo.offload_idle and self.deepspeed.adam_offload:

@@ -33,7 +33,7 @@ from openppo.experience.measure import (
 from openppo.experience.replay_buffer import split_rows
 from openppo.experience.reward_names import RewardNames
 from openppo.experience.running_moments import RunningMoments
-from openppo.experience.scoring import check_rewarded
+from openppo.experience.scoring import check_rewarded, check_unrewarded
 from openppo.experience.token_rewards import (
     StepRewards,
     collect_step_rewards,
@@ -73,6 +73,7 @@ class ExperienceMaker:
     def __post_init__(self) -> None:
         self.frozen_steps = self.config.ppo.frozen_actor_steps
         self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
+        self.has_rewards = not self.config.rewards.are_none
         self.weights = self.config.rewards.weights()
         self.moments = RunningMoments()
 
@@ -145,6 +146,8 @@ class ExperienceMaker:
         with timer.phase("scoring"):
             wait_for_scores(trajectories, self.hooks.stop)
             check_rewarded(unscored, self.comm)
+        if not self.has_rewards:
+            check_unrewarded(unscored, self.comm)
         self.reward_names.check(unscored)
         if isinstance(trajectories, Rollout):
             metrics.merge(trajectories.metrics)
@@ -159,8 +162,9 @@ class ExperienceMaker:
             if batch is None:
                 return None
 
-            measure_scores(unscored, self.weights, metrics)
-            measure_sources(unscored, self.hooks.sources, self.weights, metrics=metrics)
+            weights = self.weights if self.has_rewards else None
+            measure_scores(unscored, weights, metrics)
+            measure_sources(unscored, self.hooks.sources, weights, metrics=metrics)
             rewards = whole_rewards(unscored, self.weights)
             batch = batch.with_fields(scores=torch.tensor(rewards, device=self.device))
             measure_tasks(unscored, batch, self.weights, n_done=n_done, metrics=metrics)
@@ -181,13 +185,14 @@ class ExperienceMaker:
             batch = self._add_returns(batch, n_done)
             measure_experience(batch, metrics)
             assert batch.advantages is not None
-            measure_signal(
-                trajectories,
-                batch.advantages,
-                batch.action_mask,
-                weights=self.weights,
-                metrics=metrics,
-            )
+            if self.has_rewards:
+                measure_signal(
+                    trajectories,
+                    batch.advantages,
+                    batch.action_mask,
+                    weights=self.weights,
+                    metrics=metrics,
+                )
 
             if self.config.shaping.overlong_filter:
                 mask = overlong_mask(batch.action_mask, batch.truncated)
@@ -222,7 +227,8 @@ class ExperienceMaker:
         """Add token rewards: KL penalty, and scores and step rewards less the baseline."""
         segments = EpisodeSegments(trajectories, self.device)
         scores, steps = self._shaped(trajectories, segments)
-        metrics.add_tensor("shaped_reward", steps.added_to(scores))
+        if self.has_rewards:
+            metrics.add_tensor("shaped_reward", steps.added_to(scores))
 
         greedy = (
             self._greedy_rewards(trajectories, segments) if self.estimator.needs_greedy else None

@@ -17,14 +17,17 @@ _EQUAL = 1e-6
 
 def measure_scores(
     trajectories: Sequence[Trajectory],
-    weights: Mapping[str, float],
+    weights: Mapping[str, float] | None,
     metrics: Metrics,
     prefix: str = "",
 ) -> None:
     """Measure the whole ``reward`` of each episode, and each named score before weights as ``reward/<name>``.
 
     A score is left out where it equals the total. Numbers that reward functions return for logs are ``extra/<name>``.
+    Where nothing gives rewards (``weights`` None) nothing is measured.
     """
+    if weights is None:
+        return
     for segments in by_episode(trajectories):
         earned = episode_reward(segments, weights)
         metrics.add(f"{prefix}reward", earned)
@@ -48,10 +51,13 @@ def measure_scores(
 def measure_sources(
     trajectories: Sequence[Trajectory],
     names: Mapping[str, str],
-    weights: Mapping[str, float],
+    weights: Mapping[str, float] | None,
     metrics: Metrics,
 ) -> None:
-    """Measure scores, lengths and the truncated fraction of each data source, if there are several."""
+    """Measure scores, lengths and the truncated fraction of each data source, if there are several.
+
+    ``weights`` are as in ``measure_scores``.
+    """
     if len(names) < 2:
         return
     for source, name in names.items():

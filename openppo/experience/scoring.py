@@ -74,6 +74,21 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
     )
 
 
+def check_unrewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
+    """Raise ``ValueError`` on all ranks for a reward in a run of ``--reward_fn none``. Collective."""
+    trained = [t for t in trajectories if t.episode is None or t.episode.ending.is_trained]
+    names = {name for t in trained for name in t.scores}
+    if any(t.token_rewards is not None for t in trained):
+        names.add("token_rewards")
+
+    all_names = sorted(set().union(*comm.all_gather_object(names)))
+    if all_names:
+        raise ValueError(
+            f"--reward_fn none, but samples of the source have rewards ({', '.join(all_names)}): "
+            "leave the flag out, or the rewards."
+        )
+
+
 def needs_score(trajectory: Trajectory) -> bool:
     """True if reward sources score it, unlike an episode that failed or already has a reward of the whole."""
     if trajectory.episode is None:

@@ -332,12 +332,18 @@ def check_token_ids(
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Ids that end a response, by the model's generation config, the model config or the tokenizer."""
     text = model.config.get_text_config()
-    eos_ids = set[int]()
     # A model of images and text may have them in one of its two configs only.
-    for source in (model.generation_config, model.config, text, tokenizer):
+    ids = end_ids([model.generation_config, model.config, text, tokenizer])
+    return sorted(token_id for token_id in ids if token_id < text.vocab_size)
+
+
+def end_ids(sources: Iterable[Any]) -> set[int]:
+    """Ids that configs and tokenizers name as ``eos_token_id``."""
+    all_ids = set[int]()
+    for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        eos_ids.update([ids] if isinstance(ids, int) else ids or [])
-    return sorted(token_id for token_id in eos_ids if token_id < text.vocab_size)
+        all_ids.update([ids] if isinstance(ids, int) else ids or [])
+    return all_ids
 
 
 def sampled_ids(

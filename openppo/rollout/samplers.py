@@ -18,9 +18,9 @@ from openppo.types import Comm, Prompt, SamplingParams, StopCheck, Trajectory
 class SamplerParts:
     """Parts of a custom sampler. ``longest`` bounds the tokens of a prompt with its response.
 
-    ``has_rewards``: sources of rewards score the samples. ``leave`` is what ``EngineDriver.drive`` does with running
-    requests of others when a batch of samples is complete. ``driver`` is shared by the samplers of several tasks.
-    ``vision`` (a ``datasets.media.Vision``) reads images of agents, if they may have any.
+    ``has_rewards``: sources of rewards score the samples, or none is needed. ``leave`` is what ``EngineDriver.drive``
+    does with running requests of others when a batch of samples is complete. ``driver`` is shared by the samplers of
+    several tasks. ``vision`` (a ``datasets.media.Vision``) reads images of agents, if they may have any.
     """
 
     engine: Engine

@@ -256,7 +256,8 @@ class TaskSampler:
         )
 
     def _new_sampler(self, task: RunTask) -> SingleSampler:
-        parts = replace(self.parts, has_rewards=task.has_rewards)
+        needs_none = task.has_rewards or task.config.rewards.are_none
+        parts = replace(self.parts, has_rewards=needs_none)
         with task.named():
             parts.engine.sampled_ids.check_ends((), task.config.generation.stop_token_ids)
         return ResponseSampler(parts) if task.players is None else task.players.make(parts)

@@ -16,7 +16,7 @@ from openppo.config import TrainPPOConfig, from_options
 from openppo.config.agents import AgentConfig
 from openppo.config.data import PPODataConfig
 from openppo.config.fields import declared_options, given_options, raise_first, rules_of
-from openppo.config.rewards import NO_REWARD, RewardConfig
+from openppo.config.rewards import NO_REWARD, NONE, RewardConfig
 from openppo.datasets import load_mixed_rows, load_tasks
 from openppo.rollout.samplers import Players
 from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskControl, TaskPlayers
@@ -233,6 +233,8 @@ def _run_task(service: TaskService, config: TrainPPOConfig, ratio: float) -> Run
     with task.named():
         _check_options(task.config, config)
         players = _players(service, task.config)
+        if task.config.rewards.are_none:
+            raise ValueError(f"reward {NONE} is for a run without --tasks: name its rewards.")
         if not service.data and task.config.agents.environment is None:
             raise ValueError("it has no data, and no environment: give it data.")
         gives_rewards = players is not None and players.gives_rewards

@@ -57,6 +57,7 @@ HEADLINE = [
     "response_length",
     "eval_reward",
     "eval_pass@1",
+    "eval_kl",
     "time/step_s",
 ]
 """Metrics shown on the console."""

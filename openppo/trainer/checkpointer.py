@@ -316,7 +316,7 @@ class Checkpointer:
             )
             return
 
-        sign = -1 if name.endswith("loss") else 1
+        sign = -1 if name.endswith(("loss", "kl")) else 1
         value = metrics[name]
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return

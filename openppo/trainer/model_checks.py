@@ -15,6 +15,7 @@ from openppo.strategy.comm import InferenceStrategy, collective
 from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.trainer.policy_inputs import load_policy_tokenizer
 from openppo.trainer.roles import critic_start, other_models
+from openppo.trainer.teacher import check_teacher
 
 
 def check_models(
@@ -42,6 +43,8 @@ def check_models(
     tokenizer = objects.tokenizer or load_policy_tokenizer(name, trust, config.data)
     objects.check_vocabularies(tokenizer, actor_config)
     _check_vocabularies_of_others(config, objects, actor_config, tokenizer=tokenizer)
+    if config.rewards.are_none and "--ref_pretrain" not in objects.configs:
+        check_teacher(config, tokenizer, actor_config, is_main=strategy.comm.rank == 0)
     return tokenizer, actor_config
 
 

@@ -50,7 +50,7 @@ def make_rollout_source(
         stop=components.stop,
         longest=components.data.longest,
         context=context_length(actor_config),
-        has_rewards=components.scorer is not None,
+        has_rewards=components.scorer is not None or config.rewards.are_none,
         leave=leave,
         vision=vision,
     )

@@ -32,7 +32,7 @@ class StepDiagnostics:
         self.total_steps = total_steps
         self.comm = components.strategy.comm
         self.tokenizer = components.tokenizer
-        self.weights = config.rewards.weights()
+        self.weights = None if config.rewards.are_none else config.rewards.weights()
         self.trained_on: Sequence[Trajectory] | None = None
         """Trajectories of the last step, until they are shown."""
         self._checks_next = config.tracking.self_check and self.comm.rank == 0
@@ -65,7 +65,7 @@ class StepDiagnostics:
             self._check(step, kept, buffer, metrics=metrics)
 
         chosen = choose(kept) if self.comm.rank == 0 else []
-        earned = whole_rewards(kept, self.weights)
+        earned = _earned(kept, self.weights)
         samples = [
             sample_row(kept[i], self.tokenizer, earned[i], experience=buffer.items[i])
             for i in chosen
@@ -78,10 +78,13 @@ class StepDiagnostics:
         self._dump(step, "train", self.trained_on, weights=self.weights)
 
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
-            episode_rewards = [
-                episode_reward(segments, self.weights) for segments in by_episode(kept)
-            ]
-            histograms = experience_histograms(buffer.items, episode_rewards, self.comm)
+            earned_by_episode = []
+            if self.weights is not None:
+                weights = self.weights
+                earned_by_episode = [
+                    episode_reward(segments, weights) for segments in by_episode(kept)
+                ]
+            histograms = experience_histograms(buffer.items, earned_by_episode, self.comm)
             self.components.trackers.log_histograms(step, histograms)
         buffer.clear()
         self.trained_on = None
@@ -94,8 +97,8 @@ class StepDiagnostics:
     def show_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log samples of an evaluation, with the numbers of the engine."""
         chosen = choose(trajectories) if self.comm.rank == 0 else []
-        weights = self.components.grading.reward_weights
-        earned = whole_rewards(trajectories, weights)
+        weights = self.components.grading.measured_weights
+        earned = _earned(trajectories, weights)
         samples = [sample_row(trajectories[i], self.tokenizer, earned[i]) for i in chosen]
         tokens = [token_row(trajectories[i], self.tokenizer) for i in chosen]
         self._log(step, samples, tokens, evaluation=True)
@@ -151,7 +154,8 @@ class StepDiagnostics:
         """Lines of samples.jsonl on rank 0, below those of the trained episodes."""
         if self.comm.rank != 0:
             return []
-        return [sample_row(trajectory, self.tokenizer, reward=0.0) for trajectory in failed]
+        reward = None if self.weights is None else 0.0
+        return [sample_row(trajectory, self.tokenizer, reward) for trajectory in failed]
 
     def _failed_tokens(self, failed: Sequence[Trajectory]) -> list[Row]:
         """Lines of tokens.jsonl on rank 0: the tokens that the model read."""
@@ -177,13 +181,13 @@ class StepDiagnostics:
         step: int,
         split: str,
         trajectories: Sequence[Trajectory],
-        weights: Mapping[str, float],
+        weights: Mapping[str, float] | None,
     ) -> None:
         """Log all of this rank's ``trajectories`` with ``--dump_rollouts``."""
         dump = self.config.dump
         if dump.dump_rollouts is None:
             return
-        earned = whole_rewards(trajectories, weights)
+        earned = _earned(trajectories, weights)
         rows = []
         for i, trajectory in enumerate(trajectories):
             row = rollout_row(trajectory, self.tokenizer, earned[i], tokens=dump.dump_tokens)
@@ -197,3 +201,10 @@ class StepDiagnostics:
         start = {"evaluation": True} if evaluation else {}
         trackers.log_samples(step, [start | {"sample": i} | row for i, row in enumerate(samples)])
         trackers.log_tokens(step, [start | {"sample": i} | row for i, row in enumerate(tokens)])
+
+
+def _earned(
+    trajectories: Sequence[Trajectory], weights: Mapping[str, float] | None
+) -> Sequence[float | None]:
+    """Return the whole reward of each trajectory's episode; None without rewards (``weights`` None)."""
+    return [None] * len(trajectories) if weights is None else whole_rewards(trajectories, weights)

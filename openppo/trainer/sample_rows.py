@@ -57,22 +57,22 @@ def sample_key(token_ids: list[int], media: Media) -> tuple[int, ...]:
 def sample_row(
     trajectory: Trajectory,
     tokenizer: PreTrainedTokenizerBase,
-    reward: float,
+    reward: float | None,
     experience: Experience | None = None,
 ) -> Row:
     """Make a line of samples.jsonl, with the KL of the ``experience`` (1, L) if given.
 
-    ``reward`` is that of the whole episode, of which the trajectory may be a part.
+    ``reward`` is that of the whole episode, of which the trajectory may be a part; None in a run without rewards.
     """
     prompt = trajectory.prompt
     episode = trajectory.episode
+    rewards = {} if reward is None else {"reward": reward, "rewards": trajectory.scores}
     row = {
         "prompt": prompt.text,
         "response": tokenizer.decode(trajectory.response_ids),
         "label": json_form(prompt.label),  # Parquet has dates and bytes
         "finish_reason": trajectory.finish_reason.value,
-        "reward": reward,
-        "rewards": trajectory.scores,
+        **rewards,
         "response_length": sum(trajectory.action_mask),
     }
     if trajectory.logged:
@@ -110,18 +110,18 @@ def rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def rollout_row(
-    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, reward: float, tokens: bool
+    trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, reward: float | None, tokens: bool
 ) -> Row:
     """Make a line of ``--dump_rollouts``, with the same columns and types in any run.
 
-    So all files make one table. Values that may have any type in a row of data are text: labels, and as JSON rewards,
-    extras and messages.
+    So all files make one table; without rewards the column ``reward`` has only nulls. Values that may have any type in
+    a row of data are text: labels, and as JSON rewards, extras and messages.
     """
     prompt = trajectory.prompt
     row = sample_row(trajectory, tokenizer, reward)
     row["label"] = _label_text(row["label"])
-    row["reward"] = float(row["reward"])
-    row["rewards"] = json.dumps(json_form(row["rewards"]))
+    row["reward"] = None if reward is None else float(reward)
+    row["rewards"] = json.dumps(json_form(trajectory.scores))
     row["extra"] = json.dumps(trajectory.logged, ensure_ascii=False)
     if trajectory.episode is None:
         row |= {"ending": "", "turns": 1, "error": "", "output": ""}

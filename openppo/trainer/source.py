@@ -27,6 +27,7 @@ from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.tracking.phase import timed
 from openppo.trainer.components import PPOComponents
+from openppo.trainer.evaluation.held_out import measure_held_out_kl, scored_held_out
 from openppo.types import Comm, Prompt, Trajectory
 
 _ALL_EQUAL = (
@@ -146,14 +147,10 @@ class PromptSource:
         with self.components.weights_to_save(), self.with_weights():
             responses = self.sampled_by.sample(request)
 
-        grading = self.components.grading
-        if grading.scorer is not None:  # rewards that an agent gave are replaced
-            _drop_rewards(responses)
-        rollout = begin_scoring(
-            grading.scorer or self.scorer, responses, self.components.stop, prefix="eval_"
-        )
-        wait_for_scores(rollout, self.components.stop)
-        check_rewarded(rollout, self.comm)
+        rollout = scored_held_out(self.components, responses, self.scorer)
+        if self.config.measures_held_out_kl:
+            with self.components.weights_to_save():
+                measure_held_out_kl(self.components.maker, responses, rollout.metrics)
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,7 +225,10 @@ class PromptSource:
         shown = self._count_groups(rank_share(ready, first_group, self.comm), sampled, failed)
 
         with self.timer.phase("scoring"):
-            rollout = begin_scoring(self.scorer, sampled, self.components.stop)
+            if self.config.rewards.are_none:
+                rollout = Rollout(sampled, Metrics())
+            else:
+                rollout = begin_scoring(self.scorer, sampled, self.components.stop)
         rollout.metrics.merge(metrics)
         rollout.failed.extend(shown)
         self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in sampled))
@@ -304,14 +304,6 @@ def _with_greedy(
     for trajectory in kept:
         trajectory.greedy = by_group[trajectory.group]
     return kept
-
-
-def _drop_rewards(responses: Sequence[Trajectory]) -> None:
-    """Remove all scores and rewards."""
-    for response in responses:
-        response.scores = {}
-        response.token_rewards = None
-        response.step_ends = None
 
 
 def _outcomes(

@@ -69,7 +69,7 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
         return
     roles = _trained_roles(config, components)
     roles += _reference_role(config, components)
-    if components.scorer is not None:
+    if components.scorer is not None or config.rewards.are_none:
         roles += _reward_roles(config, components)
 
     ids = components.maker.hooks.sampled_ids
@@ -108,6 +108,8 @@ def _reference_role(config: TrainPPOConfig, components: PPOComponents) -> Facts:
 def _reward_roles(config: TrainPPOConfig, components: PPOComponents) -> Facts:
     """Facts of the sources of rewards: names of functions, and models."""
     rewards = config.rewards
+    if rewards.are_none:
+        return [("reward", "none, the KL to the reference alone")]
     names = [
         rewards.reward_fn,
         mask_credentials(rewards.remote_rm_url or ""),

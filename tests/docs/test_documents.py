@@ -285,6 +285,17 @@ def test_commands_of_index_data_trl_and_rewards_run_with_each_reward(
     train_tiny(run, workshop, [*commands("index"), *commands("data"), *trl, *functions, *lines])
 
 
+def test_the_command_of_distillation_runs_and_so_does_it_with_tools(
+    run: Run, workshop: Path
+) -> None:
+    write_files("agents/index", workshop)
+    (line,) = commands("algorithms/distillation")
+    with_tools = [*line, *"--tools adder.py --episode_max_len 300 --save_path ckpt/tools".split()]
+    train_tiny(run, workshop, [line, with_tools])
+    last = (workshop / "ckpt/tools/logs/metrics.jsonl").read_text().splitlines()[-1]
+    assert '"agent/completed"' in last and '"eval_kl"' in last and "reward" not in last
+
+
 def test_each_form_of_an_agent_runs(run: Run, workshop: Path) -> None:
     """The program with a client that is not installed here is run by tests/agents_clients."""
     assert write_files("agents/index", workshop) == [

@@ -245,6 +245,16 @@ def test_gains_of_the_chat_model_are_compared_question_by_question(
     assert gain in " ".join(printed.split())
 
 
+def test_distill_takes_a_teacher_and_a_student(run: Run, workshop: Path) -> None:
+    """They are the same here, so there is nothing to learn."""
+    data = {"PROMPTS": "prompts.jsonl", "HELDOUT": "prompts.jsonl"}
+    out = script(run, "distill.sh", workshop, flags=f"policy policy {SMALL}", **data)
+    assert saved(out) == ["student"]
+    assert [row["eval_kl"] for row in logged(out / "student") if "eval_kl" in row] == pytest.approx(
+        [0, 0], abs=1e-3
+    )
+
+
 @pytest.mark.slow
 def test_hh_trains_what_is_not_given(run: Run, workshop: Path) -> None:
     out = script(run, "hh.sh", workshop, DATA="dialogues.jsonl", REWARD_MODEL="", BATCH="4")

@@ -51,6 +51,9 @@ RUNS = {
         --dump_rollouts metrics/agent/rollouts""",
     "tasks": f"""train_ppo {SMALL} --pretrain policy --tasks tasks.yaml --max_steps 3 --rollout_batch_size 4
         --generate_max_len 4 --episode_max_len 300""",
+    "distilled": f"""{TRAIN_PPO} --reward_fn none --ref_pretrain policy --eval_data prompts.jsonl --eval_temperature 1
+        --advantage_estimator reinforce --gamma 0 --normalize_advantages off --init_kl_coef 1
+        --max_staleness 1 --dump_rollouts metrics/distilled/rollouts""",
     "sft": f"train_sft {SMALL} --pretrain policy --dataset sft.jsonl --eval_dataset sft.jsonl",
     "rm": f"train_rm {SMALL} --pretrain reward --dataset preference.jsonl --eval_dataset preference.jsonl",
 }
@@ -94,7 +97,7 @@ def logs(run: Run, workshop: Path) -> Logs:
     return found
 
 
-PPO = ("critic", "named", "dynamic", "process", "agent", "async", "tasks")
+PPO = ("critic", "named", "dynamic", "process", "agent", "async", "tasks", "distilled")
 OF_FORMS = ("agent/unreadable_actions", "agent/sampling_overridden", "agent/retries")
 SOMETIMES = (
     "eval_reward_errors",
@@ -140,6 +143,15 @@ def test_every_metric_is_documented_and_every_documented_one_is_logged(
         f"memory/{phase}_{what}_gib" for phase in phases for what in ("peak", "estimated")
     ]  # of a GPU
     assert [name for name in memory if not known.fullmatch(name)] == []
+
+
+def test_a_run_without_rewards_logs_none(logs: Logs, workshop: Path) -> None:
+    names = logs["distilled"]["metrics"] | logs["distilled"]["samples"]
+    assert [name for name in sorted(names) if "reward" in name or "pass@" in name] == []
+    assert {"kl", "eval_kl", "staleness"} <= names
+    for file in (workshop / "metrics/distilled/rollouts").glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert {row["reward"] for row in rows} == {None}
 
 
 def test_every_column_of_dumped_rollouts_is_documented_and_written(

@@ -203,6 +203,27 @@ ppo eval_reward_fn=f.py | scores evaluations: give held-out prompts with --eval_
 ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h | eval_pass@1: which reward...--pass_reward
 ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
 ppo reward_fn=None | ...No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name]
+ppo reward_fn=none | none learns from the KL to another model: name it with --ref_pretrain
+ppo reward_fn=none ref_pretrain=r init_kl_coef=0.0 | none learns ... give a positive --init_kl_coef
+ppo reward_fn=none ref_pretrain=r reward_pretrain=m | ...--reward_pretrain is about rewards ... leave one of them out
+ppo reward_fn=none ref_pretrain=r verifiable_reward=[math] | ...--verifiable_reward is about ... leave one of them out
+ppo reward_fn=none ref_pretrain=r reward_weights=[a=1] | ...--reward_weights is about rewards
+ppo reward_fn=none ref_pretrain=r normalize_reward=true reward_normalizer=running | ...--normalize_reward is about
+ppo reward_fn=none ref_pretrain=r missing_eos_penalty=1.0 | ...--missing_eos_penalty is about rewards
+ppo reward_fn=none ref_pretrain=r dynamic_sampling=true | ...--dynamic_sampling is about rewards
+ppo reward_fn=none ref_pretrain=r kl_target=1.0 | ...--kl_target is about rewards
+ppo reward_fn=none ref_pretrain=r pass_on=a | ...--pass_on is about rewards
+ppo advantage_estimator=rloo reward_fn=none ref_pretrain=r | rloo compares rewards ... use reinforce or gae
+ppo use_kl_loss=true kl_estimator=k2 reward_fn=none ref_pretrain=r | ...add --advantage_estimator reinforce
+ppo eval_data=e reward_fn=none ref_pretrain=r | with --reward_fn none measures the KL ... add --eval_temperature 1
+ppo keep_best=eval_reward eval_data=e eval_temperature=1.0 reward_fn=none ref_pretrain=r | eval_reward looks ... eval_kl
+ppo keep_best=eval_kl eval_data=e eval_reward_fn=f.py reward_fn=none ref_pretrain=r | eval_kl ... add --eval_temperature
+ppo "stop_when=['reward > 1']" reward_fn=none ref_pretrain=r | ...'reward > 1' looks at a reward
+ppo eval_reward_fn=none eval_data=e | none: only --reward_fn can be none
+ppo reward_fn=none ref_pretrain=r environment=e.py:E n_envs=128 | none: --environment gives rewards of its own
+ppo reward_fn=none ref_pretrain=r agent=a.py:solve | none: --agent gives rewards of its own
+ppo reward_fn=none ref_pretrain=r tasks=t.yaml max_steps=1 prompt_data="" | none is for a run of one task
+evaluate reward_fn=none | none leaves nothing to evaluate: use openppo.cli.generate
 ppo tool_rewards=none tools=t.py reward_fn=None | none: rewards of --tools t.py are not added. No reward is given: pass
 evaluate tool_rewards=none tools=t.py reward_fn=None | none: rewards of --tools t.py are not added. No reward is given
 ppo tool_rewards=none agent=a.py | none has no effect without --tools: leave it out
@@ -363,6 +384,11 @@ ppo normalize_reward=true reward_normalizer=group n_samples_per_prompt=2
 ppo reward_workers=2 reward_timeout=0.5
 ppo keep_best=eval_pass@1 eval_data=e remote_rm_url=http://h eval_reward_fn=f.py
 ppo kl_target=6.0 use_kl_loss=true kl_estimator=k3
+ppo reward_fn=none ref_pretrain=r
+ppo reward_fn=none ref_pretrain=r tools=t.py tool_rewards=none overlong_filter=true
+ppo reward_fn=none ref_pretrain=r eval_data=e eval_reward_fn=f.py reward_workers=2 pass_on=right keep_best=eval_reward
+ppo reward_fn=none ref_pretrain=r eval_data=e temperature=0.7 eval_temperature=0.7 keep_best=eval_kl
+ppo reward_fn=./none
 ppo init_kl_coef=0.0 kl_estimator=k3
 ppo dynamic_sampling=true n_samples_per_prompt=2 freezing_actor_steps=0
 ppo reward_weights=[a=1,b=-0.5]

@@ -85,8 +85,8 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     "Policy": (
         Chart(
             "KL from the reference",
-            ("kl", "kl_k3"),
-            "Nats per token. It should grow slowly.",
+            ("kl", "kl_k3", "eval_kl"),
+            "Nats per token. It should grow slowly, or fall in a distillation.",
             target="kl_target",
         ),
         Chart(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from openppo.config.rewards import NONE
+
 WINDOW = 20
 """Reports of a trend: the later half against the earlier one."""
 LEVEL = 10
@@ -58,6 +60,11 @@ class History:
         """Return an option of the run; ``otherwise`` where logs of an older version lack it."""
         value = self.config.get(name)
         return otherwise if value is None else value
+
+    @property
+    def distils(self) -> bool:
+        """True for a run without any reward, whose KL is to fall."""
+        return self.option("reward_fn") == NONE
 
     def flat_reward(self) -> bool:
         """True if a window of rewards does not rise: its halves differ by no more than two standard errors."""

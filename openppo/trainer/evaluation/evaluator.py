@@ -44,6 +44,8 @@ class Grading:
     comm: Comm
     pass_reward: float | None = 1.0
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    has_rewards: bool = True
+    """False if nothing rewards a response."""
     scorer: Scorer | None = None
     """Scorer of evaluations, where it is not that of training."""
     pass_on: str | None = None
@@ -58,7 +60,19 @@ class Grading:
     ) -> "Grading":
         """Make the grading by ``rewards``, with ``--pass_reward`` and ``--pass_on`` of ``options``."""
         pass_reward = rewards.pass_threshold(options.pass_reward, options.pass_on)
-        return cls(comm, pass_reward, rewards.weights(), scorer=scorer, pass_on=options.pass_on)
+        return cls(
+            comm,
+            pass_reward,
+            rewards.weights(),
+            has_rewards=not rewards.are_none,
+            scorer=scorer,
+            pass_on=options.pass_on,
+        )
+
+    @property
+    def measured_weights(self) -> Mapping[str, float] | None:
+        """Weights of the rewards that are measured; None if there are none."""
+        return self.reward_weights if self.has_rewards else None
 
     def measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return metrics ``eval_...``, and ``eval/<short name of source>/...`` if there are several sources.
@@ -118,10 +132,11 @@ class Grading:
                 for ending in Ending:
                     metrics.add(f"{prefix}agent/{ending.value}", episode.ending is ending)
 
-        measure_scores(responses, self.reward_weights, metrics, prefix=prefix)
-        # Responses to one prompt are alike, so prompts are the independent values.
-        earned = [episode_reward(segments, self.reward_weights) for segments in episodes]
-        metrics.add(f"{prefix}reward_ci95", sum(earned) / len(earned), reduce="ci95")
+        measure_scores(responses, self.measured_weights, metrics, prefix=prefix)
+        if self.has_rewards:
+            # Responses to one prompt are alike, so prompts are the independent values.
+            earned = [episode_reward(segments, self.reward_weights) for segments in episodes]
+            metrics.add(f"{prefix}reward_ci95", sum(earned) / len(earned), reduce="ci95")
         for response in responses:
             metrics.add(f"{prefix}response_length", sum(response.action_mask))
             metrics.add(f"{prefix}truncated_fraction", response.truncated)

@@ -130,6 +130,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         grown = save(name, kind, size=size)
         grown.add_special_tokens({"pad_token": "[PAD]"})
         grown.save_pretrained(root / name)
+    save("padded", causal, size=48)
+    other_end = save("other_end", causal)
+    other_end.eos_token = "<unk>"
+    other_end.save_pretrained(root / "other_end")
     with_tool = save("tool", causal)
     with_tool.add_tokens(["<tool>"])
     with_tool.save_pretrained(root / "tool")

@@ -151,6 +151,7 @@ WRONG = [
         [{"name": "one", "data": "x", "options": {"tools": "tools.py", "tool_rewards": "none"}}],
         "task one: --tool_rewards none: rewards of --tools tools.py are not added. No reward is given",
     ),
+    ([{**MINIMAL, "reward": "none"}], "task one: reward none is for a run without --tasks"),
     ([{"name": "one", "reward": "exact_match"}], "task one: it has no data"),
     ([{**MINIMAL, "data": 5}], "task one: data is 5: write a text"),
     ([{**MINIMAL, "options": ["x"]}], "task one: options is ['x']: write options by name"),

@@ -3,7 +3,7 @@
 // [name, at the start, now] of each headline; means over a tenth of the run at either end, evaluations as they are.
 const HEADLINES = [
   ["Reward", "reward"], ["Held-out reward", "eval_reward"], ["Held-out pass@1", "eval_pass@1"], ["Loss", "loss"], ["Held-out loss", "eval_loss"], ["Accuracy", "accuracy"],
-  ["KL per token", "kl"], ["Entropy", "entropy"], ["Clip fraction", "clip_fraction"], ["Explained variance", "explained_variance"],
+  ["KL per token", "kl"], ["Held-out KL", "eval_kl"], ["Entropy", "entropy"], ["Clip fraction", "clip_fraction"], ["Explained variance", "explained_variance"],
   ["Turns per episode", "agent/turns"], ["Response length", "response_length"], ["Truncated", "truncated_fraction"], ["Seconds a step", "time/step_s"],
 ];
 const shares = new Set(["eval_pass@1", "accuracy", "clip_fraction", "truncated_fraction"]);
@@ -65,7 +65,7 @@ function drawEvaluation() {
   const section = byId("evaluation"), names = [...new Set(RUNS.flatMap((run) => Object.keys(run.evaluations.values)))].sort();
   if (!names.length) return section.remove();
   // Scores of rejected answers, and so the mean of all scores of a reward model, are not better for being higher.
-  const good = (name) => (/loss|truncated|errors/.test(name) ? -1 : /reward|pass|accuracy/.test(name) && !/std|rejected|reward_mean/.test(name) ? 1 : 0);
+  const good = (name) => (/loss|truncated|errors|eval_kl/.test(name) ? -1 : /reward|pass|accuracy/.test(name) && !/std|rejected|reward_mean/.test(name) ? 1 : 0);
   const head = RUNS.map((run, r) => {
     const steps = run.evaluations.steps, title = RUNS.length > 1 ? [swatch(color(r)), run.name, el("br")] : [];
     if (steps.length === 1) return el("th", { class: "number", colspan: 4 }, title, `step ${steps[0]}`);

@@ -34,7 +34,7 @@ function facts(sample) {
   const parts = Object.entries(sample.rewards || {}).filter(([name, value]) => name !== "reward" || value !== sample.reward);
   return el("div", { class: "facts" },
     RUNS.length > 1 ? fact("run", RUNS[sample.run].name) : null,
-    fact(sample.evaluation ? "evaluation at step" : "step", sample.step), fact("reward", short(sample.reward)),
+    fact(sample.evaluation ? "evaluation at step" : "step", sample.step), sample.reward == null ? null : fact("reward", short(sample.reward)),
     parts.map(([name, value]) => fact(name, short(value))),
     sample.kl == null ? null : fact("KL", `${short(sample.kl)} nats`),
     sample.response_length == null ? null : fact("length", `${sample.response_length} tokens`),
@@ -101,7 +101,7 @@ function drawList() {
   list.replaceChildren(...chosen.map((sample) => el("button", { type: "button", role: "option", "aria-selected": sample === browse.current,
     tabindex: sample === browse.current ? 0 : -1, onclick: () => { browse.current = sample; drawList(); focusChosen(); } },
   el("div", { class: "line" }, RUNS.length > 1 ? swatch(color(sample.run)) : null,
-    el("b", {}, `step ${sample.step}`), browse.kind === "all" && sample.evaluation ? "held out" : "", el("span", { class: "number" }, `reward ${short(sample.reward)}`),
+    el("b", {}, `step ${sample.step}`), browse.kind === "all" && sample.evaluation ? "held out" : "", sample.reward == null ? "" : el("span", { class: "number" }, `reward ${short(sample.reward)}`),
     sample.kl == null ? "" : el("span", { class: "number" }, `KL ${short(sample.kl)}`),
     sample.response_length == null ? "" : el("span", { class: "number" }, `${sample.response_length} tokens`)),
   el("div", { class: "excerpt" }, visible(sample.prompt).slice(-90)))));

@@ -57,6 +57,7 @@ def every_tenth(curve):
 
 CLIP, FLAT_REWARD = {"reward_clip_range": [-10.0, 10.0]}, {"reward": flat(0.5)}
 BOUND_10, BOUND_1 = ({"dynamic_sampling_max_batches": n, "rollout_batch_size": 8} for n in (10, 1))
+DISTILS = {"reward_fn": "none"}
 RISES_AND_FALLS = every_tenth(lambda s: {10: 0.1, 20: 0.5, 30: 0.9}.get(s, 0.6))
 CASES = {
     "kl_without_reward": ({"kl": ramp(0.0, 0.3), **FLAT_REWARD}, {}),
@@ -64,6 +65,7 @@ CASES = {
     "kl_far": ({"kl": flat(0.8), "kl_per_response": flat(80.0), "reward": rising}, {}),
     "kl_negative": ({"kl": flat(-0.05)}, {}),
     "evaluation_falls": ({"reward": rising, "eval_reward": RISES_AND_FALLS}, {}),
+    "teacher_not_followed": ({"kl": flat(1.0)}, DISTILS),
     "entropy_collapse": ({"entropy": ramp(2.0, 0.1), **FLAT_REWARD}, {}),
     "entropy_grows": ({"entropy": ramp(1.0, 3.0)}, {}),
     "many_clipped": ({"clip_fraction": flat(0.35)}, {"policy_loss_type": "ppo"}),
@@ -122,6 +124,16 @@ HEALTHY = {
     "KL that grows by a tenth": ({"kl": ramp(0.3, 0.6), **FLAT_REWARD}, {}),
     "KL that falls while the reward is flat": ({"kl": ramp(0.3, 0.1), **FLAT_REWARD}, {}),
     "KL near its target": ({"kl": flat(0.15)}, {"kl_target": 0.1}),
+    "a distillation from far away, of a teacher with more entropy": (
+        {
+            "kl": ramp(2.0, 0.2),
+            "kl_per_response": flat(80.0),
+            "entropy": ramp(1.0, 3.0),
+            "truncated_fraction": flat(0.8),
+        },
+        DISTILS,
+    ),
+    "a distillation that has arrived": ({"kl": lambda s: 0.2 + 2.0 * (s < 5)}, DISTILS),
     "many nats per token in short ones": (
         {"kl": flat(0.8), "kl_per_response": flat(4.0), "reward": rising},
         {},
@@ -258,6 +270,7 @@ ADVICE = [
         ["--actor_learning_rate"],
         ["--init_kl_coef"],
     ),
+    ("lengths_collapse", {**DISTILS, "init_kl_coef": 1.0}, ["--gamma 0"], ["reward"]),
     ("many_truncated", {"overlong_filter": False}, ["out with --overlong_filter"], []),
     (
         "many_truncated",
