@@ -56,6 +56,20 @@ def at_least(least: float, other: float | None = None) -> Bound:
     )
 
 
+def names_file(value: str) -> bool:
+    """True for ``path.py:name``, a function or class of a user's file."""
+    return re.fullmatch(r".+\.py:\w+", value) is not None
+
+
+def one_of_or_file(choices: Any) -> Bound:
+    """Allow the names of a ``Literal``, and ``path.py:name``."""
+    names = typing.get_args(choices)
+    return Bound(
+        f"must be {', '.join(names)}, or path.py:name of your own",
+        lambda value: value in names or names_file(value),
+    )
+
+
 def inside(interval: str) -> Bound:
     """Allow values in an interval such as ``[0, 1)``."""
     low, high = map(float, interval[1:-1].split(","))

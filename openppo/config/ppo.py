@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.fields import Bound, Options, at_least, inside, not_negative, option, positive
+from openppo.config.fields import (
+    Bound,
+    Options,
+    at_least,
+    inside,
+    not_negative,
+    one_of_or_file,
+    option,
+    positive,
+)
 
 AdvantageEstimator = Literal[
     "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "remax"
@@ -88,8 +97,11 @@ class PPOConfig(Options):
 class AdvantageConfig(Options):
     """Computation of advantages from rewards."""
 
-    advantage_estimator: AdvantageEstimator = option("gae", resume="must match")
-    """Only gae has a critic; all others but reinforce and remax compare the responses to one prompt."""
+    advantage_estimator: str = option(
+        "gae", one_of_or_file(AdvantageEstimator), resume="must match"
+    )
+    """One of gae, reinforce, reinforce_baseline, rloo, group_norm, dr_grpo and remax, or your own, path.py:name.
+    Of ours only gae has a critic; all others but reinforce and remax compare the responses to one prompt."""
     gamma: float = option(1.0, inside("[0, 1]"))
     """Discount per action token."""
     lambd: float = option(0.95, inside("[0, 1]"))
@@ -137,11 +149,11 @@ class KLConfig(Options):
 class LossConfig(Options):
     """Policy and value losses."""
 
-    policy_loss_type: PolicyLossType | None = option(None, resume="must match")
+    policy_loss_type: str | None = option(None, one_of_or_file(PolicyLossType), resume="must match")
     """Clipped ratios of tokens (ppo) or of sequences (gspo), or log-probs with truncated weights (cispo). For samples
     of older weights: ratios to the engine's log-probs inside the clip range (double_sided), or ppo with recomputed old
-    log-probs, weighted by p_actor / p_rollout where that is at most 5 (decoupled). Default: ppo; with --max_staleness
-    above 0 decoupled."""
+    log-probs, weighted by p_actor / p_rollout where that is at most 5 (decoupled). Or your own, path.py:name. Default:
+    ppo; with --max_staleness above 0 decoupled."""
     eps_clip: float = option(0.2, positive)
     """Clip range of the policy ratio (gspo: 3e-4, and 4e-4 for --eps_clip_high)."""
     eps_clip_high: float | None = option(None, positive)
@@ -173,7 +185,7 @@ class LossConfig(Options):
     """Clip range of the value around its old value; 'None' switches it off."""
 
     @property
-    def loss_type(self) -> PolicyLossType:
+    def loss_type(self) -> str:
         """``policy_loss_type``; ppo by default, as this group of options knows no staleness."""
         return self.policy_loss_type or "ppo"
 

@@ -15,7 +15,6 @@ from openppo.config.ppo import (
     AdvantageConfig,
     KLConfig,
     LossConfig,
-    PolicyLossType,
     PPOConfig,
 )
 from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig, RewardShapingConfig
@@ -45,7 +44,7 @@ class TrainPPOConfig(TrainingConfig):
     def __post_init__(self) -> None:
         # The resolved loss is shown, saved and compared on resume.
         if self.loss.policy_loss_type is None:
-            kind: PolicyLossType = "decoupled" if self.orchestrator.max_staleness > 0 else "ppo"
+            kind = "decoupled" if self.orchestrator.max_staleness > 0 else "ppo"
             object.__setattr__(self, "loss", replace(self.loss, policy_loss_type=kind))
 
     def training_ranks(self, world_size: int) -> int:

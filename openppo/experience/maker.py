@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.episode_segments import EpisodeSegments
-from openppo.experience.estimators import ESTIMATORS, group_moments
+from openppo.experience.estimators import group_moments
 from openppo.experience.forwards import (
     Forwards,
     Model,
@@ -30,6 +30,7 @@ from openppo.experience.measure import (
     measure_tasks,
     staleness,
 )
+from openppo.experience.own_estimator import estimator_of
 from openppo.experience.replay_buffer import split_rows
 from openppo.experience.reward_names import RewardNames
 from openppo.experience.running_moments import RunningMoments
@@ -72,7 +73,7 @@ class ExperienceMaker:
 
     def __post_init__(self) -> None:
         self.frozen_steps = self.config.ppo.frozen_actor_steps
-        self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
+        self.estimator = estimator_of(self.config.advantage)
         self.weights = self.config.rewards.weights()
         self.moments = RunningMoments()
 

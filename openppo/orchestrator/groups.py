@@ -9,8 +9,9 @@ from typing import NamedTuple
 from zlib import crc32
 
 from openppo.datasets.sampler import cyclic_batches
-from openppo.experience.estimators import ESTIMATORS, Estimator
+from openppo.experience.estimators import Estimator
 from openppo.experience.group_filters import useful_groups
+from openppo.experience.own_estimator import estimator_of
 from openppo.experience.scoring import begin_scoring
 from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
@@ -59,7 +60,7 @@ class GroupPlan:
             params=sampling_params(config.generation),
             n_samples=ppo.n_samples_per_prompt,
             seed=seed,
-            estimator=ESTIMATORS[config.advantage.advantage_estimator],
+            estimator=estimator_of(config.advantage),
             weights=config.rewards.weights(),
             most_in_vain=most_batches * config.prompts_per_step,
             attempts=1 + task.retries,

@@ -21,6 +21,7 @@ from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
+from openppo.trainer.algorithm_trial import try_own_algorithm
 from openppo.trainer.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
@@ -170,12 +171,14 @@ def _check(
         raise ValueError(
             f"--{config.agents.form}: pass source=agent_source(config.agents), from openppo.agents."
         )
+    are_tasks = isinstance(players, TaskPlayers)
     check_options(
         config,
         comm,
-        own_source=not samples or isinstance(players, TaskPlayers),
+        own_source=not samples or are_tasks,
         own_rewards=None if players is None else players.gives_rewards,
     )
+    try_own_algorithm(config, comm, are_tasks=are_tasks)
     tokenizer, actor_config = check_models(config, strategy, samples, objects=objects)
     if players is not None:
         players.check(tokenizer)

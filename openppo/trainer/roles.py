@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from openppo.config import LoRAConfig, TrainPPOConfig
-from openppo.experience.estimators import ESTIMATORS
+from openppo.experience.own_estimator import estimator_of
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
@@ -11,7 +11,7 @@ from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_reg
 
 def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
     """Flag and name of the model that the critic starts from; None without a critic."""
-    if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
+    if not estimator_of(config.advantage).uses_critic:
         return None
     if config.model.critic_pretrain:
         return "--critic_pretrain", config.model.critic_pretrain

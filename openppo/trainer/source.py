@@ -13,8 +13,8 @@ from openppo import logger
 from openppo.config import PPODataConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
-from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.group_filters import useful_groups
+from openppo.experience.own_estimator import estimator_of
 from openppo.experience.scoring import begin_scoring, check_rewarded
 from openppo.rollout.engine_sampler import EngineSampler, rank_share
 from openppo.rollout.episodes import by_episode, episode_reward
@@ -56,7 +56,7 @@ class PromptSource:
         self.scorer = components.scorer
         self.timer = components.maker.hooks.timer
         self.comm = components.strategy.comm
-        self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
+        self.estimator = estimator_of(config.advantage)
         self.sampler = BatchSampler(
             len(components.data.prompts), config.prompts_per_step, config.deepspeed.seed
         )
