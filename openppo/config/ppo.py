@@ -11,6 +11,7 @@ from openppo.config.fields import (
     Options,
     at_least,
     inside,
+    names_file,
     not_negative,
     one_of_or_file,
     option,
@@ -28,6 +29,7 @@ GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = (
 )
 """Estimators that compare the responses to one prompt: a single response has advantage 0, or none."""
 PolicyLossType = Literal["ppo", "gspo", "cispo", "double_sided", "decoupled"]
+PromptOrder = Literal["shuffled", "given"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 RolloutCorrection = Literal["none", "tis", "mis", "icepop"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -42,6 +44,8 @@ class PPOConfig(Options):
     """Passes over all prompts."""
     max_steps: int | None = option(None, at_least(1))
     """End after this many global steps (default: those of --num_episodes)."""
+    prompt_order: str = option("shuffled", one_of_or_file(PromptOrder), resume="must match")
+    """Order of the prompts in each pass: shuffled anew, given (that of the data), or your own, path.py:name."""
     rollout_batch_size: int = option(512, at_least(1), resume="must match")
     """Prompts of one rollout batch, over all ranks."""
     micro_rollout_batch_size: int | None = option(None, at_least(1))
@@ -126,6 +130,10 @@ class KLConfig(Options):
     """Adapt the coefficient so that the KL per action token approaches this value (default: keep it fixed)."""
     kl_horizon: int = option(10000, at_least(1))
     """With --kl_target: samples over which the coefficient adapts."""
+    kl_controller: str | None = option(
+        None, Bound("must be path.py:name", names_file), resume="must match"
+    )
+    """Your own controller of the coefficient, path.py:name (default: fixed, or with --kl_target adaptive)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL penalty: k1 in the reward, k2 or k3 in the loss (Schulman, Approximating KL Divergence)."""
     use_kl_loss: bool = False
@@ -134,6 +142,8 @@ class KLConfig(Options):
     def problems(self) -> Iterator[str]:
         if self.init_kl_coef == 0 and self.kl_target is not None:
             yield "--kl_target multiplies the coefficient, which --init_kl_coef 0 keeps at 0: use a positive one."
+        if self.init_kl_coef == 0 and self.kl_controller is not None:
+            yield "--kl_controller: --init_kl_coef 0 loads no reference to measure a KL: use a positive one."
         if self.init_kl_coef == 0 and self.use_kl_loss:
             yield "--use_kl_loss with --init_kl_coef 0 has no effect: give a positive --init_kl_coef."
         if self.use_kl_loss and self.kl_estimator == "k1":

@@ -120,6 +120,9 @@ class TrainPPOConfig(TrainingConfig):
             elif has_no_end:
                 yield "--environment without --prompt_data has no rows to count: give --n_envs and --max_steps."
 
+            if self.ppo.prompt_order != "shuffled":
+                yield "--prompt_order orders the rows of --prompt_data, and none are given: leave it out."
+
         if has_environment and self.rewards.names():
             yield ENVIRONMENT_REWARDS
         if own_rewards is None:
@@ -181,7 +184,8 @@ class TrainPPOConfig(TrainingConfig):
 
         if self.agents.form is not None:
             yield from self.data.unread_by_agents()
-        if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
+        adapts = self.kl.kl_target is not None and self.kl.kl_controller is None
+        if adapts and 5 * self.kl.kl_horizon <= prompts * n:
             yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
         limit = self.ppo.buffer_limit
         if limit > 0 and limit * ranks < batch:

@@ -1,6 +1,7 @@
 """Trials of a user's algorithm on small tensors, before data and models are read."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
@@ -10,17 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from openppo.config import AdvantageConfig, LossConfig, TrainPPOConfig
+from openppo.config import AdvantageConfig, KLConfig, LossConfig, TrainPPOConfig
 from openppo.config.fields import names_file, raise_first
-from openppo.experience import own_estimator
+from openppo.datasets import prompt_order
+from openppo.experience import own_estimator, own_kl_controller
 from openppo.experience.estimators import Estimator
 from openppo.experience.own_estimator import estimator_of, estimator_problems
+from openppo.experience.own_kl_controller import OwnKLController
 from openppo.experience.token_rewards import StepRewards
 from openppo.models import own_loss
 from openppo.models.own_loss import TENSORS, FunctionLoss, policy_loss_of
-from openppo.strategy.comm import collective
+from openppo.strategy.comm import check_same, collective
 from openppo.tracking.report.catalog import GROUPS
-from openppo.types import Comm
+from openppo.types import Comm, Prompt
 from openppo.user_code import errors_of, leaving_no_trace
 
 _ACTIONS = torch.tensor([[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1], [0, 1, 0, 0, 0, 0]]).bool()
@@ -39,10 +42,27 @@ def try_own_algorithm(config: TrainPPOConfig, comm: Comm, are_tasks: bool) -> No
             try_loss(config.loss)
         if names_file(config.advantage.advantage_estimator):
             try_estimator(config.advantage)
+        if config.kl.kl_controller is not None:
+            try_kl_controller(config.kl)
         if not are_tasks:
             raise_first(estimator_problems(config))
 
     collective(comm, check)
+
+
+def try_prompt_order(config: TrainPPOConfig, prompts: Sequence[Prompt], comm: Comm) -> None:
+    """Check the first pass of a user's ``--prompt_order``, of each task by itself. Collective.
+
+    ``ValueError`` on all ranks if it is no order of the ``prompts``, or another one on other ranks.
+    """
+    choice = config.ppo.prompt_order
+    if not names_file(choice):
+        return
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        rows = [prompt for prompt in prompts if prompt.task == task]
+        make = partial(prompt_order, choice, rows, config.deepspeed.seed)
+        order = collective(comm, make)
+        check_same(comm, {f"the order of --prompt_order {choice}": list(order(0))})
 
 
 def try_loss(options: LossConfig) -> None:
@@ -174,3 +194,27 @@ def _result(
         tensors["rewards"], tensors.get("values"), tensors["action_mask"], options, None
     )
     return results[place]
+
+
+def try_kl_controller(options: KLConfig) -> None:
+    """Check coefficient and updates of a user's controller, and that its state restores it."""
+    where = f"{own_kl_controller.FLAG} {options.kl_controller}"
+    with leaving_no_trace(where), errors_of(where, "in a trial with a KL of 0.5"):
+        controller = OwnKLController(options)
+        _ = controller.value
+        controller.update(0.5, 64)
+
+        state = controller.state_dict()
+        if json.loads(json.dumps(state)) != state:
+            raise ValueError(
+                f"{where}: its state is no JSON: keep numbers, texts, lists and dicts with text keys."
+            )
+        restored = OwnKLController(options)
+        restored.load_state_dict(state)
+        for each in (controller, restored):
+            each.update(0.25, 64)
+        if restored.value != controller.value:
+            raise ValueError(
+                f"{where}: its state does not restore it, so a resumed run would differ: keep it in attributes, or "
+                "give it state_dict() and load_state_dict(state)."
+            )

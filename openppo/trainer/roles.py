@@ -32,11 +32,12 @@ def other_models(config: TrainPPOConfig) -> list[tuple[str, str]]:
 
 
 def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
-    """Adapters of the critic; rank 0 is none."""
+    """Adapters of the critic, which are new with ``--lora_path`` too; rank 0 is none."""
     rank = config.model.critic_lora_rank
     if rank is None:
         rank = config.lora.lora_rank
-    return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+    in_4bit = config.lora.load_in_4bit and rank > 0
+    return replace(config.lora, lora_rank=rank, load_in_4bit=in_4bit, lora_path=None)
 
 
 def loading(config: TrainPPOConfig) -> dict[str, bool]:

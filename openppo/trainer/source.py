@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import PPODataConfig, TrainPPOConfig
-from openppo.datasets import BatchSampler, load_prompts, shard
+from openppo.datasets import BatchSampler, load_prompts, prompt_order, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.group_filters import useful_groups
 from openppo.experience.own_estimator import estimator_of
@@ -57,9 +57,9 @@ class PromptSource:
         self.timer = components.maker.hooks.timer
         self.comm = components.strategy.comm
         self.estimator = estimator_of(config.advantage)
-        self.sampler = BatchSampler(
-            len(components.data.prompts), config.prompts_per_step, config.deepspeed.seed
-        )
+        prompts = components.data.prompts
+        order = prompt_order(config.ppo.prompt_order, prompts, config.deepspeed.seed)
+        self.sampler = BatchSampler(len(prompts), config.prompts_per_step, order)
         self.reward_weights = config.rewards.weights()
         self.n_batches = config.ppo.num_episodes * len(self.sampler)
         # an environment has endless seeds
@@ -91,7 +91,7 @@ class PromptSource:
         return map(self.rollout, self.prompt_batches())
 
     def prompt_batches(self) -> Iterator[PromptBatch]:
-        """Yield the batches of ``--num_episodes`` passes over all prompts, reshuffled each time.
+        """Yield the batches of ``--num_episodes`` passes over all prompts, in the order of ``--prompt_order``.
 
         A batch counts as consumed when it is sampled from.
         """

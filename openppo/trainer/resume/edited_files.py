@@ -27,7 +27,7 @@ _OPTIONS = (
     "task_ratios",
 )
 """Options that name such files, alone or among other words."""
-_ALGORITHM = ("policy_loss_type", "advantage_estimator")
+_ALGORITHM = ("policy_loss_type", "advantage_estimator", "kl_controller", "prompt_order")
 """Options with a name of ours, or path.py:name of a user's own."""
 
 

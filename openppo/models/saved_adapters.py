@@ -1,0 +1,97 @@
+"""Adapters of a PEFT folder that are trained on: their config, shapes and weights."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from openppo import logger
+from openppo.models.pretrained import forbid_remote_code
+
+Task = Literal["CAUSAL_LM", "SEQ_CLS"]
+HEAD_TASK = "SEQ_CLS"
+_KINDS = {"CAUSAL_LM": "a language model", "SEQ_CLS": "a reward model or critic"}
+_WEIGHTS = "adapter_model.safetensors"
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def saved_config(folder: str, task: Task) -> Any:
+    """PEFT's config of the adapters in ``folder``, for training; ``ValueError`` if they are for another task."""
+    from peft import LoraConfig, PeftConfig  # a heavy import, for LoRA only
+
+    config = PeftConfig.from_pretrained(folder)
+    assert isinstance(config, LoraConfig), f"{folder}: checked by LoRAConfig"
+    if config.task_type not in (task, None):
+        kind = _KINDS.get(str(config.task_type), f"the task {config.task_type}")
+        raise ValueError(
+            f"--lora_path {folder}: its adapters are of {kind}, and here {_KINDS[task]} is trained. Merge them with "
+            "openppo.cli.merge_lora, and give the result as --pretrain."
+        )
+    config.task_type = task
+    config.inference_mode = False
+    return config
+
+
+def load_adapters(adapted: Any, folder: str) -> None:
+    """Load the adapters of ``folder``, and a head saved there, into a PEFT model; ``ValueError`` if they do not fit."""
+    from peft import load_peft_weights
+
+    with forbid_remote_code(folder):
+        weights = load_peft_weights(folder, device="cpu")
+    parameters = adapter_parameters(adapted)
+    needed = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    check_shapes(needed, shapes, f"--lora_path {folder} does not fit the model")
+
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            with whole_weights([parameter] if hasattr(parameter, "ds_id") else []):
+                parameter.copy_(weights[name])
+    logger.info("--lora_path %s: its adapters are trained on", folder)
+
+
+def adapter_parameters(adapted: Any) -> dict[str, Any]:
+    """Parameters of adapters, and of a head that is trained whole, by their names in a PEFT folder."""
+    from peft import get_peft_model_state_dict
+
+    tensors = adapted.state_dict(keep_vars=True)
+    return dict(get_peft_model_state_dict(adapted, tensors, save_embedding_layers=False))
+
+
+def saved_shapes(folder: str) -> Shapes:
+    """Shapes of the tensors of a PEFT folder, by name."""
+    file = Path(folder, _WEIGHTS)
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"--lora_path {folder}: its {_WEIGHTS} cannot be read ({error})."
+        ) from error
+
+
+def check_shapes(needed: Shapes, saved: Shapes, start: str) -> None:
+    """``ValueError`` beginning with ``start`` unless both have the same names and shapes."""
+    for name in sorted({*needed, *saved}):
+        if needed.get(name) == saved.get(name):
+            continue
+        here = needed.get(name, "none")
+        there = saved.get(name, "none")
+        raise ValueError(
+            f"{start}: {name} has the shape {here} in the model and {there} in the folder. Give the base model that "
+            "the adapters were trained on."
+        )
+
+
+def whole_weights(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    """Gather ``parameters`` for the context if ZeRO-3 loads in partitions; rank 0's changes to them are kept."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    from peft.utils.integrations import gather_params_ctx
+
+    return gather_params_ctx(parameters)
