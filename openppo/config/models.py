@@ -100,8 +100,7 @@ class LoRAConfig(Options):
     def _problems_of_adapters(self, folder: str) -> Iterator[str]:
         """Yield messages about ``--lora_path``, and options that its adapters decide."""
         described = _adapter_config(folder)
-        if described is None:
-            yield f"--lora_path {folder}: no adapter_config.json can be read there. Name a PEFT folder."
+        if described is None:  # said where models are checked, since folders are read there
             return
         kind = described.get("peft_type")
         if kind != "LORA":

@@ -26,8 +26,11 @@ def estimator_of(options: AdvantageConfig) -> Estimator:
     if not names_file(location):
         return ESTIMATORS[location]
     file, _ = split_location(location, FLAG)
-    edited = file.stat().st_mtime_ns if file.is_file() else 0
-    return _load(location, edited)
+    state = (0, 0)
+    if file.is_file():
+        stat = file.stat()
+        state = (stat.st_mtime_ns, stat.st_size)
+    return _load(location, state)
 
 
 def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
@@ -49,8 +52,8 @@ def estimator_problems(config: TrainPPOConfig) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)
-def _load(location: str, edited: int) -> Estimator:
-    """Load the estimator at ``path.py:name``, once for each time at which its file was ``edited``."""
+def _load(location: str, state: tuple[int, int]) -> Estimator:
+    """Load the estimator at ``path.py:name``, once for each ``state`` of its file: time and size."""
     return checked(find_object(location, FLAG, Estimator), f"{FLAG} {location}")
 
 

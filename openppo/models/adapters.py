@@ -16,6 +16,7 @@ from openppo.models.saved_adapters import (
     HEAD_TASK,
     Task,
     load_adapters,
+    require_folder,
     saved_config,
     whole_weights,
 )
@@ -32,6 +33,8 @@ def lora_options(model: object, **fields: Any) -> LoRAConfig:
     if isinstance(targets, str):
         targets = (targets,)
     options = LoRAConfig(**fields | {"target_modules": tuple(targets)})
+    if options.lora_path is not None:
+        require_folder(options.lora_path)
     options.validate()
     if options.lora_rank > 0 and isinstance(model, str) and is_peft_folder(model):
         raise ValueError(

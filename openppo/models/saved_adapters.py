@@ -11,7 +11,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from openppo import logger
-from openppo.models.pretrained import forbid_remote_code
+from openppo.models.pretrained import forbid_remote_code, is_peft_folder
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 HEAD_TASK = "SEQ_CLS"
@@ -20,8 +20,18 @@ _WEIGHTS = "adapter_model.safetensors"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def require_folder(folder: str) -> None:
+    """``ValueError`` unless ``folder`` holds adapters."""
+    if not is_peft_folder(folder):
+        raise ValueError(
+            f"--lora_path {folder}: no adapter_config.json is there. Name a PEFT folder, as training with --lora_rank "
+            "saves it."
+        )
+
+
 def saved_config(folder: str, task: Task) -> Any:
     """PEFT's config of the adapters in ``folder``, for training; ``ValueError`` if they are for another task."""
+    require_folder(folder)
     from peft import LoraConfig, PeftConfig  # a heavy import, for LoRA only
 
     config = PeftConfig.from_pretrained(folder)

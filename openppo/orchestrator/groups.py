@@ -34,8 +34,8 @@ ATTEMPTS = 3
 class GroupPlan:
     """Plan of the groups of a task, the same on all ranks.
 
-    Prompts come in ``prompt_order``, which is that of a file or one of ours. ``index`` is a group's place among them. With ``most_in_vain`` above 0 groups of equal rewards are left out; as many
-    in a row end the run.
+    Prompts come in ``prompt_order``, the option. ``index`` is a group's place among them. With ``most_in_vain`` above 0
+    groups of equal rewards are left out; as many in a row end the run.
     """
 
     prompts: Sequence[Prompt]

@@ -205,12 +205,13 @@ def try_kl_controller(options: KLConfig) -> None:
         controller.update(0.5, 64)
 
         state = controller.state_dict()
-        if json.loads(json.dumps(state)) != state:
+        copy = json.loads(json.dumps(state, default=repr))
+        if copy != state:
             raise ValueError(
                 f"{where}: its state is no JSON: keep numbers, texts, lists and dicts with text keys."
             )
         restored = OwnKLController(options)
-        restored.load_state_dict(state)
+        restored.load_state_dict(copy)
         for each in (controller, restored):
             each.update(0.25, 64)
         if restored.value != controller.value:
