@@ -62,16 +62,16 @@ class OwnKLController:
 
     def state_dict(self) -> dict[str, Any]:
         """State for ``load_state_dict``, as JSON."""
-        own = getattr(self.controller, "state_dict", None)
-        return dict(vars(self.controller) if own is None else own())
+        if hasattr(self.controller, "state_dict"):
+            return dict(self.controller.state_dict())
+        return dict(vars(self.controller))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state of an earlier run."""
-        own = getattr(self.controller, "load_state_dict", None)
-        if own is None:
-            vars(self.controller).update(state)
+        if hasattr(self.controller, "load_state_dict"):
+            self.controller.load_state_dict(state)
         else:
-            own(state)
+            vars(self.controller).update(state)
 
 
 def make_kl_controller(options: KLConfig) -> FixedKLController | OwnKLController:

@@ -63,8 +63,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
 
     config = _new_config(model, lora, task)
     if lora.lora_path is not None:
-        config = saved_config(lora.lora_path, task)
-        config.lora_dropout = lora.lora_dropout
+        config = saved_config(lora.lora_path, task, lora.lora_dropout)
     try:
         # DeepSpeed keeps float32 masters, so adapters need no float32 of their own.
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)

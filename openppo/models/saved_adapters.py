@@ -29,8 +29,8 @@ def require_folder(folder: str) -> None:
         )
 
 
-def saved_config(folder: str, task: Task) -> Any:
-    """PEFT's config of the adapters in ``folder``, for training; ``ValueError`` if they are for another task."""
+def saved_config(folder: str, task: Task, dropout: float = 0.0) -> Any:
+    """PEFT's config of the adapters in ``folder``, to train with ``dropout``; ``ValueError`` if of another task."""
     require_folder(folder)
     from peft import LoraConfig, PeftConfig  # a heavy import, for LoRA only
 
@@ -44,6 +44,7 @@ def saved_config(folder: str, task: Task) -> Any:
         )
     config.task_type = task
     config.inference_mode = False
+    config.lora_dropout = dropout
     return config
 
 

@@ -87,7 +87,7 @@ def try_loss(options: LossConfig) -> None:
                     f"{where} changes {name} in place, which others read: copy it first."
                 )
         _check_names(logged, where)
-        _check_rows(call, inputs, whole.detach(), f"{where}: the loss of a row")
+        _check_rows(call, inputs, whole.detach(), subject=f"{where}: the loss of a row")
 
 
 def _loss_inputs() -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ def _check_rows(
     subject: str,
 ) -> None:
     """``ValueError`` if the rows of ``whole``, alone or with more padding, are others."""
-    rows = [{name: tensor[i : i + 1] for name, tensor in inputs.items()} for i in range(len(whole))]
+    rows = [_row(inputs, place) for place in range(len(whole))]
     alone = torch.cat([call(row).detach() for row in rows])
     if not torch.allclose(alone, whole, rtol=1e-4, atol=1e-6):
         raise ValueError(
@@ -122,6 +122,11 @@ def _check_rows(
     padded = {name: F.pad(tensor, (0, 2)) for name, tensor in inputs.items()}
     if not torch.allclose(call(padded).detach(), F.pad(whole, (0, 2)), rtol=1e-4, atol=1e-6):
         raise ValueError(f"{subject} depends on padding. Count only tokens of action_mask.")
+
+
+def _row(inputs: dict[str, Tensor], place: int) -> dict[str, Tensor]:
+    """The row at ``place`` of each tensor, (1, L)."""
+    return {name: tensor[place : place + 1] for name, tensor in inputs.items()}
 
 
 def _check_names(logged: Mapping[str, Tensor], where: str) -> None:
@@ -183,7 +188,7 @@ def _try_advantages(estimator: Estimator, options: AdvantageConfig, where: str) 
 
     for place, name in enumerate(("advantages", "returns")):
         call = partial(_result, estimator, options, place)
-        _check_rows(call, inputs, call(inputs), f"{where}: {name} of a row")
+        _check_rows(call, inputs, call(inputs), subject=f"{where}: {name} of a row")
 
 
 def _result(
