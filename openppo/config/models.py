@@ -64,6 +64,8 @@ _UNKNOWN_PARTS = (
     "megatron_config",
 )
 """Entries of an ``adapter_config.json`` beside plain matrices."""
+_CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq")
+"""Starts of adapters that change the weights below them."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ class LoRAConfig(Options):
         names = [name for name in _UNKNOWN_PARTS if described.get(name)]
         if described.get("bias", "none") != "none":
             names.append("bias")
+        start = str(described.get("init_lora_weights"))
+        if start.startswith(_CHANGE_THE_BASE):
+            names.append(f"init_lora_weights {start}")
         names += sorted(set(described.get("modules_to_save") or ()) - {"classifier", "score"})
         if names:
             yield (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from openppo.datasets.process import load_process_examples as load_process_examples
     from openppo.datasets.process import single_token_id as single_token_id
-    from openppo.datasets.prompt_order import prompt_order as prompt_order
+    from openppo.datasets.orders import prompt_order as prompt_order
     from openppo.datasets.prompts import render_prompt as render_prompt
     from openppo.datasets.sampler import (
         BatchSampler as BatchSampler,

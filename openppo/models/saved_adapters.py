@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from openppo import logger
@@ -16,7 +16,7 @@ from openppo.models.pretrained import forbid_remote_code, is_peft_folder
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 HEAD_TASK = "SEQ_CLS"
 _KINDS = {"CAUSAL_LM": "a language model", "SEQ_CLS": "a reward model or critic"}
-_WEIGHTS = "adapter_model.safetensors"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -45,15 +45,13 @@ def saved_config(folder: str, task: Task, dropout: float = 0.0) -> Any:
     config.task_type = task
     config.inference_mode = False
     config.lora_dropout = dropout
+    config.init_lora_weights = True  # of tensors that are replaced at once
     return config
 
 
 def load_adapters(adapted: Any, folder: str) -> None:
     """Load the adapters of ``folder``, and a head saved there, into a PEFT model; ``ValueError`` if they do not fit."""
-    from peft import load_peft_weights
-
-    with forbid_remote_code(folder):
-        weights = load_peft_weights(folder, device="cpu")
+    weights = _weights(folder)
     parameters = adapter_parameters(adapted)
     needed = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -76,14 +74,23 @@ def adapter_parameters(adapted: Any) -> dict[str, Any]:
 
 def saved_shapes(folder: str) -> Shapes:
     """Shapes of the tensors of a PEFT folder, by name."""
-    file = Path(folder, _WEIGHTS)
+    return {name: tuple(tensor.shape) for name, tensor in _weights(folder).items()}
+
+
+def _weights(folder: str) -> dict[str, Tensor]:
+    """Tensors of a PEFT folder, by name; ``ValueError`` if they cannot be read."""
+    from peft import load_peft_weights
+
+    if not any(Path(folder, name).is_file() for name in _FILES):
+        raise ValueError(f"--lora_path {folder}: {_FILES[0]} is missing. Copy it there.")
     try:
-        with safe_open(file, "pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        with forbid_remote_code(folder):
+            weights: dict[str, Tensor] = load_peft_weights(folder, device="cpu")
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"--lora_path {folder}: its {_WEIGHTS} cannot be read ({error})."
+            f"--lora_path {folder}: its weights cannot be read ({error}). Check the folder."
         ) from error
+    return weights
 
 
 def check_shapes(needed: Shapes, saved: Shapes, start: str) -> None:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 from zlib import crc32
 
-from openppo.datasets.prompt_order import prompt_order
+from openppo.datasets.orders import prompt_order
 from openppo.datasets.sampler import Order, cyclic_batches
 from openppo.experience.estimators import Estimator
 from openppo.experience.group_filters import useful_groups

@@ -238,6 +238,7 @@ def test_rank_alpha_and_targets_are_those_of_the_adapters(llama_folder, tmp_path
         ({"peft_type": "IA3"}, "type IA3; only LoRA adapters can be trained on"),
         ({"use_dora": True}, "have use_dora, which are not trained here. Merge them"),
         ({"bias": "all"}, "have bias, which"),
+        ({"init_lora_weights": "pissa_niter_4"}, "have init_lora_weights pissa_niter_4, which"),
         ({"modules_to_save": ["embed_tokens", "score"]}, "have embed_tokens, which"),
     ],
 )
