@@ -26,7 +26,7 @@ for line in sys.argv[1:]:
     trainer.fit()
 trainer.close()
 """
-OF_A_MACHINE = ("time/", "memory/", "tokens_per_s", "samples_per_s", "profile")
+OF_A_MACHINE = ("time", "speed/", "memory")
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -227,7 +227,7 @@ ppo advantage_estimator=my.py | must be gae, ... or path.py:name of your own, go
 ppo prompt_order=random | must be shuffled, given, or path.py:name of your own, got random.
 ppo kl_controller=my.py | must be path.py:name, got my.py.
 ppo kl_controller=my.py:C init_kl_coef=0.0 | ...--init_kl_coef 0 loads no reference ...: use a positive one
-ppo environment=g.py reward_fn=None prompt_data="" n_envs=4 max_steps=1 prompt_order=given | orders ...: leave it out
+ppo environment=g.py reward_fn=None prompt_data="" n_envs=128 max_steps=1 prompt_order=given | ...orders ...: leave it
 ppo kl_target=6.0 init_kl_coef=0.0 | ...--init_kl_coef 0 ...: use a positive one
 ppo use_kl_loss=true init_kl_coef=0.0 kl_estimator=k3 | ...give a positive --init_kl_coef
 ppo use_kl_loss=true | with --kl_estimator k1 ... Use --kl_estimator k2 or k3

@@ -192,7 +192,7 @@ def test_reward_models_read_their_peft_folders_and_critics_those_of_language_mod
 
 
 def test_training_on_starts_with_the_adapters_of_the_folder(actor_folder, llama_folder, tmp_path):
-    actor = Actor(str(llama_folder), lora_path=str(actor_folder), lora_dropout=0.25)
+    actor = Actor(str(llama_folder), lora_path=str(actor_folder), lora_dropout=0.25).eval()
     merged = Actor(str(actor_folder))
     same(actor(SEQUENCES, MASK).detach(), merged(SEQUENCES, MASK).detach())
     fresh = Actor(str(llama_folder), lora_rank=4)

@@ -109,7 +109,7 @@ zero = Estimator(spread, compares_responses=True)
 alone = Estimator(lambda *inputs: inputs[0])
 short = Estimator(lambda *inputs: (inputs[0][:1], None))
 double = Estimator(lambda *inputs: (inputs[0].double(), None))
-unmasked = Estimator(advantages=to_go, uses_critic=True)
+unmasked = Estimator(advantages=lambda *inputs: (1 + inputs[0], inputs[0]))
 no_values = Estimator(advantages=to_go)
 batch = Estimator(advantages=of_batch)
 """
