@@ -63,8 +63,8 @@ class ParameterAverage:
 
     def __init__(self, model: TrainableModel, beta: float, room: int = 0) -> None:
         self.beta = beta
-        self._parameters = TrainedParameters(model)
-        shares = self._parameters.shares()
+        self._trained = TrainedParameters(model)
+        shares = self._trained.shares()
         needed = 4 * sum(share.numel() for share in shares.values())
         self._device = average_device(needed, room, model.deepspeed.device)
         self._averages: dict[str, Tensor] = {}
@@ -74,7 +74,7 @@ class ParameterAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Add the current parameters to the average; call it after each optimizer step."""
-        for name, share in self._parameters.shares().items():
+        for name, share in self._trained.shares().items():
             current = share.to(self._device, torch.float32)
             self._averages[name].mul_(self.beta).add_(current, alpha=1 - self.beta)
 
@@ -86,24 +86,24 @@ class ParameterAverage:
         raises. Other errors may hit one rank only; restoring is collective, so it is skipped and the run ends.
         """
         before = {
-            name: share.to("cpu", copy=True) for name, share in self._parameters.shares().items()
+            name: share.to("cpu", copy=True) for name, share in self._trained.shares().items()
         }
-        self._parameters.write(self._averages)
+        self._trained.write(self._averages)
         try:
             yield
         except (Interrupted, OSError):
-            self._parameters.write(before)
+            self._trained.write(before)
             raise
-        self._parameters.write(before)
+        self._trained.write(before)
 
     def fragments(self) -> dict[str, Fragment]:
         """This rank's share of the averages by parameter name, without padding, to read and write."""
-        if not self._parameters.partitioned:
+        if not self._trained.partitioned:
             return {name: Fragment(0, average.view(-1)) for name, average in self._averages.items()}
         shares = {}
         for name, average in self._averages.items():
             start = dist.get_rank() * average.numel()
-            n_left = max(0, self._parameters.by_name[name].ds_numel - start)
+            n_left = max(0, self._trained.by_name[name].ds_numel - start)
             shares[name] = Fragment(start, average[:n_left])
         return shares
 

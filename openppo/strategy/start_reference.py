@@ -18,18 +18,18 @@ class StartReference:
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
         self.module = model.module
-        self._parameters = TrainedParameters(model)
+        self._trained = TrainedParameters(model)
         self._start = self._copies()
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model as it began."""
         current = self._copies()
-        self._parameters.write(self._start)
+        self._trained.write(self._start)
         output = self.model(*args, **kwargs)
-        self._parameters.write(current)
+        self._trained.write(current)
         return output
 
     def _copies(self) -> dict[str, torch.Tensor]:
         """Copies of this rank's share of the parameters."""
-        return {name: share.clone() for name, share in self._parameters.shares().items()}
+        return {name: share.clone() for name, share in self._trained.shares().items()}
