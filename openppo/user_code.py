@@ -5,7 +5,8 @@ import inspect
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dis import get_instructions
@@ -16,13 +17,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from types import CodeType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
 
 from openppo import logger
+
+T = TypeVar("T")
 
 TEMPLATE_ERRORS = (
     TemplateError,
@@ -75,6 +78,61 @@ def find_callable(location: str, flag: str, default_names: Sequence[str] = ()) -
         f"{flag} {location}: {file} has no function {missing}. It has: {', '.join(public) or 'none'}. "
         f"Name one of them as {file}:NAME."
     )
+
+
+def find_object(location: str, flag: str, kind: type[T]) -> T:
+    """Load the object of class ``kind`` at ``path.py:name``; ``ValueError`` naming ``flag`` if there is none."""
+    file, name = split_location(location, flag)
+    members = vars(load_module(file, f"{flag} {location}"))
+    value = members.get(name)
+    if isinstance(value, kind):
+        return value
+
+    names = [name for name, member in members.items() if isinstance(member, kind)]
+    there = f", but a {type(value).__name__} of that name" if name in members else ""
+    raise ValueError(
+        f"{flag} {location}: {file} has no {kind.__name__} {name!r}{there}. It has: {', '.join(names) or 'none'}. "
+        f"Make one, {name} = {kind.__name__}(...), and name it as {file}:NAME."
+    )
+
+
+def parameters_among(function: Callable[..., Any], known: Collection[str], where: str) -> list[str]:
+    """Names among ``known`` of the values that ``function`` takes by its parameters; all with ``**kwargs``.
+
+    ``ValueError`` beginning with ``where``, the flag and its value, for a parameter without a value.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(known)
+
+    names = []
+    for parameter in parameters:
+        has_value = parameter.name in known and parameter.kind is not parameter.POSITIONAL_ONLY
+        is_needed = parameter.default is parameter.empty
+        if has_value:
+            names.append(parameter.name)
+        elif is_needed and parameter.kind is not parameter.VAR_POSITIONAL:
+            raise ValueError(
+                f"{where}: its parameter {parameter.name!r} has no value; known are {', '.join(known)}. Rename it, or "
+                "give it a default."
+            )
+    return names
+
+
+@contextmanager
+def errors_of(where: str, doing: str) -> Iterator[None]:
+    """Turn any exception of a user's code into a ``ValueError``: ``where`` raised it while ``doing`` something.
+
+    ``ValueError`` of ours, which begins with ``where``, passes.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith(where):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        line = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})"
+        raise ValueError(f"{where} raised {error!r}{line} {doing}.") from error
 
 
 def split_location(location: str, flag: str, default_name: str | None = None) -> tuple[Path, str]:

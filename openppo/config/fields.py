@@ -74,6 +74,27 @@ def at_least(least: float, other: float | None = None) -> Bound:
     )
 
 
+_NAMES_FILE = r".+\.py:\w+"
+
+
+def names_file(value: str) -> bool:
+    """True for ``path.py:name``, a function or class of a user's file."""
+    return re.fullmatch(_NAMES_FILE, value) is not None
+
+
+file_name = Bound("must be path.py:name", names_file, {"pattern": f"^{_NAMES_FILE}$"})
+
+
+def one_of_or_file(choices: Any) -> Bound:
+    """Allow the names of a ``Literal``, and ``path.py:name``."""
+    names = typing.get_args(choices)
+    return Bound(
+        f"must be {', '.join(names)}, or path.py:name of your own",
+        lambda value: value in names or names_file(value),
+        {"anyOf": [{"enum": list(names)}, {"pattern": f"^{_NAMES_FILE}$"}]},
+    )
+
+
 def inside(interval: str) -> Bound:
     """Allow values in an interval such as ``[0, 1)``."""
     low, high = map(float, interval[1:-1].split(","))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from openppo.config.fields import Options, at_least, inside, not_negative, option
 
@@ -41,7 +42,8 @@ class PPOModelConfig(ModelConfig, VisionConfig):
     pretrain: str = option(place=True, resume="must match")
     """Causal language model to train: a local folder or a hub name."""
     ref_pretrain: str | None = option(None, place=True, resume="must match")
-    """Reference model of the KL penalty (default: --pretrain; with LoRA the actor, its adapters off)."""
+    """Reference model of the KL penalty (default: --pretrain; with --lora_rank the actor, its adapters off; with
+    --lora_path the actor, its adapters as they began)."""
     critic_pretrain: str | None = option(None, place=True, resume="must match", of_critic=True)
     """Model that the critic starts from (default: the reward model, else the actor)."""
     critic_lora_rank: int | None = option(None, not_negative, resume="must match", of_critic=True)
@@ -50,6 +52,20 @@ class PPOModelConfig(ModelConfig, VisionConfig):
     """Name of the scalar head in critic and reward checkpoints."""
     save_value_network: bool = option(False, resume="must match", of_critic=True)
     """Also save the critic, in a folder named as --save_path with '_critic' at the end."""
+
+
+_UNKNOWN_PARTS = (
+    "use_dora",
+    "lora_bias",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "megatron_config",
+)
+"""Entries of an ``adapter_config.json`` beside plain matrices."""
+_CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq")
+"""Starts of adapters that change the weights below them."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +82,48 @@ class LoRAConfig(Options):
     """Names of the linear layers that get an adapter; 'all-linear' takes all but the head."""
     load_in_4bit: bool = option(False, resume="must match")
     """Keep the frozen weights in 4 bits (NF4; needs bitsandbytes, --lora_rank and --zero_stage 0, 1 or 2)."""
+    lora_path: str | None = option(None, place=True, resume="must match")
+    """Adapters on --pretrain to train on, a PEFT folder, whose rank, alpha and target modules count."""
+
+    def __post_init__(self) -> None:
+        # Rank, alpha and targets of the adapters are shown, saved and compared on resume.
+        for name, value in _numbers_of(_adapter_config(self.lora_path)).items():
+            if vars(self)[name] == vars(type(self))[name]:
+                object.__setattr__(self, name, value)
 
     def problems(self) -> Iterator[str]:
+        if self.lora_path is not None:
+            yield from self._problems_of_adapters(self.lora_path)
         if not self.target_modules:
             yield "--target_modules needs at least one name, or 'all-linear'."
         if self.load_in_4bit and self.lora_rank == 0:
             yield "--load_in_4bit keeps the weights frozen: give --lora_rank, so that there is something to train."
+
+    def _problems_of_adapters(self, folder: str) -> Iterator[str]:
+        """Yield messages about ``--lora_path``, and options that its adapters decide."""
+        described = _adapter_config(folder)
+        if described is None:  # said where models are checked, since folders are read there
+            return
+        kind = described.get("peft_type")
+        if kind != "LORA":
+            yield f"--lora_path {folder}: its adapters are of type {kind}; only LoRA adapters can be trained on."
+        names = [name for name in _UNKNOWN_PARTS if described.get(name)]
+        if described.get("bias", "none") != "none":
+            names.append("bias")
+        start = str(described.get("init_lora_weights"))
+        if start.startswith(_CHANGE_THE_BASE):
+            names.append(f"init_lora_weights {start}")
+        names += sorted(set(described.get("modules_to_save") or ()) - {"classifier", "score"})
+        if names:
+            yield (
+                f"--lora_path {folder}: its adapters have {', '.join(names)}, which are not trained here. Merge them "
+                "with openppo.cli.merge_lora, and give the result as --pretrain with --lora_rank."
+            )
+        for name, value in _numbers_of(described).items():
+            chosen = vars(self)[name]
+            is_other = set(chosen) != set(value) if name == "target_modules" else chosen != value
+            if is_other:
+                yield f"--{name} {_words(chosen)}: the adapters of --lora_path have {_words(value)}. Leave it out."
 
 
 def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, str]) -> None:
@@ -89,8 +141,31 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
 
 def _base_of(name: str) -> str | None:
     """The base model that a PEFT folder names; None for other folders."""
+    described = _adapter_config(name)
+    return None if described is None else described.get("base_model_name_or_path")
+
+
+def _adapter_config(folder: str | None) -> dict[str, Any] | None:
+    """Contents of a PEFT folder's ``adapter_config.json``; None for other folders."""
+    if folder is None:
+        return None
     try:
-        described = json.loads((Path(name) / "adapter_config.json").read_text(encoding="utf-8"))
+        described = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return described.get("base_model_name_or_path") if isinstance(described, dict) else None
+    return described if isinstance(described, dict) else None
+
+
+def _numbers_of(described: dict[str, Any] | None) -> dict[str, Any]:
+    """Options of ``LoRAConfig`` that adapters have decided, by name."""
+    if described is None:
+        return {}
+    targets = described.get("target_modules") or ()
+    targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+    numbers = {"lora_rank": described.get("r"), "lora_alpha": described.get("lora_alpha")}
+    decided = {name: number for name, number in numbers.items() if isinstance(number, int)}
+    return decided | ({"target_modules": targets} if targets else {})
+
+
+def _words(value: Any) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)

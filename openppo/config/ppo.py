@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.fields import Options, above, at_least, inside, not_negative, option, positive
+from openppo.config.fields import (
+    Options,
+    above,
+    at_least,
+    file_name,
+    inside,
+    not_negative,
+    one_of_or_file,
+    option,
+    positive,
+)
 
 AdvantageEstimator = Literal[
     "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "remax"
@@ -19,6 +29,7 @@ GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = (
 )
 """Estimators that compare the responses to one prompt: a single response has advantage 0, or none."""
 PolicyLossType = Literal["ppo", "gspo", "cispo", "double_sided", "decoupled"]
+PromptOrder = Literal["shuffled", "given"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 RolloutCorrection = Literal["none", "tis", "mis", "icepop"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -33,6 +44,8 @@ class PPOConfig(Options):
     """Passes over all prompts."""
     max_steps: int | None = option(None, at_least(1))
     """End after this many global steps (default: those of --num_episodes)."""
+    prompt_order: str = option("shuffled", one_of_or_file(PromptOrder), resume="must match")
+    """Order of the prompts in each pass: shuffled anew, given (that of the data), or your own, path.py:name."""
     rollout_batch_size: int = option(512, at_least(1), resume="must match")
     """Prompts of one rollout batch, over all ranks."""
     micro_rollout_batch_size: int | None = option(None, at_least(1))
@@ -88,8 +101,11 @@ class PPOConfig(Options):
 class AdvantageConfig(Options):
     """Computation of advantages from rewards."""
 
-    advantage_estimator: AdvantageEstimator = option("gae", resume="must match")
-    """Only gae has a critic; all others but reinforce and remax compare the responses to one prompt."""
+    advantage_estimator: str = option(
+        "gae", one_of_or_file(AdvantageEstimator), resume="must match"
+    )
+    """One of gae, reinforce, reinforce_baseline, rloo, group_norm, dr_grpo and remax, or your own, path.py:name.
+    Of ours only gae has a critic; all others but reinforce and remax compare the responses to one prompt."""
     gamma: float = option(1.0, inside("[0, 1]"))
     """Discount per action token."""
     lambd: float = option(0.95, inside("[0, 1]"))
@@ -114,6 +130,8 @@ class KLConfig(Options):
     """Adapt the coefficient so that the KL per action token approaches this value (default: keep it fixed)."""
     kl_horizon: int = option(10000, at_least(1))
     """With --kl_target: samples over which the coefficient adapts."""
+    kl_controller: str | None = option(None, file_name, resume="must match")
+    """Your own controller of the coefficient, path.py:name (default: fixed, or with --kl_target adaptive)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL penalty: k1 in the reward, k2 or k3 in the loss (Schulman, Approximating KL Divergence)."""
     use_kl_loss: bool = False
@@ -122,6 +140,8 @@ class KLConfig(Options):
     def problems(self) -> Iterator[str]:
         if self.init_kl_coef == 0 and self.kl_target is not None:
             yield "--kl_target multiplies the coefficient, which --init_kl_coef 0 keeps at 0: use a positive one."
+        if self.init_kl_coef == 0 and self.kl_controller is not None:
+            yield "--kl_controller: --init_kl_coef 0 loads no reference to measure a KL: use a positive one."
         if self.init_kl_coef == 0 and self.use_kl_loss:
             yield "--use_kl_loss with --init_kl_coef 0 has no effect: give a positive --init_kl_coef."
         if self.use_kl_loss and self.kl_estimator == "k1":
@@ -137,11 +157,11 @@ class KLConfig(Options):
 class LossConfig(Options):
     """Policy and value losses."""
 
-    policy_loss_type: PolicyLossType | None = option(None, resume="must match")
+    policy_loss_type: str | None = option(None, one_of_or_file(PolicyLossType), resume="must match")
     """Clipped ratios of tokens (ppo) or of sequences (gspo), or log-probs with truncated weights (cispo). For samples
     of older weights: ratios to the engine's log-probs inside the clip range (double_sided), or ppo with recomputed old
-    log-probs, weighted by p_actor / p_rollout where that is at most 5 (decoupled). Default: ppo; with --max_staleness
-    above 0 decoupled."""
+    log-probs, weighted by p_actor / p_rollout where that is at most 5 (decoupled). Or your own, path.py:name. Default:
+    ppo; with --max_staleness above 0 decoupled."""
     eps_clip: float = option(0.2, positive)
     """Clip range of the policy ratio (gspo: 3e-4, and 4e-4 for --eps_clip_high)."""
     eps_clip_high: float | None = option(None, positive)
@@ -173,7 +193,7 @@ class LossConfig(Options):
     """Clip range of the value around its old value; 'None' switches it off."""
 
     @property
-    def loss_type(self) -> PolicyLossType:
+    def loss_type(self) -> str:
         """``policy_loss_type``; ppo by default, as this group of options knows no staleness."""
         return self.policy_loss_type or "ppo"
 

@@ -16,7 +16,6 @@ from openppo.config.ppo import (
     AdvantageConfig,
     KLConfig,
     LossConfig,
-    PolicyLossType,
     PPOConfig,
 )
 from openppo.config.rewards import ENVIRONMENT_REWARDS, NO_REWARD, RewardConfig, RewardShapingConfig
@@ -46,7 +45,7 @@ class TrainPPOConfig(TrainingConfig):
     def __post_init__(self) -> None:
         # The resolved loss is shown, saved and compared on resume.
         if self.loss.policy_loss_type is None:
-            kind: PolicyLossType = "decoupled" if self.orchestrator.max_staleness > 0 else "ppo"
+            kind = "decoupled" if self.orchestrator.max_staleness > 0 else "ppo"
             object.__setattr__(self, "loss", replace(self.loss, policy_loss_type=kind))
 
     def training_ranks(self, world_size: int) -> int:
@@ -128,6 +127,9 @@ class TrainPPOConfig(TrainingConfig):
             elif has_no_end:
                 yield "--environment without --prompt_data has no rows to count: give --n_envs and --max_steps."
 
+            if self.ppo.prompt_order != "shuffled":
+                yield "--prompt_order orders the rows of --prompt_data, and none are given: leave it out."
+
         if has_environment and self.rewards.names():
             yield ENVIRONMENT_REWARDS
         if self.rewards.are_none:
@@ -193,7 +195,8 @@ class TrainPPOConfig(TrainingConfig):
 
         if self.agents.form is not None:
             yield from self.data.unread_by_agents()
-        if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
+        adapts = self.kl.kl_target is not None and self.kl.kl_controller is None
+        if adapts and 5 * self.kl.kl_horizon <= prompts * n:
             yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
         limit = self.ppo.buffer_limit
         if limit > 0 and limit * ranks < batch:

@@ -34,7 +34,7 @@ class TrainingConfig(Options):
         """Input models by flag; None where an option is not given."""
         models = {}
         for name, value in given_options(self).items():
-            if name.endswith("pretrain"):
+            if name.endswith("pretrain") or name == "lora_path":
                 models[f"--{name}"] = value
         return models
 

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     )
     from openppo.datasets.process import load_process_examples as load_process_examples
     from openppo.datasets.process import single_token_id as single_token_id
+    from openppo.datasets.orders import prompt_order as prompt_order
     from openppo.datasets.prompts import render_prompt as render_prompt
     from openppo.datasets.sampler import (
         BatchSampler as BatchSampler,
         cyclic_batches as cyclic_batches,
         shard as shard,
+        shuffled as shuffled,
     )
     from openppo.datasets.sources import ShowRows as ShowRows, load_mixed_rows as load_mixed_rows
     from openppo.datasets.sources import number_rows as number_rows

@@ -1,28 +1,39 @@
-"""Order of the data, a function of seed, epoch and position alone.
+"""Order of the data, a function of epoch and position alone.
 
 So any run can resume, and all ranks agree.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import chain, count, islice
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+Order = Callable[[int], Sequence[int]]
+"""``order(epoch)``: the row indexes of a pass, as many as there are rows."""
+
+
+def shuffled(n_rows: int, seed: int) -> Order:
+    """Order in which each pass has every row once, shuffled anew.
+
+    >>> sorted(shuffled(3, seed=42)(0))
+    [0, 1, 2]
+    """
+    return partial(_permutation, n_rows, seed)
 
 
 class BatchSampler:
     """Batches of row indexes, over all ranks; ``len()`` is their number per epoch.
 
-    Each epoch has its own order. The last batch is smaller when ``batch_size`` does not divide ``n_rows``.
+    Each epoch has its own ``order``. The last batch is smaller when ``batch_size`` does not divide ``n_rows``.
     """
 
-    def __init__(self, n_rows: int, batch_size: int, seed: int) -> None:
+    def __init__(self, n_rows: int, batch_size: int, order: Order) -> None:
         self.n_rows = n_rows
         self.batch_size = batch_size
-        self.seed = seed
+        self.order = order
 
     def __len__(self) -> int:
         return -(-self.n_rows // self.batch_size)
@@ -34,20 +45,21 @@ class BatchSampler:
                 f"no batch {start} in epoch {epoch}: an epoch has {len(self)} batches."
             )
 
-        order = _order(self.n_rows, self.seed, epoch)
+        order = self.order(epoch)
         size = self.batch_size
         starts = range(start * size, len(self) * size, size)
-        return (order[first : first + size] for first in starts)
+        return (list(order[first : first + size]) for first in starts)
 
 
-def cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int = 0) -> Iterator[list[int]]:
+def cyclic_batches(
+    n_rows: int, batch_size: int, order: Order, start: int = 0
+) -> Iterator[list[int]]:
     """Yield endless full batches of row indexes, from batch number ``start`` on.
 
-    They run through reshuffled passes without gaps: a batch may begin in one pass and end in the next. Each pass has
-    every row once.
+    They run through passes in their ``order`` without gaps: a batch may begin in one pass and end in the next.
     """
     epoch, offset = divmod(start * batch_size, n_rows)
-    passes = (_order(n_rows, seed, number) for number in count(epoch))
+    passes = map(order, count(epoch))
     indexes = islice(chain.from_iterable(passes), offset, None)
     return (list(islice(indexes, batch_size)) for _ in count())
 
@@ -66,6 +78,6 @@ def shard(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
 
 
 @lru_cache(maxsize=2)
-def _order(n_rows: int, seed: int, epoch: int) -> list[int]:
+def _permutation(n_rows: int, seed: int, epoch: int) -> list[int]:
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     return torch.randperm(n_rows, generator=generator).tolist()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from openppo.experience.advantages import get_cumulative_returns as get_cumulative_returns
     from openppo.experience.advantages import length_adaptive_lambda as length_adaptive_lambda
     from openppo.experience.estimators import ESTIMATORS as ESTIMATORS, Estimator as Estimator
+    from openppo.experience.estimators import centred as centred
     from openppo.experience.maker import ExperienceMaker as ExperienceMaker
     from openppo.experience.replay_buffer import ReplayBuffer as ReplayBuffer
     from openppo.experience.kl_controller import AdaptiveKLController as AdaptiveKLController

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openppo.config import AdvantageConfig, LossAggregation, TrainPPOConfig
+from openppo.config import AdvantageConfig, LossAggregation
 from openppo.experience.advantages import (
     get_advantages_and_returns,
     get_cumulative_returns,
@@ -14,7 +14,6 @@ from openppo.experience.advantages import (
     pack_actions,
 )
 from openppo.experience.token_rewards import StepRewards
-from openppo.models.loss import POLICY_LOSSES
 
 Rewarded = tuple[Tensor, Tensor | None]
 Rewards = Callable[[Tensor, StepRewards, Tensor, Tensor | None], Rewarded]
@@ -45,7 +44,13 @@ def plain_rewards(
 
 
 def centred(baseline: Baseline) -> Rewards:
-    """Subtract a baseline from whole rewards; each action has the advantage of its trajectory."""
+    """Subtract a baseline from whole rewards; each action has the advantage of its trajectory.
+
+    >>> estimator = Estimator(centred(lambda totals, groups, greedy: torch.ones_like(totals)))
+    >>> no_steps = StepRewards(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    >>> estimator.rewards(torch.tensor([1.0, 3.0]), no_steps, torch.tensor([0, 0]), None)
+    (tensor([0., 2.]), None)
+    """
 
     def rewards(
         scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None
@@ -106,6 +111,8 @@ class Estimator:
     """Needs the values of a critic."""
     needs_greedy: bool = False
     """Needs the reward of the greedy response to each prompt."""
+    compares_responses: bool = False
+    """Compares the responses to one prompt, of which there must be at least two."""
     compares_steps: bool = False
     """True if responses of equal whole reward count as different when the rewards of their steps differ."""
     normalize: bool = True
@@ -234,10 +241,14 @@ def _require_several(count: Tensor, name: str) -> None:
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(advantages=generalized_advantages, uses_critic=True),
     "reinforce": Estimator(),
-    "reinforce_baseline": Estimator(centred(group_mean)),
-    "rloo": Estimator(centred(leave_one_out_mean)),
-    "group_norm": Estimator(normalized_by_group, compares_steps=True, normalize=False),
-    "dr_grpo": Estimator(centred(group_mean), normalize=False, loss_agg="constant"),
+    "reinforce_baseline": Estimator(centred(group_mean), compares_responses=True),
+    "rloo": Estimator(centred(leave_one_out_mean), compares_responses=True),
+    "group_norm": Estimator(
+        normalized_by_group, compares_responses=True, compares_steps=True, normalize=False
+    ),
+    "dr_grpo": Estimator(
+        centred(group_mean), compares_responses=True, normalize=False, loss_agg="constant"
+    ),
     "remax": Estimator(centred(greedy_reward), needs_greedy=True, normalize=False),
 }
 """Estimators by the names of ``--advantage_estimator``.
@@ -245,10 +256,3 @@ ESTIMATORS: dict[str, Estimator] = {
 >>> list(ESTIMATORS)
 ['gae', 'reinforce', 'reinforce_baseline', 'rloo', 'group_norm', 'dr_grpo', 'remax']
 """
-
-
-def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
-    """``--loss_agg``, else the default of the policy loss, else that of the estimator."""
-    policy_loss = POLICY_LOSSES[config.loss.loss_type]
-    estimator = ESTIMATORS[config.advantage.advantage_estimator]
-    return config.loss.loss_agg or policy_loss.loss_agg or estimator.loss_agg

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.episode_segments import EpisodeSegments
-from openppo.experience.estimators import ESTIMATORS, group_moments
+from openppo.experience.estimators import group_moments
 from openppo.experience.forwards import (
     Forwards,
     Model,
@@ -20,7 +20,6 @@ from openppo.experience.forwards import (
     old_log_probs_from,
 )
 from openppo.experience.hooks import Hooks
-from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
 from openppo.experience.measure import (
     measure_experience,
     measure_scores,
@@ -30,6 +29,8 @@ from openppo.experience.measure import (
     measure_tasks,
     staleness,
 )
+from openppo.experience.own_estimator import estimator_of
+from openppo.experience.own_kl_controller import make_kl_controller
 from openppo.experience.replay_buffer import split_rows
 from openppo.experience.reward_names import RewardNames
 from openppo.experience.running_moments import RunningMoments
@@ -72,7 +73,7 @@ class ExperienceMaker:
 
     def __post_init__(self) -> None:
         self.frozen_steps = self.config.ppo.frozen_actor_steps
-        self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
+        self.estimator = estimator_of(self.config.advantage)
         self.has_rewards = not self.config.rewards.are_none
         self.weights = self.config.rewards.weights()
         self.moments = RunningMoments()
@@ -81,12 +82,7 @@ class ExperienceMaker:
         pass_on = evaluation.pass_on if evaluation.eval_reward_fn is None else None
         self.reward_names = RewardNames(self.weights, self.comm, pass_on)
 
-        kl = self.config.kl
-        self.kl_controller = FixedKLController(kl.init_kl_coef)
-        if kl.kl_target is not None:
-            self.kl_controller = AdaptiveKLController(
-                kl.init_kl_coef, target=kl.kl_target, horizon=kl.kl_horizon
-            )
+        self.kl_controller = make_kl_controller(self.config.kl)
 
     @property
     def forwards(self) -> Forwards:

@@ -1,23 +1,26 @@
 """LoRA adapters: training on a frozen model, the reference without them, and merging."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from openppo import logger
 from openppo.config import LoRAConfig
 from openppo.models.pretrained import UntrustedModelError, forbid_remote_code, is_peft_folder
+from openppo.models.saved_adapters import (
+    HEAD_TASK,
+    Task,
+    load_adapters,
+    require_folder,
+    saved_config,
+    whole_weights,
+)
 from openppo.models.vision_models import CONNECTORS, TOWERS, placeholders
-
-Task = Literal["CAUSAL_LM", "SEQ_CLS"]
-HEAD_TASK = "SEQ_CLS"
 
 
 def lora_options(model: object, **fields: Any) -> LoRAConfig:
@@ -30,11 +33,14 @@ def lora_options(model: object, **fields: Any) -> LoRAConfig:
     if isinstance(targets, str):
         targets = (targets,)
     options = LoRAConfig(**fields | {"target_modules": tuple(targets)})
+    if options.lora_path is not None:
+        require_folder(options.lora_path)
     options.validate()
     if options.lora_rank > 0 and isinstance(model, str) and is_peft_folder(model):
         raise ValueError(
             f"{model} is a PEFT folder, and --lora_rank needs full weights to put adapters on. Merge it first: python "
-            f"-m openppo.cli.merge_lora --lora_path {model} --save_path {model.rstrip('/')}_merged"
+            f"-m openppo.cli.merge_lora --lora_path {model} --save_path {model.rstrip('/')}_merged. To train on its "
+            f"adapters, give its base model as --pretrain, and --lora_path {model}."
         )
     return options
 
@@ -43,10 +49,11 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
     """Make ``model`` a PEFT model with trainable adapters on ``lora.target_modules``.
 
     The head of SEQ_CLS is trained in full, and everything else is frozen; adapters have the dtype of the model. A
-    ``lora_dropout`` above 0 is active in training mode, so the policy ratio differs from 1 before any update.
-    ``ValueError`` if no module has the name of a target.
+    ``lora_dropout`` above 0 is active in training mode, so the policy ratio differs from 1 before any update. With
+    ``lora_path`` they are the adapters of that folder. ``ValueError`` if no module has the name of a target, or the
+    folder's adapters do not fit.
     """
-    from peft import LoraConfig, get_peft_model  # a heavy import, for LoRA only
+    from peft import get_peft_model  # a heavy import, for LoRA only
 
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -54,23 +61,9 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
             # has no gradient: from then on gradients are silently wrong.
             vars(layer)["support_avx512bf16_for_cpu"] = False
 
-    targets: str | list[str] = list(lora.target_modules)
-    if "all-linear" in lora.target_modules:
-        targets = "all-linear"
-    vision_modules = None
-    if placeholders(model.config):
-        names = "|".join(sorted(TOWERS | CONNECTORS))
-        vision_modules = rf"(.*\.)?({names})(\..*)?"
-    config = LoraConfig(
-        # With SEQ_CLS peft finds the head by itself: the head gets no adapter, and is saved with the adapters.
-        task_type=task,
-        r=lora.lora_rank,
-        lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
-        target_modules=targets,
-        exclude_modules=vision_modules,
-    )
-
+    config = _new_config(model, lora, task)
+    if lora.lora_path is not None:
+        config = saved_config(lora.lora_path, task, lora.lora_dropout)
     try:
         # DeepSpeed keeps float32 masters, so adapters need no float32 of their own.
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -82,7 +75,31 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
     if base.is_dir():
         # An absolute path, so that the saved folder finds its base model from any working directory.
         config.base_model_name_or_path = str(base.resolve())
+    if lora.lora_path is not None:
+        load_adapters(adapted, lora.lora_path)
     return adapted
+
+
+def _new_config(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> Any:
+    """PEFT's config of new adapters; those of a model that reads images are on its language model alone."""
+    from peft import LoraConfig
+
+    targets: str | list[str] = list(lora.target_modules)
+    if "all-linear" in lora.target_modules:
+        targets = "all-linear"
+    vision_modules = None
+    if placeholders(model.config):
+        names = "|".join(sorted(TOWERS | CONNECTORS))
+        vision_modules = rf"(.*\.)?({names})(\..*)?"
+    return LoraConfig(
+        # With SEQ_CLS peft finds the head by itself: the head gets no adapter, and is saved with the adapters.
+        task_type=task,
+        r=lora.lora_rank,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=targets,
+        exclude_modules=vision_modules,
+    )
 
 
 def refuse_tied(adapted: nn.Module) -> None:
@@ -97,15 +114,6 @@ def refuse_tied(adapted: nn.Module) -> None:
                 f"there is an adapter on a weight that is {' and '.join(shared)}: merged, it would change both. "
                 "Leave that layer out."
             )
-
-
-def whole_weights(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-    """Gather ``parameters`` for the context if ZeRO-3 loads in partitions; rank 0's changes to them are kept."""
-    if not is_deepspeed_zero3_enabled():
-        return nullcontext()
-    from peft.utils.integrations import gather_params_ctx
-
-    return gather_params_ctx(parameters)
 
 
 class AdapterOffReference:

@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import MergeLoRAConfig
-from openppo.models.adapters import HEAD_TASK
 from openppo.models.disabling import disable_outputs
 from openppo.models.loading import load_causal_lm, load_options, model_error_context
 from openppo.models.pretrained import (
@@ -18,6 +17,7 @@ from openppo.models.pretrained import (
     is_peft_folder,
     load_tokenizer,
 )
+from openppo.models.saved_adapters import HEAD_TASK
 from openppo.models.scalar_head import load_classifier
 from openppo.overrides import restore_overridden
 from openppo.processor_files import copy_processor

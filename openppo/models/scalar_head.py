@@ -24,13 +24,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIER
 from openppo import logger
 from openppo.config import LoRAConfig
 from openppo.media import Media
-from openppo.models.adapters import (
-    HEAD_TASK,
-    add_adapters,
-    lora_options,
-    merge_adapters,
-    whole_weights,
-)
+from openppo.models.adapters import add_adapters, lora_options, merge_adapters
 from openppo.models.argument_order import check_masks
 from openppo.models.attention import use_fast_attention
 from openppo.models.disabling import disable_extras
@@ -46,6 +40,7 @@ from openppo.models.pretrained import (
     language_model_class,
     load_config,
 )
+from openppo.models.saved_adapters import HEAD_TASK, whole_weights
 
 Role = Literal["critic", "reward"]
 HEAD = "score"
@@ -245,7 +240,7 @@ def get_llm_for_sequence_regression(
 
     if init_value_head is None:
         init_value_head = role == "critic"
-    if headless:
+    if headless and options.lora_path is None:  # else the head is in that folder
         if not init_value_head:
             raise ValueError(
                 f"{name} has no scalar head '{value_head_prefix}.weight', so as a reward model it would give random "

@@ -54,7 +54,7 @@ def model_size(
 
     ``targets`` are those of ``--target_modules``.
     """
-    module = _without_weights(config, scalar, trust)
+    module = without_weights(config, scalar, trust)
     text: Any = config.get_text_config()
 
     layers = dict(_linear_layers(module))
@@ -97,7 +97,7 @@ def model_size(
     )
 
 
-def _without_weights(config: PreTrainedConfig, scalar: bool, trust: bool) -> Any:
+def without_weights(config: PreTrainedConfig, scalar: bool, trust: bool) -> Any:
     """Build the model on the meta device from a copy of ``config``, its extra outputs disabled."""
     kind: Any
     if scalar:

@@ -4,13 +4,16 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 from zlib import crc32
 
-from openppo.datasets.sampler import cyclic_batches
-from openppo.experience.estimators import ESTIMATORS, Estimator
+from openppo.datasets.orders import prompt_order
+from openppo.datasets.sampler import Order, cyclic_batches
+from openppo.experience.estimators import Estimator
 from openppo.experience.group_filters import useful_groups
+from openppo.experience.own_estimator import estimator_of
 from openppo.experience.scoring import begin_scoring
 from openppo.orchestrator.schedule import Start
 from openppo.rewards import Scorer
@@ -31,8 +34,8 @@ ATTEMPTS = 3
 class GroupPlan:
     """Plan of the groups of a task, the same on all ranks.
 
-    ``index`` is a group's place among them. With ``most_in_vain`` above 0 groups of equal rewards are left out; as many
-    in a row end the run.
+    Prompts come in ``prompt_order``, the option. ``index`` is a group's place among them. With ``most_in_vain`` above 0
+    groups of equal rewards are left out; as many in a row end the run.
     """
 
     prompts: Sequence[Prompt]
@@ -43,6 +46,7 @@ class GroupPlan:
     weights: Mapping[str, float]
     most_in_vain: int
     attempts: int = ATTEMPTS
+    prompt_order: str = "shuffled"
 
     @classmethod
     def of(cls, task: RunTask, prompts: Sequence[Prompt]) -> "GroupPlan":
@@ -59,16 +63,21 @@ class GroupPlan:
             params=sampling_params(config.generation),
             n_samples=ppo.n_samples_per_prompt,
             seed=seed,
-            estimator=ESTIMATORS[config.advantage.advantage_estimator],
+            estimator=estimator_of(config.advantage),
             weights=config.rewards.weights(),
             most_in_vain=most_batches * config.prompts_per_step,
             attempts=1 + task.retries,
+            prompt_order=ppo.prompt_order,
         )
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt of a group, in the order of a synchronous run."""
-        (row,) = next(cyclic_batches(len(self.prompts), 1, self.seed, start=index))
+        (row,) = next(cyclic_batches(len(self.prompts), 1, self._order, start=index))
         return self.prompts[row]
+
+    @cached_property
+    def _order(self) -> Order:
+        return prompt_order(self.prompt_order, self.prompts, self.seed)
 
     def sample_seed(self, index: int, sample: int, attempt: int) -> int:
         """Return the seed of a sample; at the first attempt, that of a synchronous run."""

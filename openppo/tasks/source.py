@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from openppo.config.data import PPODataConfig
 from openppo.config.fields import declared_options, given_options, raise_first, rules_of
 from openppo.config.rewards import NO_REWARD, NONE, RewardConfig
 from openppo.datasets import load_mixed_rows, load_tasks
+from openppo.experience.own_estimator import estimator_problems
 from openppo.rollout.samplers import Players
 from openppo.rollout.tasks import RATIOS, Ratios, RunTask, TaskControl, TaskPlayers
 from openppo.tasks.server import TaskServer
@@ -288,9 +290,8 @@ def _check_options(config: TrainPPOConfig, run_config: TrainPPOConfig) -> None:
     """Raise ``ValueError`` for options of a task that cannot work in this run."""
     for group in (config.agents, config.data, config.rewards, config.generation):
         group.validate()
-    raise_first(
-        text.replace("--n_samples_per_prompt", "group_size") for text in config.group_problems()
-    )
+    problems = chain(config.group_problems(), estimator_problems(config))
+    raise_first(text.replace("--n_samples_per_prompt", "group_size") for text in problems)
     longest = run_config.generation.generate_max_len
     if config.generation.generate_max_len > longest:
         raise ValueError(

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from openppo.config import LossConfig, TrainPPOConfig
-from openppo.experience.estimators import loss_aggregation
 from openppo.experience.measure import measure_masked, measure_mismatch
+from openppo.experience.own_estimator import loss_aggregation
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models.correction import correction_range, rollout_correction
 from openppo.models.log_probs import compute_approx_kl, log_ratio
-from openppo.models.loss import MaskingLoss, policy_loss, token_weights
+from openppo.models.loss import MaskingLoss, token_weights
+from openppo.models.own_loss import FunctionLoss, policy_loss_of
 from openppo.models.padding import on_device
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
@@ -81,7 +82,7 @@ class ActorStep:
         self.observe: Callable[[Experience, Tensor, Tensor | None], None] | None = None
         """Receives each micro-batch with the log-probs and entropy of its forward."""
         self.loss_agg = loss_aggregation(config)
-        self.policy_loss = policy_loss(config.loss)
+        self.policy_loss = policy_loss_of(config.loss)
         self.correction = RolloutCorrection(config.loss)
 
     def train(
@@ -133,10 +134,8 @@ class ActorStep:
             old_log_probs = log_probs.detach() if on_policy else micro.rollout_log_probs
             micro = micro.with_fields(log_probs=old_log_probs)
         assert micro.log_probs is not None and micro.advantages is not None
-        loss = self.policy_loss(
-            log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs
-        )  # (B, L)
-        self._measure(loss, log_probs, micro, metrics=metrics)
+        loss = self._policy_loss(log_probs, micro, metrics)  # (B, L)
+        self._measure(log_probs, micro, metrics)
         if on_policy and micro.entropy is None:
             measure_mismatch(
                 log_probs, micro.rollout_log_probs, mask, metrics=metrics, behind=micro.staleness
@@ -164,16 +163,29 @@ class ActorStep:
         )
         return (loss * weights).sum()
 
-    def _measure(
-        self, loss: Tensor, log_probs: Tensor, micro: Experience, metrics: Metrics
-    ) -> None:
-        """Measure the policy loss (B, L), its clipping, and how far the policy has moved."""
+    def _policy_loss(self, log_probs: Tensor, micro: Experience, metrics: Metrics) -> Tensor:
+        """Return and measure the policy loss (B, L), with its clipping, or what a user's function logs."""
+        mask = micro.action_mask
+        result = self.policy_loss(
+            log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs
+        )
+        if isinstance(self.policy_loss, FunctionLoss):
+            loss, logged = result
+        else:
+            loss = result
+            clipped = self.policy_loss.clipped(log_probs.detach(), micro.log_probs, mask)
+            logged = {"clip_fraction": clipped}  # bool (B, L)
+
+        metrics.add_tensor("policy_loss", loss.detach(), mask)
+        for name, values in logged.items():
+            metrics.add_tensor(name, values.float(), mask)
+        return loss
+
+    def _measure(self, log_probs: Tensor, micro: Experience, metrics: Metrics) -> None:
+        """Measure the masking of the policy loss, and how far the policy has moved."""
         assert micro.log_probs is not None
         mask = micro.action_mask
         log_probs = log_probs.detach()
-        metrics.add_tensor("policy_loss", loss.detach(), mask)
-        clipped = self.policy_loss.clipped(log_probs, micro.log_probs, mask)  # bool (B, L)
-        metrics.add_tensor("clip_fraction", clipped.float(), mask)
         if isinstance(self.policy_loss, MaskingLoss):
             ratio_range = self.policy_loss.masking(
                 log_probs, micro.log_probs, micro.rollout_log_probs, action_mask=mask

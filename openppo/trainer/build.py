@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
+from openppo.config.fields import require
 from openppo.experience.hooks import Hooks
 from openppo.experience.maker import ExperienceMaker
 from openppo.models.pretrained import pad_token_id, sampled_ids
@@ -21,6 +22,7 @@ from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler, Tracker, Trackers
+from openppo.trainer.algorithm_trial import try_own_algorithm, try_prompt_order
 from openppo.trainer.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.cards.run_card import RunCard, make_run_card
@@ -179,22 +181,29 @@ def _check(
         raise ValueError(
             f"--{config.agents.form}: pass source=agent_source(config.agents), from openppo.agents."
         )
+    are_tasks = isinstance(players, TaskPlayers)
     check_options(
         config,
         comm,
-        own_source=not samples or isinstance(players, TaskPlayers),
+        own_source=not samples or are_tasks,
         own_rewards=None if players is None else players.gives_rewards,
     )
+    try_own_algorithm(config, comm, are_tasks=are_tasks)
     tokenizer, actor_config = check_models(config, strategy, samples, objects=objects)
     if players is not None:
         players.check(tokenizer)
 
     if not samples:
+        require(
+            config.ppo.prompt_order == "shuffled",
+            "--prompt_order: the source gives the prompts; leave it out.",
+        )
         documents = load_ppo_data(config, tokenizer, actor_config, comm=comm, prompts=False)
         return tokenizer, actor_config, documents
 
     tasks = TaskPlayers.of(config, players)
     data = load_tasks_data(tasks, tokenizer, actor_config, comm=comm, objects=objects)
+    try_prompt_order(config, data.prompts, comm)
     if data.kinds:
         check_run_with_images(config, data, actor_config)
     if config.evaluation.val_only and not data.held_out:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.estimators import loss_aggregation
 from openppo.experience.maker import ExperienceMaker
 from openppo.experience.measure import measure_staleness
+from openppo.experience.own_estimator import loss_aggregation
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, join_rows, mini_batches
 from openppo.models.loss import ValueLoss, token_weights
 from openppo.models.padding import on_device

@@ -12,6 +12,7 @@ from openppo.rewards.build import own_tokenizer
 from openppo.rollout.decode_graphs import choose_recorder
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import InferenceStrategy, collective
+from openppo.trainer.adapter_check import check_adapters
 from openppo.trainer.objects import NOTHING, OwnObjects
 from openppo.trainer.policy_inputs import load_policy_tokenizer
 from openppo.trainer.roles import critic_start, other_models
@@ -37,6 +38,14 @@ def check_models(
     )
     # Raises if a library that these options need is not installed.
     load_options(config.deepspeed.bf16, config.model.flash_attn, config.lora.load_in_4bit)
+    check_adapters(
+        config.lora,
+        strategy.comm,
+        "CAUSAL_LM",
+        pretrain=name,
+        config=actor_config,
+        trust_remote_code=trust,
+    )
     if samples:
         _check_engine(config, strategy, actor_config)
 

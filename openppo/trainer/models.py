@@ -11,6 +11,7 @@ from openppo.models.padding import pack_where_exact
 from openppo.models.prefixes import share_where_exact
 from openppo.models.sampled_ids import SampledIds
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.start_reference import StartReference
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.trainer.batch_plan import BatchPlan
 from openppo.trainer.objects import OwnObjects, Role
@@ -103,8 +104,9 @@ def _load(config: TrainPPOConfig, role: Role) -> Any:
 
 
 def _reference(config: TrainPPOConfig, actor: TrainableModel, prepared: Callable[..., Any]) -> Any:
-    """Reference of the KL penalty, None without it; with adapters the actor itself, adapters off."""
+    """Reference of the KL penalty, None without it; with adapters the actor itself, as it began."""
     if config.kl.init_kl_coef == 0:
         return None
-    shares_weights = config.lora.lora_rank > 0 and config.model.ref_pretrain is None
-    return AdapterOffReference(actor) if shares_weights else prepared("reference")
+    if config.lora.lora_rank == 0 or config.model.ref_pretrain is not None:
+        return prepared("reference")
+    return AdapterOffReference(actor) if config.lora.lora_path is None else StartReference(actor)

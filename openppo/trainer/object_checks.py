@@ -10,8 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
-from openppo.config.fields import given_options
+from openppo.config.fields import given_options, names_file
 from openppo.experience.estimators import ESTIMATORS
+from openppo.experience.own_estimator import estimator_of
 from openppo.models.actor import Actor
 from openppo.models.scalar_head import HEAD, ScalarHeadModel
 
@@ -53,7 +54,8 @@ def problems_of_objects(
         yield f"{', '.join(objects)}: {ranks}; leave --rollout_ranks out, or save the objects and name their files."
     if "actor" in objects and samples and config.generation.rollout_engine == "vllm":
         yield "actor: vLLM loads --pretrain from its folder; use --rollout_engine hf, or save the actor there."
-    if "critic" in objects and estimator in ESTIMATORS and not ESTIMATORS[estimator].uses_critic:
+    is_known = estimator in ESTIMATORS or names_file(estimator)
+    if "critic" in objects and is_known and not estimator_of(config.advantage).uses_critic:
         yield f"critic: --advantage_estimator {estimator} has none; leave it out, or use --advantage_estimator gae."
     if "reference" in objects and config.kl.init_kl_coef == 0:
         yield "reference: --init_kl_coef 0 uses none; leave it out, or give a positive --init_kl_coef."

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from openppo.config import LoRAConfig, TrainPPOConfig
-from openppo.experience.estimators import ESTIMATORS
+from openppo.experience.own_estimator import estimator_of
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
@@ -11,7 +11,7 @@ from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_reg
 
 def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
     """Flag and name of the model that the critic starts from; None without a critic."""
-    if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
+    if not estimator_of(config.advantage).uses_critic:
         return None
     if config.model.critic_pretrain:
         return "--critic_pretrain", config.model.critic_pretrain
@@ -32,11 +32,12 @@ def other_models(config: TrainPPOConfig) -> list[tuple[str, str]]:
 
 
 def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
-    """Adapters of the critic; rank 0 is none."""
+    """Adapters of the critic, which are new with ``--lora_path`` too; rank 0 is none."""
     rank = config.model.critic_lora_rank
     if rank is None:
         rank = config.lora.lora_rank
-    return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+    in_4bit = config.lora.load_in_4bit and rank > 0
+    return replace(config.lora, lora_rank=rank, load_in_4bit=in_4bit, lora_path=None)
 
 
 def loading(config: TrainPPOConfig) -> dict[str, bool]:

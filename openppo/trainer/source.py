@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import PPODataConfig, TrainPPOConfig
-from openppo.datasets import BatchSampler, load_prompts, shard
+from openppo.datasets import BatchSampler, load_prompts, prompt_order, shard
 from openppo.datasets.sources import SourceRow
-from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.group_filters import useful_groups
+from openppo.experience.own_estimator import estimator_of
 from openppo.experience.scoring import begin_scoring, check_rewarded
 from openppo.rollout.engine_sampler import EngineSampler, rank_share
 from openppo.rollout.episodes import by_episode, episode_reward
@@ -57,10 +57,10 @@ class PromptSource:
         self.scorer = components.scorer
         self.timer = components.maker.hooks.timer
         self.comm = components.strategy.comm
-        self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
-        self.sampler = BatchSampler(
-            len(components.data.prompts), config.prompts_per_step, config.deepspeed.seed
-        )
+        self.estimator = estimator_of(config.advantage)
+        prompts = components.data.prompts
+        order = prompt_order(config.ppo.prompt_order, prompts, config.deepspeed.seed)
+        self.sampler = BatchSampler(len(prompts), config.prompts_per_step, order)
         self.reward_weights = config.rewards.weights()
         self.n_batches = config.ppo.num_episodes * len(self.sampler)
         # an environment has endless seeds
@@ -92,7 +92,7 @@ class PromptSource:
         return map(self.rollout, self.prompt_batches())
 
     def prompt_batches(self) -> Iterator[PromptBatch]:
-        """Yield the batches of ``--num_episodes`` passes over all prompts, reshuffled each time.
+        """Yield the batches of ``--num_episodes`` passes over all prompts, in the order of ``--prompt_order``.
 
         A batch counts as consumed when it is sampled from.
         """

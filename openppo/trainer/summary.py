@@ -15,6 +15,7 @@ from openppo.rewards.process import ProcessScorer
 from openppo.strategy.compilation import has_compiled_layers
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.fused_kernels import fused_in
+from openppo.strategy.start_reference import StartReference
 from openppo.tracking.console import log_lines, table_lines
 from openppo.trainer.batch_plan import BatchPlan
 from openppo.trainer.components import PPOComponents
@@ -100,6 +101,8 @@ def _reference_role(config: TrainPPOConfig, components: PPOComponents) -> Facts:
         return []
     if isinstance(reference, AdapterOffReference):
         return [("reference", "the actor, its adapters off")]
+    if isinstance(reference, StartReference):
+        return [("reference", "the actor, its adapters as they began")]
     name = config.model.ref_pretrain or config.model.pretrain
     strategy = components.strategy
     return model_role("reference", name, reference, strategy=strategy, is_trained=False)

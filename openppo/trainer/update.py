@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openppo import logger
 from openppo.config import RunConfig, TrainPPOConfig
-from openppo.datasets import cyclic_batches
+from openppo.datasets import cyclic_batches, shuffled
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, mini_batches
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import pad_token_id
@@ -236,7 +236,7 @@ class Update:
         batches = cyclic_batches(
             len(documents),
             self.config.batch.train_batch_size,
-            self.config.deepspeed.seed,
+            shuffled(len(documents), self.config.deepspeed.seed),
             start=self.state.document_batches,
         )
         for indices in batches:

@@ -43,6 +43,23 @@ class Game:
         return self.dice.choice("abcdefgh"), action.count("a") / 4, done, False, {}
 """
 """A deterministic environment whose answers take their time."""
+OWN = """
+import random
+
+class Growing:
+    def __init__(self, init_kl_coef):
+        self.value, self.seen = init_kl_coef, []
+
+    def update(self, current, n_steps):
+        self.seen.append(current)
+        self.value += 0.1 * sum(self.seen) / n_steps
+
+def mixed(prompts, episode, seed):
+    order = list(range(len(prompts)))
+    random.Random(seed + episode).shuffle(order)
+    return order[1:] + order[1:2]
+"""
+"""A controller whose state is a history, and an order that leaves a prompt out and repeats another."""
 GALLERY = """
 import random
 from PIL import Image
@@ -101,6 +118,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "chat"
     )
     (folder / "game.py").write_text(GAME)
+    (folder / "own.py").write_text(OWN)
 
     rng = random.Random(7)
 

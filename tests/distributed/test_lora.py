@@ -30,6 +30,7 @@ from openppo.models.adapters import AdapterOffReference
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
+from openppo.strategy.start_reference import StartReference
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.types import SamplingParams
 from tests.distributed.run_cases import PARTITION_EVERYTHING, leave
@@ -118,15 +119,21 @@ def adapt(
     result: dict[str, Any] = {"norms": {role: [] for role in engines}, "reference": []}
     for role, engine in engines.items():
         strategy.save_pretrained(engine.module.model, out / f"start_{role}")
+    start = None
     for step in range(N_STEPS):
         engines["actor"].train(False)
         result["reference"].append(outputs(reference))
+        if step == 1:
+            start = StartReference(engines["actor"])
+            result["start"] = [outputs(engines["actor"]), outputs(start)]
         for role, engine in engines.items():
             result["norms"][role].append(train(engine, strategy, step, role))
     for role, engine in engines.items():
         engine.train(False)
         result[role] = outputs(engine)
         result[f"trained {role}"] = list(full_weights(engine))
+    result["start"] += [outputs(start), outputs(engines["actor"])]
+    for role, engine in engines.items():
         strategy.save_pretrained(engine.module.model, out / role)
     return result | sample(engines["actor"], strategy)
 
@@ -397,3 +404,14 @@ def test_the_average_equals_a_naive_loop_in_float64_is_saved_and_leaves_the_weig
 
 if __name__ == "__main__":
     main()
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_the_start_reference_stays_as_it_began_and_leaves_the_actor_alone(
+    found: Found, name: str
+) -> None:
+    result = found[1][f"adapted {name}"]
+    began, *later, trained = result["start"]
+    assert all(torch.equal(outputs, began) for outputs in later)
+    assert torch.equal(trained, result["actor"])
+    assert not torch.equal(trained, began)

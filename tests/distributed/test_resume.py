@@ -111,6 +111,12 @@ CASES = [
         )
         for kind, share, slow in (("gae", 0.4, (2,)), ("rloo", 0.6, (1,)))
     ),
+    Case(
+        "own-algorithm",
+        f"{PPO} {REWARD} --kl_controller {{tiny}}/own.py:Growing --prompt_order {{tiny}}/own.py:mixed",
+        0.6,
+        slow=(1,),
+    ),
     Case("max-steps", f"{PPO} {REWARD} --max_steps 5", 0.7, slow=(2,)),
     Case("values-first", f"{PPO} {REWARD} --value_pretrain_steps 3", 0.45, slow=(2,)),
     Case(

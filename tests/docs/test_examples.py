@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
-from openppo.experience.estimators import loss_aggregation
+from openppo.experience.own_estimator import loss_aggregation
 from tests.docs.conftest import SCRIPTS, Run, words_of_script
 
 SMALL = (

@@ -245,6 +245,12 @@ ppo advantage_estimator=group_norm | group_norm compares ... use --n_samples_per
 ppo advantage_estimator=dr_grpo | dr_grpo compares ... use --n_samples_per_prompt of at least 2
 ppo dynamic_sampling=true | ...use --n_samples_per_prompt of at least 2
 ppo kl_target=1.0 kl_horizon=102 | ...--kl_horizon 102 is too short for a step of 512 samples
+ppo policy_loss_type=pppo | must be ppo, gspo, cispo, double_sided, decoupled, or path.py:name of your own, got pppo.
+ppo advantage_estimator=my.py | must be gae, ... or path.py:name of your own, got my.py.
+ppo prompt_order=random | must be shuffled, given, or path.py:name of your own, got random.
+ppo kl_controller=my.py | must be path.py:name, got my.py.
+ppo kl_controller=my.py:C init_kl_coef=0.0 | ...--init_kl_coef 0 loads no reference ...: use a positive one
+ppo environment=g.py reward_fn=None prompt_data="" n_envs=128 max_steps=1 prompt_order=given | ...orders ...: leave it
 ppo kl_target=6.0 init_kl_coef=0.0 | ...--init_kl_coef 0 ...: use a positive one
 ppo use_kl_loss=true init_kl_coef=0.0 kl_estimator=k3 | ...give a positive --init_kl_coef
 ppo use_kl_loss=true | with --kl_estimator k1 ... Use --kl_estimator k2 or k3

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from openppo.config.fields import Options, given_options, mask_credentials
+from openppo.config.fields import Options, given_options, mask_credentials, names_file
 from openppo.rollout.tasks import RunTask
 from openppo.user_code import source_files
 
@@ -27,6 +27,8 @@ _OPTIONS = (
     "task_ratios",
 )
 """Options that name such files, alone or among other words."""
+_ALGORITHM = ("policy_loss_type", "advantage_estimator", "kl_controller", "prompt_order")
+"""Options with a name of ours, or path.py:name of a user's own."""
 
 
 def user_files(config: Options, tasks: Sequence[RunTask] = ()) -> dict[str, Any]:
@@ -35,7 +37,9 @@ def user_files(config: Options, tasks: Sequence[RunTask] = ()) -> dict[str, Any]
     ``{"hashes": {"--reward_fn": {"reward.py": "9f86..."}}, "tasks": {"math": {"ratio": 0.5}}}``
     """
     options = given_options(config)
-    hashes = {f"--{name}": _hashes(options[name]) for name in _OPTIONS if options.get(name)}
+    names = [name for name in _OPTIONS if options.get(name)]
+    names += [name for name in _ALGORITHM if names_file(options.get(name) or "")]
+    hashes = {f"--{name}": _hashes(options[name]) for name in names}
     for task in tasks:
         task_options = given_options(task.config)
         for name in _OPTIONS:

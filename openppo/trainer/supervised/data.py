@@ -22,6 +22,7 @@ from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.trainer.adapter_check import check_adapters
 from openppo.trainer.option_checks import check_options
 from openppo.trainer.policy_inputs import load_policy_tokenizer, policy_vision
 from openppo.trainer.row_loading import once_per_host, tokenizing
@@ -71,6 +72,14 @@ def load_supervised_data(
     model_config = collective(comm, lambda: check_model(name, "--pretrain", trust))
     # Raises if a library that these options need is not installed.
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)
+    check_adapters(
+        config.lora,
+        comm,
+        "SEQ_CLS" if isinstance(config, TrainRMConfig) else "CAUSAL_LM",
+        pretrain=name,
+        config=model_config,
+        trust_remote_code=trust,
+    )
     tokenizer = load_policy_tokenizer(name, trust, options)
 
     vision = policy_vision(options, tokenizer, model_config, options=options)

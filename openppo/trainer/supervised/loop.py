@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openppo import logger
 from openppo.config.train_supervised import SupervisedCommand
-from openppo.datasets import BatchSampler
+from openppo.datasets import BatchSampler, shuffled
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.fault_report import MemoryView
 from openppo.strategy.trainable_model import TrainableModel
@@ -72,7 +72,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
         n_examples = len(components.train_examples)
         batch_size = config.batch.train_batch_size
-        self.sampler = BatchSampler(n_examples, batch_size, config.deepspeed.seed)
+        self.sampler = BatchSampler(
+            n_examples, batch_size, shuffled(n_examples, config.deepspeed.seed)
+        )
         self.total_steps = total_optimizer_steps(config, n_examples)
         self.global_step = 0
         self.skipped = SkippedSteps(config.run, self.comm)

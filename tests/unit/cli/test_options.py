@@ -57,7 +57,7 @@ def candidates(name: str, hint: Any) -> list[Any]:
         return list(inner)
     if kind is tuple:
         return [tuple(candidates(name, inner[0])[:2])]
-    texts = [f"some {name}", f"{name}: -x"]
+    texts = [f"some {name}", f"{name}: -x", f"{name}.py:name"]
     return {int: [7, 8], float: [0.25, 7.5], bool: [True, False], str: texts, type(None): [None]}[
         hint
     ]

@@ -1,15 +1,15 @@
-"""The order of the data depends on seed, epoch and position alone."""
+"""The order of the data depends on seed, epoch and position alone, or is a user's."""
 
 from itertools import chain, islice
 
 import pytest
 
-from openppo.datasets import BatchSampler, cyclic_batches, shard
+from openppo.datasets import BatchSampler, cyclic_batches, shard, shuffled
 
 
 @pytest.mark.parametrize(("n_rows", "sizes"), [(10, [4, 4, 2]), (8, [4, 4])])
 def test_an_epoch_has_every_row_once_and_resumes_at_any_batch(n_rows, sizes):
-    sampler = BatchSampler(n_rows, batch_size=4, seed=1)
+    sampler = BatchSampler(n_rows, batch_size=4, order=shuffled(n_rows, seed=1))
     batches = list(sampler.batches(epoch=3))
     rows = list(chain(*batches))
     assert [len(batch) for batch in batches] == sizes
@@ -22,7 +22,7 @@ def test_an_epoch_has_every_row_once_and_resumes_at_any_batch(n_rows, sizes):
 
 def test_the_same_seed_and_epoch_give_the_same_order_and_others_another():
     def order(seed, epoch):
-        return tuple(chain(*BatchSampler(50, 7, seed).batches(epoch)))
+        return tuple(chain(*BatchSampler(50, 7, shuffled(50, seed)).batches(epoch)))
 
     assert order(1, 2) == order(1, 2)
     assert len({order(seed, epoch) for seed in range(4) for epoch in range(4)}) == 16
@@ -30,12 +30,13 @@ def test_the_same_seed_and_epoch_give_the_same_order_and_others_another():
 
 def test_a_batch_after_the_epoch_is_an_error():
     with pytest.raises(ValueError, match="no batch 3 in epoch 0: an epoch has 2 batches"):
-        BatchSampler(8, 4, seed=0).batches(0, start=3)
+        BatchSampler(8, 4, shuffled(8, seed=0)).batches(0, start=3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5, 7, 16])
 def test_cyclic_batches_are_full_run_through_passes_without_gaps_and_resume(batch_size):
-    batches = list(islice(cyclic_batches(5, batch_size, seed=9), 20))
+    order = shuffled(5, seed=9)
+    batches = list(islice(cyclic_batches(5, batch_size, order), 20))
     assert {len(batch) for batch in batches} == {batch_size}
     indexes = list(chain(*batches))
     passes = [indexes[i : i + 5] for i in range(0, len(indexes) - 4, 5)]
@@ -43,7 +44,7 @@ def test_cyclic_batches_are_full_run_through_passes_without_gaps_and_resume(batc
     assert len({tuple(one) for one in passes}) > 1
     for start in (0, 3, 12):
         assert (
-            list(islice(cyclic_batches(5, batch_size, seed=9, start=start), 20 - start))
+            list(islice(cyclic_batches(5, batch_size, order, start=start), 20 - start))
             == batches[start:]
         )
 

@@ -70,6 +70,8 @@ def test_a_single_response_is_its_own_mean_and_cannot_be_compared_with_others():
 
 def test_names_of_the_option_are_those_of_estimators():
     assert set(ESTIMATORS) == set(get_args(AdvantageEstimator)) >= set(GROUP_ESTIMATORS)
+    comparing = {name for name, estimator in ESTIMATORS.items() if estimator.compares_responses}
+    assert comparing == set(GROUP_ESTIMATORS)
     assert {estimator.loss_agg for estimator in ESTIMATORS.values()} <= set(
         get_args(LossAggregation)
     )

@@ -17,9 +17,12 @@ from peft import (
 )
 from transformers import AutoModelForCausalLM
 
+from openppo.config import LoRAConfig
 from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.pretrained import check_model, load_tokenizer
+from openppo.trainer.adapter_check import check_adapters
+from openppo.types import SingleProcess
 
 ROWS = [[5, 9, 2, 17, 30, 8, 2], [11, 2, 3], [7, 21, 38, 4, 2]]
 WIDTH = 7
@@ -186,6 +189,105 @@ def test_reward_models_read_their_peft_folders_and_critics_those_of_language_mod
             ValueError, match=f"is a PEFT folder.*merge_lora --lora_path {folder} --save_path"
         ):
             load(str(folder), lora_rank=2)
+
+
+def test_training_on_starts_with_the_adapters_of_the_folder(actor_folder, llama_folder, tmp_path):
+    actor = Actor(str(llama_folder), lora_path=str(actor_folder), lora_dropout=0.25).eval()
+    merged = Actor(str(actor_folder))
+    same(actor(SEQUENCES, MASK).detach(), merged(SEQUENCES, MASK).detach())
+    fresh = Actor(str(llama_folder), lora_rank=4)
+    assert trainable(actor) == trainable(fresh), "all adapters, and nothing else"
+    assert (actor(SEQUENCES, MASK) - fresh(SEQUENCES, MASK)).abs().max() > 0.1
+    assert actor.model.peft_config["default"].lora_dropout == 0.25
+
+    disturb(actor)
+    actor.model.save_pretrained(tmp_path)
+    theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path).merge_and_unload()
+    same(actor.eval()(SEQUENCES, MASK).detach(), Actor(theirs)(SEQUENCES, MASK).detach())
+
+
+def test_training_on_a_reward_model_starts_with_its_head(reward_folder, llama_folder):
+    reward = get_llm_for_sequence_regression(
+        str(llama_folder), "reward", init_value_head=True, lora_path=str(reward_folder)
+    )
+    merged = get_llm_for_sequence_regression(str(reward_folder), "reward")
+    same(reward(SEQUENCES, MASK).detach(), merged(SEQUENCES, MASK).detach())
+    assert sum("score" in name for name in trainable(reward)) == 1
+
+
+def test_rank_alpha_and_targets_are_those_of_the_adapters(llama_folder, tmp_path):
+    made = Actor(str(llama_folder), lora_rank=3, lora_alpha=5, target_modules=("v_proj", "q_proj"))
+    saved(made, tmp_path)
+    options = LoRAConfig(lora_path=str(tmp_path))
+    options.validate()
+    expected = (3, 5, ("q_proj", "v_proj"))
+    assert (options.lora_rank, options.lora_alpha, options.target_modules) == expected
+    again = LoRAConfig(**vars(options))
+    again.validate()
+    assert again == options, "as a run reads its own config"
+    for name, value in (("lora_rank", 8), ("lora_alpha", 6), ("target_modules", ("q_proj",))):
+        with pytest.raises(
+            ValueError, match=f"--{name} .*: the adapters of --lora_path have .*Leave it out"
+        ):
+            LoRAConfig(lora_path=str(tmp_path), **{name: value}).validate()
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"peft_type": "IA3"}, "type IA3; only LoRA adapters can be trained on"),
+        ({"use_dora": True}, "have use_dora, which are not trained here. Merge them"),
+        ({"bias": "all"}, "have bias, which"),
+        ({"init_lora_weights": "pissa_niter_4"}, "have init_lora_weights pissa_niter_4, which"),
+        ({"modules_to_save": ["embed_tokens", "score"]}, "have embed_tokens, which"),
+    ],
+)
+def test_adapters_with_other_parts_are_refused(actor_folder, edited, entries, says):
+    with pytest.raises(ValueError, match=f"--lora_path .*edited: its adapters .*{says}"):
+        LoRAConfig(lora_path=edited(actor_folder, **entries)).validate()
+
+
+def test_adapters_of_another_place_or_task_are_refused(
+    actor_folder, reward_folder, llama_folder, llama, tmp_path
+):
+    with pytest.raises(ValueError, match="--lora_path nowhere: no adapter_config.json is there"):
+        Actor(str(llama_folder), lora_path="nowhere")
+    with pytest.raises(
+        ValueError, match="are of a reward model or critic, and here a language model is trained"
+    ):
+        Actor(str(llama_folder), lora_path=str(reward_folder))
+    with pytest.raises(ValueError, match="are of a language model, and here a reward model"):
+        get_llm_for_sequence_regression(str(llama_folder), "critic", lora_path=str(actor_folder))
+
+    llama(intermediate_size=12).save_pretrained(tmp_path)
+    says = r"--lora_path {} does not fit {}: .*(down|gate|up)_proj.* has the shape \(.*12.*\) in the model and"
+    with pytest.raises(ValueError, match=says.format(actor_folder, "the model")):
+        Actor(str(tmp_path), lora_path=str(actor_folder))
+    with pytest.raises(ValueError, match=says.format(actor_folder, f"--pretrain {tmp_path}")):
+        check(tmp_path, actor_folder)
+
+
+def check(base, folder):
+    options = LoRAConfig(lora_path=str(folder))
+    config = check_model(str(base), "--pretrain")
+    check_adapters(
+        options,
+        SingleProcess(),
+        "CAUSAL_LM",
+        pretrain=str(base),
+        config=config,
+        trust_remote_code=False,
+    )
+
+
+def test_another_base_model_of_the_same_shape_is_a_warning(
+    actor_folder, llama_folder, llama, tmp_path, caplog
+):
+    check(llama_folder, actor_folder)
+    assert caplog.text == ""
+    llama().save_pretrained(tmp_path)
+    check(tmp_path, actor_folder)
+    assert f"was trained on {llama_folder}, and is put on --pretrain {tmp_path}" in caplog.text
 
 
 LAYER = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from openppo.datasets import BatchSampler
+from openppo.datasets import BatchSampler, shuffled
 from openppo.experience.estimators import ESTIMATORS
 from openppo.orchestrator.groups import ATTEMPTS, GroupPlayer
 from openppo.orchestrator.schedule import Start
@@ -40,10 +40,16 @@ def played(player, *numbers):
     return player.sampler.driver.drive(work())
 
 
+def test_groups_take_prompts_in_the_order_of_the_option(plan, tmp_path):
+    (tmp_path / "order.py").write_text("def back(prompts, episode):\n    return range(7, -1, -1)\n")
+    for option, rows in (("given", range(8)), (f"{tmp_path}/order.py:back", range(7, -1, -1))):
+        ordered = dataclasses.replace(plan, prompt_order=option)
+        assert [ordered.prompt(number).index for number in range(16)] == [*rows, *rows]
+
+
 def test_prompts_and_seeds_are_those_of_a_synchronous_run(plan, sampler):
-    order = [
-        i for epoch in (0, 1) for batch in BatchSampler(8, 4, 42).batches(epoch) for i in batch
-    ]
+    batches = BatchSampler(8, 4, shuffled(8, seed=42)).batches
+    order = [i for epoch in (0, 1) for batch in batches(epoch) for i in batch]
     assert [plan.prompt(number).index for number in range(16)] == order
     played(GroupPlayer({"": plan}, sampler, None), 5)
     assert [(group, seed) for group, seed, _ in sampler.asked] == [

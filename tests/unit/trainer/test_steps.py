@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.datasets import TokenExample
 from openppo.experience import ExperienceMaker, ReplayBuffer
-from openppo.experience.estimators import loss_aggregation
+from openppo.experience.own_estimator import loss_aggregation
 from openppo.experience.replay_buffer import MiniBatch, idle_experience, join_rows, mini_batches
 from openppo.models import Actor, GPTLMLoss, ScalarHeadModel
 from openppo.rollout.rollout import Rollout

@@ -81,6 +81,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("tools", "mcp.yaml", "tool.py"),
         ("tools", "mcp.yaml", "server.py"),
         ("chat_template", "template.jinja", "template.jinja"),
+        ("policy_loss_type", "judge.py:loss", "judge.py"),
+        ("advantage_estimator", "reward.py:estimator", "shared.py"),
+        ("kl_controller", "judge.py:Controller", "judge.py"),
+        ("prompt_order", "judge.py:order", "judge.py"),
     ],
 )
 def test_a_file_edited_in_place_is_named_on_resume(
