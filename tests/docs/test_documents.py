@@ -96,7 +96,7 @@ def run_blocks(
 
 @pytest.mark.parametrize("name", DOCS)
 def test_names_and_paths_in_backticks_lead_somewhere(name: str) -> None:
-    """The build of the pages checks links, see test_site.py; names of others stand in openppo/config/foreign."""
+    """Links are checked by the build of the pages, see test_site.py; others stand in openppo/config/foreign."""
     paths = re.findall(r"`((?:openppo|examples|tests)/[\w/.]+)`", DOCS[name])
     assert [path for path in paths if not (REPO / path).exists()] == []
     code = "\n".join(file.read_text() for file in (REPO / "openppo").rglob("*.py"))
