@@ -212,6 +212,7 @@ def test_a_rename_that_nothing_needs_is_an_error(
 ) -> None:
     save(recording, tmp_path)
     words = ["house", "compare", str(tmp_path), str(tmp_path)]
+    monkeypatch.setattr(command, "RENAMES", ())
     assert (run_command(words, monkeypatch), capsys.readouterr().out) == (
         0,
         "1 cases are as they were recorded\n",
