@@ -75,7 +75,7 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
 
 
 def check_rewards(trajectories: Sequence[Trajectory], comm: Comm, has_rewards: bool) -> None:
-    """Raise on all ranks if the run ``has_rewards`` and got none, or if it shall have none and got some. Collective."""
+    """Raise on all ranks if no reward function worked, or if a run without rewards got some. Collective."""
     if has_rewards:
         check_rewarded(trajectories, comm)
     else:

@@ -263,8 +263,7 @@ def lengths_collapse(history: History, length: float) -> str:
     remedy = "lower --actor_learning_rate"
     check = "check that the reward does not prefer an empty answer"
     if history.distils:
-        check = "compare with those of the reference"
-        remedy = "use --gamma 0, as with a discount of 1 short responses pay less KL"
+        check = "use --gamma 0, as with a discount of 1 short responses pay less KL"
     elif history.option("init_kl_coef", 1) and not history.option("use_kl_loss", False):
         remedy = (
             "lower --init_kl_coef, as the KL penalty is paid per token and short answers pay less"
