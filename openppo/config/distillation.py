@@ -22,6 +22,8 @@ _OF_OTHER_GROUPS = ("dynamic_sampling", "kl_target", "pass_reward", "pass_on")
 
 def problems_without_reward(config: TrainPPOConfig) -> Iterator[str]:
     """Yield messages about options that contradict ``--reward_fn none``, each with a remedy."""
+    if not config.rewards.are_none:
+        return
     if config.orchestrator.tasks is not None:
         yield f"{_FLAG} is for a run of one task: leave it out, or --tasks."
     yield from _about_rewards(config)
@@ -44,6 +46,8 @@ def problems_of_own_rewards(config: TrainPPOConfig, own_rewards: bool | None) ->
 
     ``own_rewards`` is as in ``TrainingConfig.validate``.
     """
+    if not config.rewards.are_none:
+        return
     form = config.agents.form
     if form == "tools" and own_rewards:
         yield f"--tools {config.agents.tools} gives rewards, and {_FLAG} says that none is: add --tool_rewards none."

@@ -132,8 +132,7 @@ class TrainPPOConfig(TrainingConfig):
 
         if has_environment and self.rewards.names():
             yield ENVIRONMENT_REWARDS
-        if self.rewards.are_none:
-            yield from problems_of_own_rewards(self, own_rewards)
+        yield from problems_of_own_rewards(self, own_rewards)
         if own_rewards is None:
             own_rewards = self.agents.may_give_rewards
         if not own_rewards:  # an agent names its rewards as it likes
@@ -145,8 +144,7 @@ class TrainPPOConfig(TrainingConfig):
 
     def problems_on(self, ranks: int) -> Iterator[str]:
         yield from super().problems_on(ranks)
-        if self.rewards.are_none:
-            yield from problems_without_reward(self)
+        yield from problems_without_reward(self)
         yield from self._sampling_problems(ranks)
 
         if self.ppo.offload_idle and self.deepspeed.adam_offload:

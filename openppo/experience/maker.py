@@ -23,6 +23,7 @@ from openppo.experience.hooks import Hooks
 from openppo.experience.measure import (
     measure_experience,
     measure_scores,
+    measure_shaped,
     measure_signal,
     measure_sources,
     measure_staleness,
@@ -34,7 +35,7 @@ from openppo.experience.own_kl_controller import make_kl_controller
 from openppo.experience.replay_buffer import split_rows
 from openppo.experience.reward_names import RewardNames
 from openppo.experience.running_moments import RunningMoments
-from openppo.experience.scoring import check_rewarded, check_unrewarded
+from openppo.experience.scoring import check_rewards
 from openppo.experience.token_rewards import (
     StepRewards,
     collect_step_rewards,
@@ -74,8 +75,8 @@ class ExperienceMaker:
     def __post_init__(self) -> None:
         self.frozen_steps = self.config.ppo.frozen_actor_steps
         self.estimator = estimator_of(self.config.advantage)
-        self.has_rewards = not self.config.rewards.are_none
         self.weights = self.config.rewards.weights()
+        self.measured_weights = None if self.config.rewards.are_none else self.weights
         self.moments = RunningMoments()
 
         evaluation = self.config.evaluation
@@ -141,9 +142,7 @@ class ExperienceMaker:
 
         with timer.phase("scoring"):
             wait_for_scores(trajectories, self.hooks.stop)
-            check_rewarded(unscored, self.comm)
-        if not self.has_rewards:
-            check_unrewarded(unscored, self.comm)
+            check_rewards(unscored, self.comm, self.measured_weights is not None)
         self.reward_names.check(unscored)
         if isinstance(trajectories, Rollout):
             metrics.merge(trajectories.metrics)
@@ -151,16 +150,14 @@ class ExperienceMaker:
         with timer.phase("experience"):
             shaping = self.config.shaping
             if shaping.normalize_reward and shaping.reward_normalizer == "running":
-                rewards = [
-                    episode_reward(segments, self.weights) for segments in by_episode(unscored)
-                ]
+                episodes = by_episode(unscored)
+                rewards = [episode_reward(segments, self.weights) for segments in episodes]
                 self.moments.update(torch.tensor(rewards), self.comm)
             if batch is None:
                 return None
 
-            weights = self.weights if self.has_rewards else None
-            measure_scores(unscored, weights, metrics)
-            measure_sources(unscored, self.hooks.sources, weights, metrics=metrics)
+            measure_scores(unscored, self.measured_weights, metrics)
+            measure_sources(unscored, self.hooks.sources, self.measured_weights, metrics=metrics)
             rewards = whole_rewards(unscored, self.weights)
             batch = batch.with_fields(scores=torch.tensor(rewards, device=self.device))
             measure_tasks(unscored, batch, self.weights, n_done=n_done, metrics=metrics)
@@ -181,14 +178,13 @@ class ExperienceMaker:
             batch = self._add_returns(batch, n_done)
             measure_experience(batch, metrics)
             assert batch.advantages is not None
-            if self.has_rewards:
-                measure_signal(
-                    trajectories,
-                    batch.advantages,
-                    batch.action_mask,
-                    weights=self.weights,
-                    metrics=metrics,
-                )
+            measure_signal(
+                trajectories,
+                batch.advantages,
+                batch.action_mask,
+                weights=self.measured_weights,
+                metrics=metrics,
+            )
 
             if self.config.shaping.overlong_filter:
                 mask = overlong_mask(batch.action_mask, batch.truncated)
@@ -223,8 +219,7 @@ class ExperienceMaker:
         """Add token rewards: KL penalty, and scores and step rewards less the baseline."""
         segments = EpisodeSegments(trajectories, self.device)
         scores, steps = self._shaped(trajectories, segments)
-        if self.has_rewards:
-            metrics.add_tensor("shaped_reward", steps.added_to(scores))
+        measure_shaped(steps.added_to(scores), self.measured_weights, metrics)
 
         greedy = (
             self._greedy_rewards(trajectories, segments) if self.estimator.needs_greedy else None

@@ -48,6 +48,12 @@ def measure_scores(
             metrics.add(f"{prefix}extra/{name}", extra)
 
 
+def measure_shaped(rewards: Tensor, weights: Mapping[str, float] | None, metrics: Metrics) -> None:
+    """Measure whole ``rewards`` (B,) after penalties and clipping; ``weights`` are as in ``measure_scores``."""
+    if weights is not None:
+        metrics.add_tensor("shaped_reward", rewards)
+
+
 def measure_sources(
     trajectories: Sequence[Trajectory],
     names: Mapping[str, str],
@@ -124,14 +130,16 @@ def measure_signal(
     trajectories: Sequence[Trajectory],
     advantages: Tensor,
     action_mask: Tensor,
-    weights: Mapping[str, float],
+    weights: Mapping[str, float] | None,
     metrics: Metrics,
 ) -> None:
     """Count groups whose rewards differ, but whose advantages (B, L) are all 0.
 
     Nothing is learned from such groups. Rewards that differ only by rounding count as equal. No group is counted if
-    each prompt has one response.
+    each prompt has one response, or without rewards (``weights`` None).
     """
+    if weights is None:
+        return
     groups: dict[int, list[int]] = {}
     for row, trajectory in enumerate(trajectories):
         groups.setdefault(trajectory.group, []).append(row)

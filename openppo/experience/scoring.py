@@ -74,6 +74,14 @@ def check_rewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
     )
 
 
+def check_rewards(trajectories: Sequence[Trajectory], comm: Comm, has_rewards: bool) -> None:
+    """Raise on all ranks if no reward function worked, or if a run without rewards got some. Collective."""
+    if has_rewards:
+        check_rewarded(trajectories, comm)
+    else:
+        check_unrewarded(trajectories, comm)
+
+
 def check_unrewarded(trajectories: Sequence[Trajectory], comm: Comm) -> None:
     """Raise ``ValueError`` on all ranks for a reward in a run of ``--reward_fn none``. Collective."""
     trained = [t for t in trajectories if t.episode is None or t.episode.ending.is_trained]

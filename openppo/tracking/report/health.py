@@ -17,6 +17,9 @@ FEW = 5
 QUIET = 10
 """Reports of a metric without a finding after which the last one has ended; a later one is new."""
 
+SUPPOSE_A_REWARD = ("kl_far", "entropy_grows", "many_truncated")
+"""Rules that are silent in a run without any reward, though they look at no reward."""
+
 
 class History:
     """Metrics of a run so far. ``config`` are its options by flag name."""
@@ -136,7 +139,8 @@ class Health:
         begun = []
         for rule in self.rules:
             metric = rule.metrics[0]
-            if metric not in metrics:
+            is_silent = self.history.distils and rule.name in SUPPOSE_A_REWARD
+            if metric not in metrics or is_silent:
                 continue
 
             mean = self.history.mean(metric, rule.last)

@@ -59,10 +59,8 @@ def kl_above_target(history: History, kl: float) -> str:
 
 
 @rule("kl_per_response", "kl", passes=lambda kl, h: kl > 30 and h.mean("kl", FEW) > 0.5)
-def kl_far(history: History, kl_per_response: float) -> str | None:
+def kl_far(history: History, kl_per_response: float) -> str:
     """KL above 30 nats per response and 0.5 nats per token, in a run with rewards."""
-    if history.distils:
-        return None
     return (
         f"The policy is far from the reference since step {{since}} (KL {kl_per_response:.0f} nats per response, "
         f"{history.mean('kl', FEW):.2g} per token): read the samples, as the reward may be exploited. Raise "
@@ -122,10 +120,8 @@ def entropy_collapse(history: History, entropy: float) -> str:
 @rule(
     "entropy", passes=lambda entropy, h: entropy > h.start("entropy") + max(h.start("entropy"), 0.5)
 )
-def entropy_grows(history: History, entropy: float) -> str | None:
+def entropy_grows(history: History, entropy: float) -> str:
     """Entropy twice its start, and half a nat more, in a run with rewards."""
-    if history.distils:
-        return None  # the reference may have more
     start = history.start("entropy")
     coef = "lower --entropy_coef" if history.option("entropy_coef", 0) else "raise --init_kl_coef"
     return (
@@ -144,24 +140,6 @@ def many_clipped(history: History, share: float) -> str:
     return (
         f"{share:.0%} of the tokens leave the clip range since step {{since}}: the updates are too large. Lower "
         "--actor_learning_rate or --max_epochs, or raise --train_batch_size."
-    )
-
-
-@rule("kl", last=WINDOW)
-def teacher_not_followed(history: History, _: float) -> str | None:
-    """With --reward_fn none a KL above 0.05 nats per token that does not fall, and is not a tenth below its start."""
-    window = history.last("kl", WINDOW)
-    if not window or not history.distils:
-        return None
-
-    earlier, later, error = halves(window)
-    start = history.start("kl")
-    falls = earlier - later > 2 * error
-    if falls or later < max(0.05, 0.9 * start):
-        return None
-    return (
-        f"The KL to the reference does not fall since step {{since}} ({later:.3g} nats per token, {start:.3g} at the "
-        "start): change --actor_learning_rate, or begin with supervised fine-tuning on responses of the reference."
     )
 
 
@@ -252,10 +230,8 @@ def reward_fails(history: History, errors: float) -> str:
 
 
 @rule("truncated_fraction", passes=lambda share, _: share > 0.5)
-def many_truncated(history: History, share: float) -> str | None:
+def many_truncated(history: History, share: float) -> str:
     """Half of the responses cut at --generate_max_len, in a run with rewards."""
-    if history.distils:
-        return None  # each token has a reward of its own
     if history.option("overlong_filter", False):
         effect = "left out by --overlong_filter, so that nothing is learned from them"
         remedy = "raise it, or ask for less"
@@ -287,8 +263,7 @@ def lengths_collapse(history: History, length: float) -> str:
     remedy = "lower --actor_learning_rate"
     check = "check that the reward does not prefer an empty answer"
     if history.distils:
-        check = "compare with those of the reference"
-        remedy = "use --gamma 0, as with a discount of 1 short responses pay less KL"
+        check = "use --gamma 0, as with a discount of 1 short responses pay less KL"
     elif history.option("init_kl_coef", 1) and not history.option("use_kl_loss", False):
         remedy = (
             "lower --init_kl_coef, as the KL penalty is paid per token and short answers pay less"

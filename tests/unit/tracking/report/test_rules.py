@@ -65,7 +65,6 @@ CASES = {
     "kl_far": ({"kl": flat(0.8), "kl_per_response": flat(80.0), "reward": rising}, {}),
     "kl_negative": ({"kl": flat(-0.05)}, {}),
     "evaluation_falls": ({"reward": rising, "eval_reward": RISES_AND_FALLS}, {}),
-    "teacher_not_followed": ({"kl": flat(1.0)}, DISTILS),
     "entropy_collapse": ({"entropy": ramp(2.0, 0.1), **FLAT_REWARD}, {}),
     "entropy_grows": ({"entropy": ramp(1.0, 3.0)}, {}),
     "many_clipped": ({"clip_fraction": flat(0.35)}, {"policy_loss_type": "ppo"}),
@@ -133,7 +132,6 @@ HEALTHY = {
         },
         DISTILS,
     ),
-    "a distillation that has arrived": ({"kl": lambda s: 0.2 + 2.0 * (s < 5)}, DISTILS),
     "many nats per token in short ones": (
         {"kl": flat(0.8), "kl_per_response": flat(4.0), "reward": rising},
         {},
