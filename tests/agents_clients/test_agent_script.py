@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.conftest import REPO
 from tests.docs.test_agent_example import demo as demo
-from tests.docs.test_agent_example import laptop_command, rows
+from tests.docs.test_agent_example import rows
 from tests.unit.agents.test_serve_agent import serving
 
 PROGRAM = REPO / "examples/agents/openai_sum.py"
@@ -48,7 +48,7 @@ def test_the_script_trains_both_agents_and_prints_a_table(
     demo = tmp_path / "demo"
     for name, title in (
         ("program", "sums, by a program with a tool"),
-        ("game", "games, by a tool"),
+        ("tools", "sums, with a tool"),
     ):
         assert title in printed
         assert f"report  {demo}/{name}/logs/report.html" in printed
@@ -68,7 +68,8 @@ def test_the_program_of_the_gateways_page_talks_to_the_tiny_model(
         address = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "1"}
         command = f"{line} | {command_of(client_python)}"
         subprocess.run(command, shell=True, env=os.environ | address, check=True)
-    assert "1, turn 1: rendered whole" in (tmp_path / "stderr").read_text()
+    logged = " ".join((tmp_path / "stderr").read_text().split())
+    assert re.search(r"turn \d+: rendered whole; \d+ tokens read", logged)
 
 
 @pytest.mark.slow
@@ -76,22 +77,11 @@ def test_the_program_of_the_gateways_page_talks_to_the_tiny_model(
 def test_agents_of_the_tiny_model_improve(
     script: Path, client_python: str, tmp_path: Path, seed: str
 ) -> None:
-    """Both of the script, and that of the README; each interval after training lies above the one before."""
+    """Each interval after training lies above the one before."""
     environment = os.environ | {"PROGRAM": command_of(client_python)}
     demo = tmp_path / "agent_demo"
     subprocess.run(["bash", script, seed, demo], env=environment, check=True)
     report = report_of(demo)
-    for name in ("program", "game"):
+    for name in ("program", "tools"):
         print(seed, name, report[name])
         assert report[name]["after"]["interval"][0] > report[name]["before"]["interval"][1]
-
-    (tmp_path / "examples").symlink_to(REPO / "examples")
-    block = (REPO / "README.md").read_text().partition("# agent.py\n")[2].partition("```")[0]
-    (tmp_path / "agent.py").write_text(block)
-    command = ["python", "-m", "openppo", "train_ppo", *laptop_command("README.md"), "--seed", seed]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    logged = [
-        row for row in rows(tmp_path / "ckpt/agent/logs/metrics.jsonl") if "eval_pass@1" in row
-    ]
-    print(seed, "README", logged[0]["eval_pass@1"], logged[-1]["eval_pass@1"])
-    assert logged[-1]["eval_pass@1"] > logged[0]["eval_pass@1"] + 0.2
