@@ -9,7 +9,7 @@ model="${1:-HuggingFaceTB/SmolLM2-135M-Instruct}"
 shift || true
 examples="$repo/examples"
 save_path="${SAVE_PATH:-ckpt/chat_model}"
-runs="${RUNS:-grpo grpo-lora ppo ppo-lora}"
+read -ra runs <<< "${RUNS:-grpo grpo-lora ppo ppo-lora}"
 started=$SECONDS
 
 answers() { # MODEL FILE: greedy answers to the held-out questions
@@ -21,7 +21,7 @@ python "$examples/addition.py" make --out "$save_path"
 answers "$model" "$save_path/before.jsonl"
 
 results=()
-for run in $runs; do
+for run in "${runs[@]}"; do
     flags=(--actor_learning_rate 2e-5)
     case "$run" in
         *-lora) flags=(--actor_learning_rate 5e-4 --lora_rank 16 --lora_alpha 32) ;;

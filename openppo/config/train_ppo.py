@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from openppo.config.agents import FORMS, AgentConfig
+from openppo.config.agents import AgentConfig
+from openppo.config.asynchronous import async_problems
 from openppo.config.data import PPODataConfig
 from openppo.config.distillation import problems_of_own_rewards, problems_without_reward
 from openppo.config.models import PPOModelConfig
@@ -106,7 +107,8 @@ class TrainPPOConfig(TrainingConfig):
         return models
 
     @property
-    def _nothing_held_out(self) -> bool:
+    def nothing_held_out(self) -> bool:
+        """True if no held-out prompts or seeds are given."""
         return self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
 
     def missing_inputs(self, own_rewards: bool | None = None) -> Iterator[str]:
@@ -114,9 +116,9 @@ class TrainPPOConfig(TrainingConfig):
             return
 
         for flag in ("eval_before_training", "val_only"):
-            if self._nothing_held_out and vars(self.evaluation)[flag]:
+            if self.nothing_held_out and vars(self.evaluation)[flag]:
                 yield f"--{flag} needs --eval_data."
-        if self._nothing_held_out and self.evaluation.eval_reward_fn is not None:
+        if self.nothing_held_out and self.evaluation.eval_reward_fn is not None:
             yield "--eval_reward_fn scores evaluations: give held-out prompts with --eval_data."
 
         has_environment = self.agents.environment is not None
@@ -153,7 +155,7 @@ class TrainPPOConfig(TrainingConfig):
             yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
 
         yield from self._count_problems(ranks)
-        yield from self._async_problems()
+        yield from async_problems(self)
 
         buffer = self.shaping.overlong_buffer_len
         longest = self.generation.generate_max_len
@@ -237,45 +239,3 @@ class TrainPPOConfig(TrainingConfig):
         for flag, compares in comparing.items():
             if compares:
                 yield f"{flag} compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
-
-    def _async_problems(self) -> Iterator[str]:
-        asynchronous = self.orchestrator
-        samples_apart = asynchronous.rollout_ranks > 0
-        if self.evaluation.val_only and samples_apart:
-            yield "--val_only evaluates on the ranks that train, none of which is to spare: leave out --rollout_ranks."
-        if asynchronous.tasks is not None:
-            yield from self._task_problems()
-        if not asynchronous.is_async:
-            return
-
-        if self.generation.rollout_engine == "vllm" and asynchronous.running_requests == "continue":
-            yield "--rollout_engine vllm cannot continue requests with new weights: use --running_requests drain."
-        pieces = self.generation.vllm_tensor_parallel_size
-        if pieces > 1 and samples_apart:
-            yield f"--vllm_tensor_parallel_size {pieces}: --rollout_ranks work each by itself; leave one of them out."
-        if self.lora.load_in_4bit and samples_apart:
-            yield "--load_in_4bit keeps no whole weights that could be sent to --rollout_ranks: leave one of them out."
-        has_reward_model = self.rewards.reward_pretrain or self.rewards.prm_pretrain
-        if self.ppo.dynamic_sampling and has_reward_model:
-            yield (
-                "--dynamic_sampling drops groups where they are sampled, and reward models score when a step is made "
-                "up: leave out --dynamic_sampling, or --max_staleness and --rollout_ranks."
-            )
-        # Any task may have held-out prompts.
-        may_evaluate = not self._nothing_held_out or asynchronous.tasks is not None
-        if self.ppo.enable_ema and not samples_apart and may_evaluate:
-            yield "--enable_ema evaluates the average, and requests under way would use it too: add --rollout_ranks."
-
-    def _task_problems(self) -> Iterator[str]:
-        options = {
-            "prompt_data": self.data.prompt_data,
-            "eval_data": self.evaluation.eval_data,
-            "eval_reward_fn": self.evaluation.eval_reward_fn,
-        }
-        options |= {form: vars(self.agents)[form] for form in FORMS}
-        options |= dict.fromkeys(self.rewards.names(), "given")
-        names = [name for name, value in options.items() if value]
-        if names:
-            yield f"--tasks says what each task is, its {names[0]} too: leave it out of the command line."
-        if self.ppo.max_steps is None:
-            yield "--tasks plays tasks in given ratios, however many rows they have: say --max_steps."

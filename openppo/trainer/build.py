@@ -47,7 +47,7 @@ from openppo.trainer.summary import log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
 from openppo.trainer.task_data import load_tasks_data
 from openppo.trainer.task_rewards import TaskRewards
-from openppo.trainer.trackers import rollout_trackers, start_trackers
+from openppo.trainer.trackers import start_ppo_trackers
 from openppo.types import RolloutSource, StopCheck
 
 HEADLINE = [
@@ -276,7 +276,8 @@ def _load_and_assemble(
 
     ema = None
     if config.ppo.enable_ema:
-        ema = ParameterAverage(actor, config.ppo.ema_beta, _spare_bytes(run.estimate))
+        spare = 0 if run.estimate is None else run.estimate.spare
+        ema = ParameterAverage(actor, config.ppo.ema_beta, spare)
     run.checkpointer.attach({"actor": actor, "critic": models.critic}, ema)
     with strategy.uncompiled():
         pack_documents_to = packed_row_length(
@@ -306,7 +307,7 @@ def _load_and_assemble(
         engine=engine,
         scorer=run.scorer,
         data=run.data,
-        trackers=_start_trackers(config, strategy, run, own_trackers=trackers),
+        trackers=_start_trackers(run, strategy, trackers),
         grading=grading,
         ema=ema,
         pack_documents_to=pack_documents_to,
@@ -381,28 +382,14 @@ def _experience_maker(
 
 
 def _start_trackers(
-    config: TrainPPOConfig,
-    strategy: DeepspeedStrategy,
-    run: _Run,
-    own_trackers: Sequence[Tracker],
+    run: _Run, strategy: DeepspeedStrategy, own_trackers: Sequence[Tracker]
 ) -> Trackers:
-    """Start the trackers that options name and, on rank 0, the caller's."""
-    resume_step = None if config.evaluation.val_only else run.checkpointer.found_step
-    config = config.for_evaluation
-    trackers: list[Tracker] = list(own_trackers) if strategy.is_main else []
-    trackers += rollout_trackers(config, strategy, resume_step)
-    return start_trackers(
-        config,
+    """Start the trackers of the run; those of the caller on rank 0."""
+    return start_ppo_trackers(
+        run.config,
         strategy,
         HEADLINE,
         total_steps=run.plan.n_steps,
-        resume_step=resume_step,
-        trackers=trackers,
+        found_step=run.checkpointer.found_step,
+        own_trackers=own_trackers,
     )
-
-
-def _spare_bytes(estimate: Estimate | None) -> int:
-    """Return the bytes that an estimate leaves free on the device, a tenth of it held in reserve."""
-    if estimate is None:
-        return 0
-    return estimate.machine.room * 9 // 10 - estimate.phases[estimate.largest]

@@ -68,7 +68,33 @@ def start_trackers(
     )
 
 
-def rollout_trackers(
+def start_ppo_trackers(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    headline: Sequence[str],
+    total_steps: int,
+    found_step: int | None,
+    own_trackers: Sequence[Tracker],
+) -> Trackers:
+    """Start the trackers that options name, the dump of rollouts and, on rank 0, ``own_trackers``.
+
+    ``found_step`` is the step of the checkpoint from which the run resumes.
+    """
+    resume_step = None if config.evaluation.val_only else found_step
+    config = config.for_evaluation
+    trackers: list[Tracker] = list(own_trackers) if strategy.is_main else []
+    trackers += _rollout_trackers(config, strategy, resume_step)
+    return start_trackers(
+        config,
+        strategy,
+        headline,
+        total_steps=total_steps,
+        resume_step=resume_step,
+        trackers=trackers,
+    )
+
+
+def _rollout_trackers(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, resume_step: int | None
 ) -> list[Tracker]:
     """Make this rank's writer of ``--dump_rollouts``; none without the option."""

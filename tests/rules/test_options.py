@@ -22,9 +22,10 @@ OTHER_PROGRAMS = set(
     quiet version clear disable-pip-version-check no-deps upgrade editable index-url extra-index-url no-build-isolation
     update-aliases push slow import-mode durations check strict logdir shrink
     user map-current-user net pid fork kill-child rm network exclude
+    tag build-arg gpus shm-size volume
     """.split()
 )
-"""Flags of torchrun and deepspeed; of Slurm; of pip; of mike, pytest, ruff, mypy, tensorboard, our rules and hf."""
+"""Flags of torchrun, deepspeed; Slurm; pip; mike, pytest, ruff, mypy, tensorboard, our rules, hf; docker."""
 FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
 OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 

@@ -282,6 +282,11 @@ class Estimate:
         """True if the peak is below the memory that torch may allocate."""
         return self.phases[self.largest] <= self.machine.room
 
+    @property
+    def spare(self) -> int:
+        """Bytes that stay free on the device at the highest peak, a tenth of it held in reserve."""
+        return self.machine.room * 9 // 10 - self.phases[self.largest]
+
     def summary(self) -> str:
         """The models and the highest peak in a line."""
         n_ranks = self.machine.n_ranks
