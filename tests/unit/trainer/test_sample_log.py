@@ -202,7 +202,7 @@ class View(StepDiagnostics):
         parts: Any = SimpleNamespace(
             strategy=strategy, tokenizer=BYTES, trackers=trackers, state=SimpleNamespace()
         )
-        parts.grading = SimpleNamespace(reward_weights={"a": 0.25})
+        parts.grading = SimpleNamespace(measured_weights={"a": 0.25})
         given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "self_check": False}
         super().__init__(from_options(TrainPPOConfig, **given), parts, total_steps)
         self.weights = {"a": 0.5}
