@@ -20,7 +20,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -101,65 +101,64 @@ class Sandbox(BaseTool):
         folder = Path(instance_id)
         if self._is_full(folder):
             return ToolResponse(text=self._too_much(f"{self.files // 2**20} MiB of files"))
-        process = await asyncio.create_subprocess_exec(
-            *held(
-                *(NAMESPACES if CONFINED else []),
-                sys.executable,
-                "-I",
-                "-c",
-                str(parameters.get("code", "")),
-            ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env={"PATH": os.defpath, "HOME": instance_id, "TMPDIR": instance_id},
-            preexec_fn=self._limit,
-            start_new_session=True,
-        )
-        try:
-            process_groups.add(process.pid)
-            assert process.stdin is not None
-            process.stdin.write(RELEASE)
-            process.stdin.close()
-            return ToolResponse(text=await self._answer(process, folder))
-        finally:
-            process_groups.kill(process.pid)
-            await process.wait()
+        # A file: asyncio would wait for ever for the end of a process whose pipe is full.
+        with tempfile.TemporaryFile() as output:
+            process = await asyncio.create_subprocess_exec(
+                *held(
+                    *(NAMESPACES if CONFINED else []),
+                    sys.executable,
+                    "-I",
+                    "-c",
+                    str(parameters.get("code", "")),
+                ),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={"PATH": os.defpath, "HOME": instance_id, "TMPDIR": instance_id},
+                preexec_fn=self._limit,
+                start_new_session=True,
+            )
+            try:
+                process_groups.add(process.pid)
+                assert process.stdin is not None
+                process.stdin.write(RELEASE)
+                process.stdin.close()
+                return ToolResponse(text=await self._answer(process, folder, output))
+            finally:
+                process_groups.kill(process.pid)
+                await process.wait()
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         shutil.rmtree(instance_id, ignore_errors=True)
 
-    async def _answer(self, process: asyncio.subprocess.Process, folder: Path) -> str:
+    async def _answer(
+        self, process: asyncio.subprocess.Process, folder: Path, output: IO[bytes]
+    ) -> str:
         """What the code prints, or which limit it has passed."""
-        printing = asyncio.create_task(self._printed(process))
-        watching = asyncio.create_task(self._passed(process.pid, folder))
+        ending = asyncio.create_task(process.wait())
+        watching = asyncio.create_task(self._passed(process.pid, folder, output))
         try:
-            tasks = [watching, printing]
             done, _ = await asyncio.wait(
-                tasks, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED
+                [watching, ending], timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            printing.cancel()
+            ending.cancel()
             watching.cancel()
+
         if watching in done:
             return watching.result()
-        if printing in done:
-            return printing.result() or "(The code printed nothing.)"
+        if ending in done:
+            return printed(output) or "(The code printed nothing.)"
         return f"Error: the code ran longer than {self.seconds} s."
 
-    async def _printed(self, process: asyncio.subprocess.Process) -> str:
-        """The output, until the code closes it or has printed ``MOST``."""
-        assert process.stdout is not None
-        output = b""
-        while len(output) <= MOST and (part := await process.stdout.read(MOST)):
-            output += part
-        return output[:MOST].decode(errors="replace")
-
-    async def _passed(self, pid: int, folder: Path) -> str:
-        """Wait until the code has passed a limit of all its processes; which one."""
+    async def _passed(self, pid: int, folder: Path, output: IO[bytes]) -> str:
+        """Wait until the code has printed ``MOST`` or passed a limit; return the output, or which limit."""
         while True:
             await asyncio.sleep(INTERVAL)
+            if os.fstat(output.fileno()).st_size >= MOST:
+                return printed(output)
+
             sizes = memory_of_processes(pid)
             if len(sizes) > self.processes:
                 return self._too_much(f"{self.processes} processes")
@@ -183,6 +182,11 @@ class Sandbox(BaseTool):
             (resource.RLIMIT_CORE, 0),
         ):
             resource.setrlimit(what, (limit, limit))
+
+
+def printed(output: IO[bytes]) -> str:
+    """The first ``MOST`` bytes of what the code has printed."""
+    return os.pread(output.fileno(), MOST, 0).decode(errors="replace")
 
 
 def memory_of_processes(pid: int) -> list[int]:

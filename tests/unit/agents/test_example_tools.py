@@ -138,6 +138,12 @@ def test_the_sandbox_limits_memory_files_output_and_secrets(sandbox, monkeypatch
     assert environment == "None\n"
 
 
+def test_a_sandboxed_process_that_prints_without_end_ends(sandbox):
+    write_much = "import os\nwhile True: os.write(1, b'x' * 2**20)"
+    for output in run(sandbox, *[write_much] * 4):
+        assert output == "x" * 64 * 2**10
+
+
 def test_the_sandbox_has_no_network_or_says_so(sandbox):
     module = sys.modules[type(sandbox).__module__]
     (said,) = run(sandbox, "import socket; socket.create_connection(('127.0.0.1', 9), timeout=1)")
