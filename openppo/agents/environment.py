@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,7 +44,8 @@ class EnvironmentAgent(Agent):
                     await environment.step("-")
 
         try:
-            asyncio.run(first_step())
+            with ThreadPoolExecutor(1) as thread:  # in a notebook, this thread runs a loop already
+                thread.submit(asyncio.run, first_step()).result()
         except Exception as error:
             failed = f"{type(error).__name__} when tried (reset; without parse step('-')): {error}"
             raise ValueError(f"--environment: {failed}. {FORM}") from error

@@ -67,7 +67,7 @@ def with_token_budgets(
     return config
 
 
-def host_memory() -> int:
+def machine_memory() -> int:
     """Bytes of the machine's memory, or of the container's where it is limited to less (control groups, version 2)."""
     total = psutil.virtual_memory().total
     with suppress(OSError):

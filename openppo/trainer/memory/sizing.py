@@ -17,7 +17,7 @@ from openppo.models.size import ModelSize, model_size
 from openppo.models.vision_models import n_patches
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.data import PPOData
-from openppo.trainer.memory.budgets import host_memory, token_budgets, with_token_budgets
+from openppo.trainer.memory.budgets import machine_memory, token_budgets, with_token_budgets
 from openppo.trainer.memory.estimate import Estimate, Machine
 from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
 from openppo.trainer.roles import critic_start
@@ -190,7 +190,7 @@ def _machine(config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStra
         memory = round(run.dry_run_memory * 2**30)
     elif on_cpu:
         n_processes = run.dry_run_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        memory = host_memory() // n_processes
+        memory = machine_memory() // n_processes
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
         memory = min(strategy.comm.all_gather_object(memory))

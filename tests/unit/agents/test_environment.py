@@ -1,5 +1,6 @@
 """Environments: gymnasium's five values over recorded token ids."""
 
+import asyncio
 import threading
 from typing import Any, ClassVar
 
@@ -305,3 +306,14 @@ def test_what_has_its_form_is_tried_and_closed(kind):
     agent.check([Prompt("", [], row={"size": 4})])
     [tried] = Count.made
     assert tried.options == {"size": 4} and tried.seen == [] and tried.closed == 1
+
+
+def test_an_environment_is_tried_inside_a_running_event_loop():
+    """As in a notebook."""
+
+    async def cell() -> None:
+        EnvironmentAgent(Parsed, AgentConfig()).check([Prompt("", [], row={"size": 4})])
+
+    asyncio.run(cell())
+    [tried] = Count.made
+    assert tried.closed == 1

@@ -25,7 +25,7 @@ from openppo.trainer.memory import budgets as budgets_module
 from openppo.trainer.memory.budgets import (
     TOKEN_BUDGETS,
     TOKEN_BUDGETS_ON_CPU,
-    host_memory,
+    machine_memory,
     token_budgets,
     with_token_budgets,
 )
@@ -474,11 +474,11 @@ def test_a_cpu_fills_at_most_half_of_its_memory():
 def test_a_container_has_the_memory_that_it_is_allowed(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(budgets_module, "_CONTAINER_LIMIT", limit)
-    machine = host_memory()
+    machine = machine_memory()
     assert machine == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for text, expected in (("max", machine), (str(2**30), 2**30), (str(2**62), machine)):
         limit.write_text(f"{text}\n")
-        assert host_memory() == expected
+        assert machine_memory() == expected
 
 
 def test_given_sizes_keep_theirs() -> None:
