@@ -22,6 +22,7 @@ from tests.distributed.conftest import write_rows
 from tests.distributed.runs import outcome, vector
 
 STAGES = (0, 1, 2, 3)
+CASES_OF_A_LAUNCH = 40  # more of them, beside other tests, take longer than a launch may
 EVERYTHING = 100  # as micro-batch size: more than there is
 LORA, LORA_SCALE = "--lora_rank 4", 16 / 4
 CAN_COMPILE = shutil.which("g++") is not None and " " not in torch.__file__
@@ -378,6 +379,11 @@ def update(folder: Path, start: Path) -> Tensor:
     return torch.cat([trained[name].flatten() for name in sorted(trained)])
 
 
+def described(case: Case) -> dict[str, Any]:
+    """A case as run_cases.py reads it."""
+    return vars(case) | TASKS[case.task]._asdict() | {"arguments": arguments_of(case)}
+
+
 Get = Callable[[int, Case], dict[str, Any]]
 
 
@@ -385,7 +391,7 @@ Get = Callable[[int, Case], dict[str, Any]]
 def get(
     tiny: Path, tmp_path_factory: Any, run_cases: Callable[..., str], pytestconfig: pytest.Config
 ) -> Get:
-    """``get(ranks, case)``: its outcome with ``updates`` by role; all cases on so many ranks run in one launch."""
+    """``get(ranks, case)``: its outcome with ``updates`` by role; cases on so many ranks share launches."""
 
     @cache
     def folder_of(ranks: int) -> Path:
@@ -396,14 +402,9 @@ def get(
         chosen = [p.values[1] for p in table([*REFERENCES, *FLOAT32, *BF16], [ranks])]
         if not pytestconfig.getoption("slow"):
             chosen = [case for case in chosen if (ranks, case) in EVERY_RUN]
-        run_cases(
-            ranks,
-            folder,
-            {
-                c.name: vars(c) | TASKS[c.task]._asdict() | {"arguments": arguments_of(c)}
-                for c in chosen
-            },
-        )
+        for first in range(0, len(chosen), CASES_OF_A_LAUNCH):
+            launched = chosen[first : first + CASES_OF_A_LAUNCH]
+            run_cases(ranks, folder, {case.name: described(case) for case in launched})
         return folder
 
     def read(ranks: int, case: Case) -> dict[str, Any]:
