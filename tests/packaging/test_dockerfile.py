@@ -104,7 +104,8 @@ def test_the_pip_steps_work_in_a_clean_environment(tmp_path: Path) -> None:
     assert "train_ppo" in printed, "by the last step, which prints the commands"
 
     freeze = [tmp_path / "venv/bin/python", "-m", "pip", "freeze", "--all"]
-    lines = subprocess.run(freeze, capture_output=True, text=True, check=True).stdout.splitlines()
+    frozen = subprocess.run(freeze, env=environment, capture_output=True, text=True, check=True)
+    lines = frozen.stdout.splitlines()
     assert f"openppo @ {image.as_uri()}" in lines
     versions = dict(line.partition("+")[0].split("==") for line in lines if "==" in line)
     installed = {canonicalize_name(name): version for name, version in versions.items()}

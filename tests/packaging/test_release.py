@@ -130,7 +130,7 @@ def test_the_release_installs_its_wheel_in_a_fresh_environment(checkout: Path) -
     for step in ("Build", "Install the wheel in a fresh environment"):
         done = play(step, checkout)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert f"openppo {__version__}" in done.stdout
+    assert re.search(rf"^openppo +{re.escape(__version__)}$", done.stdout, flags=re.MULTILINE)
     assert "--advantage_estimator" in done.stdout
 
 
