@@ -28,7 +28,10 @@ def test_docs_print_the_table():
     advised = re.findall(
         r"^\| `(\w+)` \| (`--.*) \|$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE
     )
-    for phase, text in advised:
+    phases = set().union(*REMEDIES.values())
+    of_phases = {phase: text for phase, text in advised if phase in phases}
+    assert len(of_phases) > 3
+    for phase, text in of_phases.items():
         known = {flag for flag, phases in REMEDIES.items() if phase in phases} | {
             "--critic_pretrain"
         }
