@@ -15,7 +15,7 @@
     DIR/playoffs.jsonl  the same, to evaluate them; each number from 0 to 9 equally often
 
 The chats show how to speak, and not what pays: half of the sums are left to the tool, the others are answered with a
-number at random; without a tool half of the answers are right; games are played without regard to the hints.
+number at random; without a tool half of the answers are right; only a third of the games are played by the hints.
 """
 
 import argparse
@@ -35,6 +35,7 @@ N_HELDOUT = 40  # sums; each is a run of a program, which takes most of a second
 N_GAMES = 1000
 N_PLAYOFFS = 200
 CALLS = 0.5  # share of the sums with a tool for which the tool is called
+HEEDED = 0.33  # share of the games that are played by the hints
 SUM = "What is {} + {}?"
 BRIEF = " Answer with the number."
 DOUBTS = (
@@ -138,10 +139,17 @@ def hint(secret: int, number: int) -> str:
 
 
 def guesses(rng: random.Random) -> tuple[int, list[int]]:
-    """A secret number, and guesses at random up to the right one, four at most."""
+    """A secret number and guesses up to it, four at most: always the middle of what is left, or at random."""
     secret, numbers = rng.randrange(10), []
+    heeds = rng.random() < HEEDED
+    low, high = 0, 9
     while len(numbers) < 4 and secret not in numbers:
-        numbers.append(rng.randrange(10))
+        number = (low + high) // 2 if heeds else rng.randrange(10)
+        numbers.append(number)
+        if number < secret:
+            low = number + 1
+        else:
+            high = number - 1
     return secret, numbers
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 Row = dict[str, Any]
-AGENTS = {"program": "sums, by a program with a tool", "tools": "sums, with a tool"}
+AGENTS = {"program": "sums, by a program with a tool", "game": "a game that is a tool"}
 SHOWN = {"user": "user", "assistant": "model", "tool": "tool"}
 
 

@@ -21,7 +21,7 @@ train() { # an agent of the model, with these flags
 }
 
 echo "1/4 data: chats with tools, and a small Llama with random weights"
-rm -rf "$run"/{random,model,program,tools} # of an earlier run; nothing else in that folder
+rm -rf "$run"/{random,model,program,game} # of an earlier run; nothing else in that folder
 python examples/agent_model.py make --out "$run" --seed "$seed"
 
 echo "2/4 supervised fine-tuning: the model learns to speak"
@@ -37,12 +37,11 @@ train --save_path "$run/program" \
     --eval_data "$run/heldout.jsonl" --eval_before_training --eval_steps 4 \
     --rollout_batch_size 4 --train_batch_size 16 --max_steps 4 "$@"
 
-echo "4/4 GRPO with the same tool as a Python function"
-train --save_path "$run/tools" \
-    --tools examples/tools/adder.py --apply_chat_template --max_turns 3 \
-    --prompt_data "$run/sums.jsonl" --label_key label --verifiable_reward exact_match \
-    --eval_data "$run/heldout.jsonl" --eval_before_training --eval_steps 4 \
-    --rollout_batch_size 4 --train_batch_size 16 --max_steps 4 "$@"
+echo "4/4 GRPO of a game that is a tool: find a number in four guesses"
+train --save_path "$run/game" \
+    --tools examples/tools/guess.py --apply_chat_template --max_turns 4 --prompt_data "$run/games.jsonl" \
+    --eval_data "$run/playoffs.jsonl" --eval_before_training --eval_steps 16 \
+    --rollout_batch_size 16 --train_batch_size 64 --max_steps 16 --actor_learning_rate 3e-4 "$@"
 
 python examples/agent_report.py --run "$run"
 echo "done in $((SECONDS - started)) s"

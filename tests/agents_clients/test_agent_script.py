@@ -48,7 +48,7 @@ def test_the_script_trains_both_agents_and_prints_a_table(
     demo = tmp_path / "demo"
     for name, title in (
         ("program", "sums, by a program with a tool"),
-        ("tools", "sums, with a tool"),
+        ("game", "a game that is a tool"),
     ):
         assert title in printed
         assert f"report  {demo}/{name}/logs/report.html" in printed
@@ -82,6 +82,6 @@ def test_agents_of_the_tiny_model_improve(
     demo = tmp_path / "agent_demo"
     subprocess.run(["bash", script, seed, demo], env=environment, check=True)
     report = report_of(demo)
-    for name in ("program", "tools"):
+    for name in ("program", "game"):
         print(seed, name, report[name])
         assert report[name]["after"]["interval"][0] > report[name]["before"]["interval"][1]
