@@ -20,8 +20,8 @@ NUMBERS = range(10, 100)
 
 
 def reward_fn(response: str, label: str) -> float:
-    """Return 1 if the only number of the response is the sum, else 0."""
-    return float(re.findall(r"\d+", response) == [label])
+    """Return 1 if the last number of the response is the sum, else 0."""
+    return float(re.findall(r"\d+", response)[-1:] == [label])
 
 
 def make(out: Path) -> None:

@@ -14,7 +14,7 @@ started=$SECONDS
 
 answers() { # MODEL FILE: greedy answers to the held-out questions
     python -m openppo.cli.generate --pretrain "$1" --bf16 --apply_chat_template --prompt_data "$save_path/heldout.jsonl" \
-        --micro_batch_size 64 --generate_max_len 24 --output_path "$2"
+        --micro_batch_size 64 --generate_max_len 16 --output_path "$2"
 }
 
 python "$examples/addition.py" make --out "$save_path"
@@ -34,7 +34,7 @@ for run in "${runs[@]}"; do
     echo "training: $run"
     python -m openppo.cli.train_ppo --pretrain "$model" --bf16 \
         --prompt_data "$save_path/train.jsonl" --apply_chat_template --reward_fn "$examples/addition.py" \
-        --rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 128 --generate_max_len 24 --max_steps 8 \
+        --rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 128 --generate_max_len 16 --max_steps 8 \
         --lr_scheduler constant_with_warmup --save_path "$save_path/$run" "${flags[@]}" "$@"
     answers "$save_path/$run" "$save_path/$run.jsonl"
     results+=("$run=$save_path/$run.jsonl")
