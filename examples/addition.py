@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 N_HELDOUT = 200
+N_SHOWN = 3
 NUMBERS = range(10, 100)
 
 
@@ -49,23 +50,37 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def table(heldout: Path, before: Path, trained: dict[str, Path]) -> str:
     """Compare the right answers of trained models with those of the untouched model, question by question."""
-    labels = [row["label"] for row in _rows(heldout)]
-    untouched = _scores(before, labels)
+    questions = _rows(heldout)
+    labels = [row["label"] for row in questions]
+    responses = {"before training": _responses(before)}
+    responses |= {name: _responses(file) for name, file in trained.items()}
+    scores = {name: _scores(answers, labels) for name, answers in responses.items()}
+    untouched = scores["before training"]
 
     lines = [f"{len(labels)} held-out sums, greedy", ""]
     lines.append(f"{'':<24}{'right, %':>16}{'gain, points':>18}")
-    lines.append(f"{'before training':<24}{_percent(untouched):>16}")
-    for name, file in trained.items():
-        scores = _scores(file, labels)
-        gains = [new - old for new, old in zip(scores, untouched, strict=True)]
-        lines.append(f"{name:<24}{_percent(scores):>16}{_percent(gains, sign='+'):>18}")
+    for name, of_model in scores.items():
+        line = f"{name:<24}{_percent(of_model):>16}"
+        if name in trained:
+            gains = [new - old for new, old in zip(of_model, untouched, strict=True)]
+            line += f"{_percent(gains, sign='+'):>18}"
+        lines.append(line)
     lines.append("")
     lines.append("+- half of the 95 % interval over questions; the gain is of the same questions")
+
+    for i, question in enumerate(questions[:N_SHOWN]):
+        lines += ["", question["input"]]
+        for name, answers in responses.items():
+            verdict = "right" if scores[name][i] else "wrong"
+            lines.append(f"    {name:<20}{verdict}   {' '.join(answers[i].split())}")
     return "\n".join(lines)
 
 
-def _scores(file: Path, labels: Sequence[str]) -> list[float]:
-    responses = [row["response"] for row in _rows(file)]
+def _responses(file: Path) -> list[str]:
+    return [row["response"] for row in _rows(file)]
+
+
+def _scores(responses: Sequence[str], labels: Sequence[str]) -> list[float]:
     return [reward_fn(response, label) for response, label in zip(responses, labels, strict=True)]
 
 

@@ -17,20 +17,28 @@ answers() { # MODEL FILE: greedy answers to the held-out questions
         --micro_batch_size 64 --generate_max_len 16 --output_path "$2"
 }
 
+flags_of() { # RUN: sets flags
+    local grpo=(--advantage_estimator group_norm --init_kl_coef 0)
+    local ppo=(--lambd 1 --init_kl_coef 0.01 --critic_learning_rate 2e-5)
+    local lora=(--lora_rank 16 --lora_alpha 32 --actor_learning_rate 5e-4)
+    case "$1" in
+        grpo) flags=("${grpo[@]}" --actor_learning_rate 2e-5) ;;
+        grpo-lora) flags=("${grpo[@]}" "${lora[@]}") ;;
+        ppo) flags=("${ppo[@]}" --actor_learning_rate 4e-5) ;;
+        ppo-lora) flags=("${ppo[@]}" "${lora[@]}") ;;
+        *) echo "error: RUNS has $1; there are grpo, grpo-lora, ppo and ppo-lora" >&2; exit 2 ;;
+    esac
+}
+
+for run in "${runs[@]}"; do
+    flags_of "$run" # a wrong name ends the script before it trains
+done
 python "$examples/addition.py" make --out "$save_path"
 answers "$model" "$save_path/before.jsonl"
 
 results=()
 for run in "${runs[@]}"; do
-    flags=(--actor_learning_rate 2e-5)
-    case "$run" in
-        *-lora) flags=(--actor_learning_rate 5e-4 --lora_rank 16 --lora_alpha 32) ;;
-    esac
-    case "$run" in
-        grpo*) flags+=(--advantage_estimator group_norm --init_kl_coef 0) ;;
-        ppo*) flags+=(--lambd 1 --init_kl_coef 0.01 --critic_learning_rate 2e-5) ;;
-        *) echo "error: RUNS has $run; there are grpo, grpo-lora, ppo and ppo-lora" >&2; exit 2 ;;
-    esac
+    flags_of "$run"
     echo "training: $run"
     python -m openppo.cli.train_ppo --pretrain "$model" --bf16 \
         --prompt_data "$save_path/train.jsonl" --apply_chat_template --reward_fn "$examples/addition.py" \
