@@ -35,7 +35,14 @@ from openppo.rollout.sample_request import SampleRequest
 from openppo.rollout.samplers import SamplerParts
 from openppo.rollout.sampling import decoder
 from openppo.tracking import Metrics
-from openppo.types import Completion, Prompt, SamplingParams, SingleProcess, StopCheck, Trajectory
+from openppo.types import (
+    Completion,
+    Prompt,
+    SamplingParams,
+    SingleProcess,
+    StopCheck,
+    Trajectory,
+)
 
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -166,7 +173,7 @@ def train(model: LlamaForCausalLM, trajectories: Sequence[Trajectory], rounds: i
             tokens.clear()
             actor.shares_prompts, began = shares, time.perf_counter()
             for micro in micros:
-                actor(micro.sequences, micro.attention_mask, micro.action_mask).sum().backward()
+                actor(micro.inputs, micro.action_mask).sum().backward()
             seconds.append((time.perf_counter() - began, sum(tokens)))
             gradients.append(
                 torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])

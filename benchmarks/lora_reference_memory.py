@@ -19,6 +19,7 @@ from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.models import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.strategy import DeepspeedStrategy
+from openppo.types import ModelInputs
 
 SIZES = {
     "hidden_size": 1024,
@@ -44,7 +45,7 @@ def measure(kind: str, folder: Path) -> None:
     mask = torch.ones_like(sequences, dtype=torch.bool)
     with torch.no_grad():
         actor(
-            sequences, mask
+            ModelInputs(sequences, mask)
         )  # weights that are mapped from a file become resident when they are read
     before = resident_mib()
     if kind == "adapters off":
@@ -53,7 +54,7 @@ def measure(kind: str, folder: Path) -> None:
         reference = strategy.prepare_frozen(Actor(str(folder)))
         parameters += list(reference.parameters())
     with torch.no_grad():
-        log_probs = reference(sequences, mask)
+        log_probs = reference(ModelInputs(sequences, mask))
     torch.save(log_probs, folder / f"{kind}.pt")
     n_bytes = sum(p.numel() * p.element_size() for p in parameters)
     row = f"{kind:>14}  parameters of actor and reference {n_bytes / 2**20:7.1f} MiB"

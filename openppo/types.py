@@ -17,6 +17,7 @@ from torch import Tensor
 from openppo.endings import Ending as Ending
 from openppo.endings import FinishReason as FinishReason
 from openppo.media import Media
+from openppo.model_inputs import ModelInputs as ModelInputs
 
 
 class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
@@ -175,6 +176,11 @@ class Trajectory:
         return {**self.extras, **self.notes}
 
     @property
+    def media(self) -> Media:
+        """Images of the prompt, and of an agent's turns."""
+        return self.prompt.media
+
+    @property
     def spans(self) -> list[tuple[int, int]]:
         """Start and stop (exclusive) of each run of action tokens, in order."""
         padded = [False, *self.action_mask, False]
@@ -249,8 +255,7 @@ class Experience:
 
     >>> mask = torch.tensor([[True, True, True]])
     >>> experience = Experience(
-    ...     sequences=torch.tensor([[5, 6, 9]]),
-    ...     attention_mask=mask,
+    ...     ModelInputs(torch.tensor([[5, 6, 9]]), mask),
     ...     action_mask=torch.tensor([[False, False, True]]),
     ...     rollout_log_probs=torch.tensor([[0.0, 0.0, -0.7]]),
     ...     truncated=torch.tensor([False]),
@@ -259,8 +264,7 @@ class Experience:
     torch.Size([1, 3])
     """
 
-    sequences: Tensor  # (B, L) int64, right-padded
-    attention_mask: Tensor  # (B, L) bool: a real token
+    inputs: ModelInputs
     action_mask: Tensor  # (B, L) bool: sampled and trained on
     rollout_log_probs: Tensor  # (B, L)
     truncated: Tensor  # (B,) bool
@@ -275,27 +279,32 @@ class Experience:
     advantages: Tensor | None = None  # (B, L)
     returns: Tensor | None = None  # (B, L)
     staleness: Tensor | None = None  # (B, L), in versions; None: 0
-    media: tuple[Media, ...] = ()  # images of each row, B of them; empty without images
 
     def __post_init__(self) -> None:
-        if self.attention_mask.is_floating_point():
-            order = "sequences, attention_mask, action_mask, rollout_log_probs, truncated"
+        if not isinstance(self.inputs, ModelInputs):
+            order = "inputs, action_mask, rollout_log_probs, truncated"
+            kind = type(self.inputs).__name__
             raise TypeError(
-                f"attention_mask is {self.attention_mask.dtype}, not a mask. The order is {order}; pass them by name."
+                f"inputs is a {kind}, no ModelInputs. The order is {order}; pass them by name."
             )
 
     def __len__(self) -> int:
-        return self.sequences.shape[0]
+        return len(self.inputs)
+
+    @property
+    def sequences(self) -> Tensor:
+        """Token ids (B, L) of the inputs, int64."""
+        return self.inputs.sequences
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """Real tokens (B, L) of the inputs, bool."""
+        return self.inputs.attention_mask
 
     @property
     def old_or_rollout_log_probs(self) -> Tensor:
         """``log_probs`` once the actor has computed them, until then the engine's."""
         return self.rollout_log_probs if self.log_probs is None else self.log_probs
-
-    @property
-    def model_inputs(self) -> dict[str, Any]:
-        """Inputs of a model's forward besides sequences and masks."""
-        return {"media": self.media} if self.media else {}
 
     def with_fields(self, **tensors: Any) -> Experience:
         """Return a copy with these fields set."""
@@ -304,10 +313,10 @@ class Experience:
     def to(self, device: torch.device | str, move: Callable[..., Tensor] = Tensor.to) -> Experience:
         """Return a copy on ``device``, to which ``move`` transfers each tensor."""
         moved = {name: move(tensor, device) for name, tensor in self.tensors().items()}
-        return self.with_fields(**moved)
+        return self.with_fields(inputs=self.inputs.to(device, move), **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are set, by name."""
+        """Return the tensors that are set, by name, without those of ``inputs``."""
         return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
 
 

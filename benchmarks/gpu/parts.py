@@ -19,7 +19,7 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.comm import set_up_gpu
 from openppo.strategy.compilation import compile_layers
 from openppo.strategy.fused_kernels import fuse_kernels, has_kernels
-from openppo.types import SamplingParams, SingleProcess
+from openppo.types import ModelInputs, SamplingParams, SingleProcess
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -150,11 +150,12 @@ def train(actor: Actor, row: dict[str, Any]) -> None:
     ends = torch.linspace(length // 4 if row["ragged"] else length, length, n_rows).long()
     mask = torch.arange(length) < ends[:, None]
     actions = mask & (torch.arange(length) >= length // (8 if row["ragged"] else 2))
-    inputs = [tensor.to(DEVICE) for tensor in (ids, mask, actions)]
+    inputs = ModelInputs(ids, mask).to(DEVICE)
+    actions = actions.to(DEVICE)
 
     def work() -> None:
         actor.zero_grad(set_to_none=True)
-        (actor(*inputs).sum() / 1000).backward()
+        (actor(inputs, actions).sum() / 1000).backward()
 
     first = seconds(work)
     if ON_GPU:

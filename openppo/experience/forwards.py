@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 from openppo.config import TrainPPOConfig
 from openppo.experience.hooks import Hooks
 from openppo.experience.replay_buffer import collate
-from openppo.media import Media, distinct_ids
+from openppo.model_inputs import ModelInputs
 from openppo.models.batching import MicroBatchSize, split_overhead
 from openppo.models.dealing import Deal
 from openppo.models.equal_batches import equal_batches
-from openppo.models.padding import on_device, pad_right
+from openppo.models.padding import on_device
 from openppo.models.sampled_ids import SampledIds
 from openppo.tracking import progress_bar
 from openppo.tracking.phase import timed
@@ -71,23 +71,21 @@ class Forwards:
         own_rows = [
             torch.tensor([t.token_ids, t.loss_mask], dtype=torch.int32) for t in trajectories
         ]
-        rows = deal.out(own_rows)
-        media = deal.media([t.prompt.media for t in trajectories])
+        media = deal.media([t.media for t in trajectories])
+        rows = []
+        for tokens, row_media in zip(deal.out(own_rows), media, strict=True):
+            inputs = ModelInputs.of_ids(tokens[:1], self.pad_token_id).with_media([row_media])
+            rows.append(_Row(inputs, tokens[1:].bool()))
 
-        lengths = [row.shape[1] for row in rows]
-        ids: list[list[int]] = []
-        if shares_prompts:
-            for tokens, images in zip(rows, media, strict=True):
-                ids.append(distinct_ids(tokens[0].tolist(), images))
+        lengths = [row.action_mask.shape[1] for row in rows]
+        ids = [row.inputs.distinct_rows[0] for row in rows if shares_prompts]
 
         fields: dict[str, Tensor] = {}  # fields of the last batch
-        row_outputs = list(rows)  # each becomes (N, L)
+        row_outputs = [torch.empty(0)] * len(rows)  # each becomes (N, L)
         with self.hooks.uncompiled():
             batches = equal_batches(lengths, forward_size(self.config), self.comm, rows=ids)
             for batch in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
-                batch_rows = [rows[i] for i in batch]
-                batch_media = [media[i] for i in batch]
-                fields = self._forward(batch_rows, batch_media, recompute, values=values)
+                fields = self._forward([rows[i] for i in batch], recompute, values)
                 stacked = torch.stack([*fields.values()]).float()  # (N, B, L)
                 for row, i in enumerate(batch):
                     # A copy, so that no row keeps the whole batch in memory.
@@ -100,34 +98,39 @@ class Forwards:
         padded = pad_sequence(own_outputs, batch_first=True).to(self.device)  # (B, L, N)
         return dict(zip(fields, padded.permute(2, 0, 1).contiguous(), strict=False))
 
-    def _forward(
-        self, rows: list[Tensor], media: list[Media], recompute: bool, values: bool
-    ) -> dict[str, Tensor]:
-        """Fields (B, L) of ``rows``, each (2, L): token ids, and 1 for actions.
-
-        Without rows an idle forward runs.
-        """
-        rows = rows or [torch.zeros(2, 2)]
-        ids, mask = pad_right([row[0] for row in rows], self.pad_token_id)
-        action_rows, _ = pad_right([row[1] for row in rows], 0)
-        actions = action_rows.bool()
-        inputs: dict[str, Any] = {"media": media} if any(media) else {}
+    def _forward(self, rows: Sequence["_Row"], recompute: bool, values: bool) -> dict[str, Tensor]:
+        """Fields (B, L) of ``rows``; without rows an idle forward runs."""
+        rows = rows or [_IDLE]
+        inputs = ModelInputs.join([row.inputs for row in rows])
+        actions = pad_sequence([row.action_mask[0] for row in rows], batch_first=True)  # (B, L)
 
         fields: dict[str, Tensor] = {}
         if recompute:
             with timed("actor_forward"):
-                log_probs, entropy = self.actor(ids, mask, actions, return_entropy=True, **inputs)
+                log_probs, entropy = self.actor(inputs, actions, return_entropy=True)
             fields["log_probs"] = log_probs
             fields["entropy"] = entropy
         if self.critic is not None and values:
             with timed("critic_forward"):
                 is_action = on_device(actions, self.device)
-                state_values = self.critic(ids, mask, **inputs)
+                state_values = self.critic(inputs)
                 fields["values"] = torch.where(is_action, state_values, 0.0)
         if self.reference is not None:
             with timed("reference_forward"):
-                fields["ref_log_probs"] = self.reference(ids, mask, actions, **inputs)
+                fields["ref_log_probs"] = self.reference(inputs, actions)
         return fields
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of a forward."""
+
+    inputs: ModelInputs  # (1, L)
+    action_mask: Tensor  # (1, L) bool
+
+
+_IDLE = _Row(ModelInputs.of_ids([[0, 0]], 0), torch.zeros(1, 2, dtype=torch.bool))
+"""Row of a rank that has fewer forwards than others."""
 
 
 def _first_action(trajectory: Trajectory) -> int:

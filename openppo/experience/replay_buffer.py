@@ -11,10 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
-from openppo.media import Media, distinct_ids
+from openppo.model_inputs import ModelInputs
 from openppo.models.batching import MicroBatchSize, micro_batches, split_overhead
 from openppo.models.dealing import deal
-from openppo.models.padding import pad_right
 from openppo.models.prefix_batches import shared_plan
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, SingleProcess, Trajectory
@@ -27,27 +26,17 @@ PER_ROW_FIELDS = ("scores", "truncated", "weight", "fraction")
 
 def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience:
     """Pad the trajectories' tokens on the right; masks come from lengths, never from token ids."""
-    sequences, attention_mask = pad_right([t.token_ids for t in trajectories], pad_token_id)
-    loss_mask, _ = pad_right([t.loss_mask for t in trajectories], 0)
-    action_mask = loss_mask.bool()
+    action_mask = pad_sequence([torch.tensor(t.loss_mask) for t in trajectories], batch_first=True)
     log_probs = pad_sequence([torch.tensor(t.log_probs) for t in trajectories], batch_first=True)
 
     return Experience(
-        sequences=sequences,
-        attention_mask=attention_mask,
+        ModelInputs.of(trajectories, pad_token_id),
         action_mask=action_mask,
         rollout_log_probs=torch.where(action_mask, log_probs, 0.0),
         truncated=torch.tensor([t.truncated for t in trajectories]),
         weight=torch.tensor([t.weight for t in trajectories]),
         fraction=torch.tensor([t.fraction for t in trajectories]),
-        media=joined_media(trajectories),
     )
-
-
-def joined_media(trajectories: Sequence[Trajectory]) -> tuple[Media, ...]:
-    """Images of each trajectory; empty if none has any."""
-    media = tuple(t.prompt.media for t in trajectories)
-    return media if any(media) else ()
 
 
 def split_rows(experience: Experience) -> Iterator[Experience]:
@@ -55,46 +44,38 @@ def split_rows(experience: Experience) -> Iterator[Experience]:
 
     Tensors are copies, so that no row keeps the whole batch in memory.
     """
-    for row, length in enumerate(experience.attention_mask.sum(-1).tolist()):
+    for row, inputs in enumerate(experience.inputs.rows()):
+        length = inputs.sequences.shape[1]
         tensors: dict[str, Any] = {}
         for name, tensor in experience.tensors().items():
             tensor = tensor[row : row + 1]
             if name not in PER_ROW_FIELDS:
                 tensor = tensor[:, :length]
             tensors[name] = tensor.clone()
-        yield Experience(**tensors, media=experience.media[row : row + 1])
+        yield Experience(inputs, **tensors)
 
 
 def join_rows(rows: Sequence[Experience]) -> Experience:
     """Join rows (or batches), padded on the right to the longest; padding is 0 or False, for ids too."""
-    width = max(row.sequences.shape[1] for row in rows)
+    inputs = ModelInputs.join([row.inputs for row in rows])
+    width = inputs.sequences.shape[1]
     joined: dict[str, Any] = {}
     for name in rows[0].tensors():
         tensors = [row.tensors()[name] for row in rows]
         if name not in PER_ROW_FIELDS:
             tensors = [F.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
         joined[name] = torch.cat(tensors)
-
-    media: list[Media] = []
-    for row in rows:
-        media += row.media or ((),) * len(row)
-    return Experience(**joined, media=tuple(media) if any(media) else ())
+    return Experience(inputs, **joined)
 
 
 def idle_experience() -> Experience:
     """One row of two tokens without actions, for a rank that has less to do than others."""
-    dtypes = {
-        "sequences": torch.int64,
-        "attention_mask": torch.bool,
-        "action_mask": torch.bool,
-        "truncated": torch.bool,
-    }
+    masks = ("action_mask", "truncated")
     tensors: dict[str, Any] = {}
-    for name in (each.name for each in fields(Experience) if each.name != "media"):
+    for name in (each.name for each in fields(Experience) if each.name != "inputs"):
         size = (1,) if name in PER_ROW_FIELDS else (1, 2)
-        tensors[name] = torch.zeros(size, dtype=dtypes.get(name))
-    tensors["attention_mask"] = ~tensors["attention_mask"]
-    return Experience(**tensors)
+        tensors[name] = torch.zeros(size, dtype=torch.bool if name in masks else None)
+    return Experience(ModelInputs.of_ids([[0, 0]], pad_token_id=0), **tensors)
 
 
 @dataclass(frozen=True)
@@ -249,7 +230,7 @@ class ReplayBuffer:
         """Indexes of samples in the micro-batches of each rank."""
         n_ranks = self.comm.world_size
         if self.shares_prompts:
-            ids = [distinct_ids(sample.sequences[0].tolist(), *sample.media) for sample in samples]
+            ids = [sample.inputs.distinct_rows[0] for sample in samples]
             shared = shared_plan(ids, n_ranks, limit)
             if shared is not None:
                 return shared

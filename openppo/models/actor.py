@@ -1,6 +1,6 @@
 """The policy: a causal language model whose forward returns log-probs of its input tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from openppo import logger
-from openppo.media import Media
+from openppo.model_inputs import ModelInputs, Tokens
 from openppo.models.adapters import add_adapters, lora_options
-from openppo.models.argument_order import check_masks
+from openppo.models.argument_order import check_inputs, check_masks
 from openppo.models.disabling import disable_extras
 from openppo.models.loading import load_causal_lm, load_options
 from openppo.models.log_probs import (
@@ -23,19 +23,19 @@ from openppo.models.log_probs import (
     log_probs_and_entropy,
     log_probs_from_logits,
 )
-from openppo.models.media_inputs import model_inputs
+from openppo.models.media_inputs import media_inputs
 from openppo.models.padding import (
-    WithMedia,
     base_of,
     device_of,
     on_device,
     pad_width,
+    widened,
     with_stand_in,
 )
 from openppo.models.prefixes import row_inputs
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 
-_ORDER = "(sequences, attention_mask, action_mask), where action_mask (B, L) marks what num_actions counts"
+_ORDER = "(inputs, action_mask), with inputs of ModelInputs(sequences, attention_mask) and action_mask bool (B, L)"
 
 
 class Actor(nn.Module):
@@ -48,8 +48,7 @@ class Actor(nn.Module):
     lora_rank=8)`` or ``Actor(name, **vars(config))``.
 
     >>> actor = Actor(tiny)  # a folder, or a model's name on the hub
-    >>> sequences = torch.tensor([[5, 6, 7]])
-    >>> log_probs = actor(sequences, torch.ones_like(sequences, dtype=torch.bool))
+    >>> log_probs = actor(ModelInputs.of_ids([[5, 6, 7]], pad_token_id=0))
     >>> log_probs.shape, log_probs[0, 0].item()  # the first token follows nothing
     (torch.Size([1, 3]), 0.0)
     """
@@ -95,56 +94,46 @@ class Actor(nn.Module):
         """True if the rows of a batch go through the model as one row, without padding (see ``pack_where_exact``)."""
         self.shares_prompts = False
         """True if a batch becomes one row in which shared prefixes occur once (see ``share_where_exact``)."""
-        self.stand_in: WithMedia | None = None
+        self.stand_in: Tokens | None = None
         """Prompt with an image, for batches without any (see ``with_stand_in``)."""
 
     def forward(
         self,
-        sequences: Tensor,
-        attention_mask: Tensor,
+        inputs: ModelInputs,
         action_mask: Tensor | None = None,
         temperature: float | None = None,
         return_entropy: bool = False,
-        position_ids: Tensor | None = None,
-        media: Sequence[Media] = (),
         whole_vocabulary: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Log-probs of ``sequences``, token-aligned: entry t is log p(token t | tokens before t).
+        """Log-probs of the tokens, token-aligned: entry t is log p(token t | tokens before t).
 
-        ``sequences`` int64, ``attention_mask`` and ``action_mask`` bool, all (B, L), padded on the right.
-        Returns float32 (B, L), 0 outside ``action_mask`` (default: ``attention_mask``) and for the first token; with
-        ``return_entropy`` also the entropy in nats of the distribution that token t was drawn from. ``position_ids``
-        int64 (B, L) restart at 0 where a row holds another document; documents do not see each other (see
-        ``packing_is_exact``), and the first token of each must not be in ``action_mask``. ``media`` are the images of
-        each row, if there are any. The softmax covers ``sampled_ids``, or the ``whole_vocabulary``, as losses on texts
-        require.
-
-        Tensors may be on the host, where the tokens with log-probs can be counted without waiting for a GPU.
+        ``action_mask`` bool (B, L). Returns float32 (B, L), 0 outside ``action_mask`` (default: the attention mask) and
+        for the first token; with ``return_entropy`` also the entropy in nats of the distribution that token t was drawn
+        from. Where rows hold several documents (see ``packing_is_exact``), the first token of each must not be in
+        ``action_mask``. The softmax covers ``sampled_ids``, or the ``whole_vocabulary``, as losses on texts require.
         """
+        check_inputs(inputs, _ORDER)
         if action_mask is None:
-            action_mask = attention_mask
-        check_masks(sequences, _ORDER, attention_mask=attention_mask, action_mask=action_mask)
-        n_rows, length = sequences.shape
-        if position_ids is None:  # packed documents have no images, on any rank
-            media, tensors = with_stand_in(
-                self.stand_in, media, sequences, attention_mask, action_mask
-            )
-            sequences, attention_mask, action_mask = tensors
+            action_mask = inputs.attention_mask
+        check_masks(inputs.sequences, _ORDER, action_mask=action_mask)
+        n_rows, length = inputs.sequences.shape
+        if inputs.position_ids is None:  # packed documents have no images, on any rank
+            inputs = with_stand_in(self.stand_in, inputs)
+            action_mask = widened(action_mask, inputs)
+        sequences = inputs.sequences
         selected = F.pad(action_mask.bool()[:, 1:], (1, 0))  # (B, L)
 
         one_row = None
         if self.packs_rows or self.shares_prompts:
-            one_row = row_inputs(
-                self, sequences, attention_mask, position_ids=position_ids, media=media
-            )
+            one_row = row_inputs(self, inputs)
         if one_row is not None:
-            inputs, in_row = one_row
-            selection = _Selection.of_one_row(sequences, selected, inputs, in_row=in_row)
+            arguments, in_row = one_row
+            selection = _Selection.of_one_row(sequences, selected, arguments, in_row=in_row)
         else:
             # There is no attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast
             # causal kernel.
-            inputs = self._inputs(sequences, position_ids, media)
-            selection = _Selection.of_rows(sequences, selected, inputs)
+            arguments = self._arguments(inputs)
+            selection = _Selection.of_rows(sequences, selected, arguments)
         selection = selection.on_device(device_of(self.model))
 
         values = self._log_probs(
@@ -158,20 +147,16 @@ class Actor(nn.Module):
             return log_probs
         return log_probs, selection.placed(values[..., 1])[:n_rows, :length]
 
-    def _inputs(
-        self, sequences: Tensor, position_ids: Tensor | None, media: Sequence[Media]
-    ) -> dict[str, Tensor]:
-        """Inputs of the model for a batch (B, L) that is not packed."""
-        if position_ids is not None:
+    def _arguments(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        """Arguments of the model's forward for a batch that does not become one row."""
+        if inputs.position_ids is not None:
             device = device_of(self.model)
             return {
-                "input_ids": on_device(sequences, device),
-                "position_ids": on_device(position_ids, device),
+                "input_ids": on_device(inputs.sequences, device),
+                "position_ids": on_device(inputs.position_ids, device),
             }
-        ids = pad_width(sequences, self.model)
-        if any(media):
-            return {"input_ids": ids} | model_inputs(base_of(self.model), ids, media)
-        return {"input_ids": ids}
+        padded = pad_width(inputs, self.model)
+        return {"input_ids": padded.sequences} | media_inputs(base_of(self.model), padded)
 
     def _log_probs(
         self, selection: "_Selection", *, temperature: float, with_entropy: bool, ids: SampledIds
@@ -198,10 +183,10 @@ class Actor(nn.Module):
 
             # Inside the model's forward, so that ZeRO-3 gathers the head's weight.
             with _forward_of(head, log_probs_of):
-                output = model(**selection.inputs, use_cache=False)
+                output = model(**selection.arguments, use_cache=False)
             return output.logits.view(*labels.shape, -1)
 
-        output = model(**selection.inputs, use_cache=False)
+        output = model(**selection.arguments, use_cache=False)
         logits = output.logits.view(*labels.shape, -1)
         if with_entropy:
             columns = log_probs_and_entropy(logits, labels, temperature, sampled_ids=ids)
@@ -211,10 +196,10 @@ class Actor(nn.Module):
 
 @dataclass(frozen=True)
 class _Selection:
-    """Inputs of a model, and the tokens whose log-probs are taken from its outputs."""
+    """Arguments of a model, and the tokens whose log-probs are taken from its outputs."""
 
-    inputs: dict[str, Tensor]
-    """Inputs of the forward, with ``logits_to_keep``: the places of the states that predict these tokens."""
+    arguments: dict[str, Tensor]
+    """Arguments of the forward, with ``logits_to_keep``: the places of the states that predict these tokens."""
     labels: Tensor
     """Ids of the tokens: (K,) for one row, else (B, K)."""
     places: Tensor
@@ -226,19 +211,19 @@ class _Selection:
 
     @classmethod
     def of_one_row(
-        cls, sequences: Tensor, selected: Tensor, inputs: dict[str, Tensor], in_row: Tensor
+        cls, sequences: Tensor, selected: Tensor, arguments: dict[str, Tensor], in_row: Tensor
     ) -> "_Selection":
         """Select from a batch that goes through the model as one row, where token i lies at ``in_row[i]``."""
         places = selected.flatten().nonzero()[:, 0]
         if len(places) == 0:
             places = places.new_full((1,), selected.numel() - 1)
-        inputs["logits_to_keep"] = in_row[places - 1]
+        arguments["logits_to_keep"] = in_row[places - 1]
         labels = sequences.flatten()[places]
-        return cls(inputs, labels, places, selected=selected, dim=0)
+        return cls(arguments, labels, places, selected=selected, dim=0)
 
     @classmethod
     def of_rows(
-        cls, sequences: Tensor, selected: Tensor, inputs: dict[str, Tensor]
+        cls, sequences: Tensor, selected: Tensor, arguments: dict[str, Tensor]
     ) -> "_Selection":
         """Select from rows of one width; columns in which some row has an action are kept."""
         kept = selected[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token kept + 1
@@ -247,16 +232,16 @@ class _Selection:
 
         # A row of one token has no second token to predict.
         places = (kept + 1).clamp(max=sequences.shape[1] - 1)
-        inputs["logits_to_keep"] = kept
+        arguments["logits_to_keep"] = kept
         labels = sequences[:, places]
-        return cls(inputs, labels, places, selected=selected, dim=1)
+        return cls(arguments, labels, places, selected=selected, dim=1)
 
     def on_device(self, device: torch.device) -> "_Selection":
-        """Move all tensors to ``device``, except inputs that are there already."""
-        kept = on_device(self.inputs["logits_to_keep"], device)
+        """Move all tensors to ``device``, except arguments that are there already."""
+        kept = on_device(self.arguments["logits_to_keep"], device)
         return replace(
             self,
-            inputs=self.inputs | {"logits_to_keep": kept},
+            arguments=self.arguments | {"logits_to_keep": kept},
             labels=on_device(self.labels, device),
             places=on_device(self.places, device),
             selected=on_device(self.selected, device),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from openppo.model_inputs import ModelInputs
+
 
 def check_tensor(value: object, name: str, order: str, n_dims: int | None = None) -> None:
     """Raise ``TypeError`` with our ``order`` of arguments unless ``value`` is a tensor, with ``n_dims`` axes if set."""
@@ -13,6 +15,15 @@ def check_tensor(value: object, name: str, order: str, n_dims: int | None = None
     if n_dims is not None and value.ndim != n_dims:
         shape = f"{tuple(value.shape)} in place of {n_dims} dimensions"
         raise TypeError(f"{name} has the shape {shape}: OpenPPO's order is {order}.")
+
+
+def check_inputs(inputs: object, order: str) -> None:
+    """Raise ``TypeError`` with our ``order`` of arguments unless ``inputs`` are ``ModelInputs``."""
+    if not isinstance(inputs, ModelInputs):
+        kind = type(inputs).__name__
+        raise TypeError(
+            f"the first argument is a {kind}, no ModelInputs: OpenPPO's order is {order}."
+        )
 
 
 def check_masks(sequences: Tensor, order: str, **masks: object) -> None:

@@ -71,7 +71,7 @@ class Deal:
         return self._moved(rows, self.shares, self.own)
 
     def media(self, media: Sequence[Media]) -> list[Media]:
-        """Send the images of this rank's own rows; return those of its share."""
+        """Send the images of this rank's own rows to the ranks they are dealt to; return those of its share."""
         if self.shares == self.own:
             return [*media]
 

@@ -9,29 +9,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from openppo.media import KINDS, Media, MediaItem
+from openppo.media import KINDS, MediaItem
+from openppo.model_inputs import ModelInputs
 from openppo.models.vision_models import placeholders
 
 
-def model_inputs(model: Any, input_ids: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
-    """Further arguments of ``model``'s forward for the ``media`` of ``input_ids`` (B, L), on the same device.
+def media_inputs(model: Any, inputs: ModelInputs) -> dict[str, Tensor]:
+    """Further arguments of ``model``'s forward for the media of ``inputs``, on the same device; none without media.
 
     Models that distinguish kinds of tokens also get these kinds, int64 (B, L): 0 text, 1 image, 2 video.
     """
-    inputs = {}
-    for name, tensor in joined(list(chain.from_iterable(media))).items():
-        tensor = tensor.to(input_ids.device)
+    if not inputs.media:
+        return {}
+    arguments = {}
+    for name, tensor in joined(list(chain.from_iterable(inputs.media))).items():
+        tensor = tensor.to(inputs.sequences.device)
         if name.startswith("pixel_values"):
             tensor = tensor.to(model.dtype)
-        inputs[name] = tensor
+        arguments[name] = tensor
 
     # The forward that takes these arguments may be that of a classifier's inner model.
     accepted: set[str] = set()
     for module in (model, *model.children()):
         accepted |= inspect.signature(type(module).forward).parameters.keys()
     for name in {"token_type_ids", "mm_token_type_ids"} & accepted:
-        inputs[name] = token_kinds(input_ids, model.config)
-    return inputs
+        arguments[name] = token_kinds(inputs.sequences, model.config)
+    return arguments
 
 
 def token_kinds(input_ids: Tensor, config: Any) -> Tensor:
@@ -71,25 +74,25 @@ def _padding(part: Tensor, largest: Sequence[int]) -> list[int]:
     return padding
 
 
-def rope_positions(model: Any, input_ids: Tensor, media: Sequence[Media]) -> Tensor | None:
-    """Positions (3, B, L) in time, height and width of the tokens of right-padded rows.
+def rope_positions(model: Any, inputs: ModelInputs) -> Tensor | None:
+    """Positions (3, B, L) in time, height and width of the tokens.
 
     None for models that simply number their tokens, and without media: then all three positions are that number.
     """
     modules = (module for module in model.modules() if hasattr(module, "get_rope_index"))
     indexing = next(modules, None)
-    if indexing is None or not any(media):
+    if indexing is None or not inputs.media:
         return None
 
     get_rope_index = indexing.get_rope_index
     accepted = inspect.signature(get_rope_index).parameters
-    inputs = joined(list(chain.from_iterable(media)))
+    tensors = joined(list(chain.from_iterable(inputs.media)))
     grids = {
-        name: inputs.get(name)
+        name: tensors.get(name)
         for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
         if name in accepted
     }
-    kinds = token_kinds(input_ids, model.config)
+    kinds = token_kinds(inputs.sequences, model.config)
     positions: Tensor
-    positions, _ = get_rope_index(input_ids, mm_token_type_ids=kinds, **grids)
+    positions, _ = get_rope_index(inputs.sequences, mm_token_type_ids=kinds, **grids)
     return positions

@@ -1,15 +1,15 @@
 """Padding of token ids to tensors, and packing of padded tensors to one row where that is exact."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from openppo import logger
-from openppo.media import Media
+from openppo.model_inputs import ModelInputs, Tokens
 from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.pretrained import context_length
 from openppo.models.vision_models import placeholders
@@ -22,14 +22,6 @@ NOISE = 0.05
 """Largest relative change of its outputs that its place may cause, in bfloat16 too."""
 
 
-def pad_right(rows: Sequence[Sequence[int] | Tensor], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Sequences int64 (B, L) padded on the right, and the mask of real tokens, bool (B, L)."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
-    sequences = pad_sequence(tensors, batch_first=True, padding_value=pad_token_id)
-    return sequences, torch.arange(sequences.shape[1]) < lengths[:, None]
-
-
 def rounded_width(length: int) -> int:
     """Next multiple of 8, or of a larger power of 2 for long rows.
 
@@ -39,21 +31,21 @@ def rounded_width(length: int) -> int:
     return -(-length // step) * step
 
 
-def pad_width(sequences: Tensor, model: Any) -> Tensor:
-    """Move ``sequences`` int64 (B, L) to the model's device; on CPUs in bfloat16 pad them to ``rounded_width(L)``.
+def pad_width(inputs: ModelInputs, model: Any) -> ModelInputs:
+    """Move ``inputs`` to the model's device; on CPUs in bfloat16 pad them to ``rounded_width(L)``.
 
     oneDNN compiles a matrix product for each new shape, caches a thousand of them, and is faster with even shapes. Rows
     that would exceed the model's context are not padded.
     """
     device = device_of(model)
     if device.type != "cpu" or model.dtype is not torch.bfloat16:
-        return on_device(sequences, device)
+        return inputs.to(device, on_device)
 
-    width = rounded_width(sequences.shape[1])
+    width = rounded_width(inputs.sequences.shape[1])
     max_width = context_length(model.config)
     if max_width is not None and width > max_width:
-        return sequences
-    return pad_to(sequences, width)
+        return inputs
+    return inputs.widened(width)
 
 
 def pad_to(tensor: Tensor, width: int) -> Tensor:
@@ -61,39 +53,25 @@ def pad_to(tensor: Tensor, width: int) -> Tensor:
     return F.pad(tensor, (0, width - tensor.shape[-1]))
 
 
-class WithMedia(Protocol):
-    """Prompt or example, for its tokens and images."""
+def with_stand_in(stand_in: Tokens | None, inputs: ModelInputs) -> ModelInputs:
+    """Add ``stand_in`` as last row to ``inputs`` that lack a kind of its media.
 
-    @property
-    def token_ids(self) -> list[int]: ...
-
-    @property
-    def media(self) -> Media: ...
-
-
-def with_stand_in(
-    stand_in: WithMedia | None, media: Sequence[Media], *tensors: Tensor
-) -> tuple[Sequence[Media], list[Tensor]]:
-    """Add ``stand_in`` as last row to ``media`` and ``tensors`` (B, L) that lack a kind of its media.
-
-    ``tensors`` are sequences, their attention mask and possibly an action mask; the new row has no actions. Every rank
-    then runs the same modules, as ZeRO requires.
+    Every rank then runs the same modules, as ZeRO requires.
     """
-    kinds = {item.kind for row_media in media for item in row_media}
-    if stand_in is None or kinds.issuperset(item.kind for item in stand_in.media):
-        return media, list(tensors)
+    if stand_in is None:
+        return inputs
+    kinds = {item.kind for row_media in inputs.media for item in row_media}
+    if kinds.issuperset(item.kind for item in stand_in.media):
+        return inputs
 
-    ids = torch.tensor([stand_in.token_ids])
-    attention_mask = torch.ones_like(ids, dtype=torch.bool)
-    action_mask = torch.zeros_like(attention_mask)
-    n_rows, length = tensors[0].shape
-    width = max(length, ids.shape[1])
+    blank = ModelInputs.of([stand_in], pad_token_id=0)
+    return ModelInputs.join([inputs, blank.to(inputs.sequences.device)])
 
-    longer = []
-    for tensor, row in zip(tensors, (ids, attention_mask, action_mask), strict=False):
-        padded_row = pad_to(row.to(tensor), width)
-        longer.append(torch.cat([pad_to(tensor, width), padded_row]))
-    return [*(media or [()] * n_rows), stand_in.media], longer
+
+def widened(mask: Tensor, inputs: ModelInputs) -> Tensor:
+    """Extend ``mask`` with False to the rows and columns of ``inputs``."""
+    n_rows, width = inputs.sequences.shape
+    return F.pad(mask, (0, width - mask.shape[1], 0, n_rows - len(mask)))
 
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -103,10 +81,10 @@ def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device)
 
 
-def inputs_on_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copy the ``inputs`` of a model with their tensors moved to ``device``."""
+def arguments_on_device(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copy the ``arguments`` of a model's forward with their tensors moved to ``device``."""
     moved = {}
-    for name, value in inputs.items():
+    for name, value in arguments.items():
         moved[name] = on_device(value, device) if isinstance(value, Tensor) else value
     return moved
 
@@ -121,26 +99,25 @@ def device_of(model: Any) -> torch.device:
     return next(model.parameters()).device
 
 
-def pack_rows(
-    sequences: Tensor, attention_mask: Tensor, model: Any, position_ids: Tensor | None = None
-) -> tuple[dict[str, Any], Tensor]:
-    """Pack the real tokens of a batch into one row: its inputs, and the place of each token in it.
+def pack_rows(inputs: ModelInputs, model: Any) -> tuple[dict[str, Any], Tensor]:
+    """Pack the real tokens of a batch into one row: arguments of the forward, and the place of each token in the row.
 
-    ``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L); ``position_ids`` int64 (B, L), if
-    rows hold several documents. The inputs are on ``model``'s device: T tokens int64 (1, T), positions from 0 in each
-    document, and the int32 starts of documents, computed once for all layers. The places are int64 (B x L,); padding
-    has the place of the last real token before it.
+    The arguments are on ``model``'s device: T tokens int64 (1, T), positions from 0 in each document, and the int32
+    starts of documents, computed once for all layers. The places are int64 (B x L,); padding has the place of the last
+    real token before it.
     """
+    sequences = inputs.sequences
+    position_ids = inputs.position_ids
     length = sequences.shape[1]
     if position_ids is None:
         position_ids = torch.arange(length, device=sequences.device).expand_as(sequences)
-    is_real = attention_mask.bool().flatten()  # (B x L,)
+    is_real = inputs.attention_mask.bool().flatten()  # (B x L,)
     positions = position_ids.flatten()[is_real]  # (T,)
     first_tokens = (positions == 0).nonzero()[:, 0]
     n_tokens = len(positions)
     starts = F.pad(first_tokens, (0, 1), value=n_tokens).int()
 
-    inputs: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "input_ids": sequences.flatten()[is_real][None],
         "position_ids": positions[None],
         "cu_seq_lens_q": starts,
@@ -149,10 +126,10 @@ def pack_rows(
         "max_length_k": length,
     }
     if model.config._attn_implementation == BY_LENGTHS:
-        inputs["attention_mask"] = finished_mask(sequences.device)
+        arguments["attention_mask"] = finished_mask(sequences.device)
 
-    inputs = inputs_on_device(inputs, device_of(model))
-    return inputs, (is_real.cumsum(0) - 1).clamp(min=0)
+    arguments = arguments_on_device(arguments, device_of(model))
+    return arguments, (is_real.cumsum(0) - 1).clamp(min=0)
 
 
 @torch.no_grad()
@@ -164,11 +141,10 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
     """
 
     def after(first: list[int]) -> Tensor:
-        ids = torch.tensor([[*first, *_ROW]], device=device)
-        mask = torch.ones_like(ids, dtype=torch.bool)
+        inputs = ModelInputs.of_ids([[*first, *_ROW]], pad_token_id=0)
         positions = [*range(len(first)), *range(len(_ROW))]
-        position_ids = torch.tensor([positions], device=device)
-        log_probs = model(ids, mask, position_ids=position_ids)
+        inputs = replace(inputs, position_ids=torch.tensor([positions]))
+        log_probs = model(inputs.to(device))
         return log_probs[0, len(first) + 1 :]
 
     return is_exact("documents are not packed", after)
@@ -176,7 +152,7 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
 
 @torch.no_grad()
 def pack_where_exact(
-    module: Any, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str
+    module: Any, forward: Callable[[ModelInputs], Tensor], device: torch.device, name: str
 ) -> None:
     """Have ``module`` pack a batch into one row if tiny forwards show that its samples stay apart.
 
@@ -200,8 +176,8 @@ def pack_where_exact(
 
     def beside(first: list[int]) -> Tensor:
         module.packs_rows = len(first) > 0
-        sequences, mask = pad_right([first or [0], _ROW], 0)
-        return forward(sequences.to(device), mask.to(device))[1]
+        inputs = ModelInputs.of_ids([first or [0], _ROW], pad_token_id=0)
+        return forward(inputs.to(device))[1]
 
     module.packs_rows = is_exact(f"samples of the {name} are padded", beside)
 

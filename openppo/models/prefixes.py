@@ -1,7 +1,6 @@
 """Rows with shared prefixes, as one row of the model in which each prefix is computed once."""
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +9,15 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from openppo import logger
-from openppo.media import Media, MediaItem, distinct_ids, item_places
+from openppo.media import Media, MediaItem, item_places
+from openppo.model_inputs import ModelInputs
 from openppo.models.attention import BY_LENGTHS, ON_CPU, PREFIX_TREE, finished_mask
-from openppo.models.media_inputs import model_inputs, rope_positions
+from openppo.models.media_inputs import media_inputs, rope_positions
 from openppo.models.padding import (
     NOISE,
+    arguments_on_device,
     base_of,
     device_of,
-    inputs_on_device,
     is_exact,
     pack_rows,
     pad_to,
@@ -95,46 +95,29 @@ def _nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[_Span]:
     return sorted(nodes)
 
 
-def row_inputs(
-    module: Any,
-    sequences: Tensor,
-    attention_mask: Tensor,
-    position_ids: Tensor | None = None,
-    media: Sequence[Media] = (),
-) -> tuple[dict[str, Any], Tensor] | None:
-    """Join a batch into one row of ``module.model``: its inputs, and the place of each token in it.
+def row_inputs(module: Any, inputs: ModelInputs) -> tuple[dict[str, Any], Tensor] | None:
+    """Join a batch into one row of ``module.model``: arguments of its forward, and the place of each token in the row.
 
     With ``shares_prompts``, shared prefixes occur once in the row where that pays. In all other cases the result is
     that of ``pack_rows`` if ``module.packs_rows`` is set, else None.
     """
-    if module.shares_prompts and position_ids is None and len(sequences) > 1:
-        lengths = attention_mask.bool().sum(1).tolist()
-        rows = _distinct_rows(sequences, lengths, media)
+    if module.shares_prompts and inputs.position_ids is None and len(inputs) > 1:
+        rows = inputs.distinct_rows
+        sequences = inputs.sequences
         tree = prefix_tree(rows, sequences.shape[1])
-        n_otherwise = sum(lengths) if module.packs_rows else sequences.numel()
+        n_otherwise = sum(map(len, rows)) if module.packs_rows else sequences.numel()
         if pays(len(tree.depths), n_otherwise):
-            inputs = _inputs(tree, sequences, module.model, media=media)
-            return inputs, tree.in_row.to(sequences.device)
+            arguments = _tree_arguments(tree, inputs, module.model)
+            return arguments, tree.in_row.to(sequences.device)
 
     if not module.packs_rows:
         return None
-    return pack_rows(sequences, attention_mask, module.model, position_ids=position_ids)
+    return pack_rows(inputs, module.model)
 
 
-def _distinct_rows(
-    sequences: Tensor, lengths: list[int], media: Sequence[Media]
-) -> list[list[int]]:
-    """``distinct_ids`` of each row, without padding."""
-    padded_rows = sequences.tolist()
-    rows = [row[:length] for row, length in zip(padded_rows, lengths, strict=True)]
-    pairs = zip_longest(rows, media, fillvalue=())
-    return [distinct_ids(row, row_media) for row, row_media in pairs]
-
-
-def _inputs(
-    tree: PrefixTree, sequences: Tensor, model: Any, media: Sequence[Media]
-) -> dict[str, Any]:
-    """Inputs (1, T) of a tree; in bfloat16 on CPUs T is rounded up, as in ``pad_width``."""
+def _tree_arguments(tree: PrefixTree, inputs: ModelInputs, model: Any) -> dict[str, Any]:
+    """Arguments (1, T) of the forward for a tree; in bfloat16 on CPUs T is rounded up, as in ``pad_width``."""
+    sequences = inputs.sequences
     device = device_of(model)
     width = len(tree.depths)
     if device.type == "cpu" and model.dtype is torch.bfloat16:
@@ -142,29 +125,31 @@ def _inputs(
     tree_ids = sequences.flatten()[tree.tokens.to(sequences.device)]
     ids = pad_to(tree_ids, width)[None]
     depths = pad_to(tree.depths, width)[None]
-    inputs: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "input_ids": ids,
         "position_ids": depths,
         "attention_mask": finished_mask(device),
     }
 
-    if any(media):
-        inputs |= model_inputs(base_of(model), ids, [_tree_media(tree, sequences, media)])
-        positions = rope_positions(model, sequences, media)  # (3, B, L)
+    if inputs.media:
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        row = ModelInputs(ids, mask, (_tree_media(tree, inputs),))
+        arguments |= media_inputs(base_of(model), row)
+        positions = rope_positions(model, inputs)  # (3, B, L)
         if positions is not None:
             tree_positions = positions.flatten(1)[:, tree.tokens.to(positions.device)]  # (3, T)
-            inputs["position_ids"] = pad_to(tree_positions, width)[:, None]
+            arguments["position_ids"] = pad_to(tree_positions, width)[:, None]
 
     if model.config._attn_implementation == BY_LENGTHS:
-        return inputs_on_device(inputs | _lengths_inputs(tree.nodes), device)
-    return inputs_on_device(inputs, device) | {PREFIX_TREE: tree.nodes}
+        return arguments_on_device(arguments | _lengths_arguments(tree.nodes), device)
+    return arguments_on_device(arguments, device) | {PREFIX_TREE: tree.nodes}
 
 
-def _tree_media(tree: PrefixTree, sequences: Tensor, media: Sequence[Media]) -> Media:
+def _tree_media(tree: PrefixTree, inputs: ModelInputs) -> Media:
     """Images of the tree, in the order of their tokens."""
     items_by_place: dict[int, MediaItem] = {}
     row_start = 0
-    for ids, row_media in zip(sequences.tolist(), media, strict=True):
+    for ids, row_media in zip(inputs.sequences.tolist(), inputs.media, strict=True):
         for item, places in item_places(ids, row_media):
             items_by_place[row_start + places[0]] = item
         row_start += len(ids)
@@ -172,8 +157,8 @@ def _tree_media(tree: PrefixTree, sequences: Tensor, media: Sequence[Media]) -> 
     return tuple(items_by_place[place] for place in tree_places if place in items_by_place)
 
 
-def _lengths_inputs(nodes: Tensor) -> dict[str, Any]:
-    """Inputs for attention by lengths: queries are the tokens of each node, keys those that they see."""
+def _lengths_arguments(nodes: Tensor) -> dict[str, Any]:
+    """Arguments for attention by lengths: queries are the tokens of each node, keys those that they see."""
     spans = nodes.tolist()
     keys = []
     for first, end, _ in spans:
@@ -214,7 +199,7 @@ def text_ids(config: PreTrainedConfig, n: int) -> list[int]:
 
 @torch.no_grad()
 def share_where_exact(
-    module: Any, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str
+    module: Any, forward: Callable[[ModelInputs], Tensor], device: torch.device, name: str
 ) -> None:
     """Have ``module`` compute shared prefixes of a batch once if tiny forwards show equal outputs.
 
@@ -236,9 +221,8 @@ def share_where_exact(
         module.shares_prompts = len(response) > 0
         row = [*prompt, 2, 0, 1]
         other_row = [*prompt, *(response or [3, 3, 0])]
-        sequences = torch.tensor([row, other_row])
-        mask = torch.ones_like(sequences, dtype=torch.bool)
-        return forward(sequences.to(device), mask.to(device))[0]
+        inputs = ModelInputs.of_ids([row, other_row], pad_token_id=0)
+        return forward(inputs.to(device))[0]
 
     noise = NOISE if module.model.dtype.itemsize < 4 else _NOISE_IN_FLOAT32
     module.shares_prompts = is_exact(otherwise, beside, noise)

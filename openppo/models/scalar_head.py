@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
@@ -23,14 +22,14 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIER
 
 from openppo import logger
 from openppo.config import LoRAConfig
-from openppo.media import Media
+from openppo.model_inputs import ModelInputs, Tokens
 from openppo.models.adapters import add_adapters, lora_options, merge_adapters
-from openppo.models.argument_order import check_masks
+from openppo.models.argument_order import check_inputs
 from openppo.models.attention import use_fast_attention
 from openppo.models.disabling import disable_extras
 from openppo.models.loading import load_options, load_weights
-from openppo.models.media_inputs import model_inputs
-from openppo.models.padding import WithMedia, on_device, pad_width, with_stand_in
+from openppo.models.media_inputs import media_inputs
+from openppo.models.padding import on_device, pad_width, with_stand_in
 from openppo.models.prefixes import row_inputs
 from openppo.models.pretrained import (
     adapter_config,
@@ -54,8 +53,7 @@ class ScalarHeadModel(nn.Module):
     at the last real token of each row. Both float32. With a LoRA rank ``.model`` is a PEFT model.
 
     >>> critic = get_llm_for_sequence_regression(tiny, "critic")  # a ScalarHeadModel
-    >>> sequences = torch.tensor([[5, 6, 7]])
-    >>> values = critic(sequences, torch.ones_like(sequences, dtype=torch.bool))
+    >>> values = critic(ModelInputs.of_ids([[5, 6, 7]], pad_token_id=0))
     >>> values.shape, values[0, 0].item()
     (torch.Size([1, 3]), 0.0)
     """
@@ -66,7 +64,7 @@ class ScalarHeadModel(nn.Module):
         self.model: Any = model
         self.role: Role = role
         self.packs_rows = self.shares_prompts = False
-        self.stand_in: WithMedia | None = None
+        self.stand_in: Tokens | None = None
         """The same as in ``Actor``."""
         if lora is not None and lora.lora_rank > 0:
             self.model = add_adapters(model, lora, "SEQ_CLS")
@@ -79,53 +77,41 @@ class ScalarHeadModel(nn.Module):
         classifier: PreTrainedModel = self.model.get_base_model()
         return classifier
 
-    def forward(
-        self, sequences: Tensor, attention_mask: Tensor, media: Sequence[Media] = ()
-    ) -> Tensor:
-        """Return values (B, L) or scores (B,), float32.
-
-        ``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right; ``media`` as in ``Actor``.
-        """
-        order = "(sequences, attention_mask): values (B, L) are those of all tokens, so there is no num_actions"
-        check_masks(sequences, order, attention_mask=attention_mask)
-        if isinstance(media, Tensor | bool):
-            raise TypeError(
-                f"media is a {type(media).__name__}, no images: OpenPPO's order is {order}."
-            )
-        n_rows, length = sequences.shape
-        media, tensors = with_stand_in(self.stand_in, media, sequences, attention_mask)
-        sequences, attention_mask = tensors
-        outputs = self._token_outputs(sequences, attention_mask, media)
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """Return values (B, L) or scores (B,), float32."""
+        order = "(inputs), ModelInputs: values (B, L) are those of all tokens, so there is no num_actions"
+        check_inputs(inputs, order)
+        n_rows, length = inputs.sequences.shape
+        inputs = with_stand_in(self.stand_in, inputs)
+        outputs = self._token_outputs(inputs)
 
         if self.role == "critic":
             values = F.pad(outputs[:, :-1], (1, 0))
             return values[:n_rows, :length]
-        places = torch.arange(sequences.shape[1], device=sequences.device)
-        last = torch.where(attention_mask.bool(), places, 0).amax(-1, keepdim=True)  # (B, 1)
+        mask = inputs.attention_mask.bool()
+        places = torch.arange(mask.shape[1], device=mask.device)
+        last = torch.where(mask, places, 0).amax(-1, keepdim=True)  # (B, 1)
         scores = outputs.gather(1, on_device(last, outputs.device))
         return scores[:n_rows, 0]
 
-    def _token_outputs(
-        self, sequences: Tensor, attention_mask: Tensor, media: Sequence[Media]
-    ) -> Tensor:
+    def _token_outputs(self, inputs: ModelInputs) -> Tensor:
         """Outputs of the head (B, L); the rows go through the model as one row or padded."""
         if self.packs_rows or self.shares_prompts:
-            one_row = row_inputs(self, sequences, attention_mask, media=media)
+            one_row = row_inputs(self, inputs)
             if one_row is not None:
-                inputs, in_row = one_row
-                outputs = self._outputs(**inputs)[0]  # (T,)
-                return outputs[on_device(in_row, outputs.device)].view(sequences.shape)
+                arguments, in_row = one_row
+                outputs = self._outputs(**arguments)[0]  # (T,)
+                return outputs[on_device(in_row, outputs.device)].view(inputs.sequences.shape)
 
         # Without attention mask for the reason given in Actor.forward.
-        inputs = {"input_ids": pad_width(sequences, self.model)}
-        if any(media):
-            base = self.classifier.base_model
-            inputs |= model_inputs(base, inputs["input_ids"], media)
-        return self._outputs(**inputs)[:, : sequences.shape[1]]
+        padded = pad_width(inputs, self.model)
+        arguments = {"input_ids": padded.sequences}
+        arguments |= media_inputs(self.classifier.base_model, padded)
+        return self._outputs(**arguments)[:, : inputs.sequences.shape[1]]
 
-    def _outputs(self, **inputs: Any) -> Tensor:
+    def _outputs(self, **arguments: Any) -> Tensor:
         """Outputs of the head, float32, for each token of ``input_ids``."""
-        hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden = self.classifier.base_model(**arguments, use_cache=False).last_hidden_state
         return self.classifier.get_submodule(HEAD)(hidden)[..., 0].float()
 
 
@@ -198,15 +184,14 @@ class ProcessRewardModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Return logits (N, V) at the N true ``places``, row by row.
+    def forward(self, inputs: ModelInputs, places: Tensor) -> Tensor:
+        """Return logits (N, V) at the N true ``places``, bool (B, L), row by row.
 
-        ``sequences`` int64 and ``places`` bool, both (B, L). The model runs even if no place is true, as partitioned
-        weights require.
+        The model runs even if no place is true, as partitioned weights require.
         """
         columns = places.any(0).nonzero()[:, 0]  # (K,)
         # Without attention mask for the reason given in Actor.forward.
-        ids = pad_width(sequences, self.model)
+        ids = pad_width(inputs, self.model).sequences
         outputs = self.model(input_ids=ids, logits_to_keep=columns, use_cache=False)
         logits: Tensor = outputs.logits  # (B, K, V)
         return logits[places[:, columns]]

@@ -13,10 +13,9 @@ from openppo import logger
 from openppo.datasets.conversation import render_chat, with_answer
 from openppo.datasets.template_checks import left_out, require_read
 from openppo.datasets.templates import Message, encode_start, end_with_eos, text_of
-from openppo.media import Media
+from openppo.model_inputs import ModelInputs
 from openppo.models.batching import MicroBatchSize
 from openppo.models.equal_batches import equal_batches
-from openppo.models.padding import pad_right
 from openppo.models.pretrained import check_token_ids, context_length
 from openppo.rewards.response_text import response_text
 from openppo.rewards.scoring import (
@@ -242,7 +241,8 @@ class ModelScorer:
         for batch in progress_bar(batches, "scoring", enabled=self.comm.rank == 0):
             ids = [rows[i] for i in batch] or [[pad, pad]]  # an idle forward
             media = [trajectories[i].prompt.media for i in batch]
-            batch_outputs = forward_scores(self.model, ids, pad, device=self.device, media=media)
+            inputs = ModelInputs.of_ids(ids, pad).with_media(media)
+            batch_outputs = forward_scores(self.model, inputs.to(self.device))
             outputs.update(zip(batch, batch_outputs, strict=False))
 
         ordered = [outputs[i] for i in range(len(rows))]
@@ -252,15 +252,7 @@ class ModelScorer:
 
 
 @torch.no_grad()
-def forward_scores(
-    model: Model,
-    rows: Sequence[Sequence[int]],
-    pad_token_id: int,
-    device: torch.device,
-    media: Sequence[Media] = (),
-) -> list[float]:
-    """Scores of a reward model for ``rows`` of token ids, with their ``media`` if there are any."""
-    sequences, attention_mask = pad_right(rows, pad_token_id)
-    inputs = {"media": media} if any(media) else {}
-    outputs = model(sequences.to(device), attention_mask.to(device), **inputs)  # (B,)
-    return outputs.tolist()
+def forward_scores(model: Model, inputs: ModelInputs) -> list[float]:
+    """Scores of a reward model for each row."""
+    scores: list[float] = model(inputs).tolist()
+    return scores

@@ -14,9 +14,9 @@ from openppo.config import RewardConfig, RowsConfig
 from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.datasets.templates import text_of
+from openppo.model_inputs import ModelInputs
 from openppo.models.batching import MicroBatchSize
 from openppo.models.equal_batches import equal_batches
-from openppo.models.padding import pad_right
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.model import Model, last_tokens
 from openppo.rewards.scoring import (
@@ -166,12 +166,12 @@ class ProcessScorer:
         """p(good) of the steps of each row; the model runs even without rows."""
         pad = self.pad_token_id
         ids = [row.token_ids for row in rows] or [[pad, pad]]
-        sequences, _ = pad_right(ids, pad)
-        places = torch.zeros(sequences.shape, dtype=torch.bool)
+        inputs = ModelInputs.of_ids(ids, pad)
+        places = torch.zeros(inputs.sequences.shape, dtype=torch.bool)
         for i, row in enumerate(rows):
             places[i, row.places] = True
 
-        logits = self.model(sequences.to(self.device), places.to(self.device))  # (N, V)
+        logits = self.model(inputs.to(self.device), places.to(self.device))  # (N, V)
         logits = logits[:, list(self.reward_ids)].float()  # (N, 2)
         good = logits.softmax(-1)[:, 0].cpu()  # (N,)
         n_steps = [len(row.places) for row in rows]

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import ServeRMConfig
 from openppo.datasets.templates import encode_start
+from openppo.model_inputs import ModelInputs
 from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.pretrained import (
     check_model,
@@ -221,7 +222,7 @@ def build_server(options: ServeRMConfig) -> RewardServer:
     pad = pad_token_id(tokenizer)
 
     def score(rows: list[list[int]]) -> list[float]:
-        outputs = forward_scores(model, rows, pad, device=device)
+        outputs = forward_scores(model, ModelInputs.of_ids(rows, pad).to(device))
         return [(output - mean) / std for output in outputs]
 
     return RewardServer(score=score, encode=encode, listener=listener, config=options, token=token)

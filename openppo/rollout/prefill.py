@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from openppo.media import Media
-from openppo.models.media_inputs import model_inputs, rope_positions
-from openppo.models.padding import pad_right
+from openppo.model_inputs import ModelInputs
+from openppo.models.media_inputs import media_inputs, rope_positions
 
 _PREFILL_ON_CPU = 4096
 _PREFILL_ON_GPU = 16384
@@ -78,10 +78,12 @@ def padded_left(
     shown = [
         _images_in(images, prompt[-width:]) for images, prompt in zip(media, prompts, strict=True)
     ]
-    inputs |= model_inputs(model, ids, shown)
+    ends_read = ModelInputs(ids, torch.ones_like(ids, dtype=torch.bool), tuple(shown))
+    inputs |= media_inputs(model, ends_read)
 
-    right, _ = pad_right([rows[i] for i in with_images], 0)
-    positions = rope_positions(model, right, [media[i] for i in with_images])
+    whole = ModelInputs.of_ids([rows[i] for i in with_images], pad_token_id=0)
+    whole = whole.with_media([media[i] for i in with_images])
+    positions = rope_positions(model, whole)
     if positions is None:
         return ids, shifts
 

@@ -117,13 +117,7 @@ class ActorStep:
     ) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
         entropy_coef = self.config.loss.entropy_coef
-        outputs = self.model(
-            micro.sequences,
-            micro.attention_mask,
-            micro.action_mask,
-            return_entropy=entropy_coef > 0,
-            **micro.model_inputs,
-        )
+        outputs = self.model(micro.inputs, micro.action_mask, return_entropy=entropy_coef > 0)
         log_probs, entropy = outputs if entropy_coef > 0 else (outputs, None)
         micro = micro.to(self.device, on_device)
         mask = micro.action_mask
@@ -203,12 +197,7 @@ class ActorStep:
         for i, micro in enumerate(batch.micro_batches):
             # a language-model loss has no sampling temperature, and is over ids that are never sampled too
             log_probs = self.model(
-                micro.sequences,
-                micro.attention_mask,
-                micro.loss_mask,
-                position_ids=micro.position_ids,
-                temperature=1.0,
-                whole_vocabulary=True,
+                micro.inputs, micro.loss_mask, temperature=1.0, whole_vocabulary=True
             )
             metrics.add_tensor("ptx_loss", -log_probs, on_device(micro.loss_mask, self.device))
             loss = -log_probs.sum() / max(batch.n_targets, 1)

@@ -57,7 +57,7 @@ class CriticStep:
         )
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
-            values = self.model(micro.sequences, micro.attention_mask, **micro.model_inputs)
+            values = self.model(micro.inputs)
             micro = micro.to(self.device, on_device)
             if complete is not None:
                 micro = complete(i, micro, values.detach())

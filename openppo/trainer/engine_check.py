@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch.distributed import DistError
-from torch.nn.functional import pad
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
-from openppo.models.padding import pad_right
+from openppo.model_inputs import ModelInputs
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
@@ -183,18 +182,18 @@ def _fault(
     for decoding, engine in engines.items():
         actor.train(False)
         rows, decoded = _sample(engine, weights, n_ids)
-        sequences, mask = (tensor.to(device) for tensor in pad_right(rows, 0))
-        plain = actor(sequences, mask, temperature=1.0)
+        inputs = ModelInputs.of_ids(rows, pad_token_id=0).to(device)
+        mask = inputs.attention_mask
+        plain = actor(inputs, temperature=1.0)  # (B, L)
 
-        wider_sequences = pad(sequences, (0, WIDER))
-        wider_mask = pad(mask, (0, WIDER))
-        padded = actor(wider_sequences, wider_mask, temperature=1.0)[:, : plain.shape[1]]
+        width = plain.shape[1]
+        padded = actor(inputs.widened(width + WIDER), temperature=1.0)[:, :width]
         rounding = (padded - plain).abs()
 
         allowed = limit = BOUNDS[kind]
         if not is_exact:
             # Scale by logits of the likeliest tokens: others may be masked.
-            logits: torch.Tensor = policy(input_ids=sequences, use_cache=False).logits
+            logits: torch.Tensor = policy(input_ids=inputs.sequences, use_cache=False).logits
             allowed *= float(logits.float().amax(-1).abs().max())
             limit = max(allowed, 5 * float(rounding.max()))
 
@@ -204,7 +203,7 @@ def _fault(
         decoding_differences = (decoded - torch.cat(sampled).cpu()).abs()
 
         actor.train(weights is not None)  # new adapters add 0, so their dropout does not show
-        trained = actor(sequences, mask, temperature=1.0)
+        trained = actor(inputs, temperature=1.0)
 
         for compared, differences, bound in (
             ("forwards of rows padded to other lengths", rounding[mask], allowed),

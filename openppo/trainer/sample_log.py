@@ -48,12 +48,10 @@ class StepDiagnostics:
         if entropy is not None:
             numbers["entropy"] = entropy.detach().cpu()
 
-        media = micro.media or [()] * len(micro)
-        sequences = micro.sequences.cpu()
-        masks = micro.attention_mask.cpu()
-        for row, (ids, mask) in enumerate(zip(sequences, masks, strict=True)):
-            key = sample_key(ids[mask].tolist(), media[row])
-            self.observed[key] = {name: rows[row][mask] for name, rows in numbers.items()}
+        lengths = micro.inputs.lengths
+        for row, ids in enumerate(micro.inputs.distinct_rows):
+            row_numbers = {name: rows[row][: lengths[row]] for name, rows in numbers.items()}
+            self.observed[tuple(ids)] = row_numbers
 
     def show_step(self, step: int, buffer: ReplayBuffer, metrics: Mapping[str, float]) -> None:
         """Log the trajectories that ``step`` has trained on and their experience in ``buffer``; drop both."""
@@ -168,7 +166,7 @@ class StepDiagnostics:
 
     def _observed_of(self, chosen: Sequence[Trajectory]) -> list[dict[str, Tensor]]:
         """Numbers of training forwards on rank 0's ``chosen`` samples, from the ranks that trained on them."""
-        keys = [sample_key(t.token_ids, t.prompt.media) for t in chosen]
+        keys = [sample_key(t) for t in chosen]
         wanted = self.comm.all_gather_object(keys)[0]
         here = {key: self.observed[key] for key in wanted if key in self.observed}
         everywhere: dict[tuple[int, ...], dict[str, Tensor]] = {}

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.message_parts import media_url
 from openppo.datasets.templates import text_of
-from openppo.media import Media, distinct_ids
+from openppo.media import distinct_ids
+from openppo.model_inputs import Tokens
 from openppo.rollout.episodes import episode_numbers
 from openppo.tracking import json_form
 from openppo.trainer.self_check import token_columns, token_texts
@@ -40,7 +41,7 @@ def choose(trajectories: Sequence[Trajectory]) -> list[int]:
     checksums = {}
     for group, (first, *_) in groups.items():
         prompt = trajectories[first].prompt
-        key = sample_key(prompt.token_ids, prompt.media)
+        key = sample_key(prompt)
         checksums[group] = zlib.crc32(repr(key).encode())
 
     chosen: list[int] = []
@@ -49,9 +50,9 @@ def choose(trajectories: Sequence[Trajectory]) -> list[int]:
     return chosen[:N_SAMPLES]
 
 
-def sample_key(token_ids: list[int], media: Media) -> tuple[int, ...]:
+def sample_key(tokens: Tokens) -> tuple[int, ...]:
     """Token ids that tell samples apart; those of images are distinct."""
-    return tuple(distinct_ids(token_ids, media) if media else token_ids)
+    return tuple(distinct_ids(tokens.token_ids, tokens.media))
 
 
 def sample_row(

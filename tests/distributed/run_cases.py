@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from openppo.agents import agent_source
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig
-from openppo.models.padding import pad_right
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.checkpoint import model_state
 from openppo.strategy.signals import SignalStop
@@ -34,7 +33,7 @@ from openppo.tracking import setup_logging
 from openppo.trainer import PPOTrainer
 from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.supervised.build import build_supervised_trainer
-from openppo.types import Interrupted, Trajectory
+from openppo.types import Interrupted, ModelInputs, Trajectory
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 HANG_AFTER = timedelta(seconds=100)
@@ -123,15 +122,17 @@ def plain(trajectory: Trajectory) -> dict[str, Any]:
 @torch.no_grad()
 def probe(trainer: PPOTrainer) -> dict[str, list[Any]]:
     """What the trained models say of the first three prompts."""
-    ids = [prompt.token_ids or [3, 4, 5] for prompt in trainer.components.data.prompts[:3]]
-    sequences, mask = pad_right(ids, 0)
-    media = [prompt.media for prompt in trainer.components.data.prompts[:3]]
+    prompts = trainer.components.data.prompts[:3]
+    ids = [prompt.token_ids or [3, 4, 5] for prompt in prompts]
+    inputs = ModelInputs.of_ids(ids, pad_token_id=0).with_media(
+        [prompt.media for prompt in prompts]
+    )
     trainer.components.actor.train(False)
-    log_probs = trainer.components.actor(sequences, mask, temperature=1.0, media=media)
+    log_probs = trainer.components.actor(inputs, temperature=1.0)
     found = {"ids": ids, "log_probs": log_probs.tolist()}
     if trainer.components.critic is not None:
         trainer.components.critic.train(False)
-        found["values"] = trainer.components.critic(sequences, mask, media=media).tolist()
+        found["values"] = trainer.components.critic(inputs).tolist()
     return found
 
 

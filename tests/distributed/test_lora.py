@@ -32,7 +32,7 @@ from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.start_reference import StartReference
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.types import SamplingParams
+from openppo.types import ModelInputs, SamplingParams
 from tests.distributed.run_cases import PARTITION_EVERYTHING, leave
 
 LORA = LoRAConfig(lora_rank=4, lora_alpha=8)
@@ -75,7 +75,7 @@ def train(engine: TrainableModel, strategy: DeepspeedStrategy, step: int, role: 
     engine.train()
     for part in (slice(4), slice(4, None)):
         micro = {name: tensor[part] for name, tensor in rows.items()}
-        outputs = engine(micro["sequences"], micro["mask"])
+        outputs = engine(ModelInputs(micro["sequences"], micro["mask"]))
         loss = (
             micro["weights"] * outputs if role == "actor" else (outputs - micro["targets"]).square()
         )
@@ -88,7 +88,7 @@ def train(engine: TrainableModel, strategy: DeepspeedStrategy, step: int, role: 
 def outputs(model: Any) -> Tensor:
     """Of the whole batch that nobody was trained on."""
     data = batch(-1)
-    return model(data["sequences"], data["mask"])
+    return model(ModelInputs(data["sequences"], data["mask"]))
 
 
 def full_weights(engine: TrainableModel) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from openppo.models import Actor
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.hf_engine import HFEngine
-from openppo.types import Completion, FinishReason, SamplingParams
+from openppo.types import Completion, FinishReason, ModelInputs, SamplingParams
 from tests.fork_server import PYTHON_PATH
 from tests.gpu.devices import DEVICES, ON_CUDA, recorder, rounding_borders
 
@@ -48,7 +48,7 @@ def actor() -> Actor:
 def test_log_probs_on_the_gpu_equal_those_on_the_cpu(actor: Actor) -> None:
     sequences = torch.randint(0, 64, (4, 20), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(20) < torch.tensor([20, 13, 7, 2])[:, None]
-    on_cpu = actor(sequences, mask)
+    on_cpu = actor(ModelInputs(sequences, mask))
     on_gpu = actor.cuda()(sequences.cuda(), mask.cuda())
     assert (on_cpu - on_gpu.cpu()).abs().max() < 1e-4
 
@@ -60,7 +60,9 @@ def test_engine_on_the_gpu_reports_the_log_probs_of_a_forward(actor: Actor) -> N
     completions = HFEngine(actor.model, [2], 0, 8).generate(prompts, SamplingParams(16), [0, 1, 2])
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens = torch.tensor([prompt + completion.token_ids], device="cuda")
-        log_probs = actor(tokens, torch.ones_like(tokens, dtype=torch.bool))[0, len(prompt) :]
+        log_probs = actor(ModelInputs(tokens, torch.ones_like(tokens, dtype=torch.bool)))[
+            0, len(prompt) :
+        ]
         assert (log_probs.cpu() - torch.tensor(completion.log_probs)).abs().max() < 1e-3
 
 

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from openppo.models import Actor
 from openppo.rollout.hf_engine import HFEngine
-from openppo.types import Completion, SamplingParams
+from openppo.types import Completion, ModelInputs, SamplingParams
 from tests.gpu.devices import (
     DEVICES,
     DTYPES,
@@ -58,7 +58,9 @@ def test_bfloat16_decode_errs_no_more_than_a_forward(device: str, recorded: bool
     for prompt, completion in zip(PROMPTS, sampled(actor, device, recorded), strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]], device=device)
         mask = torch.ones_like(ids, dtype=torch.bool)
-        expected, forward = (model(ids, mask)[0, len(prompt) :].cpu() for model in (exact, actor))
+        expected, forward = (
+            model(ModelInputs(ids, mask))[0, len(prompt) :].cpu() for model in (exact, actor)
+        )
         of_decode.append((torch.tensor(completion.log_probs) - expected).abs())
         of_forward.append((forward - expected).abs())
         largest.append(float(expected.abs().max()))
@@ -132,10 +134,10 @@ def test_packed_documents_have_the_gradients_of_single_ones(
             [p.grad.float().flatten() for p in actor.parameters() if p.grad is not None]
         )
 
-    packed = gradients(actor(ids, mask, actions, position_ids=positions).sum())
+    packed = gradients(actor(ModelInputs(ids, mask, position_ids=positions), actions).sum())
     parts = (slice(cut), slice(cut, length))
     alone = gradients(
-        *(actor(ids[:, part], mask[:, part], actions[:, part]).sum() for part in parts)
+        *(actor(ModelInputs(ids[:, part], mask[:, part]), actions[:, part]).sum() for part in parts)
     )
     assert packed.isfinite().all()
     share = float((packed - alone).norm() / alone.norm())

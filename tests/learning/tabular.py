@@ -30,6 +30,7 @@ from openppo.types import (
     Ending,
     Episode,
     FinishReason,
+    ModelInputs,
     Prompt,
     Score,
     SingleProcess,
@@ -79,15 +80,13 @@ class Policy(nn.Module):
 
     def forward(
         self,
-        sequences: Tensor,
-        attention_mask: Tensor,
+        inputs: ModelInputs,
         action_mask: Tensor,
         return_entropy: bool = False,
-        **_: Any,
     ) -> Any:
         table = self.logits.log_softmax(-1)  # (S, A)
-        states = tokens_before(sequences)
-        actions = torch.where(action_mask, sequences, 0)
+        states = tokens_before(inputs.sequences)
+        actions = torch.where(action_mask, inputs.sequences, 0)
         log_probs = torch.where(action_mask, table[states, actions], 0.0)
         if not return_entropy:
             return log_probs
@@ -107,8 +106,8 @@ class Critic(nn.Module):
         super().__init__()
         self.values = nn.Parameter(torch.zeros(n_tokens))
 
-    def forward(self, sequences: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
-        return self.values[tokens_before(sequences)]
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        return self.values[tokens_before(inputs.sequences)]
 
 
 def tokens_before(sequences: Tensor) -> Tensor:

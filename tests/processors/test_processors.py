@@ -13,11 +13,11 @@ from PIL import Image
 from openppo.datasets.media_files import read_frames
 from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
-from openppo.models.media_inputs import model_inputs
+from openppo.models.media_inputs import media_inputs
 from openppo.models.prefixes import share_where_exact
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.weights import WholeWeights
-from openppo.types import SamplingParams
+from openppo.types import ModelInputs, SamplingParams
 from tests.images import (
     FAMILIES,
     IMAGE,
@@ -72,9 +72,9 @@ def test_engine_actor_and_transformers_agree_on_what_processors_make(family, pro
         )
     for row, prompt, completion in zip(rows, prompts, sampled, strict=True):
         ids = torch.tensor([prompt.token_ids + completion.token_ids])
-        ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[
-            0, 1:
-        ]
+        ours = Actor(model)(
+            ModelInputs(ids, torch.ones_like(ids, dtype=torch.bool), media=(prompt.media,))
+        )[0, 1:]
         place = PLACES.get(family, processor.image_token)
         given = {"images": row["images"]} if row["images"] else {}
         made = processor(
@@ -184,22 +184,20 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
             logits = model(**made).logits[0, :-1].float()
         ids = torch.tensor([prompt.token_ids])
         expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        ours = Actor(model)(ids, torch.ones_like(ids, dtype=torch.bool), media=[prompt.media])[
-            0, 1:
-        ]
+        ours = Actor(model)(
+            ModelInputs(ids, torch.ones_like(ids, dtype=torch.bool), media=(prompt.media,))
+        )[0, 1:]
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
         use_fast_attention(model)
         actor, rows = (
             Actor(model),
             torch.tensor([[*[5, 6, 7] * 6, *prompt.token_ids, 8, k] for k in range(9, 13)]),
         )
-        given = rows, torch.ones_like(rows, dtype=torch.bool)
-        separate = actor(*given, media=[prompt.media] * 4)
+        inputs = ModelInputs(rows, torch.ones_like(rows, dtype=torch.bool), (prompt.media,) * 4)
+        separate = actor(inputs)
         share_where_exact(actor, actor, torch.device("cpu"), "actor")
         assert actor.shares_prompts
-        torch.testing.assert_close(
-            actor(*given, media=[prompt.media] * 4), separate, atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(actor(inputs), separate, atol=1e-4, rtol=1e-4)
     engine = HFEngine(model, [], 0, 3)
     engine.sampled_ids = SAMPLED
     with engine.with_weights(WholeWeights(model)):
@@ -210,7 +208,10 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
         ids = torch.tensor([prompt.token_ids + completion.token_ids])
         with torch.no_grad():
             logits = (
-                model(input_ids=ids, **model_inputs(model, ids, [prompt.media]))
+                model(
+                    input_ids=ids,
+                    **media_inputs(model, ModelInputs(ids, ids > -1, (prompt.media,))),
+                )
                 .logits[0, :-1]
                 .float()
             )

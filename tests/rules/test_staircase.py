@@ -11,6 +11,7 @@ LEVEL_0 = {
     "types",
     "endings",
     "media",
+    "model_inputs",
     "user_code",
     "lazy",
     "overrides",
@@ -20,7 +21,8 @@ LEVEL_0 = {
 }
 STAIRCASE: dict[str, set[str]] = {
     **{name: set() for name in LEVEL_0},
-    "types": {"endings", "media"},
+    "model_inputs": {"media"},
+    "types": {"endings", "media", "model_inputs"},
     **dict.fromkeys(("tracking", "models", "strategy", "datasets"), LEVEL_0),
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},

@@ -12,7 +12,7 @@ from openppo.experience import (
 )
 from openppo.models import Actor, PolicyLoss, ValueLoss, compute_approx_kl
 from openppo.models.scalar_head import ScalarHeadModel
-from openppo.types import Experience
+from openppo.types import Experience, ModelInputs
 
 SIZES = {
     "hidden_size": 8,
@@ -72,46 +72,52 @@ def test_a_coefficient_may_be_any_one_number(coefficient):
 
 
 @pytest.mark.parametrize("role", ["critic", "reward"])
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        ((3, MASK), "attention_mask is 3, no tensor"),
-        (([2, 3], MASK), r"attention_mask is \[2, 3\], no tensor"),
-        ((None, MASK), "attention_mask is None, no tensor"),
-        ((N_ACTIONS, MASK), r"attention_mask has the shape \(2,\), and sequences \(2, 6\)"),
-        ((ACTIONS[:, 1:], MASK), r"attention_mask has the shape \(2, 5\), and sequences \(2, 6\)"),
-        ((MASK, ACTIONS), "media is a Tensor, no images"),
-        ((MASK, True), "media is a bool, no images"),
-    ],
-    ids=name,
-)
-def test_values_of_another_order_are_an_error(role, others, message):
+def test_values_of_another_order_are_an_error(role):
     model = ScalarHeadModel(
         LlamaForSequenceClassification(LlamaConfig(num_labels=1, **SIZES)), role
     )
-    with pytest.raises(
-        TypeError, match=rf"^{message}: OpenPPO's order is \(sequences, attention_mask\)"
-    ):
-        model(IDS, *others)
+    with pytest.raises(TypeError, match="^the first argument is a Tensor, no ModelInputs"):
+        model(IDS)
+    with pytest.raises(TypeError, match="positional arguments"):
+        model(IDS, N_ACTIONS, MASK)
 
 
 @pytest.mark.parametrize(
-    ("others", "message"),
+    ("mask", "message"),
     [
-        ((3, MASK), "attention_mask is 3, no tensor"),
-        (([2, 3], MASK), r"attention_mask is \[2, 3\], no tensor"),
-        ((N_ACTIONS, MASK), r"attention_mask has the shape \(2,\), and sequences \(2, 6\)"),
-        ((ACTIONS[:, 1:], MASK), r"attention_mask has the shape \(2, 5\), and sequences \(2, 6\)"),
-        ((MASK, ACTIONS[:, 3:]), r"action_mask has the shape \(2, 3\), and sequences \(2, 6\)"),
-        ((MASK, 3), "action_mask is 3, no tensor"),
+        (3, "attention_mask is 3, no tensor"),
+        ([2, 3], r"attention_mask is \[2, 3\], no tensor"),
+        (None, "attention_mask is None, no tensor"),
+        (N_ACTIONS, r"attention_mask has the shape \(2,\), and sequences \(2, 6\)"),
+        (ACTIONS[:, 1:], r"attention_mask has the shape \(2, 5\), and sequences \(2, 6\)"),
+        (MASK.float(), "sequences and attention_mask are torch.int64 and torch.float32"),
     ],
     ids=name,
 )
-def test_log_probs_of_another_order_are_an_error(others, message):
+def test_inputs_without_a_mask_of_their_shape_are_an_error(mask, message):
+    order = r"ModelInputs\(sequences, attention_mask\), int64 and bool, both \(B, L\)"
+    with pytest.raises(TypeError, match=rf"^{message}: the order is {order}\.$"):
+        ModelInputs(IDS, mask)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((IDS, MASK), "the first argument is a Tensor, no ModelInputs"),
+        ((IDS, N_ACTIONS, MASK), "the first argument is a Tensor, no ModelInputs"),
+        (
+            (ModelInputs(IDS, MASK), ACTIONS[:, 3:]),
+            r"action_mask has the shape \(2, 3\), and sequences \(2, 6\)",
+        ),
+        ((ModelInputs(IDS, MASK), 3), "action_mask is 3, no tensor"),
+    ],
+    ids=name,
+)
+def test_log_probs_of_another_order_are_an_error(arguments, message):
     actor = Actor(LlamaForCausalLM(LlamaConfig(**SIZES)))
-    order = r"\(sequences, attention_mask, action_mask\), where action_mask \(B, L\) marks what num_actions counts"
-    with pytest.raises(TypeError, match=rf"^{message}: OpenPPO's order is {order}\.$"):
-        actor(IDS, *others)
+    order = r"\(inputs, action_mask\), with inputs of ModelInputs"
+    with pytest.raises(TypeError, match=rf"^{message}: OpenPPO's order is {order}"):
+        actor(*arguments)
 
 
 def test_options_of_an_actor_have_names():
@@ -123,7 +129,7 @@ def test_options_of_an_actor_have_names():
 def test_old_fields_batch_sizes_and_estimators_are_errors():
     with pytest.raises(
         TypeError,
-        match="^attention_mask is torch.float32, not a mask. The order is sequences, attention_",
+        match="^inputs is a Tensor, no ModelInputs. The order is inputs, action_mask, rollout_",
     ):
         Experience(IDS, KL, KL, KL, KL, KL, MASK, ACTIONS, {}, KL)
     with pytest.raises(

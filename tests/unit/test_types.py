@@ -9,6 +9,7 @@ from openppo.types import (
     Completion,
     Experience,
     FinishReason,
+    ModelInputs,
     Prompt,
     SamplingParams,
     SingleProcess,
@@ -16,8 +17,7 @@ from openppo.types import (
 )
 
 EXPERIENCE = Experience(
-    sequences=torch.tensor([[5, 6, 1], [5, 1, 0]]),
-    attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(),
+    ModelInputs.of_ids([[5, 6, 1], [5, 1]], pad_token_id=0),
     action_mask=torch.tensor([[0, 1, 1], [0, 1, 0]]).bool(),
     rollout_log_probs=torch.zeros(2, 3),
     scores=torch.tensor([1.0, 2.0]),
@@ -62,9 +62,10 @@ def test_a_stage_adds_fields_to_a_copy_which_moves_as_a_whole():
     after = EXPERIENCE.with_fields(values=torch.ones(2, 3), scores=torch.zeros(2))
     assert (EXPERIENCE.values, EXPERIENCE.scores.tolist(), len(after)) == (None, [1.0, 2.0], 2)
     assert after.scores.tolist() == [0.0, 0.0]
-    assert after.sequences is EXPERIENCE.sequences
+    assert after.inputs is EXPERIENCE.inputs
     assert after.tensors().keys() == {*EXPERIENCE.tensors(), "values"}
     moved = after.to("meta").tensors()
+    assert after.to("meta").sequences.is_meta
     assert moved.keys() == after.tensors().keys()
     assert {tensor.device.type for tensor in moved.values()} == {"meta"}
 

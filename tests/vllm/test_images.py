@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from openppo.models.media_inputs import model_inputs
+from openppo.models.media_inputs import media_inputs
 from openppo.models.vision_models import placeholders
 from openppo.rollout.vllm_requests import IMAGE_FAMILIES
+from openppo.types import ModelInputs
 from tests.images import FAMILIES, IMAGE, load, pictures, processor_of
 from tests.vllm import test_vllm
 from tests.vllm.images import prompts
@@ -50,9 +51,9 @@ def log_probs(folder, ids, media, completion):
         AutoModelForImageTextToText.from_pretrained(folder),
         torch.tensor([[*ids, *completion["token_ids"]]]),
     )
-    logits = model(input_ids=whole, **model_inputs(model, whole, [media])).logits[
-        0, len(ids) - 1 : -1
-    ]
+    logits = model(
+        input_ids=whole, **media_inputs(model, ModelInputs(whole, whole > -1, (media,)))
+    ).logits[0, len(ids) - 1 : -1]
     logits[:, [*placeholders(model.config)]] = -torch.inf
     return logits.log_softmax(-1).gather(-1, whole[0, len(ids) :, None])[:, 0].tolist()
 

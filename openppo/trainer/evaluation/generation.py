@@ -18,6 +18,7 @@ from openppo.datasets.media import RowVision
 from openppo.datasets.vision import Vision
 from openppo.experience.reward_names import RewardNames
 from openppo.experience.scoring import begin_scoring, check_rewarded
+from openppo.model_inputs import ModelInputs
 from openppo.models.batching import MicroBatchSize
 from openppo.models.pretrained import check_token_ids
 from openppo.rewards.build import ScorerSetup
@@ -175,11 +176,10 @@ class GenerateJob(_Job):
     @torch.no_grad()
     def _mean_log_prob(self, response: Trajectory) -> float:
         """Mean log-prob of the response's tokens under the model, at temperature 1."""
-        ids = torch.tensor([response.token_ids], device=self.strategy.device)
-        mask = torch.tensor([response.action_mask], device=self.strategy.device)
-        media = [response.prompt.media]
         # (1, L): the logits of a batch might not fit
-        log_probs = self.policy.actor(ids, torch.ones_like(mask), mask, media=media)
+        inputs = ModelInputs.of([response], pad_token_id=0).to(self.strategy.device)
+        mask = torch.tensor([response.action_mask], device=self.strategy.device)
+        log_probs = self.policy.actor(inputs, mask)
         return float(log_probs.sum() / mask.sum())
 
 

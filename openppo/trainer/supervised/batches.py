@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from openppo.datasets import TokenExample, shard
-from openppo.media import Media
-from openppo.models.padding import packing_is_exact, pad_right
+from openppo.model_inputs import ModelInputs
+from openppo.models.padding import packing_is_exact
 from openppo.types import Comm
 
 PACKED_ROW = 512
@@ -22,17 +23,10 @@ _IDLE = TokenExample(token_ids=[0, 0], loss_mask=[False, False])
 
 
 class TokenMicroBatch(NamedTuple):
-    """Rows of one forward, all (B, L): ``sequences`` int64, masks bool.
+    """Rows of one forward, with the tokens to learn."""
 
-    ``position_ids`` int64 restart at 0 at each document of a packed row (None: a row is one document). ``media`` are
-    the images of each row, empty if no row has any.
-    """
-
-    sequences: Tensor
-    attention_mask: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor | None = None
-    media: tuple[Media, ...] = ()
+    inputs: ModelInputs
+    loss_mask: Tensor  # (B, L) bool
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ def token_batch(
             micro_rows or [[_IDLE]], pad_token_id, with_positions=pack_to is not None
         )
         micro_batches.append(micro_batch)
-        n_input_tokens += int(micro_batch.attention_mask.sum())
+        n_input_tokens += sum(micro_batch.inputs.lengths)
     return StepBatch(micro_batches, n_targets, n_input_tokens)
 
 
@@ -135,15 +129,16 @@ def _micro_batch(
         ids_of_rows.append(ids)
         targets_of_rows.append(targets)
 
-    sequences, attention_mask = pad_right(ids_of_rows, pad_token_id)
-    padded_targets, _ = pad_right(targets_of_rows, 0)
-    loss_mask = padded_targets.bool()
+    inputs = ModelInputs.of_ids(ids_of_rows, pad_token_id)
+    loss_mask = pad_sequence(
+        [torch.tensor(targets) for targets in targets_of_rows], batch_first=True
+    )
     if with_positions:
-        position_ids = _position_ids(rows, sequences.shape[1])
-        return TokenMicroBatch(sequences, attention_mask, loss_mask, position_ids=position_ids)
-
-    media = tuple(documents[0].media for documents in rows)
-    return TokenMicroBatch(sequences, attention_mask, loss_mask, media=media if any(media) else ())
+        position_ids = _position_ids(rows, inputs.sequences.shape[1])
+        inputs = replace(inputs, position_ids=position_ids)
+    else:
+        inputs = inputs.with_media([documents[0].media for documents in rows])
+    return TokenMicroBatch(inputs, loss_mask)
 
 
 def _position_ids(rows: Sequence[Sequence[TokenExample]], width: int) -> Tensor:

@@ -17,7 +17,8 @@ from openppo.datasets import (
     TokenExample,
     single_token_id,
 )
-from openppo.models.padding import on_device, packing_is_exact, pad_right
+from openppo.model_inputs import ModelInputs
+from openppo.models.padding import on_device, packing_is_exact
 from openppo.models.pretrained import pad_token_id
 from openppo.models.supervised_loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
 from openppo.tracking import Metrics
@@ -61,13 +62,7 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
 
     def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
         """Summed negative log-likelihood of this micro-batch over the targets of the step."""
-        log_probs = self.model(
-            micro.sequences,
-            micro.attention_mask,
-            micro.loss_mask,
-            position_ids=micro.position_ids,
-            media=micro.media,
-        )
+        log_probs = self.model(micro.inputs, micro.loss_mask)
         metrics.add_tensor("loss", -log_probs, on_device(micro.loss_mask, self.device))
         return -log_probs.sum() / max(n_targets, 1)
 
@@ -148,13 +143,9 @@ class RewardModelTrainer(SupervisedTrainer[Ranked]):
             order += [(k, e) for k in range(len(example.texts))]
         order.sort()
         rows = [examples[e].texts[k] for k, e in order]
-        media = [examples[e].media for _, e in order]
-
-        sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
-        if any(media):
-            scores = self.model(sequences, attention_mask, media=media)
-        else:
-            scores = self.model(sequences, attention_mask)
+        inputs = ModelInputs.of_ids(rows, pad_token_id(self.components.tokenizer))
+        inputs = inputs.with_media([examples[e].media for _, e in order])
+        scores = self.model(inputs)
         return scores, {text: place for place, text in enumerate(order)}
 
     def write_model(self, folder: Path) -> None:
@@ -215,19 +206,19 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
         """Summed cross entropy of this micro-batch's steps over the steps of the batch."""
         examples = micro or [_IDLE_STEPS]
         rows = [example.token_ids for example in examples]
-        sequences, _ = pad_right(rows, pad_token_id(self.components.tokenizer))
-        width = sequences.shape[1]
+        inputs = ModelInputs.of_ids(rows, pad_token_id(self.components.tokenizer))
+        inputs = inputs.to(self.device)
+        width = inputs.sequences.shape[1]
 
         padded_labels = []
         for example in examples:
             padding = [IGNORE_INDEX] * (width - len(example.labels))
             padded_labels.append([*example.labels, *padding])
-        sequences = sequences.to(self.device)
         labels = torch.tensor(padded_labels, device=self.device)  # (B, L), hard labels or soft
 
         judged = labels != IGNORE_INDEX
-        logits = self.model(sequences, judged)  # (N, V)
-        step_ids = sequences[judged]
+        logits = self.model(inputs, judged)  # (N, V)
+        step_ids = inputs.sequences[judged]
         step_labels = labels[judged]
         loss, accuracy = self.step_loss(
             step_ids[None], logits[None], step_labels[None], return_acc=True

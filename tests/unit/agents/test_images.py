@@ -23,7 +23,7 @@ from openppo.datasets.message_parts import media_key, media_part, media_parts
 from openppo.datasets.vision import Vision
 from openppo.experience.replay_buffer import collate
 from openppo.media import distinct_ids
-from openppo.models.media_inputs import model_inputs
+from openppo.models.media_inputs import media_inputs
 from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.sample_request import SampleRequest
@@ -237,11 +237,12 @@ def test_what_is_sampled_after_images_is_what_training_computes(vision):
         )
     sampler.close()
     rows = collate(made, 0)
-    assert [len(of_row) for of_row in rows.media] == [2, 2, 2]
-    for media, agrees in ((rows.media, True), ([of_row[::-1] for of_row in rows.media], False)):
+    shown = rows.inputs.media
+    assert [len(of_row) for of_row in shown] == [2, 2, 2]
+    for media, agrees in ((shown, True), ([of_row[::-1] for of_row in shown], False)):
         with torch.no_grad():
             logits = model(
-                input_ids=rows.sequences, **model_inputs(model, rows.sequences, media)
+                input_ids=rows.sequences, **media_inputs(model, rows.inputs.with_media(media))
             ).logits[:, :-1]
         logits[..., vision.token_ids] = -torch.inf  # they are not sampled
         found = logits.log_softmax(-1).gather(-1, rows.sequences[:, 1:, None])[..., 0]

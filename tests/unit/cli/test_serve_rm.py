@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from openppo.config import RewardConfig
 from openppo.models import get_llm_for_sequence_regression
 from openppo.rewards import RemoteScorer
-from openppo.types import FinishReason, Prompt, Trajectory
+from openppo.types import FinishReason, ModelInputs, Prompt, Trajectory
 from tests.fork_server import PYTHON_PATH
 
 
@@ -39,7 +39,9 @@ def score_alone(model: Path, text: str) -> float:
     assert ids[0, -1] == tokenizer.eos_token_id
     with torch.no_grad():
         score = float(
-            get_llm_for_sequence_regression(str(model), "reward")(ids, torch.ones_like(ids))
+            get_llm_for_sequence_regression(str(model), "reward")(
+                ModelInputs(ids, torch.ones_like(ids))
+            )
         )
     return (score - 0.5) / 0.25
 

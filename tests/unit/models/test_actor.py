@@ -9,6 +9,7 @@ from openppo.models import Actor
 from openppo.models import log_probs as module
 from openppo.models.actor import ends_in_head, float32_head, next_logits
 from openppo.models.log_probs import linear_logits
+from openppo.types import ModelInputs
 from tests.architectures import tiny_config
 
 ROWS = [
@@ -52,7 +53,8 @@ def test_log_probs_and_entropy_are_those_of_the_plain_model(
     any_causal, temperature, at_once, mask, monkeypatch
 ):
     monkeypatch.setattr(module, "LOGITS_AT_ONCE_ON_CPU", at_once)
-    model, inputs = any_causal().double().eval(), (padded(ROWS), attention(), mask)
+    model = any_causal().double().eval()
+    inputs = ModelInputs(padded(ROWS), attention()), mask
     log_probs, entropy = Actor(model, temperature=temperature)(*inputs, return_entropy=True)
     for found, expected in zip(
         (log_probs, entropy), plain(model, temperature=temperature), strict=True
@@ -68,7 +70,9 @@ def test_log_probs_and_entropy_are_those_of_the_plain_model(
     of_call = Actor(model, temperature=5.0)(*inputs, temperature=temperature)
     assert torch.equal(of_call, log_probs), "the temperature of the call replaces that of the actor"
     filler = torch.randint(0, 40, (3, 12), generator=torch.Generator().manual_seed(0))
-    wide = Actor(model)(torch.where(attention(12), padded(ROWS, 12), filler), attention(12))
+    wide = Actor(model)(
+        ModelInputs(torch.where(attention(12), padded(ROWS, 12), filler), attention(12))
+    )
     same(wide, plain(model, width=12)[0])  # padding holds anything
 
 
@@ -80,7 +84,7 @@ def test_the_first_token_has_no_log_prob_and_rows_without_action_take_part(
     """Other ranks may be at work in the backward pass: this one must take part."""
     actor, mask = Actor(any_causal()), make_mask(2, length, dtype=torch.bool)
     ids = torch.tensor([[5, 9, 2, 17]] * 2)[:, :length]
-    found, entropy = actor(ids, torch.ones_like(mask), mask, return_entropy=True)
+    found, entropy = actor(ModelInputs(ids, torch.ones_like(mask)), mask, return_entropy=True)
     assert torch.equal(found != 0, mask & (torch.arange(length) > 0))
     (found + entropy).sum().backward()
     gradients = [p.grad for p in actor.parameters() if p.grad is not None]
@@ -93,7 +97,7 @@ def test_logits_are_computed_only_where_some_row_asks(llama):
     actor.model.lm_head.register_forward_pre_hook(
         lambda module, inputs: seen.append(tuple(inputs[0].shape))
     )
-    actor(padded(ROWS), attention(), ACTION_MASK)
+    actor(ModelInputs(padded(ROWS), attention()), ACTION_MASK)
     assert [shape[:2] for shape in seen] == [(3, 4)]  # tokens 1, 2, 3 and 6
 
 
@@ -144,22 +148,25 @@ def test_dropout_is_off_even_in_training_mode(kind, request):
         *(with_dropout(input_ids=ids).logits for _ in range(2))
     )  # else this test claims nothing
     actor = Actor(make(**DROPOUT[kind])).train()
-    assert torch.equal(*(actor(ids, attention()) for _ in range(2)))
+    assert torch.equal(*(actor(ModelInputs(ids, attention())) for _ in range(2)))
     torch.testing.assert_close(
-        actor(ids, attention()), Actor(make())(ids, attention()), rtol=0, atol=1e-5
+        actor(ModelInputs(ids, attention())),
+        Actor(make())(ModelInputs(ids, attention())),
+        rtol=0,
+        atol=1e-5,
     )
 
 
 def test_a_folder_gives_the_policy_saved_there_in_the_precision_asked_for(any_causal, tmp_path):
     any_causal().save_pretrained(tmp_path)  # GPT-2 without its head, which is tied to the embedding
     same(
-        Actor(str(tmp_path))(padded(ROWS), attention()),
-        Actor(any_causal())(padded(ROWS), attention()),
+        Actor(str(tmp_path))(ModelInputs(padded(ROWS), attention())),
+        Actor(any_causal())(ModelInputs(padded(ROWS), attention())),
     )
     for bf16, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         actor = Actor(str(tmp_path), bf16=bf16)
         assert {p.dtype for p in actor.parameters()} == {dtype}
-        found = actor(padded(ROWS), attention(), return_entropy=True)
+        found = actor(ModelInputs(padded(ROWS), attention()), return_entropy=True)
         assert [tensor.dtype for tensor in found] == [torch.float32] * 2
 
 

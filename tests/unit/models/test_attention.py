@@ -25,7 +25,7 @@ from openppo.models.causal_blocks import causal_attention, n_weights
 from openppo.models.loading import load_causal_lm, load_options
 from openppo.models.padding import pack_where_exact
 from openppo.rollout.hf_engine import HFEngine
-from openppo.types import SamplingParams
+from openppo.types import ModelInputs, SamplingParams
 
 SCALE = 0.3
 H100, T4 = (9, 0), (7, 5)
@@ -187,7 +187,7 @@ def on_gpu(saved, monkeypatch):
 
 
 def run_actor(model):
-    return Actor(model)(IDS, torch.ones_like(IDS).bool())
+    return Actor(model)(ModelInputs(IDS, torch.ones_like(IDS).bool()))
 
 
 def run_engine(model):
@@ -388,7 +388,7 @@ def test_flash_attention_gets_lengths_once_and_no_mask(saved, monkeypatch):
     monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
     actor = Actor(load(saved))
     actor.model.config._attn_implementation, actor.packs_rows = "flash_attention_2", True
-    actor(IDS, torch.arange(20) < torch.tensor([20, 1, 7])[:, None])
+    actor(ModelInputs(IDS, torch.arange(20) < torch.tensor([20, 1, 7])[:, None]))
     (mask, starts, same, *longest), other = seen
     assert mask is None and starts is same is other[1] and longest == [20, 20]
     assert starts.tolist() == [0, 20, 21, 28] and starts.dtype is torch.int32

@@ -27,6 +27,7 @@ from openppo.models import get_llm_for_sequence_regression
 from openppo.models.adapters import add_adapters
 from openppo.models.size import cache_elements, model_size
 from openppo.strategy.saving import save_model
+from openppo.types import ModelInputs
 from tests.architectures import NAMES, tiny_config
 
 OTHER_HEADS = tuple(
@@ -102,7 +103,7 @@ def test_transformers_reads_a_saved_critic_and_adapters_are_merged(name, tmp_pat
     save_model(adapted.model, tmp_path / "adapters", is_main=True)
     merged: Any = get_llm_for_sequence_regression(str(tmp_path / "adapters"), "reward").eval()
     with torch.no_grad():
-        scores = merged(SEQUENCES, MASK)
+        scores = merged(ModelInputs(SEQUENCES, MASK))
         torch.testing.assert_close(scores, adapted.eval()(SEQUENCES, MASK), rtol=0, atol=2e-4)
     save_model(merged.model, tmp_path / "out", is_main=True)
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -23,6 +23,7 @@ from openppo.models.prefixes import share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel, classifier_of
 from openppo.models.size import model_size
 from openppo.strategy.saving import save_model
+from openppo.types import ModelInputs
 from tests.architectures import NAMES, tiny_config
 
 ROWS = torch.tensor([[5, 9, 2, 17, 30, 8, 11, 44, 2], [11, 3, 2, 60, 7, 7, 7, 7, 7]])
@@ -68,7 +69,7 @@ def test_mixtures_are_read_without_router_logits(name: str, tmp_path: Path) -> N
     routed = saved(tmp_path / "routed", name, output_router_logits=True)
     expected, actor = Actor(plain), Actor(routed)
     assert actor.model.config.output_router_logits is False
-    assert torch.equal(actor(ROWS, MASK), expected(ROWS, MASK))
+    assert torch.equal(actor(ModelInputs(ROWS, MASK)), expected(ModelInputs(ROWS, MASK)))
     assert shares_prompts(actor) == shares_prompts(expected)
 
     padded = actor.model(input_ids=ROWS, attention_mask=MASK.long(), use_cache=False)
@@ -76,7 +77,7 @@ def test_mixtures_are_read_without_router_logits(name: str, tmp_path: Path) -> N
 
     critic: Any = get_llm_for_sequence_regression(routed, "critic")
     assert critic.classifier.config.output_router_logits is False
-    critic(ROWS, MASK).sum().backward()
+    critic(ModelInputs(ROWS, MASK)).sum().backward()
     for model in (actor.model, critic.model):
         same_after_saving(model, tmp_path / "out", output_router_logits=True)
 
@@ -97,7 +98,7 @@ def test_a_model_of_the_caller_is_read_without_router_logits(
 
     kind, config = classifier_of(tiny_config("mixtral", output_router_logits=True))
     critic = ScalarHeadModel(kind.from_config(config), "critic")
-    critic(ROWS, MASK).sum().backward()
+    critic(ModelInputs(ROWS, MASK)).sum().backward()
     same_after_saving(critic.model, tmp_path / "critic", output_router_logits=True)
 
 
@@ -165,12 +166,12 @@ def test_a_mixture_inside_a_model_of_images_is_read_without_router_logits(tmp_pa
 )
 def test_other_options_of_outputs_are_off_and_kept(name: str, value: bool, tmp_path: Path) -> None:
     """With ``output_attentions`` transformers refuses to write the config of a model without eager attention."""
-    expected = Actor(saved(tmp_path / "plain", "llama"))(ROWS, MASK)
+    expected = Actor(saved(tmp_path / "plain", "llama"))(ModelInputs(ROWS, MASK))
     changed = saved(tmp_path / "changed", "llama", **{name: value})
     actor, critic = Actor(changed), get_llm_for_sequence_regression(changed, "critic")
-    assert torch.equal(actor(ROWS, MASK), expected)
+    assert torch.equal(actor(ModelInputs(ROWS, MASK)), expected)
     assert actor.ends_in_head
-    critic(ROWS, MASK).sum().backward()
+    critic(ModelInputs(ROWS, MASK)).sum().backward()
     same_after_saving(actor.model, tmp_path / "out", **{name: value})
 
 
@@ -208,7 +209,7 @@ def test_dropout_is_off_wherever_its_rate_is_read(name: str, tmp_path: Path) -> 
     torch.manual_seed(1)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(name, **rates))
     actor = Actor(model).train()
-    trained = actor(ROWS, MASK)
-    assert torch.equal(actor(ROWS, MASK), trained)
+    trained = actor(ModelInputs(ROWS, MASK))
+    assert torch.equal(actor(ModelInputs(ROWS, MASK)), trained)
     torch.testing.assert_close(actor.eval()(ROWS, MASK), trained, rtol=0, atol=1e-5)
     same_after_saving(actor.model, tmp_path, **rates)

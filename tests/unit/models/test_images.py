@@ -11,13 +11,13 @@ from openppo.models import Actor, attention
 from openppo.models.attention import BY_LENGTHS, ON_CPU, use_fast_attention
 from openppo.models.loading import freeze_vision
 from openppo.models.media_inputs import joined
-from openppo.models.padding import pad_right, with_stand_in
+from openppo.models.padding import widened, with_stand_in
 from openppo.models.prefixes import prefix_tree, share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel, classifier_of
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.prefill import whole_images
 from openppo.strategy.weights import WholeWeights
-from openppo.types import Prompt, SamplingParams
+from openppo.types import ModelInputs, Prompt, SamplingParams
 from tests.images import FAMILIES, IMAGE, OPEN, SAMPLED, VIDEO, connected, random_image, with_images
 from tests.varlen import VarlenLoop
 
@@ -75,10 +75,10 @@ def test_engine_actor_and_transformers_agree(family, model):
     rows = [
         prompt + completion.token_ids for prompt, completion in zip(prompts, sampled, strict=True)
     ]
-    sequences, mask = pad_right(rows, 0)
+    inputs = ModelInputs.of_ids(rows, pad_token_id=0).with_media(media)
     actor = Actor(model)
     actor.sampled_ids = SAMPLED
-    log_probs = actor(sequences, mask, media=media)
+    log_probs = actor(inputs)
     for i, (row, prompt, completion) in enumerate(zip(rows, prompts, sampled, strict=True)):
         logits, ids = by_transformers(model, row, media[i]), torch.tensor(row[1:])[:, None]
         logits[:, [IMAGE, VIDEO]] = -torch.inf
@@ -134,8 +134,8 @@ def test_the_gradient_does_not_depend_on_micro_batches(family, model):
     for batches in ([[0, 1, 2]], [[2], [0], [1]], [[1, 2], [0]]):
         actor = Actor(copy.deepcopy(model))
         for batch in batches:
-            sequences, mask = pad_right([rows[i] for i in batch], 0)
-            actor(sequences, mask, media=[media[i] for i in batch]).sum().backward()
+            inputs = ModelInputs.of_ids([rows[i] for i in batch], pad_token_id=0)
+            actor(inputs.with_media([media[i] for i in batch])).sum().backward()
         gradients.append([p.grad for p in actor.parameters() if p.grad is not None])
     for others in gradients[1:]:
         for one, other in zip(gradients[0], others, strict=True):
@@ -148,11 +148,12 @@ def test_values_come_from_the_images_of_the_row(family, model):
     classifier = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     critic = ScalarHeadModel(connected(classifier), "critic").eval()
     prompts, media = prompts_of(family, 1, 3)
-    sequences, mask = pad_right([[*prompt, 7, 8, 9] for prompt in prompts], 0)
-    values = critic(sequences, mask, media)
-    alone = critic(sequences[:1, : len(prompts[0]) + 3], mask[:1, : len(prompts[0]) + 3], media[:1])
+    inputs = ModelInputs.of_ids([[*prompt, 7, 8, 9] for prompt in prompts], pad_token_id=0)
+    inputs = inputs.with_media(media)
+    values = critic(inputs)
+    alone = critic(next(inputs.rows()))
     torch.testing.assert_close(values[:1, : alone.shape[1]], alone, atol=1e-5, rtol=1e-4)
-    other = critic(sequences, mask, [(random_image(family, 90),), media[1]])
+    other = critic(inputs.with_media([(random_image(family, 90),), media[1]]))
     assert (other[0] - values[0]).abs().max() > 1e-3
     torch.testing.assert_close(other[1], values[1], atol=1e-5, rtol=1e-4)
 
@@ -165,9 +166,9 @@ def test_a_prompt_with_images_is_computed_once_for_a_group(family, model, name, 
     rows, media = [[*prompt, 7, 8, k] for k in range(4)], [items] * 4
     rows.append(rows[0])  # the same ids, and another first image
     media.append((random_image(family, 80), *items[1:]))
-    sequences, mask = pad_right(rows, 0)
+    inputs = ModelInputs.of_ids(rows, pad_token_id=0).with_media(media)
     actor = Actor(model)
-    separate = actor(sequences, mask, media=media)
+    separate = actor(inputs)
     monkeypatch.setattr(attention, "varlen_attn", VarlenLoop())
     model.set_attn_implementation({"": name, "text_config": name})
     share_where_exact(actor, actor, CPU, "actor")
@@ -175,7 +176,7 @@ def test_a_prompt_with_images_is_computed_once_for_a_group(family, model, name, 
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda _, ids: tokens.append(ids[0].numel())
     )
-    shared = actor(sequences, mask, media=media)
+    shared = actor(inputs)
     hook.remove()
     torch.testing.assert_close(shared, separate, atol=1e-4, rtol=1e-4)
     assert actor.shares_prompts
@@ -197,11 +198,11 @@ def test_rows_with_equal_ids_and_other_images_begin_differently():
 
 def test_a_batch_without_images_runs_the_tower_for_a_stand_in(family, model):
     (prompt, text), (items, _) = prompts_of(family, 1, 0)
-    sequences, mask = pad_right([[*text, 7]], 0)
+    inputs = ModelInputs.of_ids([[*text, 7]], pad_token_id=0)
     actor = Actor(model)
-    expected = actor(sequences, mask)
+    expected = actor(inputs)
     actor.stand_in = Prompt("", prompt, media=items)
-    found = actor(sequences, mask)
+    found = actor(inputs)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     found.sum().backward()
     assert all(p.grad is not None for name, p in actor.named_parameters() if "patch_embed" in name)
@@ -214,12 +215,14 @@ def test_a_batch_without_images_runs_the_tower_for_a_stand_in(family, model):
 
 def test_a_batch_that_lacks_a_kind_gets_the_row_that_has_all():
     image, film = MediaItem({}, IMAGE, 1, 1), MediaItem({}, VIDEO, 1, 2, "video")
-    both, ids = Prompt("", [IMAGE, VIDEO], media=(image, film)), torch.tensor([[5, IMAGE, 7]])
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    for media, n_rows in (([(image,)], 2), ([(image, film)], 1), ([()], 2)):
-        found, tensors = with_stand_in(both, media, ids, mask, mask)
-        assert [len(tensor) for tensor in tensors] == [n_rows] * 3 and len(found) == n_rows
-        assert found[0] == media[0] and tensors[2][1:].sum() == 0
+    both = Prompt("", [IMAGE, VIDEO], media=(image, film))
+    for media, n_rows in (((image,), 2), ((image, film), 1), ((), 2)):
+        inputs = ModelInputs.of_ids([[5, IMAGE, 7]], pad_token_id=0).with_media([media])
+        whole = with_stand_in(both, inputs)
+        assert (len(whole), len(whole.media)) == (n_rows, n_rows)
+        assert whole.media[0] == media
+        mask = widened(inputs.attention_mask, whole)
+        assert mask.shape == whole.sequences.shape and mask[1:].sum() == 0
 
 
 def test_a_forward_over_the_end_of_a_prompt_cuts_no_image():

@@ -22,7 +22,7 @@ from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.pretrained import check_model, load_tokenizer
 from openppo.trainer.adapter_check import check_adapters
-from openppo.types import SingleProcess
+from openppo.types import ModelInputs, SingleProcess
 
 ROWS = [[5, 9, 2, 17, 30, 8, 2], [11, 2, 3], [7, 21, 38, 4, 2]]
 WIDTH = 7
@@ -94,15 +94,19 @@ def test_the_reference_is_the_model_before_training_and_leaves_the_actor_alone(
         training
     )
     disturb(actor)
-    before, trained = actor(SEQUENCES, MASK), trainable(actor)
+    before, trained = actor(ModelInputs(SEQUENCES, MASK)), trainable(actor)
     reference = AdapterOffReference(Mock(side_effect=actor, module=actor))
-    found = reference(SEQUENCES, MASK, return_entropy=True)
-    expected = Actor(any_causal(), temperature=0.7)(SEQUENCES, MASK, return_entropy=True)
+    found = reference(ModelInputs(SEQUENCES, MASK), return_entropy=True)
+    expected = Actor(any_causal(), temperature=0.7)(
+        ModelInputs(SEQUENCES, MASK), return_entropy=True
+    )
     torch.testing.assert_close(found, tuple(x.detach() for x in expected), rtol=0, atol=1e-6)
     assert (before - found[0]).abs().max() > 0.1
     with pytest.raises(IndexError):
-        reference(SEQUENCES + 1000, MASK)
-    assert torch.equal(actor(SEQUENCES, MASK), before) is not training, "dropout is back"
+        reference(ModelInputs(SEQUENCES + 1000, MASK))
+    assert torch.equal(actor(ModelInputs(SEQUENCES, MASK)), before) is not training, (
+        "dropout is back"
+    )
     assert trainable(actor) == trained
     before.sum().backward()  # a graph from before the reference ran
     assert all(p.grad is not None for p in actor.parameters() if p.requires_grad)
@@ -149,7 +153,10 @@ def test_an_actor_reads_a_peft_folder_as_peft_does(any_causal, tmp_path, caplog)
     with caplog.at_level(logging.INFO, logger="openppo"):
         actor = Actor(str(folder))
     theirs = AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()
-    same(actor(SEQUENCES, MASK).detach(), Actor(theirs)(SEQUENCES, MASK).detach())
+    same(
+        actor(ModelInputs(SEQUENCES, MASK)).detach(),
+        Actor(theirs)(ModelInputs(SEQUENCES, MASK)).detach(),
+    )
     assert trainable(actor.model) == [name for name, _ in any_causal().named_parameters()]
     assert "adapters merged into" in caplog.text
     for model in (
@@ -170,7 +177,7 @@ def test_reward_models_read_their_peft_folders_and_critics_those_of_language_mod
         scores = torch.stack(
             [theirs(input_ids=torch.tensor([row])).logits[0, 0] for row in ROWS]
         )  # of the last token
-    same(reward(SEQUENCES, MASK).detach(), scores)
+    same(reward(ModelInputs(SEQUENCES, MASK)).detach(), scores)
     assert trainable(reward) == [name for name, _ in reward.named_parameters()]
     critic = get_llm_for_sequence_regression(str(actor_folder), "critic")
     same(
@@ -194,16 +201,22 @@ def test_reward_models_read_their_peft_folders_and_critics_those_of_language_mod
 def test_training_on_starts_with_the_adapters_of_the_folder(actor_folder, llama_folder, tmp_path):
     actor = Actor(str(llama_folder), lora_path=str(actor_folder), lora_dropout=0.25).eval()
     merged = Actor(str(actor_folder))
-    same(actor(SEQUENCES, MASK).detach(), merged(SEQUENCES, MASK).detach())
+    same(
+        actor(ModelInputs(SEQUENCES, MASK)).detach(), merged(ModelInputs(SEQUENCES, MASK)).detach()
+    )
     fresh = Actor(str(llama_folder), lora_rank=4)
     assert trainable(actor) == trainable(fresh), "all adapters, and nothing else"
-    assert (actor(SEQUENCES, MASK) - fresh(SEQUENCES, MASK)).abs().max() > 0.1
+    assert (
+        actor(ModelInputs(SEQUENCES, MASK)) - fresh(ModelInputs(SEQUENCES, MASK))
+    ).abs().max() > 0.1
     assert actor.model.peft_config["default"].lora_dropout == 0.25
 
     disturb(actor)
     actor.model.save_pretrained(tmp_path)
     theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path).merge_and_unload()
-    same(actor.eval()(SEQUENCES, MASK).detach(), Actor(theirs)(SEQUENCES, MASK).detach())
+    same(
+        actor.eval()(SEQUENCES, MASK).detach(), Actor(theirs)(ModelInputs(SEQUENCES, MASK)).detach()
+    )
 
 
 def test_training_on_a_reward_model_starts_with_its_head(reward_folder, llama_folder):
@@ -211,7 +224,9 @@ def test_training_on_a_reward_model_starts_with_its_head(reward_folder, llama_fo
         str(llama_folder), "reward", init_value_head=True, lora_path=str(reward_folder)
     )
     merged = get_llm_for_sequence_regression(str(reward_folder), "reward")
-    same(reward(SEQUENCES, MASK).detach(), merged(SEQUENCES, MASK).detach())
+    same(
+        reward(ModelInputs(SEQUENCES, MASK)).detach(), merged(ModelInputs(SEQUENCES, MASK)).detach()
+    )
     assert sum("score" in name for name in trainable(reward)) == 1
 
 

@@ -13,6 +13,7 @@ from openppo.models.batching import MicroBatchSize, micro_batches, split_overhea
 from openppo.models.dealing import Deal, deal
 from openppo.models.padding import rounded_width
 from openppo.models.scalar_head import ProcessRewardModel
+from openppo.types import ModelInputs
 from tests.ranks import on_ranks
 
 
@@ -161,9 +162,9 @@ def widths_read(model):
 
 
 READ = {
-    "log-probs": lambda model, ids, mask: Actor(model)(ids, mask),
-    "values": lambda model, ids, mask: ScalarHeadModel(model, "critic")(ids, mask),
-    "scores": lambda model, ids, mask: ScalarHeadModel(model, "reward")(ids, mask),
+    "log-probs": lambda model, ids, mask: Actor(model)(ModelInputs(ids, mask)),
+    "values": lambda model, ids, mask: ScalarHeadModel(model, "critic")(ModelInputs(ids, mask)),
+    "scores": lambda model, ids, mask: ScalarHeadModel(model, "reward")(ModelInputs(ids, mask)),
     "steps": lambda model, ids, mask: ProcessRewardModel(model)(
         ids, mask & ~torch.roll(mask, -1, 1)
     ),
@@ -205,6 +206,9 @@ def test_nothing_is_added_in_float32_and_beyond_the_models_positions(llama, gpt2
         widths = widths_read(model)
         for length in lengths:
             Actor(model)(
-                torch.ones(2, length, dtype=torch.int64), torch.ones(2, length, dtype=torch.bool)
+                ModelInputs(
+                    torch.ones(2, length, dtype=torch.int64),
+                    torch.ones(2, length, dtype=torch.bool),
+                )
             )
         assert widths == expected

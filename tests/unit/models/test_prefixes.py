@@ -29,12 +29,11 @@ from openppo.models import Actor, attention, prefix_batches
 from openppo.models.attention import BY_LENGTHS, use_fast_attention
 from openppo.models.batching import MicroBatchSize, split_overhead
 from openppo.models.equal_batches import equal_batches
-from openppo.models.padding import pad_right
 from openppo.models.prefix_batches import shared_order, shared_plan
 from openppo.models.prefixes import prefix_tree, share_where_exact, text_ids
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.models.tree_attention import tree_attention
-from openppo.types import Experience, SingleProcess
+from openppo.types import Experience, ModelInputs, SingleProcess
 from tests.varlen import VarlenLoop
 
 CPU = torch.device("cpu")
@@ -187,11 +186,11 @@ class Tokens:
 
 
 def actor_outputs(actor, rows, first_action=20):
-    sequences, mask = pad_right(rows, 0)
-    actions = mask.clone()
+    inputs = ModelInputs.of_ids(rows, pad_token_id=0)
+    actions = inputs.attention_mask.clone()
     actions[:, :first_action] = False
     actor.zero_grad()
-    outputs = actor(sequences, mask.float(), actions, return_entropy=True)
+    outputs = actor(inputs, actions, return_entropy=True)
     torch.manual_seed(1)
     sum((output * torch.randn_like(output)).sum() for output in outputs).backward()
     gradient = torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])
@@ -229,10 +228,10 @@ def test_values_are_those_of_separate_rows():
     )
     share_where_exact(critic, critic, CPU, "critic")
     assert critic.shares_prompts
-    sequences, mask = pad_right(ROWS, 0)
-    found = critic(sequences, mask)
+    inputs = ModelInputs.of_ids(ROWS, pad_token_id=0)
+    found, mask = critic(inputs), inputs.attention_mask
     critic.shares_prompts = False
-    torch.testing.assert_close(found[mask], critic(sequences, mask)[mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[mask], critic(inputs)[mask], rtol=1e-4, atol=1e-5)
 
 
 def test_bfloat16_differs_by_its_rounding_only():
@@ -311,14 +310,14 @@ def test_a_training_step_reads_a_prompt_once_for_each_group():
     actor.shares_prompts = True
     buffer = ReplayBuffer(shares_prompts=True)
     for row in rows:
-        ids, mask = pad_right([row], 0)
-        actions = mask & (torch.arange(len(row)) >= 30)
+        inputs = ModelInputs.of_ids([row], pad_token_id=0)
+        actions = inputs.attention_mask & (torch.arange(len(row)) >= 30)
         given = {"truncated": torch.tensor([False]), "rollout_log_probs": actions.float()}
-        buffer.append(Experience(sequences=ids, attention_mask=mask, action_mask=actions, **given))
+        buffer.append(Experience(inputs, action_mask=actions, **given))
     seen = Tokens(actor.model)
     [step] = buffer.mini_batches(batch_size=16, micro_batch_size=4, epochs=1, seed=3)
     for micro in step.micro_batches:
-        actor(micro.sequences, micro.attention_mask, micro.action_mask)
+        actor(micro.inputs, micro.action_mask)
     assert len(seen.counts) == 4
     assert sum(seen.counts) == sum(map(len, rows)) - sum(shared_order(rows)[1])
 
@@ -361,7 +360,7 @@ def test_a_budget_counts_all_tokens_of_its_rows_whatever_of_them_is_shared():
     actor = Actor(model_of(SHARING["llama"]))
     actor.shares_prompts, seen = True, Tokens(actor.model)
     for batch in shared_plan(unequal, 1, MicroBatchSize(1, tokens=3000))[0]:
-        actor(*pad_right([unequal[i] for i in batch], 0))
+        actor(ModelInputs.of_ids([unequal[i] for i in batch], pad_token_id=0))
     assert max(seen.counts) <= 3000, "no row is padded where that is more"
 
 

@@ -9,6 +9,7 @@ from openppo.models import log_probs as module
 from openppo.models.log_probs import linear_log_probs, log_probs_and_entropy, log_probs_from_logits
 from openppo.models.pretrained import sampled_ids
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
+from openppo.types import ModelInputs
 
 ROWS, VOCAB, KEPT = 7, 11, [0, 1, 3, 5, 6, 7]
 IDS = SampledIds((range(2, 3), range(4, 5), range(8, 11)), {2: "image", 4: "video"})
@@ -111,13 +112,13 @@ def test_an_actor_leaves_ids_out_unless_it_is_to_read_given_texts(models, ends_i
         torch.tensor([[0, 0, 1, 1, 1], [0, 1, 0, 1, 1]]).bool(),
     )
     logits = models["llama"](sequences).logits.detach()[:, :-1] / 0.7
-    whole = actor(sequences, mask, whole_vocabulary=True).detach()[:, 1:]
+    whole = actor(ModelInputs(sequences, mask), whole_vocabulary=True).detach()[:, 1:]
     torch.testing.assert_close(
         whole, logits.log_softmax(-1).gather(-1, sequences[:, 1:, None])[..., 0]
     )
     logits[..., [5, 20, 21, 22, 23]] = -torch.inf
     distribution = torch.distributions.Categorical(logits=logits)
-    log_probs, entropy = actor(sequences, mask, actions, return_entropy=True)
+    log_probs, entropy = actor(ModelInputs(sequences, mask), actions, return_entropy=True)
     expected = torch.where(actions[:, 1:], distribution.log_prob(sequences[:, 1:]), 0.0)
     torch.testing.assert_close(log_probs.detach()[:, 1:], expected)
     torch.testing.assert_close(

@@ -17,6 +17,7 @@ from transformers import (
 
 from openppo.models import get_llm_for_sequence_regression
 from openppo.models.scalar_head import ProcessRewardModel
+from openppo.types import ModelInputs
 
 END = 2  # end of sequence, and what padding is filled with
 ROWS = [[5, 9, END, 17, 30, 8, END], [11, END, END], [7, 21, 38, 4]]
@@ -61,12 +62,10 @@ def head_outputs(model, row):
 def test_values_are_the_head_at_the_token_before_and_scores_at_the_last(reward_folder):
     critic, reward = (get_llm_for_sequence_regression(reward_folder, role) for role in ROLES)
     theirs = AutoModelForSequenceClassification.from_pretrained(reward_folder).eval()
-    given = (
-        torch.cat([SEQUENCES, torch.full((3, 5), 19)], 1),
-        F.pad(MASK, (0, 5)),
-    )  # padding holds anything
-    values, scores, plain = critic(*given), reward(*given), classifier().eval()
-    assert (values.shape, scores.shape) == (given[0].shape, (3,))
+    # padding holds anything
+    inputs = ModelInputs(torch.cat([SEQUENCES, torch.full((3, 5), 19)], 1), F.pad(MASK, (0, 5)))
+    values, scores, plain = critic(inputs), reward(inputs), classifier().eval()
+    assert (values.shape, scores.shape) == (inputs.sequences.shape, (3,))
     for b, row in enumerate(ROWS):
         outputs = head_outputs(plain, row)
         assert values[b, : len(row)].tolist() == pytest.approx([0.0, *outputs[:-1]], abs=2e-6)
@@ -97,7 +96,7 @@ def test_a_causal_model_gets_a_fresh_head_only_where_one_is_allowed(llama_folder
         with pytest.raises(ValueError, match=says):
             get_llm_for_sequence_regression(str(llama_folder), role, **options)
     reward = get_llm_for_sequence_regression(str(llama_folder), "reward", init_value_head=True)
-    assert reward(SEQUENCES, MASK).shape == (3,)
+    assert reward(ModelInputs(SEQUENCES, MASK)).shape == (3,)
     sizes = {
         "hidden_size": 1024,
         "intermediate_size": 8,

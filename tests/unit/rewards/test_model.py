@@ -53,10 +53,10 @@ class CountingModel:
     def __init__(self):
         self.shapes: list[tuple[int, ...]] = []
 
-    def __call__(self, sequences, attention_mask):
-        self.shapes.append(tuple(sequences.shape))
-        lengths = attention_mask.sum(-1)
-        return lengths * 100.0 + sequences.gather(1, lengths[:, None] - 1)[:, 0]
+    def __call__(self, inputs):
+        self.shapes.append(tuple(inputs.sequences.shape))
+        lengths = inputs.attention_mask.sum(-1)
+        return lengths * 100.0 + inputs.sequences.gather(1, lengths[:, None] - 1)[:, 0]
 
 
 def model_scorer(model, size=2, pad=0, **options):

@@ -78,7 +78,7 @@ def test_a_step_is_worth_the_probability_of_good_at_its_placeholder(
 def says(probabilities):
     """A model that gives the steps of a single response these probabilities of being good."""
 
-    def model(sequences, places):
+    def model(inputs, places):
         logits = torch.zeros(len(probabilities), 24)
         logits[:, GOOD] = torch.tensor(probabilities).logit()
         return logits

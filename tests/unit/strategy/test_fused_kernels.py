@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.strategy import fused_bindings, fused_forwards
 from openppo.strategy.fused_kernels import fuse_kernels, fused_in, has_kernels
-from openppo.types import SingleProcess
+from openppo.types import ModelInputs, SingleProcess
 from tests.architectures import NAMES, tiny_config
 from tests.fork_server import REPO
 
@@ -241,10 +241,12 @@ def test_a_critic_is_fused_as_a_policy_is(tmp_path) -> None:
     model_of("llama").save_pretrained(tmp_path)
     critic = get_llm_for_sequence_regression(str(tmp_path), "critic")
     mask = torch.ones_like(IDS).bool()
-    expected = critic(IDS, mask).detach()
+    expected = critic(ModelInputs(IDS, mask)).detach()
     fuse_kernels(critic, CPU, SingleProcess())
     assert set(fused_in(critic)) == ALL
-    torch.testing.assert_close(critic(IDS, mask).detach(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        critic(ModelInputs(IDS, mask)).detach(), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 class NormFunction(torch.autograd.Function):

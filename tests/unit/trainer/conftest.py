@@ -19,7 +19,15 @@ from openppo.trainer.components import PPOComponents
 from openppo.trainer.data import PPOData
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.source import PromptSource
-from openppo.types import Experience, Interrupted, Prompt, Score, SingleProcess, StopCheck
+from openppo.types import (
+    Experience,
+    Interrupted,
+    ModelInputs,
+    Prompt,
+    Score,
+    SingleProcess,
+    StopCheck,
+)
 
 CPU = torch.device("cpu")
 PPO = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}
@@ -94,8 +102,10 @@ def experience_row(number):
         return torch.where(mask, numbers, 0.0)
 
     return Experience(
-        sequences=torch.randint(0, 20, (1, length), generator=generator),
-        attention_mask=torch.ones(1, length, dtype=torch.bool),
+        ModelInputs(
+            torch.randint(0, 20, (1, length), generator=generator),
+            torch.ones(1, length, dtype=torch.bool),
+        ),
         action_mask=mask,
         rollout_log_probs=normal(1.0),
         scores=torch.tensor([float(number)]),
@@ -200,7 +210,7 @@ class Policy(nn.Module):
         super().__init__()
         self.level = nn.Parameter(torch.tensor(-1.0))
 
-    def forward(self, ids, mask, actions, return_entropy=False, **_):
+    def forward(self, inputs, actions, return_entropy=False):
         log_probs = self.level * actions
         return (log_probs, actions.float()) if return_entropy else log_probs
 

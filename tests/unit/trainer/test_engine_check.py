@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openppo.config import TrainPPOConfig, from_options
@@ -21,7 +20,7 @@ from openppo.rollout.decode_graphs import Forward
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
 from openppo.trainer.engine_check import check_engines, check_like, engine_fault
-from openppo.types import SamplingParams, SingleProcess
+from openppo.types import ModelInputs, SamplingParams, SingleProcess
 from tests.architectures import NAMES, tiny_config
 from tests.pinned import pinned_transformers
 
@@ -162,8 +161,9 @@ def test_recorded_steps_that_differ_are_named() -> None:
 @pytest.mark.parametrize(("dtype", "shift"), [(torch.float32, 0.01), (torch.bfloat16, 3.0)])
 def test_a_model_that_sees_padding_is_refused(dtype: torch.dtype, shift: float) -> None:
     class SeesPadding(Actor):
-        def forward(self, sequences: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(sequences, *args, **kwargs) + shift * (sequences.shape[1] > 16)
+        def forward(self, inputs: ModelInputs, *args: Any, **kwargs: Any) -> Any:
+            is_wide = inputs.sequences.shape[1] > 16
+            return super().forward(inputs, *args, **kwargs) + shift * is_wide
 
     said = fault_of(SeesPadding(tiny_model("llama", dtype)), is_exact=dtype is torch.float32)
     assert f"padded to other lengths differ by {shift:.2g} nats" in str(said)

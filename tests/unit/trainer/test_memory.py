@@ -39,6 +39,7 @@ from openppo.trainer.memory.estimate import (
 from openppo.trainer.memory.ppo_estimate import Lengths, estimate_ppo
 from openppo.trainer.memory.shortage import compare
 from openppo.trainer.memory.sizing import log_memory
+from openppo.types import ModelInputs
 from tests.images import IMAGE, llava, random_image
 
 M, GIB = 1_000_000, 2**30
@@ -182,7 +183,7 @@ def test_what_a_forward_saves_is_within_a_quarter(
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
     ):  # type: ignore[func-returns-value]
-        model(torch.zeros(rows, length, dtype=torch.int64), mask, actions)
+        model(ModelInputs(torch.zeros(rows, length, dtype=torch.int64), mask), actions)
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved
     }
@@ -217,7 +218,7 @@ def test_the_tower_and_what_it_keeps_are_counted(frozen: bool) -> None:
         lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
     ):  # type: ignore[func-returns-value]
         mask = torch.ones_like(ids, dtype=torch.bool)
-        Actor(model)(ids, mask, ~mask, media=[(item,)] * 3)
+        Actor(model)(ModelInputs(ids, mask, media=tuple([(item,)] * 3)), ~mask)
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved
     }

@@ -22,7 +22,7 @@ from openppo.models.attention import BY_LENGTHS
 from openppo.models.padding import pack_where_exact, packing_is_exact
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.trainer.supervised.batches import pack, token_batch
-from openppo.types import SingleProcess
+from openppo.types import ModelInputs, SingleProcess
 from tests.unit.trainer.conftest import OneOf
 from tests.varlen import VarlenLoop
 
@@ -143,7 +143,7 @@ def log_probs_and_gradient(actor, batch):
     actor.zero_grad()
     found = []
     for micro in batch.micro_batches:
-        log_probs = actor(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
+        log_probs = actor(micro.inputs, micro.loss_mask, temperature=1.0)
         found += log_probs[micro.loss_mask].tolist()
         log_probs.sum().backward()
     return sorted(found), gradient_of(actor)
@@ -170,7 +170,7 @@ def without_restart(sequences, attention_mask, position_ids):
     """An actor that separates documents but embeds their tokens at their place in the row."""
     starts = (position_ids == 0).cumsum(-1)
     places = torch.arange(sequences.shape[1]) + 10 * starts
-    return actor_of("gpt2")(sequences, attention_mask, position_ids=places)
+    return actor_of("gpt2")(ModelInputs(sequences, attention_mask, position_ids=places))
 
 
 def test_the_probe_finds_models_that_cannot_and_says_so(caplog):
@@ -197,10 +197,12 @@ def test_rounding_of_large_logits_is_no_mixing(calls, monkeypatch):
     actor = actor_of("qwen2", BY_LENGTHS, torch.bfloat16)
     actor.model.get_output_embeddings().weight.data *= 16
     ids, mask = torch.tensor([[2, 0, 1], [3, 3, 1]]), torch.ones(2, 3, dtype=torch.bool)
-    padded = actor(ids, mask)
+    padded = actor(ModelInputs(ids, mask))
     pack_where_exact(actor, actor, CPU, "actor")
     assert actor.packs_rows and packing_is_exact(actor, CPU)
-    assert (actor(ids, mask) - padded).abs().max() > 0.05, "an absolute bound would refuse it"
+    assert (actor(ModelInputs(ids, mask)) - padded).abs().max() > 0.05, (
+        "an absolute bound would refuse it"
+    )
 
 
 def test_rows_are_filled_by_first_fit_of_the_longest_first():
@@ -213,12 +215,12 @@ def test_rows_are_filled_by_first_fit_of_the_longest_first():
 
 @pytest.fixture
 def samples():
-    """Sequences, attention mask and an action mask with holes, (5, 7); one row has no action."""
+    """Inputs, and an action mask with holes, (5, 7); one row has no action."""
     sequences = torch.randint(1, 40, (5, 7), generator=torch.Generator().manual_seed(0))
     attention_mask = torch.arange(7) < torch.tensor([7, 2, 5, 7, 1])[:, None]
     action_mask = attention_mask & (torch.arange(7) >= 1) & (torch.arange(7) != 4)
     action_mask[1] = False
-    return torch.where(attention_mask, sequences, 0), attention_mask, action_mask
+    return ModelInputs(torch.where(attention_mask, sequences, 0), attention_mask), action_mask
 
 
 def outputs_and_gradient(model, role, samples, packs):
@@ -228,10 +230,12 @@ def outputs_and_gradient(model, role, samples, packs):
         pack_where_exact(model, model, CPU, "model")
         assert model.packs_rows
     if role == "actor":
-        outputs = torch.stack([*model(*samples, return_entropy=True), model(*samples[:2])])
+        outputs = torch.stack([*model(*samples, return_entropy=True), model(samples[0])])
     else:
-        outputs = model(*samples[:2])
-        outputs = torch.where(samples[1], outputs, 0.0) if role == "critic" else outputs
+        outputs = model(samples[0])
+        outputs = (
+            torch.where(samples[0].attention_mask, outputs, 0.0) if role == "critic" else outputs
+        )
     (outputs * torch.linspace(-1, 2, outputs.numel()).view(outputs.shape)).sum().backward()
     return outputs, gradient_of(model)
 
@@ -262,7 +266,7 @@ def test_an_unpadded_forward_asks_its_device_for_no_size(role, samples, monkeypa
     model, given = actor_of("llama", BY_LENGTHS), samples
     if role != "actor":
         classifier = model_of("llama", BY_LENGTHS, auto=AutoModelForSequenceClassification)
-        model, given = ScalarHeadModel(classifier, role), samples[:2]
+        model, given = ScalarHeadModel(classifier, role), samples[:1]
     model.to("meta").packs_rows = True
     outputs = model(*given)
     outputs.sum().backward()
@@ -277,7 +281,7 @@ def test_an_unpadded_batch_without_actions_has_log_probs_of_zero_and_a_backward_
     monkeypatch.setitem(
         AttentionMaskInterface._global_mapping, BY_LENGTHS, None
     )  # no mask of T x T is made
-    log_probs = actor(*samples[:2], torch.zeros_like(samples[2]))
+    log_probs = actor(samples[0], torch.zeros_like(samples[1]))
     log_probs.sum().backward()
     assert actor.packs_rows and not log_probs.any() and not gradient_of(actor).any()
 
@@ -286,7 +290,7 @@ def test_a_model_that_mixes_the_samples_stays_with_padding(caplog):
     class Mixing(Actor):
         def forward(self, *args, **kwargs):
             found = super().forward(*args, **kwargs)
-            return found + args[0].sum() if self.packs_rows else found
+            return found + args[0].sequences.sum() if self.packs_rows else found
 
     actor = Mixing(model_of("llama", BY_LENGTHS))
     pack_where_exact(actor, actor, CPU, "actor")

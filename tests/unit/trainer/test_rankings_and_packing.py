@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from openppo.models import Actor
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.trainers import RewardModelTrainer, SFTTrainer
+from openppo.types import ModelInputs
 from tests.unit.trainer.conftest import OneOf, PlainModel
 from tests.unit.trainer.test_supervised import MODEL, parts_of
 
@@ -39,7 +42,9 @@ def naive(model, examples):
             )
         else:
             texts, ranks, margin = example.texts, example.scores, 0.0
-        scores = [model(torch.tensor([ids]), torch.ones(1, len(ids)))[0] for ids in texts]
+        scores = [
+            model(ModelInputs(torch.tensor([ids]), torch.ones(1, len(ids))))[0] for ids in texts
+        ]
         of_pairs = []
         for a, b in itertools.combinations(range(len(texts)), 2):
             if ranks[a] != ranks[b]:
@@ -135,9 +140,11 @@ def test_packed_samples_have_the_loss_and_gradient_of_separate_rows(causal, make
 
 def test_a_model_that_mixes_samples_is_refused(causal, make_tokenizer, monkeypatch):
     forward = Actor.forward
-    monkeypatch.setattr(
-        Actor, "forward", lambda *args, position_ids=None, **more: forward(*args, **more)
-    )
+
+    def without_positions(self: Actor, inputs: ModelInputs, *args: Any, **options: Any) -> Any:
+        return forward(self, replace(inputs, position_ids=None), *args, **options)
+
+    monkeypatch.setattr(Actor, "forward", without_positions)
     sft(causal, make_tokenizer())
     with pytest.raises(
         ValueError,

@@ -29,6 +29,7 @@ from openppo.types import (
     Episode,
     Experience,
     FinishReason,
+    ModelInputs,
     Prompt,
     SingleProcess,
     Trajectory,
@@ -67,9 +68,7 @@ def response_to(
 def experience_of(t: Trajectory, **fields: list[float]) -> Experience:
     mask, rollout = torch.tensor([t.action_mask]), torch.tensor([t.log_probs])
     numbers = {name: torch.tensor([values]) for name, values in fields.items()}
-    made = Experience(
-        torch.tensor([t.token_ids]), torch.ones_like(mask), mask, rollout, torch.tensor([False])
-    )
+    made = Experience(ModelInputs.of([t], pad_token_id=0), mask, rollout, torch.tensor([False]))
     return made.with_fields(**({"log_probs": rollout} | numbers))
 
 

@@ -12,7 +12,7 @@ from openppo.datasets import PreferenceExample, ProcessExample, TokenExample
 from openppo.models.supervised_loss import IGNORE_INDEX
 from openppo.trainer.self_check import check_samples
 from openppo.trainer.supervised.self_check import show_examples
-from openppo.types import Experience
+from openppo.types import Experience, ModelInputs
 
 EOS, KL_COEF = 9, 0.5
 
@@ -37,8 +37,7 @@ def row(n_prompt: int, n_actions: int, score: float, truncated: bool) -> Experie
     rewards = -KL_COEF * 0.1 * actions
     rewards[0, -1] += score
     return Experience(
-        sequences=ids,
-        attention_mask=torch.ones(1, length, dtype=torch.bool),
+        ModelInputs(ids, torch.ones(1, length, dtype=torch.bool)),
         action_mask=action_mask,
         rollout_log_probs=-actions,
         truncated=torch.tensor([truncated]),

@@ -20,7 +20,7 @@ from openppo.trainer.context_limits import check_context
 from openppo.trainer.data import load_ppo_data
 from openppo.trainer.images import check_run_with_images
 from openppo.trainer.option_checks import check_options
-from openppo.types import SamplingParams, SingleProcess
+from openppo.types import ModelInputs, SamplingParams, SingleProcess
 from tests.architectures import tiny_config
 from tests.pinned import pinned_transformers
 from tests.ranks import on_ranks
@@ -141,7 +141,7 @@ def test_up_to_there_a_row_is_sampled_as_alone(name, limit, beyond):
     prompts = [[3, 4, 5], [9, 12, 2, 6, 11, 13, 8, 1, 4, 30]]
     sampled = HFEngine(model, (), 0, 2).generate(prompts, SamplingParams(6), [1, 2])
     row = torch.tensor([prompts[0] + sampled[0].token_ids])
-    alone = Actor(model)(row, torch.ones_like(row).bool())[0, 3:]
+    alone = Actor(model)(ModelInputs(row, torch.ones_like(row).bool()))[0, 3:]
     assert torch.allclose(alone, torch.tensor(sampled[0].log_probs), atol=1e-4) == (beyond == 0)
 
 

@@ -18,7 +18,7 @@ from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.supervised.batches import token_batch
-from openppo.types import Experience, FinishReason, Prompt, SingleProcess, Trajectory
+from openppo.types import FinishReason, ModelInputs, Prompt, SingleProcess, Trajectory
 from tests.ranks import on_ranks
 from tests.unit.trainer.conftest import CPU, PPO, OneOf, PlainModel
 
@@ -348,15 +348,13 @@ def test_an_algorithm_brings_its_own_normalization_unless_told_otherwise():
 def test_missing_old_log_probs_are_those_of_the_forward_or_the_engine(on_policy, actor, rows):
     """Of the very weights that sampled the ratio is 1; those that have moved on are compared with the engine."""
     with torch.no_grad():
-        own = [actor(row.sequences, row.attention_mask, row.action_mask) for row in rows]
+        own = [actor(row.inputs, row.action_mask) for row in rows]
     old = own if on_policy else [row.rollout_log_probs for row in rows]
     given = mini_batch(
         [row.with_fields(log_probs=each) for row, each in zip(rows, old, strict=True)], 3
     )
     expected, expected_metrics = trained(actor, given)
-    missing = [
-        Experience(**{n: t for n, t in row.tensors().items() if n != "log_probs"}) for row in rows
-    ]
+    missing = [row.with_fields(log_probs=None) for row in rows]
     gradient, found = trained(actor, mini_batch(missing, 3), on_policy=on_policy)
     assert_same(gradient, expected)
     assert {name: found[name] for name in expected_metrics} == pytest.approx(
@@ -446,6 +444,8 @@ def test_ranks_share_the_step_and_get_back_their_own_values(scalar):
     values = [value for of_rank in on_ranks(2, work) for value in of_rank]
     critic = ScalarHeadModel(scalar, "critic")
     for row, found in zip(rows, values, strict=True):
-        expected = critic(torch.tensor([row.token_ids]), torch.ones(1, len(row.token_ids)).bool())
+        expected = critic(
+            ModelInputs(torch.tensor([row.token_ids]), torch.ones(1, len(row.token_ids)).bool())
+        )
         masked = torch.where(torch.tensor([row.action_mask]), expected, 0.0)
         torch.testing.assert_close(found, masked, rtol=0, atol=1e-6, check_dtype=False)

@@ -17,7 +17,7 @@ from openppo.trainer import summary
 from openppo.trainer.supervised.data import load_train_and_eval
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer
-from openppo.types import SingleProcess
+from openppo.types import ModelInputs, SingleProcess
 from tests.unit.trainer.conftest import OneOf, PlainModel, Record, StopIn, Strategy
 
 MODEL = {"pretrain": "model", "dataset": "data"}
@@ -132,7 +132,9 @@ def test_mean_and_std_are_of_held_out_or_spread_training_pairs(scalar, n_train, 
     pairs = PAIRS[:n_held_out] or PAIRS[: n_train : 2 if n_train > 1024 else 1]
     assert len(pairs) == used
     rows = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
-    scores = torch.stack([model(torch.tensor([ids]), torch.ones(1, len(ids)))[0] for ids in rows])
+    scores = torch.stack(
+        [model(ModelInputs(torch.tensor([ids]), torch.ones(1, len(ids))))[0] for ids in rows]
+    )
     assert scalar.config.mean == pytest.approx(scores.mean().item(), rel=1e-5)
     assert scalar.config.std == pytest.approx(scores.std().item(), rel=1e-5)
     assert saved[0][0] is scalar
