@@ -27,6 +27,7 @@ from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
 from openppo.experience import ReplayBuffer
 from openppo.experience.replay_buffer import collate
+from openppo.media import TokenIds
 from openppo.models import Actor
 from openppo.models.attention import use_fast_attention
 from openppo.models.prefixes import share_where_exact
@@ -144,7 +145,10 @@ def read(
 ) -> tuple[float, list[Completion]]:
     """Seconds until the first token of each prompt is sampled."""
     one, began = SamplingParams(1), time.perf_counter()
-    numbers = [engine.submit(ids, one, i, False, handle) for i, (ids, handle) in enumerate(prompts)]
+    numbers = [
+        engine.submit(TokenIds(ids), one, i, False, handle)
+        for i, (ids, handle) in enumerate(prompts)
+    ]
     done: dict[int, Completion] = {}
     while engine.busy:
         engine.step()

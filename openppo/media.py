@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from torch import Tensor
 
@@ -33,23 +34,47 @@ Media = tuple[MediaItem, ...]
 """Items of one prompt, in the order of their places."""
 
 
-def distinct_ids(token_ids: Sequence[int], media: Media = ()) -> list[int]:
+class Tokens(Protocol):
+    """A prompt, segment or example: its token ids, and the images whose placeholders are among them."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def media(self) -> Media: ...
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """``Tokens`` and nothing else.
+
+    >>> distinct_ids(TokenIds([5, 6]))
+    [5, 6]
+    """
+
+    token_ids: Sequence[int]
+    media: Media = ()
+
+
+def distinct_ids(tokens: Tokens) -> list[int]:
     """Replace ids that stand for media by numbers below 0, equal for equal items.
 
     Rows share a beginning exactly if these numbers do.
     """
-    ids = list(token_ids)
-    for item, places in item_places(token_ids, media):
+    ids = list(tokens.token_ids)
+    for item, places in item_places(tokens):
         for place in places:
             ids[place] = -1 - item.key
     return ids
 
 
-def item_places(token_ids: Sequence[int], media: Media) -> Iterator[tuple[MediaItem, list[int]]]:
+def item_places(tokens: Tokens) -> Iterator[tuple[MediaItem, list[int]]]:
     """Yield each item with the places of its tokens."""
-    placeholders = {item.token_id for item in media}
-    unassigned = {token_id: iter(_places_of(token_id, token_ids)) for token_id in placeholders}
-    for item in media:
+    placeholders = {item.token_id for item in tokens.media}
+    unassigned = {
+        token_id: iter(_places_of(token_id, tokens.token_ids)) for token_id in placeholders
+    }
+    for item in tokens.media:
         yield item, list(islice(unassigned[item.token_id], item.n_tokens))
 
 

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from openppo.media import Media, distinct_ids
+from openppo.media import Media, TokenIds, Tokens, distinct_ids
 
 _ORDER = "ModelInputs(sequences, attention_mask), int64 and bool, both (B, L)"
-
-
-class Tokens(Protocol):
-    """A prompt, example or segment: its token ids, and the images whose placeholders are among them."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-
-    @property
-    def media(self) -> Media: ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,7 @@ class ModelInputs:
         """``distinct_ids`` of each row, without padding."""
         media = self.media or [()] * len(self)
         rows = zip(self.sequences.tolist(), self.lengths, media, strict=True)
-        return [distinct_ids(row[:length], row_media) for row, length, row_media in rows]
+        return [distinct_ids(TokenIds(row[:length], row_media)) for row, length, row_media in rows]
 
     def with_media(self, media: Sequence[Media]) -> ModelInputs:
         """Return a copy with the images of each row."""

@@ -12,6 +12,7 @@ from benchmarks.gpu.assets import assets_of, model_size, seconds, shape_of
 from benchmarks.gpu.models import EOS, PAD
 from benchmarks.gpu.rows import PEAK_TFLOPS, attempt, bandwidths, emit
 from benchmarks.peers.measure import decode_bytes, training_flops
+from openppo.media import TokenIds
 from openppo.models import Actor
 from openppo.models.lengths import decide_alike, lengths_are_exact
 from openppo.rollout.decode_graphs import CUDARecorder
@@ -97,7 +98,7 @@ def decode(model: Any, recorder: Any, row: dict[str, Any]) -> None:
     engine = HFEngine(model, [EOS], PAD, n_rows, new_recorder=recorder)
     for seed in range(n_rows):
         ids = [4 + (seed + i) % 4000 for i in range(CONTEXT)]
-        engine.submit(ids, SamplingParams(6 * STEPS, top_p=row["top_p"]), seed)
+        engine.submit(TokenIds(ids), SamplingParams(6 * STEPS, top_p=row["top_p"]), seed)
 
     def read_prompts() -> None:
         while engine.read_tokens < n_rows * CONTEXT:

@@ -9,6 +9,7 @@ import turns
 
 def engine_decoder(model: Any, rows: list[list[int]], new_tokens: int) -> Callable[[int], int]:
     """A function that decodes all rows with OpenPPO's engine and returns how many tokens came out."""
+    from openppo.media import TokenIds
     from openppo.rollout.hf_engine import HFEngine
     from openppo.types import SamplingParams
 
@@ -17,9 +18,11 @@ def engine_decoder(model: Any, rows: list[list[int]], new_tokens: int) -> Callab
     )
     params = SamplingParams(new_tokens, 1.0, 1.0, None)
 
+    prompts = [TokenIds(row) for row in rows]
+
     def decode(turn: int) -> int:
         first = turn * len(rows)
-        completions = engine.generate(rows, params, list(range(first, first + len(rows))))
+        completions = engine.generate(prompts, params, list(range(first, first + len(rows))))
         return sum(len(completion.token_ids) for completion in completions)
 
     return decode

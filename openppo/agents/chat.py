@@ -14,6 +14,7 @@ from openppo.agents.renderer import Renderer
 from openppo.agents.text_stream import TextStream
 from openppo.config import ChatConfig
 from openppo.datasets.templates import Message, encode_start, not_empty
+from openppo.media import TokenIds
 from openppo.models.pretrained import require_text_model
 from openppo.rollout.policy import FrozenPolicy
 from openppo.rollout.sampling import sampling_params, text_before_stop
@@ -119,7 +120,7 @@ class Conversation:
         """Yield the answer so far after each token, and at last the whole; closing the iterator cancels it."""
         engine = self.policy.engine
         number = engine.submit(
-            prompt_ids,
+            TokenIds(prompt_ids),
             params,
             seed=sample_seed(self.seed, self.n_turns),
             park=self.is_chat,

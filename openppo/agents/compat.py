@@ -24,6 +24,7 @@ from openppo.agents.renderer import Renderer
 from openppo.agents.session import SessionSetup, Task
 from openppo.config import PPODataConfig
 from openppo.datasets import load_mixed_rows, load_tasks
+from openppo.media import Tokens
 from openppo.rollout.driver import agent_loop, end_tasks
 from openppo.rollout.engine_sampler import make_trajectory
 from openppo.rollout.seeds import sample_seed
@@ -180,9 +181,9 @@ class TaskPool:
 
     async def _play(self, prompt: Prompt, group: int, number: int) -> None:
         async def generate(
-            ids: Sequence[int], params: SamplingParams, seed: int, continue_from: int | None
+            tokens: Tokens, params: SamplingParams, seed: int, continue_from: int | None
         ) -> Completion:
-            turn_prompt = replace(prompt, token_ids=list(ids))
+            turn_prompt = replace(prompt, token_ids=list(tokens.token_ids), media=tokens.media)
             request = PromptRequest(str(number), turn_prompt, params, seed=seed, group=group)
             self.prompt_queue.put(request)
             completion = await asyncio.wrap_future(request.answer)

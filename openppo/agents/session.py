@@ -14,7 +14,7 @@ from openppo.agents.renderer import SHORT, Renderer, TooLong, fingerprints
 from openppo.agents.turn import Turn
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, shortened
-from openppo.media import Media, distinct_ids
+from openppo.media import TokenIds, distinct_ids
 from openppo.rewards.scoring import LARGEST_REWARD
 from openppo.rollout.sampling import text_before_stop
 from openppo.rollout.seeds import sample_seed
@@ -22,10 +22,10 @@ from openppo.types import Completion, Ending, Prompt, SamplingParams
 
 T = TypeVar("T")
 Generate = Callable[..., Awaitable[Completion]]
-"""``generate(prompt_ids, params, seed, continue_from)`` samples one completion; cancelling the coroutine frees its row.
+"""``generate(prompt, params, seed, continue_from)`` samples one completion; cancelling the coroutine frees its row.
 
-``continue_from`` is ``Completion.parked`` of an earlier request; ``prompt_ids`` begin with its prompt and response.
-``media`` are the images of the prompt.
+``prompt`` are ``TokenIds``. ``continue_from`` is ``Completion.parked`` of an earlier request; then ``prompt`` begins with
+the tokens of that one's prompt and response.
 """
 
 
@@ -153,10 +153,8 @@ class Session:
         self._check_limits(0)
         conversation = [await self.images.read(message) for message in messages]
         offered = list(tools or ())
-        prompt_ids, parent, media = await self._prompt(conversation, offered)
-        return await self._sample(
-            prompt_ids, parent, conversation, tools=offered, limits=limits, media=media
-        )
+        prompt, parent = await self._prompt(conversation, offered)
+        return await self._sample(prompt, parent, conversation, tools=offered, limits=limits)
 
     async def extend(
         self,
@@ -170,10 +168,11 @@ class Session:
         ``EpisodeEnded`` if a limit ends the episode.
         """
         if turn is None:
-            return await self._sample(list(token_ids), None, [message], tools=[], limits=limits)
-        prompt_ids = [*turn.token_ids, *token_ids]
+            first = TokenIds(token_ids)
+            return await self._sample(first, None, [message], tools=[], limits=limits)
+        prompt = TokenIds([*turn.token_ids, *token_ids])
         messages = [*turn.messages, message]
-        return await self._sample(prompt_ids, turn, messages, tools=turn.tools, limits=limits)
+        return await self._sample(prompt, turn, messages, tools=turn.tools, limits=limits)
 
     async def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; ``EpisodeEnded`` if it is certain to exceed a limit."""
@@ -215,10 +214,8 @@ class Session:
         """End the episode; only the first ending counts."""
         self.ending = self.ending or ending
 
-    async def _prompt(
-        self, messages: list[Message], tools: Tools
-    ) -> tuple[list[int], Turn | None, Media]:
-        """Return the token ids of a request, the turn whose tokens they continue, and the images among them."""
+    async def _prompt(self, messages: list[Message], tools: Tools) -> tuple[TokenIds, Turn | None]:
+        """Return the tokens of a request, and the turn whose tokens they continue."""
         renderer = self.setup.renderer
         media = self.images.of(messages)
         n_characters = len(repr((messages, tools)))
@@ -227,7 +224,9 @@ class Session:
         ids: list[int] | None = None
         if self.setup.options.history == "template":
             ids = await self._aside(render, n_characters)
-            parent = self._longest_start(distinct_ids(ids, media), lambda turn: turn.read_ids)
+            parent = self._longest_start(
+                distinct_ids(TokenIds(ids, media)), lambda turn: turn.read_ids
+            )
         else:
             hashes = await renderer.aside(partial(fingerprints, messages, tools), n_characters)
             parent = self._longest_start(hashes, lambda turn: turn.fingerprints)
@@ -240,7 +239,7 @@ class Session:
             self.counts["rerendered_turns" if parent is None else "bridged_turns"] += 1
         if ids is None:
             ids = await self._aside(render, n_characters)
-        return ids, parent, media
+        return TokenIds(ids, media), parent
 
     async def _bridged(
         self, parent: Turn, messages: list[Message], tools: Tools, n_characters: int
@@ -283,21 +282,20 @@ class Session:
 
     async def _sample(
         self,
-        prompt_ids: list[int],
+        prompt: TokenIds,
         parent: Turn | None,
         conversation: list[Message],
         tools: Tools,
         limits: Limits,
-        media: Media = (),
     ) -> Turn:
         """Sample the next turn; record it unless the episode has ended in the meantime."""
+        prompt_ids = list(prompt.token_ids)
         self._check_limits(len(prompt_ids))
         params = self._limited(len(prompt_ids), **limits)
         number = next(self._numbers)
         seed = sample_seed(self.task.seed, number)
         continue_from = None if parent is None else parent.completion.parked
-        images = {"media": media} if media else {}
-        completion = await self.setup.generate(prompt_ids, params, seed, continue_from, **images)
+        completion = await self.setup.generate(prompt, params, seed, continue_from)
         self._check_limits(len(prompt_ids))
 
         renderer = self.setup.renderer
@@ -317,7 +315,7 @@ class Session:
             fingerprints=fingerprints(messages, tools),
             parent=parent,
             malformed=malformed,
-            media=media,
+            media=prompt.media,
         )
         self.turns.append(turn)
         return turn

@@ -55,7 +55,7 @@ class Turn:
     @property
     def read_ids(self) -> list[int]:
         """``token_ids``, different for different images."""
-        return distinct_ids(self.token_ids, self.media)
+        return distinct_ids(self)
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:

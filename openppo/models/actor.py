@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from openppo import logger
-from openppo.model_inputs import ModelInputs, Tokens
+from openppo.media import Tokens
+from openppo.model_inputs import ModelInputs
 from openppo.models.adapters import add_adapters, lora_options
 from openppo.models.argument_order import check_inputs, check_masks
 from openppo.models.disabling import disable_extras

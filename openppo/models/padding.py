@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from openppo import logger
-from openppo.model_inputs import ModelInputs, Tokens
+from openppo.media import Tokens
+from openppo.model_inputs import ModelInputs
 from openppo.models.attention import BY_LENGTHS, finished_mask
 from openppo.models.pretrained import context_length
 from openppo.models.vision_models import placeholders

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from openppo import logger
-from openppo.media import Media, MediaItem, item_places
+from openppo.media import Media, MediaItem, TokenIds, item_places
 from openppo.model_inputs import ModelInputs
 from openppo.models.attention import BY_LENGTHS, ON_CPU, PREFIX_TREE, finished_mask
 from openppo.models.media_inputs import media_inputs, rope_positions
@@ -150,7 +150,7 @@ def _tree_media(tree: PrefixTree, inputs: ModelInputs) -> Media:
     items_by_place: dict[int, MediaItem] = {}
     row_start = 0
     for ids, row_media in zip(inputs.sequences.tolist(), inputs.media, strict=True):
-        for item, places in item_places(ids, row_media):
+        for item, places in item_places(TokenIds(ids, row_media)):
             items_by_place[row_start + places[0]] = item
         row_start += len(ids)
     tree_places = tree.tokens.tolist()

@@ -22,7 +22,8 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIER
 
 from openppo import logger
 from openppo.config import LoRAConfig
-from openppo.model_inputs import ModelInputs, Tokens
+from openppo.media import Tokens
+from openppo.model_inputs import ModelInputs
 from openppo.models.adapters import add_adapters, lora_options, merge_adapters
 from openppo.models.argument_order import check_inputs
 from openppo.models.attention import use_fast_attention

@@ -4,14 +4,14 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
 
-from openppo.media import Media
+from openppo.media import Tokens
 from openppo.rollout.engine import Engine
 from openppo.tracking.phase import current
 from openppo.types import Completion, SamplingParams, StopCheck
@@ -61,12 +61,11 @@ def agent_loop() -> asyncio.AbstractEventLoop:
 
 @dataclass(eq=False)
 class _Request:
-    prompt_ids: Sequence[int]
+    prompt: Tokens
     params: SamplingParams
     seed: int
     park: bool
     continue_from: int | None
-    media: Media
     answer: asyncio.Future[Completion]
     number: int | None = None
     """The engine's number, once it is submitted."""
@@ -101,21 +100,19 @@ class EngineDriver:
 
     async def generate(
         self,
-        prompt_ids: Sequence[int],
+        prompt: Tokens,
         params: SamplingParams,
         seed: int,
         continue_from: int | None = None,
         park: bool = True,
-        media: Media = (),
     ) -> Completion:
         """Sample one completion, awaited in ``loop``; cancelling it frees the row within one step."""
         request = _Request(
-            prompt_ids,
+            prompt,
             params,
             seed,
             park=park,
             continue_from=continue_from,
-            media=media,
             answer=self.loop.create_future(),
         )
         if self._held is None:
@@ -140,7 +137,7 @@ class EngineDriver:
             yield
         finally:
             self._held = None
-            prompts = [request.prompt_ids for request in held]
+            prompts = [request.prompt for request in held]
             self._inbox.put([held[i] for i in self.engine.order(prompts)])
 
     def drive(
@@ -254,15 +251,13 @@ class EngineDriver:
             self.engine.cancel(number)
 
     def _submit(self, request: _Request) -> None:
-        images: dict[str, Any] = {"media": request.media} if request.media else {}
         try:
             number = self.engine.submit(
-                request.prompt_ids,
+                request.prompt,
                 request.params,
                 request.seed,
                 park=request.park,
                 continue_from=request.continue_from,
-                **images,
             )
         except ValueError as error:  # a prompt that the engine cannot read
             self.loop.call_soon_threadsafe(_fail, request.answer, error)

@@ -4,11 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from openppo.media import Media
+from openppo.media import Tokens
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.rollout.sampling import Decode
 from openppo.tracking import progress_bar
@@ -72,16 +72,15 @@ class Engine(ABC):
     @abstractmethod
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt: Tokens,
         params: SamplingParams,
         seed: int,
         park: bool = False,
         continue_from: int | None = None,
-        media: Media = (),
     ) -> int:
         """Queue a request and return its number.
 
-        The response depends on ``seed``, not on other requests. ``media`` are the images of the prompt.
+        The response depends on ``seed``, not on other requests.
 
         With ``park``, keys and values of prompt and response are kept while memory allows it, at most until the weights
         change; ``Completion.parked`` is their handle. ``continue_from`` is such a handle: the prompt must begin with
@@ -112,16 +111,12 @@ class Engine(ABC):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Tokens],
         params: SamplingParams,
         seeds: Sequence[int],
-        media: Sequence[Media] = (),
     ) -> list[Completion]:
-        """Sample a completion of each prompt, in their order; request i has ``seeds[i]`` and ``media[i]``."""
-        numbers: dict[int, int] = {}
-        for i in self.order(prompts):
-            images: dict[str, Any] = {"media": media[i]} if media else {}
-            numbers[i] = self.submit(prompts[i], params, seeds[i], **images)
+        """Sample a completion of each prompt, in their order; request i has ``seeds[i]``."""
+        numbers = {i: self.submit(prompts[i], params, seeds[i]) for i in self.order(prompts)}
 
         completions: dict[int, Completion] = {}
         with progress_bar(len(prompts), "generation", enabled=self.show_progress) as bar:
@@ -133,7 +128,7 @@ class Engine(ABC):
         self.stop()
         return [completions[numbers[i]] for i in range(len(prompts))]
 
-    def order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+    def order(self, prompts: Sequence[Tokens]) -> Sequence[int]:
         """Return the indexes of prompts in the order of submission."""
         return range(len(prompts))
 

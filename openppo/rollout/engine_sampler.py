@@ -66,11 +66,7 @@ def sample_trajectories(
     first_sample = first_group * n_samples
     seeds = [sample_seed(seed, first_sample + i) for i in range(len(repeated))]
 
-    media = [prompt.media for prompt in repeated]
-    images = {"media": media} if any(media) else {}
-    completions = engine.generate(
-        [prompt.token_ids for prompt in repeated], params, seeds, **images
-    )
+    completions = engine.generate(repeated, params, seeds)
     return [
         make_trajectory(prompt, completion, group, stop=params.stop)
         for prompt, completion, group in zip(repeated, completions, groups, strict=True)

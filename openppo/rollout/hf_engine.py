@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openppo import logger
-from openppo.media import Media, distinct_ids
+from openppo.media import TokenIds, Tokens, distinct_ids
 from openppo.models.attention import LengthsError
 from openppo.models.size import check_cache
 from openppo.rollout.decode_graphs import CannotRecordError, DecodeGraphs, Recorder, check_layers
@@ -66,26 +66,24 @@ class HFEngine(Engine):
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt: Tokens,
         params: SamplingParams,
         seed: int,
         park: bool = False,
         continue_from: int | None = None,
-        media: Media = (),
     ) -> int:
         """Queue a request and return its number."""
-        if not prompt_ids:
+        if not prompt.token_ids:
             raise ValueError("a prompt needs at least one token")
         uniforms = request_uniforms(seed, params.max_new_tokens)
-        ids = distinct_ids(prompt_ids, media) if media else prompt_ids
         request = Request(
             next(self._numbers),
-            tuple(ids),
+            tuple(distinct_ids(prompt)),
             params,
             uniforms=uniforms,
             park=park,
             continue_from=continue_from,
-            media=media,
+            media=prompt.media,
         )
         self._waiting.append(request)
         if self._cache is not None:
@@ -144,9 +142,9 @@ class HFEngine(Engine):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # cached blocks of the buffers' sizes fit no other shapes
 
-    def order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+    def order(self, prompts: Sequence[Tokens]) -> Sequence[int]:
         """Return the indexes of prompts, longest first."""
-        return sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
+        return sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids), reverse=True)
 
     def _drop_all(self) -> None:
         self._waiting = Queue()
@@ -189,17 +187,17 @@ class HFEngine(Engine):
 
         # Equal prompts are read once.
         states = cache.prefixes.states(requests)
-        prompts = list(states)
+        known_ids = list(states)
         media_of = {request.known_ids: request.media for request in requests}
-        media = [media_of[prompt] for prompt in prompts]
+        prompts = [TokenIds(ids, media_of[ids]) for ids in known_ids]
         n_unread = max(request.n_unread for request in requests)
-        width = whole_images(self.model, prompts, media, width=n_unread)
+        width = whole_images(self.model, prompts, n_unread)
 
-        inputs = cache.begin(list(map(len, prompts)), width, list(states.values()))
-        ids, shifts = padded_left(self.model, prompts, media, width=width, inputs=inputs)
+        inputs = cache.begin(list(map(len, known_ids)), width, list(states.values()))
+        ids, shifts = padded_left(self.model, prompts, width, inputs=inputs)
         logits = cache.logits(self.model, ids, inputs)  # (prompts, V)
 
-        rows = [prompts.index(request.known_ids) for request in requests]
+        rows = [known_ids.index(request.known_ids) for request in requests]
         lengths = [len(request.known_ids) for request in requests]
         cache.enter(rows, lengths, [shifts[row] for row in rows])
         self._running += requests

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openppo.media import Media
+from openppo.media import Media, Tokens
 from openppo.model_inputs import ModelInputs
 from openppo.models.media_inputs import media_inputs, rope_positions
 
@@ -25,17 +25,16 @@ def reads_whole(model: Any) -> bool:
     return "token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
-def whole_images(
-    model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media], width: int
-) -> int:
+def whole_images(model: Any, prompts: Sequence[Tokens], width: int) -> int:
     """Smallest width, ``width`` or more, at which the ends of ``prompts`` cut no image.
 
-    ``prompts`` are ``distinct_ids``. If a ``model`` that ``reads_whole`` has an image to read, it is the length of the
-    longest prompt.
+    The ids of ``prompts`` are ``distinct_ids``. If a ``model`` that ``reads_whole`` has an image to read, it is the
+    length of the longest prompt.
     """
     reaches: list[tuple[int, int]] = []  # tokens behind an image, and tokens from its first on
-    for ids, images in zip(prompts, media, strict=True):
-        for image in images:
+    for prompt in prompts:
+        ids = prompt.token_ids
+        for image in prompt.media:
             key = -1 - image.key
             n_behind = ids[::-1].index(key)
             n_from_start = len(ids) - ids.index(key)
@@ -43,7 +42,7 @@ def whole_images(
 
     is_read = any(n_behind < width for n_behind, _ in reaches)
     if is_read and reads_whole(model):
-        return max(map(len, prompts))
+        return max(len(prompt.token_ids) for prompt in prompts)
 
     while True:
         cut = [
@@ -55,34 +54,28 @@ def whole_images(
 
 
 def padded_left(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    media: Sequence[Media],
-    width: int,
-    inputs: dict[str, Any],
+    model: Any, prompts: Sequence[Tokens], width: int, inputs: dict[str, Any]
 ) -> tuple[Tensor, list[int]]:
     """Return left-padded ids (prompts, width) of the ends of ``prompts``, and position shifts.
 
-    ``prompts`` are ``distinct_ids``. ``inputs`` of the forward get entries for those of ``media`` that lie in these
-    ends. A shift is how far the positions of tokens that follow a prompt are above their places.
+    The ids of ``prompts`` are ``distinct_ids``. ``inputs`` of the forward get entries for the images in these ends. A
+    shift is how far the positions of tokens that follow a prompt are above their places.
     """
-    token_ids = {-1 - image.key: image.token_id for images in media for image in images}
-    rows = [_with_tokens(prompt, token_ids) for prompt in prompts]
+    placeholders = {-1 - image.key: image.token_id for prompt in prompts for image in prompt.media}
+    rows = [_with_placeholders(prompt.token_ids, placeholders) for prompt in prompts]
     ends = [([0] * width + row)[-width:] for row in rows]
     ids = torch.tensor(ends, device=inputs["position_ids"].device)
     shifts = [0] * len(rows)
-    with_images = [i for i, images in enumerate(media) if images]
+    with_images = [i for i, prompt in enumerate(prompts) if prompt.media]
     if not with_images:
         return ids, shifts
 
-    shown = [
-        _images_in(images, prompt[-width:]) for images, prompt in zip(media, prompts, strict=True)
-    ]
+    shown = [_images_in_end(prompt, width) for prompt in prompts]
     ends_read = ModelInputs(ids, torch.ones_like(ids, dtype=torch.bool), tuple(shown))
     inputs |= media_inputs(model, ends_read)
 
     whole = ModelInputs.of_ids([rows[i] for i in with_images], pad_token_id=0)
-    whole = whole.with_media([media[i] for i in with_images])
+    whole = whole.with_media([prompts[i].media for i in with_images])
     positions = rope_positions(model, whole)
     if positions is None:
         return ids, shifts
@@ -96,11 +89,12 @@ def padded_left(
     return ids, shifts
 
 
-def _with_tokens(prompt: Sequence[int], token_ids: dict[int, int]) -> list[int]:
-    """``prompt`` with the placeholder tokens of its images in place of their distinct ids."""
-    return [token_ids.get(token, token) for token in prompt]
+def _with_placeholders(token_ids: Sequence[int], placeholders: dict[int, int]) -> list[int]:
+    """``token_ids`` with the placeholder tokens of images in place of their distinct ids."""
+    return [placeholders.get(token_id, token_id) for token_id in token_ids]
 
 
-def _images_in(images: Media, ids: Sequence[int]) -> Media:
-    """Those of ``images`` that occur in ``ids``."""
-    return tuple(image for image in images if -1 - image.key in ids)
+def _images_in_end(prompt: Tokens, width: int) -> Media:
+    """Images of ``prompt`` that occur in its last ``width`` ids."""
+    end = prompt.token_ids[-width:]
+    return tuple(image for image in prompt.media if -1 - image.key in end)

@@ -58,9 +58,7 @@ class ResponseSampler:
     ) -> list[Trajectory]:
         """Sample one response; ``SampleFailed`` if the engine cannot read the prompt."""
         try:
-            completion = await self.driver.generate(
-                prompt.token_ids, params, seed, park=False, media=prompt.media
-            )
+            completion = await self.driver.generate(prompt, params, seed, park=False)
         except ValueError as error:
             raise SampleFailed(str(error)) from error
         return [make_trajectory(prompt, completion, group, stop=params.stop)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
-from openppo.media import Media
+from openppo.media import TokenIds, Tokens
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.sampling import completed_stop
@@ -87,29 +87,29 @@ class VLLMEngine(Engine):
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt: Tokens,
         params: SamplingParams,
         seed: int,
         park: bool = False,
         continue_from: int | None = None,
-        media: Media = (),
     ) -> int:
         """Queue a request and return its number; ``ValueError`` if prompt and response may not fit.
 
         vLLM finds kept keys and values itself: ``park`` and ``continue_from`` have no effect.
         """
-        if not prompt_ids:
+        n_prompt = len(prompt.token_ids)
+        if n_prompt == 0:
             raise ValueError("a prompt needs at least one token")
         # vLLM would end a longer response early.
-        if len(prompt_ids) + params.max_new_tokens > self.max_tokens:
+        if n_prompt + params.max_new_tokens > self.max_tokens:
             raise ValueError(
-                f"A prompt of {len(prompt_ids)} tokens and a response of up to {params.max_new_tokens} exceed the "
+                f"A prompt of {n_prompt} tokens and a response of up to {params.max_new_tokens} exceed the "
                 f"{self.max_tokens} that vLLM was started for, --prompt_max_len plus --generate_max_len or the model's "
                 "context: raise --prompt_max_len, or shorten the prompt."
             )
         assert self._awake, "the engine has no weights outside of with_weights()"
         number = next(self._numbers)
-        self._requests.submit(number, prompt_ids, params, seed=seed, media=media)
+        self._requests.submit(number, prompt, params, seed=seed)
         return number
 
     def cancel(self, number: int) -> None:
@@ -222,8 +222,8 @@ class VLLMEngine(Engine):
         return 1
 
     def _greedy_ids(self) -> list[int]:
-        probe = self.sampled_ids.first(_PROBE)
-        n_new = min(16, self.max_tokens - len(probe))
+        probe = TokenIds(self.sampled_ids.first(_PROBE))
+        n_new = min(16, self.max_tokens - len(probe.token_ids))
         number = self.submit(probe, SamplingParams(n_new, temperature=0.0), seed=0)
         while self._anywhere(self.busy):
             self.step()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from openppo.media import Media, item_places
+from openppo.media import TokenIds, Tokens, item_places
 from openppo.models.sampled_ids import SampledIds
 from openppo.types import SamplingParams
 
@@ -18,10 +18,9 @@ class VLLMRequest(NamedTuple):
     """A request of any rank that shares a vLLM."""
 
     name: str
-    prompt_ids: list[int]
+    prompt: Tokens
     params: SamplingParams
     seed: int
-    media: Media
 
 
 class VLLMRequests:
@@ -48,13 +47,15 @@ class VLLMRequests:
     def submit(
         self,
         number: int,
-        prompt_ids: Sequence[int],
+        prompt: Tokens,
         params: SamplingParams,
         seed: int,
-        media: Media = (),
     ) -> None:
         """Submit a request at the next exchange."""
-        request = VLLMRequest(self._name(number), list(prompt_ids), params, seed=seed, media=media)
+        ids = TokenIds(
+            list(prompt.token_ids), prompt.media
+        )  # without rows of data, which are large
+        request = VLLMRequest(self._name(number), ids, params, seed=seed)
         self._new.append(request)
         self.own[request.name] = number
 
@@ -94,10 +95,10 @@ class VLLMRequests:
 
 def add_request(llm: Any, request: VLLMRequest, eos_token_ids: Sequence[int]) -> None:
     """Add a request to vLLM, whose response ends with one of ``eos_token_ids``."""
-    if request.media:
+    if request.prompt.media:
         prompt = _with_images(llm.renderer.get_mm_processor(), request)
     else:
-        [prompt] = llm.renderer.render_cmpl([{"prompt_token_ids": request.prompt_ids}])
+        [prompt] = llm.renderer.render_cmpl([{"prompt_token_ids": list(request.prompt.token_ids)}])
     params = _params(request.params, request.seed, eos_token_ids)
     llm.llm_engine.add_request(request.name, prompt, params)
 
@@ -135,7 +136,7 @@ def _with_images(processor: Any, request: VLLMRequest) -> Any:
     inputs: list[Any] = []
     keys: list[str] = []
     ranges: list[PlaceholderRange] = []
-    for item, places in item_places(request.prompt_ids, request.media):
+    for item, places in item_places(request.prompt):
         features = BatchFeature(item.inputs)
         fields = processor._get_mm_fields_config(features, {})
         inputs += MultiModalKwargsItems.from_hf_inputs(features, fields)["image"]

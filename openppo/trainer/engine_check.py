@@ -12,6 +12,7 @@ from torch.distributed import DistError
 
 from openppo import logger
 from openppo.config import TrainPPOConfig
+from openppo.media import TokenIds
 from openppo.model_inputs import ModelInputs
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine
@@ -236,7 +237,8 @@ def _sample(
     with nullcontext() if weights is None else engine.with_weights(weights):
         for seed, (places, n_new) in enumerate(REQUESTS):
             prompt = [known_ids[place % len(known_ids)] for place in places]
-            prompts[engine.submit(prompt, SamplingParams(n_new, 1.0), seed)] = prompt
+            number = engine.submit(TokenIds(prompt), SamplingParams(n_new, 1.0), seed)
+            prompts[number] = prompt
         while engine.busy:
             engine.step()
             completions |= engine.collect()

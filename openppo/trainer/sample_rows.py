@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.message_parts import media_url
 from openppo.datasets.templates import text_of
-from openppo.media import distinct_ids
-from openppo.model_inputs import Tokens
+from openppo.media import Tokens, distinct_ids
 from openppo.rollout.episodes import episode_numbers
 from openppo.tracking import json_form
 from openppo.trainer.self_check import token_columns, token_texts
@@ -52,7 +51,7 @@ def choose(trajectories: Sequence[Trajectory]) -> list[int]:
 
 def sample_key(tokens: Tokens) -> tuple[int, ...]:
     """Token ids that tell samples apart; those of images are distinct."""
-    return tuple(distinct_ids(tokens.token_ids, tokens.media))
+    return tuple(distinct_ids(tokens))
 
 
 def sample_row(

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from openppo.config import AdamConfig, DeepSpeedConfig, LoRAConfig
+from openppo.media import TokenIds
 from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.adapters import AdapterOffReference
 from openppo.rollout.hf_engine import HFEngine
@@ -151,7 +152,9 @@ def sample(actor: TrainableModel, strategy: DeepspeedStrategy) -> dict[str, Any]
     actor.merges_adapters = strategy.fits_merged(actor)
     engine = HFEngine(actor.module.model, (), 0)  # type: ignore[arg-type]
     with engine.with_weights(actor):
-        sampled = engine.generate(PROMPTS, SamplingParams(8), range(len(PROMPTS)))
+        sampled = engine.generate(
+            [TokenIds(ids) for ids in PROMPTS], SamplingParams(8), range(len(PROMPTS))
+        )
     found = {"sampled": [(c.token_ids, c.log_probs) for c in sampled], "adapter calls": len(calls)}
     found["same weights"] = all(map(torch.equal, before, whole_weights(actor)))
     found["same outputs"] = torch.equal(outputs(actor), was) and len(calls) > found["adapter calls"]

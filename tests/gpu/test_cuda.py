@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from openppo.media import TokenIds
 from openppo.models import Actor
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.hf_engine import HFEngine
@@ -57,7 +58,9 @@ def test_log_probs_on_the_gpu_equal_those_on_the_cpu(actor: Actor) -> None:
 def test_engine_on_the_gpu_reports_the_log_probs_of_a_forward(actor: Actor) -> None:
     actor.cuda()
     prompts = [[1, 5, 9], [7], [3, 3, 3, 3, 3]]
-    completions = HFEngine(actor.model, [2], 0, 8).generate(prompts, SamplingParams(16), [0, 1, 2])
+    completions = HFEngine(actor.model, [2], 0, 8).generate(
+        [TokenIds(ids) for ids in prompts], SamplingParams(16), [0, 1, 2]
+    )
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens = torch.tensor([prompt + completion.token_ids], device="cuda")
         log_probs = actor(ModelInputs(tokens, torch.ones_like(tokens, dtype=torch.bool)))[
@@ -72,7 +75,8 @@ def test_recorded_decode_steps_give_the_responses_of_launched_ones(
 ) -> None:
     actor.to(device)
     prompts = [[1 + i % 60] * (1 + i % 7) for i in range(40)]
-    arguments = (prompts, SamplingParams(300 if device == "cuda" else 60), list(range(40)))
+    requests = [TokenIds(prompt) for prompt in prompts]
+    arguments = (requests, SamplingParams(300 if device == "cuda" else 60), list(range(40)))
     launched = HFEngine(actor.model, [2], 0, 16).generate(*arguments)
     recorded = HFEngine(actor.model, [2], 0, 16, new_recorder=recorder(device)).generate(*arguments)
     assert len({len(completion.token_ids) for completion in launched}) > 3, (
@@ -112,7 +116,7 @@ def test_turns_that_resume_equal_those_that_read_all_on_the_gpu(
     ]
     for turn in range(3):
         numbers = [
-            engine.submit(ids, params, 20 * turn + i, True, handle)
+            engine.submit(TokenIds(ids), params, 20 * turn + i, True, handle)
             for i, (ids, handle) in enumerate(turns)
         ]
         done: dict[int, Completion] = {}
@@ -120,7 +124,9 @@ def test_turns_that_resume_equal_those_that_read_all_on_the_gpu(
             engine.step()
             done |= engine.collect()
         prompts, seeds = [ids for ids, _ in turns], range(20 * turn, 20 * turn + 20)
-        expected = HFEngine(actor.model, [2], 0).generate(prompts, params, seeds)
+        expected = HFEngine(actor.model, [2], 0).generate(
+            [TokenIds(ids) for ids in prompts], params, seeds
+        )
         answers = [done[number] for number in numbers]
         n_different += rounding_borders(answers, expected)
         turns = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from openppo.media import TokenIds
 from openppo.models import Actor
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import Completion, ModelInputs, SamplingParams
@@ -44,7 +45,9 @@ def sampled(
 ) -> list[Completion]:
     n_tokens = n_tokens or (200 if device == "cuda" else 30)
     engine = HFEngine(actor.model, [2], 0, 8, new_recorder=recorder(device) if recorded else None)
-    return engine.generate(PROMPTS, SamplingParams(n_tokens), list(range(len(PROMPTS))))
+    return engine.generate(
+        [TokenIds(ids) for ids in PROMPTS], SamplingParams(n_tokens), list(range(len(PROMPTS)))
+    )
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["launched", "recorded"])
@@ -153,7 +156,7 @@ def test_a_decode_step_waits_for_the_device_a_few_times(device: str, recorded: b
             actor.model, [], 0, 16, new_recorder=recorder(device) if recorded else None
         )
         for seed, prompt in enumerate(PROMPTS[:n_rows]):
-            engine.submit(prompt, SamplingParams(24), seed)
+            engine.submit(TokenIds(prompt), SamplingParams(24), seed)
         for _ in range(8):  # reads all prompts, records a step
             engine.step()
         with synchronizations(device) as found:

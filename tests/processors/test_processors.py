@@ -67,9 +67,7 @@ def test_engine_actor_and_transformers_agree_on_what_processors_make(family, pro
     engine = HFEngine(model, [], 0, 3)
     engine.sampled_ids = SAMPLED
     with engine.with_weights(WholeWeights(model)):
-        sampled = engine.generate(
-            [p.token_ids for p in prompts], SamplingParams(5), [1, 2, 3], [p.media for p in prompts]
-        )
+        sampled = engine.generate(prompts, SamplingParams(5), [1, 2, 3])
     for row, prompt, completion in zip(rows, prompts, sampled, strict=True):
         ids = torch.tensor([prompt.token_ids + completion.token_ids])
         ours = Actor(model)(
@@ -201,9 +199,7 @@ def test_videos_and_images_are_read_as_transformers_reads_them(family, processor
     engine = HFEngine(model, [], 0, 3)
     engine.sampled_ids = SAMPLED
     with engine.with_weights(WholeWeights(model)):
-        sampled = engine.generate(
-            [p.token_ids for p in prompts], SamplingParams(5), [1, 2], [p.media for p in prompts]
-        )
+        sampled = engine.generate(prompts, SamplingParams(5), [1, 2])
     for prompt, completion in zip(prompts, sampled, strict=True):
         ids = torch.tensor([prompt.token_ids + completion.token_ids])
         with torch.no_grad():

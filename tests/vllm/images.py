@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from openppo.media import TokenIds
 from openppo.models import Actor
 from openppo.models.sampled_ids import SampledIds
 from openppo.models.vision_models import placeholders
@@ -35,11 +36,12 @@ def sampled(engine, weights, given):
     """Completions of all prompts together, and of each prompt with its response and the first prompt after it."""
     with engine.with_weights(weights):
         ids, media = [p.token_ids for p in given], [p.media for p in given]
-        first = engine.generate(ids, PARAMS, range(len(ids)), media)
+        first = engine.generate(given, PARAMS, range(len(ids)))
         longer = [[*i, *c.token_ids, *ids[0]] for i, c in zip(ids, first, strict=True)]
-        more = engine.generate(
-            longer, PARAMS, range(len(ids)), [(*items, *media[0]) for items in media]
-        )
+        prompts = [
+            TokenIds(row, (*items, *media[0])) for row, items in zip(longer, media, strict=True)
+        ]
+        more = engine.generate(prompts, PARAMS, range(len(ids)))
     return plain(first), longer, plain(more)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from openppo.cli.options import parse_options
 from openppo.config import DeepSpeedConfig, GenerationConfig, PPOModelConfig, TrainPPOConfig
+from openppo.media import TokenIds
 from openppo.models import Actor
 from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.vllm_engine import VLLMEngine
@@ -91,15 +92,19 @@ def sampled(engine, weights):
     engine.decode = lambda ids: "".join("___abcdefgh"[i] for i in ids)
     with engine.with_weights(weights):
         found = {
-            name: plain(engine.generate(PROMPTS, kind, seeds)) for name, kind in SAMPLING.items()
+            name: plain(engine.generate([TokenIds(ids) for ids in PROMPTS], kind, seeds))
+            for name, kind in SAMPLING.items()
         }
         found["alone"] = [
-            plain(engine.generate([p], params, [s]))[0] for p, s in zip(PROMPTS, seeds, strict=True)
+            plain(engine.generate([TokenIds(p)], params, [s]))[0]
+            for p, s in zip(PROMPTS, seeds, strict=True)
         ]
-        found["other seeds"] = plain(engine.generate(PROMPTS, params, [s + 1000 for s in seeds]))
+        found["other seeds"] = plain(
+            engine.generate([TokenIds(ids) for ids in PROMPTS], params, [s + 1000 for s in seeds])
+        )
         done, numbers = {}, []
         for prompt, seed in zip(PROMPTS, seeds, strict=True):
-            numbers.append(engine.submit(prompt, params, seed))
+            numbers.append(engine.submit(TokenIds(prompt), params, seed))
             engine.step()
             done |= engine.collect()
         while engine.busy:
@@ -112,7 +117,8 @@ def cancelled(engine, weights):
     """Completions of all requests but one, which is cancelled while it is decoded; and which numbers ended."""
     with engine.with_weights(weights):
         numbers = [
-            engine.submit(prompt, SAMPLING["plain"], 100 + i) for i, prompt in enumerate(PROMPTS)
+            engine.submit(TokenIds(prompt), SAMPLING["plain"], 100 + i)
+            for i, prompt in enumerate(PROMPTS)
         ]
         engine.step()
         engine.cancel(numbers[1])
@@ -128,16 +134,24 @@ def cancelled(engine, weights):
 def resumed(engine, weights):
     """Completions of a long prompt and of one that continues it, and how many of its tokens were not read again."""
     with engine.with_weights(weights):
-        [first] = engine.generate([LONG_PROMPT], GREEDY, [0])
+        [first] = engine.generate([TokenIds(LONG_PROMPT)], GREEDY, [0])
         before = engine.reused_tokens
         longer = [*LONG_PROMPT, *first.token_ids, 4, 5]
-        return longer, plain(engine.generate([longer], GREEDY, [0])), engine.reused_tokens - before
+        return (
+            longer,
+            plain(engine.generate([TokenIds(longer)], GREEDY, [0])),
+            engine.reused_tokens - before,
+        )
 
 
 def greedy(engine, weights):
     """With the weights of now."""
     with engine.with_weights(weights):
-        return plain(engine.generate([*PROMPTS, LONG_PROMPT], GREEDY, range(len(PROMPTS) + 1)))
+        return plain(
+            engine.generate(
+                [TokenIds(ids) for ids in [*PROMPTS, LONG_PROMPT]], GREEDY, range(len(PROMPTS) + 1)
+            )
+        )
 
 
 @torch.no_grad()
@@ -164,11 +178,13 @@ def interrupted(engine, weights, stop):
     def cut_short():
         with engine.with_weights(weights):
             stop.steps = 3
-            engine.generate(PROMPTS, SAMPLING["plain"], range(len(PROMPTS)))
+            engine.generate(
+                [TokenIds(ids) for ids in PROMPTS], SAMPLING["plain"], range(len(PROMPTS))
+            )
 
     def too_long():
         with engine.with_weights(weights):
-            engine.submit([3] * 195, SAMPLING["plain"], seed=0)
+            engine.submit(TokenIds([3] * 195), SAMPLING["plain"], seed=0)
 
     found = {"signal": error_of(Interrupted, cut_short), "busy": engine.busy}
     return found | {"too long": error_of(ValueError, too_long), "again": greedy(engine, weights)}
@@ -188,11 +204,12 @@ def shared(models, out, rank):
         ].mlp.down_proj  # on CPUs its weight is packed and shows no shape
         result = {"share": layer.input_size_per_partition / layer.input_size}
         result |= {
-            name: plain(engine.generate(mine, kind, seeds)) for name, kind in SAMPLING.items()
+            name: plain(engine.generate([TokenIds(ids) for ids in mine], kind, seeds))
+            for name, kind in SAMPLING.items()
         }
         numbers = []
         for prompt, seed in zip(mine, seeds, strict=False):
-            numbers.append(engine.submit(prompt, SAMPLING["plain"], seed))
+            numbers.append(engine.submit(TokenIds(prompt), SAMPLING["plain"], seed))
             for _ in range(1 + rank):
                 assert engine.any_rank(True)
                 engine.step()
@@ -237,10 +254,14 @@ def sample(models, out):
     of_some = engine_of(models / "llama", sampled_ids=SampledIds(LEFT_OUT))
     with of_some.with_weights(weights):
         found = {
-            kind: of_some.generate(PROMPTS, SAMPLING[kind], range(len(PROMPTS)))
+            kind: of_some.generate(
+                [TokenIds(ids) for ids in PROMPTS], SAMPLING[kind], range(len(PROMPTS))
+            )
             for kind in ("plain", "cut")
         }
-        found["greedy"] = of_some.generate(PROMPTS, GREEDY, range(len(PROMPTS)))
+        found["greedy"] = of_some.generate(
+            [TokenIds(ids) for ids in PROMPTS], GREEDY, range(len(PROMPTS))
+        )
     result["of some"] = {kind: plain(completions) for kind, completions in found.items()}
     result["resumed"] = resumed(engine, weights)
     result["greedy first"] = greedy(engine, weights)

@@ -1,7 +1,7 @@
 """A chat tokenizer of single characters, an engine with a script and a journal, and a sampler over both."""
 
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from openppo.agents import AgentPlayer
 from openppo.agents.sampler import AgentSampler
 from openppo.config.agents import AgentConfig
+from openppo.media import Tokens
 from openppo.rollout.engine import Engine
 from openppo.rollout.samplers import SamplerParts
 from openppo.rollout.sampling import decoder, finish_reason
@@ -80,13 +81,13 @@ class ScriptedEngine(Engine):
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt: Tokens,
         params: SamplingParams,
         seed: int,
         park: bool = False,
         continue_from: int | None = None,
     ) -> int:
-        number, ids = next(self._numbers), list(prompt_ids)
+        number, ids = next(self._numbers), list(prompt.token_ids)
         self.submitted.append((params, seed, continue_from))
         answer = self.tokenizer(self.script(self.tokenizer.decode(ids)), add_special_tokens=False)[
             "input_ids"

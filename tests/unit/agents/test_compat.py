@@ -38,7 +38,7 @@ def drive(server, dataset, engine, batch_size):
     waiting = BufferDataset(buffer=server.prompt_queue)
     while dataset.buffer.qsize() < batch_size:
         requests = waiting.take(4, timeout=0.2)
-        answered = [engine.generate([r.prompt.token_ids], r.params, [r.seed])[0] for r in requests]
+        answered = [engine.generate([r.prompt], r.params, [r.seed])[0] for r in requests]
         dataset.put_batch(requests, answered)
 
 
@@ -120,7 +120,7 @@ def test_an_episode_that_fails_leaves_no_turns(chat_tokenizer, parquet):
         engine = ScriptedEngine(chat_tokenizer, lambda prompt: "yes")
         dataset.put_batch(
             requests,
-            engine.generate([r.prompt.token_ids for r in requests], SamplingParams(8), [0] * 6),
+            engine.generate([r.prompt for r in requests], SamplingParams(8), [0] * 6),
         )
     assert sorted(notified) == [(str(i), None if i % 2 else 1.0, 1) for i in range(6)]
     assert sorted(turn.prompt.row["n"] for turn in dataset.take(6)) == [0, 2, 4]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from openppo.media import TokenIds
 from openppo.rollout import driver
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.sample_request import SampleRequest
@@ -47,7 +48,7 @@ async def turns(made: EngineDriver, n: int, pause: float = 0.0) -> int:
     """Ask so many times; how many tokens were sampled."""
     n_tokens = 0
     for i in range(n):
-        n_tokens += len((await made.generate([5, i], PARAMS, i)).token_ids)
+        n_tokens += len((await made.generate(TokenIds([5, i]), PARAMS, i)).token_ids)
         await asyncio.sleep(pause)
     return n_tokens
 
@@ -63,7 +64,7 @@ def test_completions_of_one_step_are_spread_over_passes_of_the_loop(make_driver)
                 await asyncio.sleep(0)
 
         async def ask(i: int) -> None:
-            await made.generate([5, i], PARAMS, i)
+            await made.generate(TokenIds([5, i]), PARAMS, i)
             ended.append(passes[0])
 
         counter = asyncio.ensure_future(count())
@@ -91,7 +92,7 @@ def test_the_loop_ticks_every_100_ms_during_a_long_step(make_driver):
                 ticks[0] += 1
 
         ticking = asyncio.ensure_future(tick())
-        await made.generate([5], SamplingParams(1), 0)
+        await made.generate(TokenIds([5]), SamplingParams(1), 0)
         ticking.cancel()
 
     made = make_driver("yes", compute)
@@ -116,10 +117,10 @@ def test_code_that_blocks_the_loop_is_no_progress(make_driver):
             late.append(shown[0])
 
     async def block() -> None:
-        await made.generate([5], PARAMS, 0)
+        await made.generate(TokenIds([5]), PARAMS, 0)
         blocked.set()
         over.wait(60)
-        await made.generate([5], PARAMS, 1)
+        await made.generate(TokenIds([5]), PARAMS, 1)
 
     during: list[int] = []
     late: list[int] = []
@@ -163,8 +164,8 @@ def test_a_cancelled_request_frees_its_row_within_a_step(make_driver):
             freed_at.append(made.steps)
 
     async def work() -> int:
-        long = asyncio.ensure_future(made.generate([5], PARAMS, 0))
-        other = asyncio.ensure_future(made.generate([6], PARAMS, 1))
+        long = asyncio.ensure_future(made.generate(TokenIds([5]), PARAMS, 0))
+        other = asyncio.ensure_future(made.generate(TokenIds([6]), PARAMS, 1))
         while made.steps < 3:
             await asyncio.sleep(0)
         cancelled_at.append(made.steps)
@@ -185,7 +186,7 @@ def test_what_the_work_leaves_behind_is_cancelled(make_driver):
 
     async def endless() -> None:
         while True:
-            await made.generate([5], PARAMS, 0)
+            await made.generate(TokenIds([5]), PARAMS, 0)
 
     async def work() -> str:
         left.append(asyncio.ensure_future(endless()))
@@ -239,7 +240,7 @@ def test_a_refused_prompt_fails_its_request_alone(make_driver):
     made.engine.submit = refuse
 
     async def work() -> list[Any]:
-        asked = (made.generate(ids, PARAMS, 0) for ids in ([], [5]))
+        asked = (made.generate(TokenIds(ids), PARAMS, 0) for ids in ([], [5]))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     refused, answered = made.drive(work())

@@ -129,10 +129,10 @@ class Stalling(ScriptedEngine):
     def busy(self):
         return bool(self.running or self.held)
 
-    def submit(self, prompt_ids, *arguments, **options):
-        number = super().submit(prompt_ids, *arguments, **options)
+    def submit(self, prompt, *arguments, **options):
+        number = super().submit(prompt, *arguments, **options)
         task, what = (
-            self.tokenizer.decode(prompt_ids)
+            self.tokenizer.decode(prompt.token_ids)
             .split("<|im_start|>user\n")[-1]
             .split("<|im_end|>")[0]
             .split()
@@ -199,11 +199,11 @@ def test_every_episode_ends_once_whatever_its_agent_does(
     sampler = make_sampler(agent, lambda prompt: "yes", engine=Stalling, **options)
     engine = sampler.parts.engine
 
-    async def generate(prompt_ids, *rest, original=sampler.driver.generate):
+    async def generate(prompt, *rest, original=sampler.driver.generate):
         try:
-            return await original(prompt_ids, *rest)
+            return await original(prompt, *rest)
         except asyncio.CancelledError:
-            engine.given_up[tuple(prompt_ids)] = engine.n_steps
+            engine.given_up[tuple(prompt.token_ids)] = engine.n_steps
             raise
 
     sampler.driver.generate = generate

@@ -22,7 +22,7 @@ from openppo.config.agents import AgentConfig
 from openppo.datasets.message_parts import media_key, media_part, media_parts
 from openppo.datasets.vision import Vision
 from openppo.experience.replay_buffer import collate
-from openppo.media import distinct_ids
+from openppo.media import TokenIds, Tokens, distinct_ids
 from openppo.models.media_inputs import media_inputs
 from openppo.models.sampled_ids import SampledIds
 from openppo.rollout.hf_engine import HFEngine
@@ -74,9 +74,9 @@ def sends(url: str, text: str = "see") -> list[dict[str, Any]]:
 class SeeingEngine(ScriptedEngine):
     """Remembers the images of each request."""
 
-    def submit(self, *given: Any, media: Any = (), **more: Any) -> int:
-        self.seen = [*getattr(self, "seen", ()), media]
-        return super().submit(*given, **more)
+    def submit(self, prompt: Tokens, *arguments: Any, **options: Any) -> int:
+        self.seen = [*getattr(self, "seen", ()), prompt.media]
+        return super().submit(prompt, *arguments, **options)
 
 
 @pytest.fixture(params=["parts", "texts"])
@@ -472,4 +472,4 @@ def test_a_key_stands_for_an_item_in_any_clients_form():
     assert (media_key(part), list(media_parts([{"content": [part]}]))) == (17, [part])
     assert media_key({"type": "image_url", "image_url": {"url": "https://a.b"}}) is None
     assert media_key({"type": "image", "image": RED}) is None
-    assert distinct_ids([1, 2], ()) == [1, 2]
+    assert distinct_ids(TokenIds([1, 2])) == [1, 2]

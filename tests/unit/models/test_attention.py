@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaForCausalLM
 
+from openppo.media import TokenIds
 from openppo.models import attention, causal_blocks
 from openppo.models.actor import Actor
 from openppo.models.attention import (
@@ -193,7 +194,7 @@ def run_actor(model):
 def run_engine(model):
     """Prompts alike, which need no mask, and prompts of different lengths."""
     drawn = [
-        HFEngine(model, [], 0, 4).generate(p, SamplingParams(3), [1, 2])
+        HFEngine(model, [], 0, 4).generate([TokenIds(ids) for ids in p], SamplingParams(3), [1, 2])
         for p in ([[5, 9]] * 2, [[5, 9], [7]])
     ]
     return torch.tensor(

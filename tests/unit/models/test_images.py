@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from openppo.media import MediaItem, distinct_ids
+from openppo.media import MediaItem, TokenIds, distinct_ids
 from openppo.models import Actor, attention
 from openppo.models.attention import BY_LENGTHS, ON_CPU, use_fast_attention
 from openppo.models.loading import freeze_vision
@@ -71,7 +71,8 @@ def test_engine_actor_and_transformers_agree(family, model):
     engine = HFEngine(model, [], 0, 3)  # the fourth enters while others are decoded
     engine.sampled_ids = SAMPLED
     with engine.with_weights(WholeWeights(model)):
-        sampled = engine.generate(prompts, SamplingParams(7), [1, 2, 3, 4], media)
+        requests = [TokenIds(*prompt) for prompt in zip(prompts, media, strict=True)]
+        sampled = engine.generate(requests, SamplingParams(7), [1, 2, 3, 4])
     rows = [
         prompt + completion.token_ids for prompt, completion in zip(prompts, sampled, strict=True)
     ]
@@ -95,7 +96,7 @@ def test_turns_that_continue_a_conversation_with_images_read_only_what_is_new(fa
 
     def finish(engine, prompts, media, resume, seeds):
         numbers = [
-            engine.submit(prompt, SamplingParams(4), seed, True, handle, of)
+            engine.submit(TokenIds(prompt, of), SamplingParams(4), seed, True, handle)
             for prompt, of, handle, seed in zip(prompts, media, resume, seeds, strict=True)
         ]
         while engine.busy:
@@ -188,12 +189,13 @@ def test_a_prompt_with_images_is_computed_once_for_a_group(family, model, name, 
 def test_rows_with_equal_ids_and_other_images_begin_differently():
     one, other = (MediaItem({}, IMAGE, 2, key) for key in (1, 2))
     ids = [5, IMAGE, IMAGE, 6, IMAGE, IMAGE]
-    assert distinct_ids(ids, (one, other)) == [5, -2, -2, 6, -3, -3]
-    rows = [distinct_ids(ids * 5, (one, other) * 5), distinct_ids(ids * 5, (other, one) * 5)]
+    assert distinct_ids(TokenIds(ids, (one, other))) == [5, -2, -2, 6, -3, -3]
+    orders = (one, other), (other, one)
+    rows = [distinct_ids(TokenIds(ids * 5, order * 5)) for order in orders]
     assert len(prefix_tree(rows, 30).tokens) == 60
-    assert distinct_ids([5, IMAGE]) == [5, IMAGE]
+    assert distinct_ids(TokenIds([5, IMAGE])) == [5, IMAGE]
     film = MediaItem({}, VIDEO, 2, 3, "video")
-    assert distinct_ids([VIDEO, IMAGE, IMAGE, VIDEO], (film, one)) == [-4, -2, -2, -4]
+    assert distinct_ids(TokenIds([VIDEO, IMAGE, IMAGE, VIDEO], (film, one))) == [-4, -2, -2, -4]
 
 
 def test_a_batch_without_images_runs_the_tower_for_a_stand_in(family, model):
@@ -227,12 +229,13 @@ def test_a_batch_that_lacks_a_kind_gets_the_row_that_has_all():
 
 def test_a_forward_over_the_end_of_a_prompt_cuts_no_image():
     one, other = MediaItem({}, IMAGE, 2, 1), MediaItem({}, IMAGE, 2, 2)
-    prompt = distinct_ids([5, IMAGE, IMAGE, 6, IMAGE, IMAGE, 7, 8], (one, other))  # 8 tokens
-    media, model = [(one, other)], FAMILIES["llava"]()
-    widths = {width: whole_images(model, [prompt], media, width) for width in range(1, 9)}
+    prompt = TokenIds([5, IMAGE, IMAGE, 6, IMAGE, IMAGE, 7, 8], (one, other))  # 8 tokens
+    prompt = TokenIds(distinct_ids(prompt), prompt.media)
+    model = FAMILIES["llava"]()
+    widths = {width: whole_images(model, [prompt], width) for width in range(1, 9)}
     assert widths == {1: 1, 2: 2, 3: 4, 4: 4, 5: 5, 6: 7, 7: 7, 8: 8}
     both_ways = FAMILIES["gemma3"]()
-    assert [whole_images(both_ways, [prompt], media, width) for width in (2, 3, 5)] == [2, 8, 8]
+    assert [whole_images(both_ways, [prompt], width) for width in (2, 3, 5)] == [2, 8, 8]
 
 
 @pytest.mark.parametrize(("tower", "connector"), [(True, False), (True, True), (False, False)])

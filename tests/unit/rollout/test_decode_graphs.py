@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+from openppo.media import TokenIds
 from openppo.rollout import decode_graphs, row_cache
 from openppo.rollout.decode_graphs import CannotRecordError, check_layers, choose_recorder
 from openppo.rollout.hf_engine import HFEngine
@@ -43,7 +44,7 @@ def engine(model, recorder, rows=8, eos=EOS_IDS):
 
 def generate(model, prompts, recorder, rows=8):
     return engine(model, recorder, rows).generate(
-        prompts, PARAMS, [100 + i for i in range(len(prompts))]
+        [TokenIds(ids) for ids in prompts], PARAMS, [100 + i for i in range(len(prompts))]
     )
 
 
@@ -67,10 +68,10 @@ def test_a_longer_request_that_comes_later_gets_graphs_of_its_larger_buffers(mod
     recorder = RunsAgain()
     results = []
     for mine in (engine(models["llama"], recorder, eos=[]), engine(models["llama"], None, eos=[])):
-        numbers = [mine.submit([3, 4], SamplingParams(40), 1)]
+        numbers = [mine.submit(TokenIds([3, 4]), SamplingParams(40), 1)]
         for _ in range(3):
             mine.step()
-        numbers.append(mine.submit(list(range(1, 20)), SamplingParams(200), 2))
+        numbers.append(mine.submit(TokenIds(list(range(1, 20))), SamplingParams(200), 2))
         done: dict[int, Completion] = {}
         while mine.busy:
             mine.step()
@@ -87,13 +88,15 @@ def test_turns_that_resume_are_decoded_with_the_graphs_of_before(models, monkeyp
     mine = engine(models["llama"], recorder, eos=[])
     ids, handle = [3, 4, 5], None
     for turn in range(3):
-        number, done = mine.submit(ids, SamplingParams(6), turn, True, handle), {}
+        number, done = mine.submit(TokenIds(ids), SamplingParams(6), turn, True, handle), {}
         while mine.busy:
             mine.step()
             done |= mine.collect()
         assert_same(
             [done[number]],
-            engine(models["llama"], None, eos=[]).generate([ids], SamplingParams(6), [turn]),
+            engine(models["llama"], None, eos=[]).generate(
+                [TokenIds(ids)], SamplingParams(6), [turn]
+            ),
         )
         ids, handle = [*ids, *done[number].token_ids, 7], done[number].parked
     assert recorder.n_recorded == 1 and recorder.n_replayed >= 14
@@ -110,9 +113,11 @@ def test_three_rollouts_record_once_while_weights_stay_where_they_are(models, pr
         mine.version = version
         seeds = range(100 * version, 100 * version + len(prompts))
         with mine.with_weights(WHOLE):
-            found = mine.generate(prompts, PARAMS, seeds)
+            found = mine.generate([TokenIds(ids) for ids in prompts], PARAMS, seeds)
         counts.append(recorder.n_recorded)
-        expected = engine(model, None, eos=[]).generate(prompts, PARAMS, seeds)
+        expected = engine(model, None, eos=[]).generate(
+            [TokenIds(ids) for ids in prompts], PARAMS, seeds
+        )
         assert {v for each in found for v in each.versions} == {version}
         assert_same(found, expected)
     assert counts == [1] * 3
@@ -125,7 +130,7 @@ def test_recorded_steps_are_dropped_where_they_cannot_stay(models, prompts, why,
     if why == "memory is short":
         monkeypatch.setattr(row_cache, "free_memory", lambda device: 1000)
     with mine.with_weights(WHOLE):
-        number = mine.submit([3, 4], SamplingParams(9), 1)
+        number = mine.submit(TokenIds([3, 4]), SamplingParams(9), 1)
         for _ in range(3):
             mine.step()
         if why == "moved while it samples":
@@ -143,7 +148,8 @@ def test_recorded_steps_are_dropped_where_they_cannot_stay(models, prompts, why,
             done |= mine.collect()
     assert recorder.n_recorded == 2
     assert_same(
-        [done[number]], engine(model, None, eos=[]).generate([[3, 4]], SamplingParams(9), [1])
+        [done[number]],
+        engine(model, None, eos=[]).generate([TokenIds([3, 4])], SamplingParams(9), [1]),
     )
 
 
@@ -155,8 +161,10 @@ def test_steps_that_cannot_be_recorded_are_launched(models, prompts, caplog, mon
 
     mine = HFEngine(models["llama"], EOS_IDS, 0, 8, new_recorder=lambda: refuse)
     assert_same(
-        mine.generate(prompts, PARAMS, range(5)),
-        engine(models["llama"], None).generate(prompts, PARAMS, range(5)),
+        mine.generate([TokenIds(ids) for ids in prompts], PARAMS, range(5)),
+        engine(models["llama"], None).generate(
+            [TokenIds(ids) for ids in prompts], PARAMS, range(5)
+        ),
     )
     assert caplog.text.count("launched one by one") == 1
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from openppo.media import TokenIds
 from openppo.rollout.device_rows import Sampled
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import SamplingParams
@@ -77,7 +78,7 @@ def test_a_decode_step_copies_one_packed_tensor(models, kinds, recorder, read):
     model = copy.deepcopy(models["llama"])
     engine = HFEngine(model, [], 0, 8, new_recorder=recorder)
     for seed in range(6):
-        engine.submit([3, 4 + seed], KINDS[kinds][seed % len(KINDS[kinds])], seed)
+        engine.submit(TokenIds([3, 4 + seed]), KINDS[kinds][seed % len(KINDS[kinds])], seed)
     for _ in range(3):
         engine.step()
     read.clear()
@@ -105,7 +106,7 @@ def test_the_next_forward_is_launched_before_the_last_is_read(models, late, monk
         Sampled, "record", lambda self, *to: events.append("read") or original(self, *to)
     )
     hook = models["llama"].register_forward_pre_hook(lambda *_: events.append("forward"))
-    HFEngine(models["llama"], [], 0, 8).generate([[3, 4]], SamplingParams(4), [0])
+    HFEngine(models["llama"], [], 0, 8).generate([TokenIds([3, 4])], SamplingParams(4), [0])
     hook.remove()
     at_once = ["forward", "read"] * 4
     assert events == (["forward", *["forward", "read"] * 4] if late else at_once)
@@ -118,7 +119,7 @@ def test_a_row_that_has_ended_is_free_within_two_steps(models, prompts):
     params = [SamplingParams(3 + i, 1.3) for i in range(len(prompts))]
     engine = HFEngine(model, [], 0, 8)
     numbers = [
-        engine.submit(prompt, its, i)
+        engine.submit(TokenIds(prompt), its, i)
         for i, (prompt, its) in enumerate(zip(prompts, params, strict=True))
     ]
     done = {}
@@ -131,7 +132,7 @@ def test_a_row_that_has_ended_is_free_within_two_steps(models, prompts):
         assert sum(its.max_new_tokens >= step for its in params) <= n_rows
         assert n_rows <= sum(its.max_new_tokens + 1 >= step for its in params)
     alone = [
-        HFEngine(model, [], 0, 8).generate([p], its, [i])[0]
+        HFEngine(model, [], 0, 8).generate([TokenIds(p)], its, [i])[0]
         for i, (p, its) in enumerate(zip(prompts, params, strict=True))
     ]
     assert_same([done[number] for number in numbers], alone)
@@ -141,7 +142,7 @@ def test_a_row_that_has_ended_is_free_within_two_steps(models, prompts):
 def test_a_request_cancelled_under_way_is_free_at_once(models):
     """The token that was under way is dropped, and no other changes."""
     model, engine = models["llama"], HFEngine(models["llama"], [], 0, 2)
-    numbers = [engine.submit([3, 4 + i], LONG, i) for i in range(3)]
+    numbers = [engine.submit(TokenIds([3, 4 + i]), LONG, i) for i in range(3)]
     for _ in range(4):
         engine.step()
     engine.cancel(numbers[0])
@@ -154,5 +155,7 @@ def test_a_request_cancelled_under_way_is_free_at_once(models):
         engine.step()
         done |= engine.collect()
     assert done.keys() == {*numbers[1:]}
-    alone = [HFEngine(model, [], 0, 2).generate([[3, 4 + i]], LONG, [i])[0] for i in (1, 2)]
+    alone = [
+        HFEngine(model, [], 0, 2).generate([TokenIds([3, 4 + i])], LONG, [i])[0] for i in (1, 2)
+    ]
     assert_same([done[number] for number in numbers[1:]], alone)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from openppo.media import TokenIds
 from openppo.models.size import cache_elements, check_cache
 from openppo.rollout import hf_engine, row_cache
 from openppo.rollout.hf_engine import HFEngine
@@ -35,7 +36,9 @@ def engine_of(model, eos=EOS_IDS, pad=0, batch=8):
 
 def sampled(engine, prompts, params=SAMPLED):
     """Completions, each with a seed of its own."""
-    return engine.generate(prompts, params, range(100, 100 + len(prompts)))
+    return engine.generate(
+        [TokenIds(ids) for ids in prompts], params, range(100, 100 + len(prompts))
+    )
 
 
 @contextmanager
@@ -184,12 +187,13 @@ def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(
         engine, numbers, done = engine_of(model, batch=batch), [], {}
         engine.decode = lambda ids: "".join(chr(ord("a") + i) for i in ids)
         alone = alone or [
-            engine.generate([prompt], params, [seed])[0] for prompt, params, seed in requests
+            engine.generate([TokenIds(prompt)], params, [seed])[0]
+            for prompt, params, seed in requests
         ]
         while engine.busy or len(numbers) < len(requests):
             numbers += [
-                engine.submit(*request)
-                for request in requests[len(numbers) : len(numbers) + at_once]
+                engine.submit(TokenIds(prompt), params, seed)
+                for prompt, params, seed in requests[len(numbers) : len(numbers) + at_once]
             ]
             assert engine.busy
             engine.step()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from openppo.media import TokenIds
 from openppo.models import attention
 from openppo.models.attention import BY_LENGTHS
 from openppo.rollout import row_cache
@@ -53,7 +54,7 @@ def generate(model, prompts, rows=8, recorder=None):
     engine = HFEngine(
         model, EOS_IDS, 0, rows, new_recorder=None if recorder is None else lambda: recorder
     )
-    return engine.generate(prompts, PARAMS, range(len(prompts)))
+    return engine.generate([TokenIds(ids) for ids in prompts], PARAMS, range(len(prompts)))
 
 
 @pytest.mark.usefixtures("late")
@@ -82,7 +83,7 @@ def test_turns_resume_what_was_kept_by_lengths(calls):
     for engine in engines:
         ids, handle, turns = [3, 4, 5], None, []
         for turn in range(3):
-            number, done = engine.submit(ids, PARAMS, turn, True, handle), {}
+            number, done = engine.submit(TokenIds(ids), PARAMS, turn, True, handle), {}
             while engine.busy:
                 engine.step()
                 done |= engine.collect()

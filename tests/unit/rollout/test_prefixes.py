@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from openppo.media import TokenIds
 from openppo.rollout import prefixes, row_cache
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import Completion, SamplingParams
@@ -50,13 +51,14 @@ def finish(engine: Any, numbers: list[int]) -> list[Completion]:
 
 def whole(model: Any, prompt: list[int], seed: int, params: SamplingParams = PARAMS) -> Completion:
     """What an engine that reads all of a prompt samples."""
-    return HFEngine(model, EOS_IDS, 0, 8).generate([prompt], params, [seed])[0]
+    return HFEngine(model, EOS_IDS, 0, 8).generate([TokenIds(prompt)], params, [seed])[0]
 
 
 def park(engine: Any, prompts: list[list[int]], first_seed: int = 0) -> list[tuple[list[int], int]]:
     """The tokens of each prompt and its response, and the handle of both."""
     numbers = [
-        engine.submit(prompt, PARAMS, first_seed + i, park=True) for i, prompt in enumerate(prompts)
+        engine.submit(TokenIds(prompt), PARAMS, first_seed + i, park=True)
+        for i, prompt in enumerate(prompts)
     ]
     made = []
     for prompt, completion in zip(prompts, finish(engine, numbers), strict=True):
@@ -81,12 +83,12 @@ def test_turns_that_resume_equal_those_that_read_all(model, prompts, slack, monk
             seeds = [100 * turn + i for i in range(len(asked) + len(fresh))]
             read, reused = engine.read_tokens, engine.reused_tokens
             numbers = [
-                engine.submit(ids, PARAMS, seeds[i], True, handle)
+                engine.submit(TokenIds(ids), PARAMS, seeds[i], True, handle)
                 for i, (ids, handle) in enumerate(asked)
             ]
             engine.step()
             numbers += [
-                engine.submit(ids, PARAMS, seeds[len(asked) + i], True)
+                engine.submit(TokenIds(ids), PARAMS, seeds[len(asked) + i], True)
                 for i, ids in enumerate(fresh)
             ]
             completions = finish(engine, numbers)
@@ -107,8 +109,8 @@ def test_a_forward_reads_only_new_tokens(models):
     (first, a), (second, b) = park(engine, [[3, 4, 5, 6, 7, 8], [9, 10]])
     with shapes_of_forwards(model) as shapes:
         numbers = [
-            engine.submit([*first, 3, 4], PARAMS, 5, continue_from=a),
-            engine.submit([*second, 7], PARAMS, 6, continue_from=b),
+            engine.submit(TokenIds([*first, 3, 4]), PARAMS, 5, continue_from=a),
+            engine.submit(TokenIds([*second, 7]), PARAMS, 6, continue_from=b),
         ]
         finish(engine, numbers)
     assert shapes == [(2, 3), *[(2, 1)] * 4], "the last sampled token has no keys yet"
@@ -121,10 +123,13 @@ def test_branches_of_one_handle_are_independent(models):
     branches = [[*ids, 7], [*ids, 8, 9, 10], [*ids, 7, 11]]
     at_once = finish(
         engine,
-        [engine.submit(branch, PARAMS, i, True, handle) for i, branch in enumerate(branches)],
+        [
+            engine.submit(TokenIds(branch), PARAMS, i, True, handle)
+            for i, branch in enumerate(branches)
+        ],
     )
     later = [
-        finish(engine, [engine.submit(branch, PARAMS, i, True, handle)])
+        finish(engine, [engine.submit(TokenIds(branch), PARAMS, i, True, handle)])
         for i, branch in enumerate(branches)
     ]
     expected = [whole(model, branch, i) for i, branch in enumerate(branches)]
@@ -141,7 +146,7 @@ def test_a_handle_that_does_not_match_is_a_miss(models, prompt, known):
     engine = HFEngine(models["llama"], EOS_IDS, 0, 8)
     [(_, handle)] = park(engine, [[3, 4, 5, 6]])
     completion = finish(
-        engine, [engine.submit(prompt, PARAMS, 3, continue_from=handle if known else 99)]
+        engine, [engine.submit(TokenIds(prompt), PARAMS, 3, continue_from=handle if known else 99)]
     )
     assert_same(completion, [whole(models["llama"], prompt, 3)])
     assert engine.reused_tokens == 0
@@ -151,9 +156,12 @@ def test_a_handle_that_does_not_match_is_a_miss(models, prompt, known):
 def test_a_prompt_of_the_kept_tokens_alone_reads_its_last(models):
     engine = HFEngine(models["llama"], [], 0, 8)
     [(ids, handle)] = park(engine, [[3, 4, 5, 6]])
-    completion = finish(engine, [engine.submit(ids[:-1], PARAMS, 3, continue_from=handle)])
+    completion = finish(
+        engine, [engine.submit(TokenIds(ids[:-1]), PARAMS, 3, continue_from=handle)]
+    )
     assert_same(
-        completion, [HFEngine(models["llama"], [], 0, 8).generate([ids[:-1]], PARAMS, [3])[0]]
+        completion,
+        [HFEngine(models["llama"], [], 0, 8).generate([TokenIds(ids[:-1])], PARAMS, [3])[0]],
     )
     assert engine.reused_tokens == len(ids) - 2
 
@@ -166,9 +174,12 @@ def test_the_least_recently_used_are_evicted_where_memory_is_full(models, monkey
 
     def reused(ids: list[int], handle: int) -> bool:
         before = engine.reused_tokens
-        completion = finish(engine, [engine.submit([*ids, 5], PARAMS, 9, continue_from=handle)])
+        completion = finish(
+            engine, [engine.submit(TokenIds([*ids, 5]), PARAMS, 9, continue_from=handle)]
+        )
         assert_same(
-            completion, [HFEngine(models["llama"], [], 0, 8).generate([[*ids, 5]], PARAMS, [9])[0]]
+            completion,
+            [HFEngine(models["llama"], [], 0, 8).generate([TokenIds([*ids, 5])], PARAMS, [9])[0]],
         )
         return engine.reused_tokens > before
 
@@ -185,13 +196,18 @@ def test_a_conversation_is_kept_once_however_many_turns_it_has(models, monkeypat
     handles = park(engine, [[3, 4, 5]])
     for turn in range(5):
         ids = [*handles[-1][0], 7]
-        [completion] = finish(engine, [engine.submit(ids, PARAMS, turn, True, handles[-1][1])])
+        [completion] = finish(
+            engine, [engine.submit(TokenIds(ids), PARAMS, turn, True, handles[-1][1])]
+        )
         handles.append((ids + completion.token_ids, completion.parked))
     assert len(handles[-1][0]) == 38
     before = engine.reused_tokens
     finish(
         engine,
-        [engine.submit([*ids, 9], PARAMS, 1, continue_from=handle) for ids, handle in handles],
+        [
+            engine.submit(TokenIds([*ids, 9]), PARAMS, 1, continue_from=handle)
+            for ids, handle in handles
+        ],
     )
     assert engine.reused_tokens - before == sum(len(ids) - 1 for ids, _ in handles)
 
@@ -206,13 +222,15 @@ def test_keys_of_old_weights_are_never_resumed(models, how):
             parameter.mul_(1.1)
 
     def ask(ids: list[int], handle: int | None) -> Completion:
-        return finish(engine, [engine.submit([*ids, 9], PARAMS, 7, continue_from=handle)])[0]
+        return finish(
+            engine, [engine.submit(TokenIds([*ids, 9]), PARAMS, 7, continue_from=handle)]
+        )[0]
 
     with engine.with_weights(WHOLE):
         [(ids, handle)] = park(engine, [[3, 4, 5, 6, 7]])
         before = ask(ids, handle)
         if how == "while a row is decoded":
-            number = engine.submit([3, 4, 5, 6, 7], PARAMS, 0, park=True)
+            number = engine.submit(TokenIds([3, 4, 5, 6, 7]), PARAMS, 0, park=True)
             engine.step()
         if how != "with_weights again":
             model.load_state_dict(others.state_dict())
@@ -225,7 +243,7 @@ def test_keys_of_old_weights_are_never_resumed(models, how):
         model.load_state_dict(others.state_dict())
         with engine.with_weights(WHOLE):
             after = ask(ids, handle)
-    expected = HFEngine(model, [], 0, 8).generate([[*ids, 9]], PARAMS, [7])
+    expected = HFEngine(model, [], 0, 8).generate([TokenIds([*ids, 9])], PARAMS, [7])
     assert_same([after], expected)
     assert after.log_probs != pytest.approx(before.log_probs, abs=1e-3), (
         "else stale keys would pass"
@@ -234,7 +252,7 @@ def test_keys_of_old_weights_are_never_resumed(models, how):
 
 def test_a_cancelled_request_frees_its_row_and_changes_no_other(models, prompts):
     model, engine = models["mistral"], HFEngine(models["mistral"], [], 0, 3)
-    numbers = [engine.submit(prompt, PARAMS, i) for i, prompt in enumerate(prompts)]
+    numbers = [engine.submit(TokenIds(prompt), PARAMS, i) for i, prompt in enumerate(prompts)]
     engine.step()
     engine.step()
     engine.cancel(numbers[1])  # is decoded
@@ -248,18 +266,21 @@ def test_a_cancelled_request_frees_its_row_and_changes_no_other(models, prompts)
         engine.step()
         done |= engine.collect()
     assert done.keys() == {numbers[0], numbers[2], numbers[3]}
-    alone = [HFEngine(model, [], 0, 3).generate([prompts[i]], PARAMS, [i])[0] for i in (0, 2, 3)]
+    alone = [
+        HFEngine(model, [], 0, 3).generate([TokenIds(prompts[i])], PARAMS, [i])[0]
+        for i in (0, 2, 3)
+    ]
     assert_same([done[numbers[i]] for i in (0, 2, 3)], alone)
 
 
 def test_a_row_is_free_within_a_step_when_all_are_cancelled(models):
     engine = HFEngine(models["llama"], [], 0, 2)
-    numbers = [engine.submit([3, 4 + i], PARAMS, i) for i in range(3)]
+    numbers = [engine.submit(TokenIds([3, 4 + i]), PARAMS, i) for i in range(3)]
     engine.step()
     for number in numbers:
         engine.cancel(number)
     assert not engine.busy
     assert_same(
-        engine.generate([[7, 8]], PARAMS, [1]),
-        [HFEngine(models["llama"], [], 0, 2).generate([[7, 8]], PARAMS, [1])[0]],
+        engine.generate([TokenIds([7, 8])], PARAMS, [1]),
+        [HFEngine(models["llama"], [], 0, 2).generate([TokenIds([7, 8])], PARAMS, [1])[0]],
     )

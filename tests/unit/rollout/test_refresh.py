@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from openppo.media import TokenIds
 from openppo.models.log_probs import log_probs_from_logits
 from openppo.rollout.driver import EngineDriver
 from openppo.rollout.hf_engine import HFEngine
@@ -65,7 +66,9 @@ def test_requests_under_way_continue_with_the_new_weights(model, prompts, way):
             engine.step()
             done.update(engine.collect())
 
-    numbers = [engine.submit(prompt, LONG, i, park=True) for i, prompt in enumerate(prompts)]
+    numbers = [
+        engine.submit(TokenIds(prompt), LONG, i, park=True) for i, prompt in enumerate(prompts)
+    ]
     for version in range(3):
         train(model, version)
         engine.version = version
@@ -85,13 +88,14 @@ def test_requests_under_way_continue_with_the_new_weights(model, prompts, way):
 def test_nothing_kept_survives_new_weights(model, prompts):
     engine = HFEngine(model, EOS_IDS, 0, 8)
     first = finish(
-        engine, [engine.submit(prompt, PARAMS, i, park=True) for i, prompt in enumerate(prompts)]
+        engine,
+        [engine.submit(TokenIds(prompt), PARAMS, i, park=True) for i, prompt in enumerate(prompts)],
     )
     longer = [[*prompt, *each.token_ids, 3] for prompt, each in zip(prompts, first, strict=True)]
     train(model, 1)
     engine.version = 1
     again = [
-        engine.submit(p, PARAMS, 9, continue_from=e.parked)
+        engine.submit(TokenIds(p), PARAMS, 9, continue_from=e.parked)
         for p, e in zip(longer, first, strict=True)
     ]
     assert_same(finish(engine, again), [whole(model, prompt, 9) for prompt in longer])
@@ -114,7 +118,7 @@ async def until(driver: EngineDriver, n_steps: int) -> None:
 
 def ask(driver: EngineDriver, prompts: list[list[int]], params: SamplingParams = LONG) -> list[Any]:
     return [
-        asyncio.run_coroutine_threadsafe(driver.generate(prompt, params, i), driver.loop)
+        asyncio.run_coroutine_threadsafe(driver.generate(TokenIds(prompt), params, i), driver.loop)
         for i, prompt in enumerate(prompts)
     ]
 
@@ -138,7 +142,9 @@ def test_requests_outlive_the_work_as_leave_says(model, driver, prompts, leave):
     assert versions == {"drain": {0}, "continue": {0, 1}, "abort": {1}}[leave]
     if leave == "abort":
         engine = HFEngine(model, (), 0, 8)
-        assert_same(found, engine.generate(prompts, LONG, range(len(prompts))))
+        assert_same(
+            found, engine.generate([TokenIds(ids) for ids in prompts], LONG, range(len(prompts)))
+        )
     assert_versions_explain_log_probs(model, list(zip(prompts, found, strict=True)), LONG)
 
 
@@ -148,14 +154,14 @@ def test_requests_of_one_hold_are_sampled_as_one_batch(model, driver, prompts):
     async def work() -> list[Completion]:
         with driver.hold():
             asked = [
-                asyncio.ensure_future(driver.generate(p, LONG, i, park=False))
+                asyncio.ensure_future(driver.generate(TokenIds(p), LONG, i, park=False))
                 for i, p in enumerate(prompts)
             ]
             await asyncio.sleep(0)
         return await asyncio.gather(*asked)
 
     assert driver.drive(work()) == HFEngine(model, EOS_IDS, 0, 8).generate(
-        prompts, LONG, range(len(prompts))
+        [TokenIds(ids) for ids in prompts], LONG, range(len(prompts))
     )
 
 
@@ -176,7 +182,9 @@ def test_sessions_keep_their_history_over_syncs(model, driver, leave, n_sessions
         while going.on:
             ids, parked = [rng.randrange(3, 20) for _ in range(rng.randint(2, 6))], None
             for turn in range(3):
-                completion = await driver.generate(ids, params, rng.randrange(2**31), parked)
+                completion = await driver.generate(
+                    TokenIds(ids), params, rng.randrange(2**31), parked
+                )
                 asked.append((ids, completion))
                 ids, parked = [*ids, *completion.token_ids, 3 + turn], completion.parked
 

@@ -27,10 +27,10 @@ class RecordingEngine:
     def generate(self, prompts, params, seeds):
         """One token for each prompt."""
         assert params == PARAMS
-        self.prompts += prompts
+        self.prompts += [prompt.token_ids for prompt in prompts]
         self.seeds += seeds
         return [
-            Completion([prompt[0]], [-0.5], [self.version], FinishReason.LENGTH)
+            Completion([prompt.token_ids[0]], [-0.5], [self.version], FinishReason.LENGTH)
             for prompt in prompts
         ]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from openppo.media import TokenIds
 from openppo.rollout import sampling
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.sampling import (
@@ -174,7 +175,7 @@ def text_of(ids):
 def sampled(model, prompts, params, eos=()):
     engine = HFEngine(model, eos, 0, 3)
     engine.decode = text_of
-    return engine.generate(prompts, params, range(50, 50 + len(prompts)))
+    return engine.generate([TokenIds(ids) for ids in prompts], params, range(50, 50 + len(prompts)))
 
 
 def cut_by_hand(ids, stop):
@@ -221,7 +222,7 @@ def test_nothing_ends_a_response_before_the_least_length(models):
     for seed in range(12):
         engine = HFEngine(model, ends[:3], 0, 1)
         engine.decode = text_of
-        [ours] = engine.generate([[3, 4]], params, [seed])
+        [ours] = engine.generate([TokenIds([3, 4])], params, [seed])
         uniforms, ids = request_uniforms(seed, 8).tolist(), []
         for uniform, log_prob in zip(uniforms, ours.log_probs, strict=False):
             with torch.no_grad():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from openppo.config import TrainPPOConfig, from_options
+from openppo.media import TokenIds
 from openppo.rollout import vllm_engine
 from openppo.types import SamplingParams
 
@@ -143,7 +144,9 @@ def sleeping(monkeypatch):
 
         def sample():
             with engine.with_weights(weights):
-                return engine.generate([[4]], SamplingParams(8, temperature=0.0), [0])[0].token_ids
+                return engine.generate([TokenIds([4])], SamplingParams(8, temperature=0.0), [0])[
+                    0
+                ].token_ids
 
         return engine, sample
 

@@ -137,7 +137,8 @@ class Engine:
 
     def generate(self, prompts, params, seeds):
         return [
-            self.answer(i, *row, params) for i, row in enumerate(zip(prompts, seeds, strict=True))
+            self.answer(i, prompt.token_ids, seed, params)
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
 
 

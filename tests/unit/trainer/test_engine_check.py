@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openppo.config import TrainPPOConfig, from_options
+from openppo.media import TokenIds
 from openppo.models.actor import Actor
 from openppo.models.attention import use_fast_attention
 from openppo.models.sampled_ids import ALL_IDS, SampledIds
@@ -123,7 +124,9 @@ def test_only_wrong_positions_are_more_than_rounding_in_bfloat16(name: str, scal
 def test_engine_and_actor_have_the_log_probs_of_transformers(name: str) -> None:
     model = tiny_model(name)
     actor, prompts = Actor(model).train(), [[3, 4, 5], [9, 12, 2, 6, 11, 13, 8, 1, 4, 30, 22]]
-    sampled = HFEngine(model.eval(), (), 0, 2).generate(prompts, SamplingParams(6), [1, 2])
+    sampled = HFEngine(model.eval(), (), 0, 2).generate(
+        [TokenIds(ids) for ids in prompts], SamplingParams(6), [1, 2]
+    )
     for prompt, completion in zip(prompts, sampled, strict=True):
         row = torch.tensor([prompt + completion.token_ids])
         logits = model.eval()(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DogeConfig, Llama4TextConfig, Lla
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.datasets import TokenExample
+from openppo.media import TokenIds
 from openppo.models.actor import Actor
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.comm import check_same
@@ -139,7 +140,9 @@ def test_up_to_there_a_row_is_sampled_as_alone(name, limit, beyond):
             parameter, std=0.3
         )  # Doge's own are 0, and then all tokens count alike
     prompts = [[3, 4, 5], [9, 12, 2, 6, 11, 13, 8, 1, 4, 30]]
-    sampled = HFEngine(model, (), 0, 2).generate(prompts, SamplingParams(6), [1, 2])
+    sampled = HFEngine(model, (), 0, 2).generate(
+        [TokenIds(ids) for ids in prompts], SamplingParams(6), [1, 2]
+    )
     row = torch.tensor([prompts[0] + sampled[0].token_ids])
     alone = Actor(model)(ModelInputs(row, torch.ones_like(row).bool()))[0, 3:]
     assert torch.allclose(alone, torch.tensor(sampled[0].log_probs), atol=1e-4) == (beyond == 0)
