@@ -17,6 +17,7 @@ from torch import Tensor
 from openppo.endings import Ending as Ending
 from openppo.endings import FinishReason as FinishReason
 from openppo.media import Media
+from openppo.media import TokenIds as TokenIds
 from openppo.model_inputs import ModelInputs as ModelInputs
 
 

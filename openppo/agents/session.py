@@ -24,8 +24,8 @@ T = TypeVar("T")
 Generate = Callable[..., Awaitable[Completion]]
 """``generate(prompt, params, seed, continue_from)`` samples one completion; cancelling the coroutine frees its row.
 
-``prompt`` are ``TokenIds``. ``continue_from`` is ``Completion.parked`` of an earlier request; then ``prompt`` begins with
-the tokens of that one's prompt and response.
+``prompt`` are ``TokenIds``. ``continue_from`` is ``Completion.parked`` of an earlier request; ``prompt`` then begins
+with the tokens of that one's prompt and response.
 """
 
 
