@@ -19,15 +19,8 @@ from openppo.endings import FinishReason as FinishReason
 from openppo.media import Media
 from openppo.media import TokenIds as TokenIds
 from openppo.model_inputs import ModelInputs as ModelInputs
-
-
-class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
-    """Raised when a signal stops the run; its argument is the signal's name, and unfinished work is dropped.
-
-    >>> raise Interrupted("SIGTERM")
-    Traceback (most recent call last):
-    openppo.types.Interrupted: SIGTERM
-    """
+from openppo.stopping import Interrupted as Interrupted
+from openppo.stopping import StopCheck as StopCheck
 
 
 @dataclass(frozen=True)
@@ -354,21 +347,6 @@ class SingleProcess:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
-
-
-class StopCheck:
-    """Poll for a signal during long work; this default never stops it.
-
-    >>> StopCheck().requested()
-    False
-    """
-
-    def requested(self) -> bool:
-        """True if a signal has reached this rank; it may not have reached the others."""
-        return False
-
-    def __call__(self) -> None:
-        """Raise ``Interrupted`` on all ranks if a signal has reached any of them. Collective."""
 
 
 class RolloutSource(Protocol):

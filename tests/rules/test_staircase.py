@@ -16,13 +16,14 @@ LEVEL_0 = {
     "lazy",
     "overrides",
     "process_groups",
+    "stopping",
     "processor_files",
     "weight_files",
 }
 STAIRCASE: dict[str, set[str]] = {
     **{name: set() for name in LEVEL_0},
     "model_inputs": {"media"},
-    "types": {"endings", "media", "model_inputs"},
+    "types": {"endings", "media", "model_inputs", "stopping"},
     **dict.fromkeys(("tracking", "models", "strategy", "datasets"), LEVEL_0),
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
