@@ -74,7 +74,7 @@ class Forwards:
         media = deal.media([t.media for t in trajectories])
         rows = []
         for tokens, row_media in zip(deal.out(own_rows), media, strict=True):
-            inputs = ModelInputs.of_ids(tokens[:1], self.pad_token_id).with_media([row_media])
+            inputs = ModelInputs.of_ids([tokens[0]], self.pad_token_id).with_media([row_media])
             rows.append(_Row(inputs, tokens[1:].bool()))
 
         lengths = [row.action_mask.shape[1] for row in rows]

@@ -190,6 +190,7 @@ class ProcessRewardModel(nn.Module):
 
         The model runs even if no place is true, as partitioned weights require.
         """
+        check_inputs(inputs, "(inputs, places), with inputs of ModelInputs")
         columns = places.any(0).nonzero()[:, 0]  # (K,)
         # Without attention mask for the reason given in Actor.forward.
         ids = pad_width(inputs, self.model).sequences

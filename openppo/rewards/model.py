@@ -27,7 +27,7 @@ from openppo.tracking import progress_bar
 from openppo.tracking.phase import timed
 from openppo.types import Comm, Prompt, Score, Trajectory
 
-Model = Callable[[Tensor, Tensor], Tensor]
+Model = Callable[[ModelInputs], Tensor]
 _CUT = "\ue000" * 3
 """Private-use characters, which no text holds and no template changes."""
 

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig, RowsConfig
@@ -18,7 +19,7 @@ from openppo.model_inputs import ModelInputs
 from openppo.models.batching import MicroBatchSize
 from openppo.models.equal_batches import equal_batches
 from openppo.models.pretrained import check_token_ids
-from openppo.rewards.model import Model, last_tokens
+from openppo.rewards.model import last_tokens
 from openppo.rewards.scoring import (
     check_number,
     refuse_images,
@@ -30,6 +31,8 @@ from openppo.tracking import progress_bar
 from openppo.tracking.phase import timed
 from openppo.types import Comm, Prompt, Score, Trajectory
 
+Model = Callable[[ModelInputs, Tensor], Tensor]
+"""Logits at places (B, L), as those of a ``ProcessRewardModel``."""
 Render = Callable[[Prompt, list[str]], tuple[list[int], list[int]]]
 """Token ids of a prompt and its steps, and the places of the steps' placeholders in them."""
 _AGGREGATES: dict[str, Any] = {

@@ -149,7 +149,7 @@ def _with_images(processor: Any, request: VLLMRequest) -> Any:
         ranges.append(PlaceholderRange(places[0], n_places, is_placeholder))
 
     return mm_input(
-        request.prompt_ids,
+        list(request.prompt.token_ids),
         MultiModalKwargsItems({"image": inputs}),
         {"image": keys},
         {"image": ranges},

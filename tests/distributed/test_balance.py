@@ -22,9 +22,9 @@ def trajectory(number):  # twelve: two of each group, groups 0 to 2 long, 3 to 5
                       Prompt("", ids[:3]), number // 2, scores=scores)
 
 def counted(model, widths):
-    def call(ids, mask, *more, **named):
-        widths.append([ids.shape[1], int(mask.sum())])
-        return model(ids, mask, *more, **named)
+    def call(inputs, *masks, **options):
+        widths.append([inputs.sequences.shape[1], int(inputs.attention_mask.sum())])
+        return model(inputs, *masks, **options)
     return call
 
 for worth in (dealing._WORTH_DEALING, math.inf):

@@ -151,7 +151,7 @@ def test_every_field_equals_a_loop_over_tokens(trajectories):
         assert not any(tensor.requires_grad for tensor in tensors.values())
         for name, expected in expected_fields(row).items():
             assert tensors[name][0].tolist() == pytest.approx(expected, abs=2 * TIGHT), name
-        assert (tensors["sequences"].tolist(), tensors["action_mask"].tolist()) == (
+        assert (experience.sequences.tolist(), tensors["action_mask"].tolist()) == (
             [row.token_ids],
             [row.action_mask],
         )
@@ -348,11 +348,11 @@ def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories):
 
 def fake_models(calls):
     return {
-        "actor": lambda ids, mask, actions, **_: (
+        "actor": lambda inputs, actions, **_: (
             calls.append("actor") or (actions * -2.0, actions * 1.0)
         ),
         "reference": None,
-        "critic": lambda ids, mask: mask * 1.0,
+        "critic": lambda inputs: inputs.attention_mask * 1.0,
     }
 
 

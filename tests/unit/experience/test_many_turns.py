@@ -117,9 +117,9 @@ def test_the_distance_of_the_engine_is_measured_for_each_staleness():
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-def by_token_id(ids, *_, scale):
+def by_token_id(inputs, *_, scale):
     """In place of a model: a number for each token, by its id alone."""
-    return torch.sin(scale * ids.float())
+    return torch.sin(scale * inputs.sequences.float())
 
 
 def made(name, trajectories, coef=0.1, **options):

@@ -238,10 +238,11 @@ def batch(trajectory):
 
 
 def test_fields_by_hand_though_pad_and_end_of_sequence_are_the_same_id(batch):
+    real = [[1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1] * 7]
+    ids = [[5, 2, 6, 7, 2, 2, 2], [2, 2, 2, 2, 2, 2, 2], [2, 8, 9, 3, 3, 2, 4]]
+    assert (batch.attention_mask.tolist(), batch.sequences.tolist()) == (real, ids)
     found = {name: tensor.tolist() for name, tensor in batch.tensors().items()}
     assert found == {
-        "sequences": [[5, 2, 6, 7, 2, 2, 2], [2, 2, 2, 2, 2, 2, 2], [2, 8, 9, 3, 3, 2, 4]],
-        "attention_mask": [[1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1] * 7],
         "action_mask": [[0, 0, 0, 1, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 1]],
         "rollout_log_probs": [
             [0, 0, 0, -0.875, -1, 0, 0],

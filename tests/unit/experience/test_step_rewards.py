@@ -87,7 +87,9 @@ def test_group_norm_by_hand(rows, expected):
 
 def test_rewards_normalized_by_group_are_penalized_and_clipped_before_gae():
     options = {"missing_eos_penalty": 0.25, "reward_clip_range": (-0.9, 2.0), "lambd": 1.0}
-    one = maker("gae", critic=lambda ids, mask: torch.full(ids.shape, 0.5), **BY_GROUP, **options)
+    one = maker(
+        "gae", critic=lambda inputs: torch.full(inputs.sequences.shape, 0.5), **BY_GROUP, **options
+    )
     rows = [
         response([], score, group, after=2)
         for score, group in ((3.0, 7), (5.0, 8), (1.0, 7), (5.0, 8))
@@ -179,7 +181,7 @@ def test_process_supervision_equals_a_naive_loop(gamma):
 def test_the_kl_penalty_stays_at_its_token():
     rows = [response([(2, 1.0), (1, 0.0)]), response([(1, 1.0), (2, 1.0)])]
     options: dict = {
-        "reference": lambda ids, mask, actions: -1.5 * actions
+        "reference": lambda inputs, actions: -1.5 * actions
     }  # the engine's log-probs are -1
     found = advantages("group_norm", rows, init_kl_coef=0.25, **options)[0]
     assert found == pytest.approx(

@@ -61,7 +61,7 @@ def read_by_output_layer(model, row):
 def check_critic(critic, causal, out, rows=ROWS):
     """It reads what the language model's output layer reads; its saved weights are read back bit for bit."""
     with torch.no_grad():
-        values = critic.eval()(SEQUENCES, MASK)
+        values = critic.eval()(ModelInputs(SEQUENCES, MASK))
     head = critic.classifier.score.weight[0].detach()
     for b, row in enumerate(rows):
         expected = [0.0, *(read_by_output_layer(causal, row) @ head).tolist()[:-1]]
@@ -104,7 +104,9 @@ def test_transformers_reads_a_saved_critic_and_adapters_are_merged(name, tmp_pat
     merged: Any = get_llm_for_sequence_regression(str(tmp_path / "adapters"), "reward").eval()
     with torch.no_grad():
         scores = merged(ModelInputs(SEQUENCES, MASK))
-        torch.testing.assert_close(scores, adapted.eval()(SEQUENCES, MASK), rtol=0, atol=2e-4)
+        torch.testing.assert_close(
+            scores, adapted.eval()(ModelInputs(SEQUENCES, MASK)), rtol=0, atol=2e-4
+        )
     save_model(merged.model, tmp_path / "out", is_main=True)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"][0].endswith("ForSequenceClassification")

@@ -211,5 +211,5 @@ def test_dropout_is_off_wherever_its_rate_is_read(name: str, tmp_path: Path) -> 
     actor = Actor(model).train()
     trained = actor(ModelInputs(ROWS, MASK))
     assert torch.equal(actor(ModelInputs(ROWS, MASK)), trained)
-    torch.testing.assert_close(actor.eval()(ROWS, MASK), trained, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actor.eval()(ModelInputs(ROWS, MASK)), trained, rtol=0, atol=1e-5)
     same_after_saving(actor.model, tmp_path, **rates)

@@ -82,7 +82,7 @@ def test_all_linear_adapts_every_linear_layer_but_the_head_which_is_trained_whol
         2 * 4,
     )  # q, k, v, o, gate, up, down of Llama; attn, proj, fc, proj of GPT-2
     assert not any("score" in name or "lm_head" in name for name in adapted)
-    critic.train()(SEQUENCES, MASK).sum().backward()
+    critic.train()(ModelInputs(SEQUENCES, MASK)).sum().backward()
     assert [name for name, p in critic.named_parameters() if p.grad is not None] == names
 
 
@@ -215,7 +215,8 @@ def test_training_on_starts_with_the_adapters_of_the_folder(actor_folder, llama_
     actor.model.save_pretrained(tmp_path)
     theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path).merge_and_unload()
     same(
-        actor.eval()(SEQUENCES, MASK).detach(), Actor(theirs)(ModelInputs(SEQUENCES, MASK)).detach()
+        actor.eval()(ModelInputs(SEQUENCES, MASK)).detach(),
+        Actor(theirs)(ModelInputs(SEQUENCES, MASK)).detach(),
     )
 
 

@@ -166,7 +166,7 @@ READ = {
     "values": lambda model, ids, mask: ScalarHeadModel(model, "critic")(ModelInputs(ids, mask)),
     "scores": lambda model, ids, mask: ScalarHeadModel(model, "reward")(ModelInputs(ids, mask)),
     "steps": lambda model, ids, mask: ProcessRewardModel(model)(
-        ids, mask & ~torch.roll(mask, -1, 1)
+        ModelInputs(ids, mask), mask & ~torch.roll(mask, -1, 1)
     ),
 }
 

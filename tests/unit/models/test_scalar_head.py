@@ -85,7 +85,7 @@ def test_a_standard_checkpoint_keeps_its_weights_bit_for_bit(reward_folder, role
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     in_bf16 = get_llm_for_sequence_regression(reward_folder, role, bf16=True)
     assert {p.dtype for p in in_bf16.parameters()} == {torch.bfloat16}
-    assert in_bf16(SEQUENCES, MASK).dtype == torch.float32
+    assert in_bf16(ModelInputs(SEQUENCES, MASK)).dtype == torch.float32
 
 
 def test_a_causal_model_gets_a_fresh_head_only_where_one_is_allowed(llama_folder, tmp_path, caplog):
@@ -163,10 +163,13 @@ def test_a_process_reward_model_gives_logits_at_places_only(any_causal):
         lambda _, inputs, __: widths.append(inputs[0].shape[1])
     )
     torch.testing.assert_close(
-        ProcessRewardModel(model)(SEQUENCES, places), torch.cat(plain), rtol=0, atol=1e-5
+        ProcessRewardModel(model)(ModelInputs(SEQUENCES, MASK), places),
+        torch.cat(plain),
+        rtol=0,
+        atol=1e-5,
     )
     assert widths == [4]  # columns 1, 2, 3 and 5 of 7
-    logits = ProcessRewardModel(model)(SEQUENCES, torch.zeros_like(places))
+    logits = ProcessRewardModel(model)(ModelInputs(SEQUENCES, MASK), torch.zeros_like(places))
     assert logits.shape == (0, model.config.vocab_size)
     logits.sum().backward()  # without a place the model runs all the same
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

@@ -92,9 +92,7 @@ def test_neighbours_in_length_share_a_forward_and_scores_keep_their_order(size, 
     ]
     assert model.shapes == shapes
     with pytest.raises(ValueError, match="the reward model returned nan for prompt 'ask'"):
-        model_scorer(lambda sequences, _: torch.full((len(sequences),), math.nan), size).score(
-            samples
-        )
+        model_scorer(lambda inputs: torch.full((len(inputs),), math.nan), size).score(samples)
 
 
 @pytest.mark.parametrize("pad", [0, 1, 9])
@@ -108,8 +106,8 @@ def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_paddin
 
 
 def test_a_reward_model_sees_each_samples_own_images_or_refuses_them(samples):
-    def keys(sequences, attention_mask, media=()):
-        of_rows = media or [()] * len(sequences)
+    def keys(inputs):
+        of_rows = inputs.media or [()] * len(inputs)
         return torch.tensor([float(sum(item.key for item in of_row)) for of_row in of_rows])
 
     shown = [MediaItem({}, 3, 1, key) for key in range(1, 6)]

@@ -111,9 +111,9 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
     FunctionScorer(function, tokenizer).score(trajectories)
     assert seen == texts, "without what ends or pads them"
 
-    def place_and_token(sequences, attention_mask):
-        last = attention_mask.sum(-1) - 1
-        return last * 100.0 + sequences.gather(1, last[:, None])[:, 0]
+    def place_and_token(inputs):
+        last = inputs.attention_mask.sum(-1) - 1
+        return last * 100.0 + inputs.sequences.gather(1, last[:, None])[:, 0]
 
     scorer = ModelScorer(
         place_and_token, MicroBatchSize(2), pad, SingleProcess(), torch.device("cpu")

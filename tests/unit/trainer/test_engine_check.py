@@ -131,7 +131,7 @@ def test_engine_and_actor_have_the_log_probs_of_transformers(name: str) -> None:
         row = torch.tensor([prompt + completion.token_ids])
         logits = model.eval()(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]
         theirs = logits.log_softmax(-1).gather(-1, row[0, len(prompt) :, None])[:, 0]
-        trained = actor.train()(row, torch.ones_like(row).bool())[0, len(prompt) :]
+        trained = actor.train()(ModelInputs(row, torch.ones_like(row).bool()))[0, len(prompt) :]
         torch.testing.assert_close(torch.tensor(completion.log_probs), theirs, atol=1e-4, rtol=0)
         torch.testing.assert_close(trained, theirs, atol=1e-4, rtol=0)
 

@@ -1,6 +1,7 @@
 """Examples become equally many micro-batches on all ranks; what shares a row keeps the numbers that it has alone."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -79,20 +80,20 @@ def example(*ids, first=1):
 
 def test_rows_are_padded_on_the_right_and_packed_ones_start_anew_at_each_document():
     batch = token_batch([example(4, PAD, 5, first=2), example(PAD, PAD)], 2, PAD, SingleProcess())
-    [(sequences, attention_mask, loss_mask, position_ids, _)] = batch.micro_batches
-    assert sequences.tolist() == [[4, PAD, 5], [PAD, PAD, PAD]]
-    assert attention_mask.tolist() == [[True, True, True], [True, True, False]]
+    [(inputs, loss_mask)] = batch.micro_batches
+    assert inputs.sequences.tolist() == [[4, PAD, 5], [PAD, PAD, PAD]]
+    assert inputs.attention_mask.tolist() == [[True, True, True], [True, True, False]]
     assert loss_mask.tolist() == [[False, False, True], [False, True, False]]
-    assert (sequences.dtype, position_ids) == (torch.int64, None)
+    assert (inputs.sequences.dtype, inputs.position_ids) == (torch.int64, None)
     examples = [example(1, 2, 3, first=0), example(4, 5, first=0), example(6, 7)]
     [packed] = token_batch(examples, 2, PAD, SingleProcess(), pack_to=6).micro_batches
-    assert packed.sequences.tolist() == [[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]]
-    assert packed.attention_mask.tolist() == [[True] * 5, [True, True, False, False, False]]
+    assert packed.inputs.sequences.tolist() == [[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]]
+    assert packed.inputs.attention_mask.tolist() == [[True] * 5, [True, True, False, False, False]]
     assert packed.loss_mask.int().tolist() == [
         [0, 1, 1, 0, 1],
         [0, 1, 0, 0, 0],
     ]  # no document's first token
-    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert packed.inputs.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("pack_to", [None, 5])
@@ -110,10 +111,10 @@ def test_every_example_with_a_target_is_used_once_in_equally_many_micro_batches(
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     assert {batch.n_targets for batch in batches} == {sum(len(e.token_ids) - 1 for e in examples)}
     tensors = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
-    targets = [token for m in tensors for token in m.sequences[m.loss_mask].tolist()]
+    targets = [token for m in tensors for token in m.inputs.sequences[m.loss_mask].tolist()]
     assert sorted(targets) == sorted(token for e in examples for token in e.token_ids[1:])
-    assert max(len(m.sequences) for m in tensors) <= micro
-    assert pack_to is None or all(m.position_ids.shape == m.sequences.shape for m in tensors)
+    assert max(len(m.inputs) for m in tensors) <= micro
+    assert pack_to is None or all(m.inputs.position_ids is not None for m in tensors)
     of_none = token_batch(without, micro, PAD, ranks[0], pack_to)
     assert (len(of_none.micro_batches), of_none.n_targets) == (1, 0), (
         "a forward that counts for nothing"
@@ -166,22 +167,26 @@ def test_packed_documents_have_the_numbers_they_have_alone(name, implementation,
     torch.testing.assert_close(packed_gradient, gradient, rtol=1e-4, atol=1e-5)
 
 
-def without_restart(sequences, attention_mask, position_ids):
+def without_restart(inputs):
     """An actor that separates documents but embeds their tokens at their place in the row."""
-    starts = (position_ids == 0).cumsum(-1)
-    places = torch.arange(sequences.shape[1]) + 10 * starts
-    return actor_of("gpt2")(ModelInputs(sequences, attention_mask, position_ids=places))
+    starts = (inputs.position_ids == 0).cumsum(-1)
+    places = torch.arange(inputs.sequences.shape[1]) + 10 * starts
+    return actor_of("gpt2")(dataclasses.replace(inputs, position_ids=places))
+
+
+def refuse(inputs):
+    raise TypeError("unexpected keyword argument 'position_ids'")
 
 
 def test_the_probe_finds_models_that_cannot_and_says_so(caplog):
     llama = actor_of("llama", initializer_range=0.02)  # mixes documents only a little
     for model, reason in (
         (
-            lambda sequences, attention_mask, position_ids: llama(sequences, attention_mask),
+            lambda inputs: llama(dataclasses.replace(inputs, position_ids=None)),
             "each other's outputs",
         ),
         (without_restart, "their own by their place"),
-        (lambda sequences, attention_mask: None, "unexpected keyword argument 'position_ids'"),
+        (refuse, "unexpected keyword argument 'position_ids'"),
     ):
         caplog.clear()
         assert not packing_is_exact(model, CPU)

@@ -42,9 +42,7 @@ def naive(model, examples):
             )
         else:
             texts, ranks, margin = example.texts, example.scores, 0.0
-        scores = [
-            model(ModelInputs(torch.tensor([ids]), torch.ones(1, len(ids))))[0] for ids in texts
-        ]
+        scores = [model(ModelInputs.of_ids([ids], pad_token_id=0))[0] for ids in texts]
         of_pairs = []
         for a, b in itertools.combinations(range(len(texts)), 2):
             if ranks[a] != ranks[b]:
@@ -124,7 +122,7 @@ def test_packed_samples_have_the_loss_and_gradient_of_separate_rows(causal, make
     for rank in range(ranks):
         trainer = sft(causal, make_tokenizer(), rank, ranks, packing=True)
         batch = trainer.make_batch(SAMPLES)
-        rows += sum(len(micro.sequences) for micro in batch.micro_batches)
+        rows += sum(len(micro.inputs) for micro in batch.micro_batches)
         assert batch.n_targets == len(wanted)
         total += sum(
             trainer.loss(micro, batch.n_targets, Metrics()) for micro in batch.micro_batches

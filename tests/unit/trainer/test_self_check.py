@@ -1,6 +1,7 @@
 """The self-check shows where everything lies, and sees what lies elsewhere."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,7 +120,8 @@ def test_a_sample_without_a_label_shows_none(logged: pytest.LogCaptureFixture) -
 def test_rows_of_long_samples_fit_80_columns(logged: pytest.LogCaptureFixture) -> None:
     longest = row(1500, 500, score=-123.456, truncated=True)
     ids = 151_000 + torch.zeros_like(longest.sequences)
-    check(longest.with_fields(sequences=ids, values=-99.0 * longest.action_mask))
+    inputs = replace(longest.inputs, sequences=ids)
+    check(longest.with_fields(inputs=inputs, values=-99.0 * longest.action_mask))
     assert max(map(len, page(logged))) <= 80
 
 
@@ -136,8 +138,10 @@ def test_penalties_beside_the_rewards_and_untrained_samples_are_told(
 
 def changed(field: str, token: int, value: Any) -> Experience:
     """``GOOD`` with one entry changed."""
-    tensor: Tensor = GOOD.tensors()[field].clone()
+    tensor: Tensor = getattr(GOOD, field).clone()
     tensor[0, token] = value
+    if field in ("sequences", "attention_mask"):
+        return GOOD.with_fields(inputs=replace(GOOD.inputs, **{field: tensor}))
     return GOOD.with_fields(**{field: tensor})
 
 

@@ -132,9 +132,7 @@ def test_mean_and_std_are_of_held_out_or_spread_training_pairs(scalar, n_train, 
     pairs = PAIRS[:n_held_out] or PAIRS[: n_train : 2 if n_train > 1024 else 1]
     assert len(pairs) == used
     rows = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
-    scores = torch.stack(
-        [model(ModelInputs(torch.tensor([ids]), torch.ones(1, len(ids))))[0] for ids in rows]
-    )
+    scores = torch.stack([model(ModelInputs.of_ids([ids], pad_token_id=0))[0] for ids in rows])
     assert scalar.config.mean == pytest.approx(scores.mean().item(), rel=1e-5)
     assert scalar.config.std == pytest.approx(scores.std().item(), rel=1e-5)
     assert saved[0][0] is scalar
