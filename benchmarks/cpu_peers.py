@@ -76,7 +76,7 @@ def entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
 
 def group_entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
     """The participants of a cell with groups."""
-    sizes = (8, 64) if quick else (8, 16, 32, 64)
+    sizes = (8, 32) if quick else (8, 16, 32, 64)
     if cell[:2] == "w5":  # TRL is slower with more, and in float32 takes 10 GB with 64
         sizes = (8,) if quick else (8, 16)
     trl = [
