@@ -34,10 +34,8 @@ class ModelInputs:
     position_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, tensor in {
-            "sequences": self.sequences,
-            "attention_mask": self.attention_mask,
-        }.items():
+        named = {"sequences": self.sequences, "attention_mask": self.attention_mask}
+        for name, tensor in named.items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name} is {tensor!r:.60}, no tensor: the order is {_ORDER}.")
 
@@ -99,6 +97,7 @@ class ModelInputs:
 
     def rows(self) -> Iterator[ModelInputs]:
         """Yield each row without padding, as a copy that does not keep the batch in memory."""
+        assert self.position_ids is None, "packed documents have no rows of their own"
         for row, length in enumerate(self.lengths):
             sequences = self.sequences[row : row + 1, :length].clone()
             mask = self.attention_mask[row : row + 1, :length].clone()
@@ -106,6 +105,7 @@ class ModelInputs:
 
     def widened(self, width: int) -> ModelInputs:
         """Return a copy with padding up to ``width`` columns, with id 0."""
+        assert self.position_ids is None, "packed documents are padded when they are packed"
         sequences = _pad_to(self.sequences, width)
         mask = _pad_to(self.attention_mask, width)
         return ModelInputs(sequences, mask, self.media)

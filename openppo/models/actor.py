@@ -28,9 +28,9 @@ from openppo.models.media_inputs import media_inputs
 from openppo.models.padding import (
     base_of,
     device_of,
+    extended_mask,
     on_device,
     pad_width,
-    widened,
     with_stand_in,
 )
 from openppo.models.prefixes import row_inputs
@@ -120,7 +120,7 @@ class Actor(nn.Module):
         n_rows, length = inputs.sequences.shape
         if inputs.position_ids is None:  # packed documents have no images, on any rank
             inputs = with_stand_in(self.stand_in, inputs)
-            action_mask = widened(action_mask, inputs)
+            action_mask = extended_mask(action_mask, inputs)
         sequences = inputs.sequences
         selected = F.pad(action_mask.bool()[:, 1:], (1, 0))  # (B, L)
 

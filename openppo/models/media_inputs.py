@@ -19,7 +19,7 @@ def media_inputs(model: Any, inputs: ModelInputs) -> dict[str, Tensor]:
 
     Models that distinguish kinds of tokens also get these kinds, int64 (B, L): 0 text, 1 image, 2 video.
     """
-    if not inputs.media:
+    if not any(inputs.media):
         return {}
     arguments = {}
     for name, tensor in joined(list(chain.from_iterable(inputs.media))).items():
@@ -81,7 +81,7 @@ def rope_positions(model: Any, inputs: ModelInputs) -> Tensor | None:
     """
     modules = (module for module in model.modules() if hasattr(module, "get_rope_index"))
     indexing = next(modules, None)
-    if indexing is None or not inputs.media:
+    if indexing is None or not any(inputs.media):
         return None
 
     get_rope_index = indexing.get_rope_index

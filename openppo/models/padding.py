@@ -69,7 +69,7 @@ def with_stand_in(stand_in: Tokens | None, inputs: ModelInputs) -> ModelInputs:
     return ModelInputs.join([inputs, blank.to(inputs.sequences.device)])
 
 
-def widened(mask: Tensor, inputs: ModelInputs) -> Tensor:
+def extended_mask(mask: Tensor, inputs: ModelInputs) -> Tensor:
     """Extend ``mask`` with False to the rows and columns of ``inputs``."""
     n_rows, width = inputs.sequences.shape
     return F.pad(mask, (0, width - mask.shape[1], 0, n_rows - len(mask)))

@@ -131,7 +131,7 @@ def _tree_arguments(tree: PrefixTree, inputs: ModelInputs, model: Any) -> dict[s
         "attention_mask": finished_mask(device),
     }
 
-    if inputs.media:
+    if any(inputs.media):
         mask = torch.ones_like(ids, dtype=torch.bool)
         row = ModelInputs(ids, mask, (_tree_media(tree, inputs),))
         arguments |= media_inputs(base_of(model), row)

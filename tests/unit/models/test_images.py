@@ -11,7 +11,7 @@ from openppo.models import Actor, attention
 from openppo.models.attention import BY_LENGTHS, ON_CPU, use_fast_attention
 from openppo.models.loading import freeze_vision
 from openppo.models.media_inputs import joined
-from openppo.models.padding import widened, with_stand_in
+from openppo.models.padding import extended_mask, with_stand_in
 from openppo.models.prefixes import prefix_tree, share_where_exact
 from openppo.models.scalar_head import ScalarHeadModel, classifier_of
 from openppo.rollout.hf_engine import HFEngine
@@ -223,7 +223,7 @@ def test_a_batch_that_lacks_a_kind_gets_the_row_that_has_all():
         whole = with_stand_in(both, inputs)
         assert (len(whole), len(whole.media)) == (n_rows, n_rows)
         assert whole.media[0] == media
-        mask = widened(inputs.attention_mask, whole)
+        mask = extended_mask(inputs.attention_mask, whole)
         assert mask.shape == whole.sequences.shape and mask[1:].sum() == 0
 
 
