@@ -1,4 +1,4 @@
-"""What a model reads: token ids with their mask, positions and images."""
+"""Inputs of models: token ids with their mask, positions and images."""
 
 from __future__ import annotations
 
@@ -90,6 +90,10 @@ class ModelInputs:
         media = self.media or [()] * len(self)
         rows = zip(self.sequences.tolist(), self.lengths, media, strict=True)
         return [distinct_ids(TokenIds(row[:length], row_media)) for row, length, row_media in rows]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are set, by name; images have tensors of their own."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def with_media(self, media: Sequence[Media]) -> ModelInputs:
         """Return a copy with the images of each row."""

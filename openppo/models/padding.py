@@ -101,7 +101,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def pack_rows(inputs: ModelInputs, model: Any) -> tuple[dict[str, Any], Tensor]:
-    """Pack the real tokens of a batch into one row: arguments of the forward, and the place of each token in the row.
+    """Pack the real tokens of a batch into one row: arguments of the forward, and the place of each token.
 
     The arguments are on ``model``'s device: T tokens int64 (1, T), positions from 0 in each document, and the int32
     starts of documents, computed once for all layers. The places are int64 (B x L,); padding has the place of the last

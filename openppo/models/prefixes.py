@@ -96,7 +96,7 @@ def _nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[_Span]:
 
 
 def row_inputs(module: Any, inputs: ModelInputs) -> tuple[dict[str, Any], Tensor] | None:
-    """Join a batch into one row of ``module.model``: arguments of its forward, and the place of each token in the row.
+    """Join a batch into one row of ``module.model``: arguments of its forward, and the place of each token.
 
     With ``shares_prompts``, shared prefixes occur once in the row where that pays. In all other cases the result is
     that of ``pack_rows`` if ``module.packs_rows`` is set, else None.

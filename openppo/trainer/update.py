@@ -171,7 +171,7 @@ class Update:
 
     def _step(self, batch: MiniBatch, metrics: Metrics, kl_coef: float | None, number: int) -> None:
         """Take optimizer step ``number`` of the critic, and of the actor unless ``kl_coef`` is None."""
-        samples = [micro.tensors() for micro in batch.micro_batches]
+        samples = [micro.inputs.tensors() | micro.tensors() for micro in batch.micro_batches]
         place = f"global step {self.state.global_step + 1} optimizer step {number + 1}"
         if kl_coef is not None:
             self._step_actor(batch, metrics, kl_coef, number=number, samples=samples, place=place)
@@ -194,7 +194,9 @@ class Update:
                 batch, documents, measured, kl_coef=kl_coef, on_policy=number == 0
             )
 
-        rows = [] if documents is None else [micro._asdict() for micro in documents.micro_batches]
+        rows = []
+        for micro in [] if documents is None else documents.micro_batches:
+            rows.append(micro.inputs.tensors() | {"loss_mask": micro.loss_mask})
         if self.skipped.accept(norm, "actor", place, samples=samples, documents=rows):
             metrics.merge(measured)
             if components.ema is not None:

@@ -77,11 +77,11 @@ def test_no_pass_uses_cudnn_or_math_attention(device: str, dtype: torch.dtype) -
     actor = grouped_actor(device, dtype)
 
     def train() -> None:
-        actor.train()(*rows([190, 77, 130], device)).sum().backward()
+        actor.train()(ModelInputs(*rows([190, 77, 130], device))).sum().backward()
 
     def read() -> None:
         with torch.no_grad():
-            actor.eval()(*rows([190, 77, 130], device))
+            actor.eval()(ModelInputs(*rows([190, 77, 130], device)))
 
     passes: dict[str, Callable[[], Any]] = {"training": train, "experience": read}
     passes["decode"] = lambda: sampled(actor.eval(), device, recorded=False, n_tokens=4)

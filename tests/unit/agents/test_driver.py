@@ -232,10 +232,10 @@ def test_a_refused_prompt_fails_its_request_alone(make_driver):
     made: Any = make_driver("yes")
     submit = made.engine.submit
 
-    def refuse(prompt_ids: Any, *arguments: Any, **options: Any) -> int:
-        if not prompt_ids:
+    def refuse(prompt: TokenIds, *arguments: Any, **options: Any) -> int:
+        if not prompt.token_ids:
             raise ValueError("at least one token")
-        return submit(prompt_ids, *arguments, **options)
+        return submit(prompt, *arguments, **options)
 
     made.engine.submit = refuse
 
