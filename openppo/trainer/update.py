@@ -194,9 +194,11 @@ class Update:
                 batch, documents, measured, kl_coef=kl_coef, on_policy=number == 0
             )
 
-        rows = []
-        for micro in [] if documents is None else documents.micro_batches:
-            rows.append(micro.inputs.tensors() | {"loss_mask": micro.loss_mask})
+        rows: list[dict[str, Any]] = []
+        if documents is not None:
+            for micro in documents.micro_batches:
+                rows.append(micro.inputs.tensors() | {"loss_mask": micro.loss_mask})
+
         if self.skipped.accept(norm, "actor", place, samples=samples, documents=rows):
             metrics.merge(measured)
             if components.ema is not None:
