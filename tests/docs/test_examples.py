@@ -226,7 +226,7 @@ def test_gains_of_the_chat_model_are_compared_question_by_question(
     monkeypatch.syspath_prepend(str(SCRIPTS.parent))
     addition = importlib.import_module("addition")
     answers = {"heldout": "", "before": "", "after": ""}
-    for before, after in (("5", "5"), ("6", "5"), ("6", "It is 5"), ("5", "2 + 3 = 5")):
+    for before, after in (("5", "5"), ("6", "5"), ("6", "It is 5"), ("5", "5 or 6")):
         answers["heldout"] += json.dumps({"input": "2 + 3", "label": "5"}) + "\n"
         answers["before"] += json.dumps({"response": before}) + "\n"
         answers["after"] += json.dumps({"response": after}) + "\n"
