@@ -110,8 +110,8 @@ class ModelInputs:
     def widened(self, width: int) -> ModelInputs:
         """Return a copy with padding up to ``width`` columns, with id 0."""
         assert self.position_ids is None, "packed documents are padded when they are packed"
-        sequences = _pad_to(self.sequences, width)
-        mask = _pad_to(self.attention_mask, width)
+        sequences = pad_to(self.sequences, width)
+        mask = pad_to(self.attention_mask, width)
         return ModelInputs(sequences, mask, self.media)
 
     def to(
@@ -127,5 +127,6 @@ class ModelInputs:
         )
 
 
-def _pad_to(tensor: Tensor, width: int) -> Tensor:
+def pad_to(tensor: Tensor, width: int) -> Tensor:
+    """Append zeros to the last dimension of ``tensor``, up to ``width``."""
     return F.pad(tensor, (0, width - tensor.shape[-1]))

@@ -49,11 +49,6 @@ def pad_width(inputs: ModelInputs, model: Any) -> ModelInputs:
     return inputs.widened(width)
 
 
-def pad_to(tensor: Tensor, width: int) -> Tensor:
-    """Append zeros to the last dimension of ``tensor``, up to ``width``."""
-    return F.pad(tensor, (0, width - tensor.shape[-1]))
-
-
 def with_stand_in(stand_in: Tokens | None, inputs: ModelInputs) -> ModelInputs:
     """Add ``stand_in`` as last row to ``inputs`` that lack a kind of its media.
 

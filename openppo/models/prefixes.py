@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from openppo import logger
 from openppo.media import Media, MediaItem, TokenIds, item_places
-from openppo.model_inputs import ModelInputs
+from openppo.model_inputs import ModelInputs, pad_to
 from openppo.models.attention import BY_LENGTHS, ON_CPU, PREFIX_TREE, finished_mask
 from openppo.models.media_inputs import media_inputs, rope_positions
 from openppo.models.padding import (
@@ -20,7 +20,6 @@ from openppo.models.padding import (
     device_of,
     is_exact,
     pack_rows,
-    pad_to,
     rounded_width,
 )
 from openppo.models.prefix_batches import LEAST_SHARED, pays, shared_order
