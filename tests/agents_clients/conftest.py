@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 
 from tests.unit.agents.conftest import chat_tokenizer as chat_tokenizer
@@ -20,24 +21,26 @@ def client_python() -> str:
     Where it cannot be made tests are skipped, or fail if OPENPPO_REQUIRE_CLIENTS is 1.
     """
     folder = Path(sys.prefix) / "agents_clients"
-    python, stamp = folder / "bin" / "python", folder / "complete"
-    if not stamp.exists() or stamp.read_text() != REQUIREMENTS.read_text():
-        pip = [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "-r",
-            REQUIREMENTS,
-        ]
-        for command in ([sys.executable, "-m", "venv", "--clear", folder], pip):
-            made = subprocess.run(command, capture_output=True, text=True)
-            if made.returncode != 0:
-                end = (
-                    pytest.fail if os.environ.get("OPENPPO_REQUIRE_CLIENTS") == "1" else pytest.skip
-                )
-                end(f"the environment of real clients cannot be made: {made.stderr.strip()[-500:]}")
-        stamp.write_text(REQUIREMENTS.read_text())
-    return str(python)
+    # Workers of one run want it at the same moment, and --clear would empty it under another's feet.
+    with filelock.FileLock(folder.with_name("agents_clients.lock")):
+        if not is_complete(folder):
+            make_environment(folder)
+    return str(folder / "bin" / "python")
+
+
+def is_complete(folder: Path) -> bool:
+    stamp = folder / "complete"
+    return stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text()
+
+
+def make_environment(folder: Path) -> None:
+    venv = [sys.executable, "-m", "venv", "--clear", folder]
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    for command in (venv, [*pip, "--disable-pip-version-check", "-r", REQUIREMENTS]):
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode != 0:
+            required = os.environ.get("OPENPPO_REQUIRE_CLIENTS") == "1"
+            end = pytest.fail if required else pytest.skip
+            output = (made.stdout + made.stderr).strip()[-2000:]
+            end(f"the environment of real clients cannot be made: {output}")
+    (folder / "complete").write_text(REQUIREMENTS.read_text())
